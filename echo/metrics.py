@@ -1,0 +1,88 @@
+"""What a running node shows: counters, and the snapshot that the live view draws.
+
+Metric names follow the field: `reward/mean`, `staleness/{mean,max}`, `time/{step,train,...}`,
+`learner/idle_ratio`, `perf/tokens_per_s`, `broadcast/{bytes,seconds,goodput}` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class Counters:
+    """Named monotonic counts; a name exists once it has been counted."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, float] = {}
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Add `amount` to the count of `name`."""
+        self._counts[name] = self._counts.get(name, 0) + amount
+
+    def __getitem__(self, name: str) -> float:
+        return self._counts.get(name, 0)
+
+    def as_dict(self) -> dict[str, float]:
+        """Return a copy of all counts, sorted by name."""
+        return dict(sorted(self._counts.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """One node as the learner sees it."""
+
+    node_id: str
+    role: str
+    """"learner", "relay" or "worker"."""
+    state: str
+    """One word or short phrase: "training", "generating", "fetching v17 63%", "waiting", "lost"."""
+    version: str = "-"
+    """Installed policy version, as text."""
+    staleness: int | None = None
+    """Learner's step minus the installed step; None where it has no meaning."""
+    tokens_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    """Weight bytes received per second over the last seconds."""
+    num_leases: int = 0
+    parent: str = "-"
+    """Where it gets weights from."""
+    seen_s: float = 0.0
+    """Seconds since it was last heard of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything the live view draws, taken at one instant by the learner."""
+
+    run_name: str
+    elapsed_s: float
+    step: int
+    max_steps: int
+    max_staleness: int
+    publish_period: int
+    waiting_for: str = ""
+    """What the learner waits for, in words; empty while it trains."""
+    nodes: tuple[NodeView, ...] = ()
+    reward_history: tuple[float, ...] = ()
+    """Mean reward of each step so far, oldest first."""
+    eval_history: tuple[tuple[int, float, float], ...] = ()
+    """(step, pass rate sampled, pass rate greedy) of each evaluation so far."""
+    staleness_tokens: Mapping[int, int] = field(default_factory=dict)
+    """Trained tokens by staleness, whole run."""
+    idle_ratio: float = 0.0
+    """Share of the learner's time spent waiting for rollouts, 0..1."""
+    tokens_per_s: float = 0.0
+    """Sampled completion tokens accepted per second, recent."""
+    num_buffered: int = 0
+    groups_per_step: int = 0
+    num_leased: int = 0
+    broadcast_version: str = "-"
+    broadcast_done: float = 0.0
+    """Share of all receivers' chunks of the newest version that have arrived, 0..1."""
+    broadcast_bytes: int = 0
+    """Weight bytes that the learner itself has sent, whole run."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Groups refused or dropped so far, by reason."""
+    notices: tuple[str, ...] = ()
+    """Newest log lines worth showing, oldest first."""

@@ -1,0 +1,138 @@
+"""What is sampled: versions, rollouts and groups, as plain records of numpy arrays.
+
+Shapes: T completion tokens, P prompt tokens, G group size. Nothing here touches torch, so that a
+relay can handle groups without installing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+
+
+class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Name one set of weights: an unbroken learner history and a step within it.
+
+    Ordered by lineage first: every version of a newer lineage supersedes those of older ones.
+    """
+
+    lineage: int
+    """Which unbroken history of the learner; the first is 1, each resume from a checkpoint adds 1."""
+    step: int
+    """Optimizer steps behind these weights; the initial weights are step 0."""
+
+    def __str__(self) -> str:
+        return f"v{self.step}" if self.lineage == 1 else f"v{self.step}/L{self.lineage}"
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """One unbroken history of the learner and where it left the one before."""
+
+    lineage: int
+    fork_step: int
+    """Last step of the previous lineage that belongs to this one too; 0 for the first lineage."""
+
+
+def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
+    """Return whether `version` lies on the history that ends in the last of `lineages`.
+
+    A version of an older lineage survives if no later lineage forked off before its step.
+
+    Args:
+        version: the version in question.
+        lineages: every lineage so far, oldest first.
+    """
+    if not lineages or not (lineages[0].lineage <= version.lineage <= lineages[-1].lineage):
+        return False
+    return all(version.step <= later.fork_step for later in lineages if later.lineage > version.lineage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One sampled answer, token by token."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[T] sampled ids, the stop token included."""
+    sampler_logprobs: npt.NDArray[np.float32]
+    """[T] natural-log probability of each id under the distribution really sampled from, nats."""
+    policy_versions: npt.NDArray[np.int32]
+    """[T, 2] (lineage, step) of the weights that sampled each token."""
+    completion_mask: npt.NDArray[np.bool_]
+    """[T] True where the token was sampled by the policy and may be trained on."""
+    reward: float
+    finish_reason: str
+    """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
+
+    def __post_init__(self) -> None:
+        num_tokens = self.token_ids.shape[0] if self.token_ids.ndim == 1 else -1
+        expected = {
+            "token_ids": (self.token_ids, np.int32, (num_tokens,)),
+            "sampler_logprobs": (self.sampler_logprobs, np.float32, (num_tokens,)),
+            "policy_versions": (self.policy_versions, np.int32, (num_tokens, 2)),
+            "completion_mask": (self.completion_mask, np.bool_, (num_tokens,)),
+        }
+        for name, (array, dtype, shape) in expected.items():
+            if num_tokens < 1 or array.dtype != dtype or array.shape != shape:
+                raise ValueError(
+                    f"Rollout.{name} is {array.dtype}{list(array.shape)}, expected "
+                    f"{np.dtype(dtype)}{list(shape)} with at least one token"
+                )
+        if self.finish_reason not in ("stop", "length", "abort"):
+            raise ValueError(f"Rollout.finish_reason is {self.finish_reason!r}; use stop, length or abort")
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens, masked ones included."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """The distinct versions that sampled this rollout's trainable tokens, oldest first."""
+        rows = self.policy_versions[self.completion_mask]
+        return [PolicyVersion(int(lineage), int(step)) for lineage, step in np.unique(rows, axis=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The rollouts of one prompt: the unit of dispatch, delivery and admission."""
+
+    group_id: int
+    """Serial number of the prompt group within the run; the same prompt drawn twice has two ids."""
+    attempt: int
+    """Which lease of this group produced it, from 0."""
+    worker_id: str
+    prompt_ids: npt.NDArray[np.int32]
+    """[P] prompt token ids."""
+    rollouts: tuple[Rollout, ...]
+
+    def __post_init__(self) -> None:
+        if self.prompt_ids.dtype != np.int32 or self.prompt_ids.ndim != 1 or not len(self.prompt_ids):
+            raise ValueError(f"Group {self.group_id}: prompt_ids must be int32[P] with P >= 1")
+        if not self.rollouts:
+            raise ValueError(f"Group {self.group_id} has no rollouts")
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """The distinct versions that sampled its trainable tokens, oldest first."""
+        return sorted({version for rollout in self.rollouts for version in rollout.versions})
+
+    @property
+    def oldest_version(self) -> PolicyVersion | None:
+        """The version that bounds the group's staleness; None if no token is trainable."""
+        versions = self.versions
+        return versions[0] if versions else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all rollouts."""
+        return sum(rollout.num_tokens for rollout in self.rollouts)
+
+    @property
+    def rewards(self) -> list[float]:
+        """One reward per rollout, in order."""
+        return [rollout.reward for rollout in self.rollouts]
