@@ -1,0 +1,295 @@
+"""The layers hold: who may import whom, and which file owns which foreign package.
+
+The tables below are the law (imports point downward only); the checks are functions over a source
+tree, so that each is also shown to fire on a tree with a planted violation.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+ERRORS = {"errors", "units"}
+RECORDS = ERRORS | {"rollout", "metrics"}
+PURE = RECORDS | {"protocol", "buffer", "algo", "kernels", "planner"}
+MIDDLE = {"config", "engine", "tasks", "sim"}
+
+# A package or top-level module, and what it may import besides itself.
+PERMITTED: dict[str, set[str]] = {
+    "errors": set(),
+    "units": set(),
+    "rollout": ERRORS,
+    "metrics": ERRORS,
+    "protocol": RECORDS,
+    "buffer": RECORDS,
+    "planner": RECORDS,
+    "kernels": RECORDS,
+    "algo": RECORDS | {"kernels"},
+    "config": PURE,
+    "engine": RECORDS | {"algo", "kernels", "protocol.manifest"},
+    "tasks": RECORDS,
+    "sim": PURE,
+    "runtime": PURE | MIDDLE,
+    "ui": RECORDS,
+    "cli": PURE | MIDDLE | {"runtime", "ui"},
+}
+
+# A foreign package, and the only files that may import it.
+OWNERS: dict[str, tuple[str, ...]] = {
+    "zmq": ("runtime/transport_zmq.py",),
+    "rich": ("ui/*", "cli/*"),
+    "triton": ("kernels/*",),
+    "vllm": ("engine/vllm*",),
+    "torch": ("engine/*", "algo/*", "kernels/*"),
+    "transformers": ("engine/*", "tasks/tokenization.py"),
+}
+
+# Layers 0 to 2 touch no socket, task, clock, environment or file.
+IMPURE = {
+    "asyncio", "concurrent", "datetime", "multiprocessing", "os", "pathlib", "secrets", "selectors",
+    "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "time", "uuid",
+}  # fmt: skip
+
+# What a relay's process imports, as far as it is written.
+RELAY_ROOTS = ("protocol/*", "config/*", "runtime/relay.py", "cli/main.py", "cli/node.py")
+
+
+class SourceTree:
+    """The modules below one directory that holds a package `echo`, and their imports."""
+
+    def __init__(self, directory: Path) -> None:
+        self.paths: dict[str, Path] = {}
+        for path in sorted((directory / "echo").rglob("*.py")):
+            parts = path.relative_to(directory).with_suffix("").parts
+            self.paths[".".join(parts).removesuffix(".__init__")] = path
+        self._root = directory / "echo"
+        self.trees = {name: ast.parse(path.read_text()) for name, path in self.paths.items()}
+
+    def place(self, module: str) -> str:
+        """Return the path of `module` inside the package, as the tables write it."""
+        return self.paths[module].relative_to(self._root).as_posix()
+
+    def imports(self, module: str) -> Iterator[tuple[int, str]]:
+        """Yield (line, imported module) wherever it stands; `from` names resolve to modules."""
+        for node in ast.walk(self.trees[module]):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                source = node.module or ""
+                for alias in node.names:
+                    inner = f"{source}.{alias.name}"
+                    yield node.lineno, inner if inner in self.paths else source
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def upward_imports(tree: SourceTree) -> list[str]:
+    """Return every import inside echo that the table does not permit."""
+    found = []
+    for module in tree.paths:
+        package = module.partition(".")[2].partition(".")[0]
+        if package and package not in PERMITTED:
+            found.append(f"{tree.place(module)}: echo.{package} is not in the table of layers")
+            continue
+        allowed = {f"echo.{name}" for name in PERMITTED.get(package, set()) | {package}}
+        for line, target in tree.imports(module):
+            # `from echo import __version__` is open to all: the root imports nothing itself.
+            is_ours = is_within(target, "echo") and target != "echo"
+            if is_ours and not any(is_within(target, name) for name in allowed):
+                found.append(f"{tree.place(module)}:{line}: {module} may not import {target}")
+    return found
+
+
+def trespasses(tree: SourceTree) -> list[str]:
+    """Return every import of a foreign package outside the files that own it."""
+    return [
+        f"{tree.place(module)}:{line}: only {', '.join(OWNERS[foreign])} may import {foreign}"
+        for module in tree.paths
+        for line, target in tree.imports(module)
+        if (foreign := target.partition(".")[0]) in OWNERS
+        and not any(fnmatch(tree.place(module), owner) for owner in OWNERS[foreign])
+    ]
+
+
+def impurities(tree: SourceTree) -> list[str]:
+    """Return every reach of the pure layers into the world outside."""
+    found = []
+    for module in tree.paths:
+        if module.partition(".")[2].partition(".")[0] not in PURE:
+            continue
+        found += [
+            f"{tree.place(module)}:{line}: a pure layer may not import {target}"
+            for line, target in tree.imports(module)
+            if target.partition(".")[0] in IMPURE
+        ]
+        found += [
+            f"{tree.place(module)}:{node.lineno}: a pure layer may not open files"
+            for node in ast.walk(tree.trees[module])
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "open"
+        ]
+    return found
+
+
+def import_cycle(tree: SourceTree) -> list[str]:
+    """Return one import cycle as a list of modules, empty if there is none."""
+    graph = {
+        module: {target for _, target in tree.imports(module) if target in tree.paths}
+        for module in tree.paths
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def import_without(blocked: list[str], modules: list[str], directory: Path) -> str:
+    """Import `modules` in a fresh interpreter where `blocked` packages do not exist.
+
+    Returns:
+        The last line of its error output: empty if all of them could be imported.
+    """
+    program = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({blocked!r}))\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, check=False
+    )
+    return done.stderr.strip().rpartition("\n")[2]
+
+
+# What only the extras install; a base installation has none of it.
+NOT_FOR_RELAYS = [
+    "accelerate", "math_verify", "matplotlib", "safetensors", "scipy", "tensorboard", "tokenizers",
+    "torch", "transformers", "triton", "vllm", "wandb",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tree() -> SourceTree:
+    return SourceTree(REPOSITORY)
+
+
+def plant(directory: Path, files: dict[str, str]) -> SourceTree:
+    """Write `files` ("protocol/codec" is echo/protocol/codec.py) and return their tree."""
+    for name, text in files.items():
+        path = directory / "echo" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return SourceTree(directory)
+
+
+def test_imports_point_downward(tree: SourceTree) -> None:
+    assert "echo.errors" in tree.paths
+    assert upward_imports(tree) == []
+
+
+def test_each_foreign_package_stays_in_the_files_that_own_it(tree: SourceTree) -> None:
+    assert trespasses(tree) == []
+
+
+def test_pure_layers_do_not_reach_outside(tree: SourceTree) -> None:
+    assert impurities(tree) == []
+
+
+def test_there_is_no_import_cycle(tree: SourceTree) -> None:
+    assert import_cycle(tree) == []
+
+
+def test_a_relay_imports_with_the_base_installation_alone(tree: SourceTree) -> None:
+    roots = [
+        module
+        for module in tree.paths
+        if any(fnmatch(tree.place(module), pattern) for pattern in RELAY_ROOTS)
+    ]
+    assert import_without(NOT_FOR_RELAYS, roots, REPOSITORY) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "complaint"),
+    [
+        ("protocol/codec", "import echo.runtime.relay", "echo.protocol.codec may not import"),
+        ("protocol/codec", "from echo import buffer", "may not import echo.buffer"),
+        (
+            "engine/weights",
+            "from echo.protocol import codec",
+            "may not import echo.protocol.codec",
+        ),
+        ("ui/live", "def f():\n    import echo.runtime.relay", "echo.ui.live may not import"),
+        ("__init__", "import echo.errors", "__init__.py:1: echo may not import echo.errors"),
+        ("helpers", "", "echo.helpers is not in the table of layers"),
+    ],
+)
+def test_a_planted_upward_import_is_found(
+    tmp_path: Path, module: str, line: str, complaint: str
+) -> None:
+    known = {"protocol/codec": "", "runtime/relay": "", "buffer": "", "errors": ""}
+    [found] = upward_imports(plant(tmp_path, known | {module: line}))
+    assert complaint in found
+
+
+def test_permitted_imports_are_left_alone(tmp_path: Path) -> None:
+    planted = plant(
+        tmp_path,
+        {
+            "__init__": "__version__ = '1'",
+            "errors": "",
+            "protocol/manifest": "from echo import __version__\nfrom echo.errors import EchoError",
+            "engine/weights": "from echo.protocol.manifest import TensorSpec\nimport torch",
+            "runtime/transport_zmq": "import os, zmq.asyncio\nfrom echo.protocol import manifest",
+        },
+    )
+    assert upward_imports(planted) + trespasses(planted) + impurities(planted) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("runtime/relay", "from zmq import Context"),
+        ("runtime/learner", "import rich.console"),
+        ("engine/trainer", "import triton"),
+        ("engine/transformers_engine", "import vllm"),
+        ("tasks/addition", "if True:\n    from torch import nn"),
+        ("tasks/addition", "import transformers"),
+    ],
+)
+def test_a_planted_trespass_is_found(tmp_path: Path, module: str, line: str) -> None:
+    [found] = trespasses(plant(tmp_path, {module: line}))
+    assert "may import" in found
+
+
+@pytest.mark.parametrize("line", ["import time", "from os import environ", "text = open('a')"])
+def test_a_planted_impurity_is_found(tmp_path: Path, line: str) -> None:
+    [found] = impurities(plant(tmp_path, {"protocol/codec": line, "runtime/relay": line}))
+    assert found.startswith("protocol/codec.py:1: a pure layer may not ")
+
+
+def test_a_planted_cycle_is_found(tmp_path: Path) -> None:
+    planted = plant(
+        tmp_path,
+        {
+            "config/schema": "import echo.config.loading",
+            "config/loading": "def load():\n    from echo.config import schema",
+        },
+    )
+    assert set(import_cycle(planted)) == {"echo.config.schema", "echo.config.loading"}
+
+
+def test_a_planted_heavy_import_stops_the_relay(tmp_path: Path) -> None:
+    plant(tmp_path, {"runtime/relay": "import echo.tasks", "tasks": "import torch"})
+    assert "torch" in import_without(NOT_FOR_RELAYS, ["echo.runtime.relay"], tmp_path)
