@@ -1,0 +1,136 @@
+"""The nodes that the learner knows, and when they count as gone.
+
+A node is **known** after Hello, a **member** after Ready with the right hashes, and gone when it
+says Goodbye or is silent for `dead_after_s`. Its name belongs to one incarnation (one start of one
+process) at a time: a new incarnation of a name that still speaks waits until the old one is silent
+for two heartbeats, as after a quick restart; if both keep speaking, two processes share a name, and
+the newcomer is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo.metrics import NodeView
+from echo.protocol.messages import Heartbeat, Hello, NodeStats
+from echo.protocol.topology import Site
+from echo.rollout import PolicyVersion
+
+RATE_WINDOW_S = 10.0
+"""Seconds over which a node's rates are averaged for the display."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One node, as last heard."""
+
+    node_id: str
+    role: str
+    incarnation: str
+    advertise: str | None
+    heard_at: float
+    is_member: bool = False
+    installed: PolicyVersion | None = None
+    capacity: int = 0
+    stats: NodeStats = field(default_factory=NodeStats)
+    tokens_sampled: int = -1
+    """Counter at the last heartbeat: its growth renews waiting leases."""
+    rival_since: float | None = None
+    parents: tuple[tuple[str, str], ...] = ()
+    history: deque[tuple[float, int, int]] = field(default_factory=deque)
+    """(instant, tokens sampled, weight bytes received) of the last heartbeats."""
+
+    def beat(self, message: Heartbeat, *, now: float) -> bool:
+        """Take a heartbeat; return whether the node has sampled anything since the last one."""
+        has_progress = message.stats.tokens_sampled != self.tokens_sampled
+        self.heard_at, self.installed, self.capacity = now, message.installed, message.capacity
+        self.stats, self.tokens_sampled = message.stats, message.stats.tokens_sampled
+        self.history.append((now, message.stats.tokens_sampled, message.stats.bytes_received))
+        while len(self.history) > 2 and now - self.history[0][0] > RATE_WINDOW_S:
+            self.history.popleft()
+        return has_progress
+
+    def rates(self) -> tuple[float, float]:
+        """Return (tokens per second, weight bytes per second) over the last heartbeats."""
+        if len(self.history) < 2:
+            return 0.0, 0.0
+        (start, tokens, num_bytes), (stop, tokens_now, bytes_now) = (
+            self.history[0],
+            self.history[-1],
+        )
+        elapsed_s = max(stop - start, 1e-6)
+        return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
+
+    def view(self, *, step: int, num_leases: int, now: float) -> NodeView:
+        """Return this node as the live view shows it."""
+        tokens_per_s, bytes_per_s = self.rates()
+        stats, state = self.stats, self.stats.state
+        if not self.is_member:
+            state = "joining"
+        elif stats.fetching is not None and stats.num_chunks:
+            state = f"{state}, fetching {stats.fetching} {stats.num_chunks_held}/{stats.num_chunks}"
+        return NodeView(
+            node_id=self.node_id,
+            role=self.role,
+            state=state,
+            version="-" if self.installed is None else str(self.installed),
+            staleness=None if self.installed is None else step - self.installed.step,
+            tokens_per_s=tokens_per_s,
+            bytes_per_s=bytes_per_s,
+            num_leases=num_leases,
+            parent=stats.parent,
+            seen_s=now - self.heard_at,
+        )
+
+
+class Roster:
+    """All nodes by name, in the order in which they joined."""
+
+    def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
+        """Start empty."""
+        self.heartbeat_s = heartbeat_s
+        self.dead_after_s = dead_after_s
+        self.nodes: dict[str, Member] = {}
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next node would count as gone."""
+        return min((m.heard_at + self.dead_after_s for m in self.nodes.values()), default=None)
+
+    def members(self, role: str | None = None) -> list[Member]:
+        """Return the admitted nodes, all or those of one role."""
+        return [m for m in self.nodes.values() if m.is_member and role in (None, m.role)]
+
+    def sites(self) -> list[Site]:
+        """Return what the topology planner needs to know."""
+        return [Site(m.node_id, m.role, m.advertise) for m in self.members()]
+
+    def hello(self, message: Hello, *, now: float) -> str:
+        """Take a Hello; return "new", "again", "wait" or "name_taken".
+
+        "new" replaces whatever bore that name; the caller drops the old one's leases.
+        """
+        known = self.nodes.get(message.node_id)
+        if known is None or known.incarnation == message.incarnation:
+            outcome = "new" if known is None else "again"
+        elif now - known.heard_at >= 2 * self.heartbeat_s:
+            outcome = "new"
+        else:
+            known.rival_since = now if known.rival_since is None else known.rival_since
+            return "name_taken" if now - known.rival_since > self.dead_after_s else "wait"
+        if outcome == "new":
+            self.nodes[message.node_id] = Member(
+                message.node_id, message.role, message.incarnation, message.advertise, now
+            )
+        else:
+            assert known is not None
+            known.heard_at, known.advertise = now, message.advertise
+        return outcome
+
+    def expire(self, *, now: float) -> list[Member]:
+        """Remove and return the nodes that have been silent for too long."""
+        gone = [m for m in self.nodes.values() if now >= m.heard_at + self.dead_after_s]
+        for member in gone:
+            del self.nodes[member.node_id]
+        return gone

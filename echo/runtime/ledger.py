@@ -1,0 +1,330 @@
+"""What happened to every prompt group, on disk before anybody is told.
+
+Two kinds of file make up the learner's journal:
+
+* `ledger.jsonl`: one JSON object per line, appended, never rewritten. It is small, kept for good,
+  and readable with any tool: anyone can check promises 1 and 2 from it alone.
+* `spool/NNNNNN.bin`: the accepted groups themselves, appended; a file is deleted when every group
+  in it has come to its end for good.
+
+Records, in the order in which they happen (`kind` and its fields):
+
+    lineage     lineage, fork_step          the learner started; the first has fork_step 0
+    granted     group, attempt, worker, version
+    accepted    group, attempt, worker, versions, tokens, rewards, spool [file, offset, length]
+    trained     lineage, step, consumed_at, groups, staleness {"0": tokens, ...}
+    discarded   group, reason, step
+    published   version, root
+    checkpoint  lineage, step
+
+Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
+step > f: those steps are gone. What remains is the surviving line, on which every accepted group
+has at most one end, and exactly one once the run has finished. A discard is never voided.
+
+Durability. `append` reaches the operating system at once (a kill of the process loses nothing);
+`sync` reaches the disk, and an accepted group is acknowledged only after it. A torn last line, as a
+power cut leaves it, is cut off when the ledger is opened again; damage anywhere else is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from echo.errors import RemoteProtocolError, StorageError
+from echo.protocol.codec import Frame, decode_group
+from echo.rollout import Group, Lineage, PolicyVersion
+
+SPOOL_FILE_BYTES = 64 << 20
+"""Size at which a new spool file is begun; small enough to be freed soon."""
+
+SpoolPlace = tuple[str, int, int]
+"""(file name, offset, length) of a group in the spool; its header's length is stored with it."""
+
+
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (byte offset of the line's end, record) for every whole line of a ledger.
+
+    Raises:
+        StorageError: if a line other than a torn last one is damaged.
+    """
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise StorageError(
+                    f"{path}: line {number} is damaged ({error}); restore the file from a copy, or "
+                    "start a new run from the last checkpoint with --init-from"
+                ) from error
+            yield offset, record
+
+
+@dataclass(slots=True)
+class History:
+    """What a ledger says, along the surviving line up to a given checkpoint."""
+
+    lineages: tuple[Lineage, ...] = ()
+    next_group_id: int = 0
+    settled: set[int] = field(default_factory=set)
+    """Groups that were accepted or ended."""
+    granted: dict[int, int] = field(default_factory=dict)
+    """Open groups that were granted: id -> number of attempts."""
+    waiting: dict[int, SpoolPlace] = field(default_factory=dict)
+    """Accepted groups without an end: where they lie."""
+    staleness_tokens: dict[int, int] = field(default_factory=dict)
+    num_published: int = 0
+    end_offset: int = 0
+
+
+def read_history(path: Path, *, lineage: int, step: int) -> History:
+    """Read what is left to do after going back to the checkpoint of `step` in `lineage`.
+
+    Args:
+        path: the ledger.
+        lineage: lineage of the checkpoint.
+        step: its step; trained records after it are void.
+    """
+    history = History()
+    lineages: list[Lineage] = []
+    accepted: dict[int, SpoolPlace] = {}
+    trained: list[tuple[int, int, list[int], dict[str, int]]] = []
+    for end_offset, record in read_records(path):
+        history.end_offset = end_offset
+        match record["kind"]:
+            case "lineage":
+                lineages.append(Lineage(record["lineage"], record["fork_step"]))
+            case "granted":
+                group_id, attempt = record["group"], record["attempt"]
+                history.granted[group_id] = max(history.granted.get(group_id, 0), attempt + 1)
+                history.next_group_id = max(history.next_group_id, group_id + 1)
+            case "accepted":
+                file_name, offset, length = record["spool"]
+                accepted[record["group"]] = (file_name, offset, length)
+            case "discarded":
+                history.settled.add(record["group"])
+            case "trained":
+                trained.append(
+                    (record["lineage"], record["step"], record["groups"], record["staleness"])
+                )
+            case "published":
+                history.num_published += 1
+    discarded = set(history.settled)
+    # The new lineage forks off at the checkpoint, so later steps of its own are void as well.
+    forks = [*lineages, Lineage((lineages[-1].lineage if lineages else 0) + 1, step)]
+    ended: set[int] = set()
+    for made_in, made_step, groups, staleness in trained:
+        if all(made_step <= fork.fork_step for fork in forks if fork.lineage > made_in):
+            ended.update(groups)
+            for lag, num_tokens in staleness.items():
+                tokens = history.staleness_tokens
+                tokens[int(lag)] = tokens.get(int(lag), 0) + num_tokens
+    history.lineages = tuple(lineages)
+    history.waiting = {g: p for g, p in accepted.items() if g not in ended and g not in discarded}
+    history.settled |= accepted.keys()
+    history.granted = {g: n for g, n in history.granted.items() if g not in history.settled}
+    return history
+
+
+class Ledger:
+    """The learner's journal, open for writing."""
+
+    def __init__(self, run_dir: Path, *, spool_bytes: int) -> None:
+        """Open (or begin) the journal of a run, cutting off a torn last line.
+
+        Args:
+            run_dir: the run's directory.
+            spool_bytes: bytes that the spool may take; beyond that storing a group fails.
+        """
+        self.path = run_dir / "ledger.jsonl"
+        self.spool_dir = run_dir / "spool"
+        self.spool_bytes = spool_bytes
+        self._unended: dict[str, set[int]] = {}
+        self._ended_at: dict[int, int] = {}
+        try:
+            self.spool_dir.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                *_, end_offset = [0, *(offset for offset, _ in read_records(self.path))]
+                os.truncate(self.path, end_offset)
+            self._file: BinaryIO = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"cannot open the journal in {run_dir}: {error}") from error
+        spool_files = list(self.spool_dir.glob("*.bin"))
+        self._spool_number = max((int(p.stem) for p in spool_files), default=0)
+        self._used_bytes = sum(p.stat().st_size for p in spool_files)
+        self._spool: BinaryIO | None = None
+
+    # --- records ---------------------------------------------------------------------------------
+
+    def append(self, kind: str, **fields: Any) -> None:
+        """Write one record; it survives the process, and the machine after the next `sync`."""
+        record = {"kind": kind, **fields, "at": round(time.time(), 3)}
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        self._write(self._file, line, "the ledger")
+
+    def sync(self) -> None:
+        """Force everything written so far onto the disk."""
+        try:
+            if self._spool is not None:
+                os.fdatasync(self._spool.fileno())
+            os.fdatasync(self._file.fileno())
+        except OSError as error:
+            raise StorageError(f"cannot write the journal {self.path}: {error}") from error
+
+    def _write(self, file: BinaryIO, data: bytes, what: str) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[file.write(view) :]
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {what} in {self.path.parent}: {error}; free disk space, then continue "
+                "the run with --resume"
+            ) from error
+
+    # --- groups ----------------------------------------------------------------------------------
+
+    def store(self, group: Group, header: Frame, arrays: Frame) -> None:
+        """Write an accepted group and its record; call `sync` before acknowledging it."""
+        data = len(header).to_bytes(4, "little") + bytes(header) + bytes(arrays)
+        place = self._put(group.group_id, data)
+        self.append(
+            "accepted",
+            group=group.group_id,
+            attempt=group.attempt,
+            worker=group.worker_id,
+            versions=[[version.lineage, version.step] for version in group.versions],
+            tokens=group.num_tokens,
+            rewards=group.rewards,
+            spool=list(place),
+        )
+
+    def _put(self, group_id: int, data: bytes) -> SpoolPlace:
+        if self._used_bytes + len(data) > self.spool_bytes:
+            raise StorageError(
+                f"the spool in {self.spool_dir} holds {self._used_bytes} of the {self.spool_bytes} "
+                "bytes allowed; raise limits.spool_bytes or checkpoint more often "
+                "(checkpoint.interval_steps)"
+            )
+        if self._spool is None or self._spool.tell() >= SPOOL_FILE_BYTES:
+            self._next_spool_file()
+        assert self._spool is not None
+        offset = self._spool.tell()
+        self._write(self._spool, data, "a group")
+        name = f"{self._spool_number:06d}.bin"
+        self._unended.setdefault(name, set()).add(group_id)
+        self._used_bytes += len(data)
+        return name, offset, len(data)
+
+    def _next_spool_file(self) -> None:
+        if self._spool is not None:
+            os.fdatasync(self._spool.fileno())
+            self._spool.close()
+        self._spool_number += 1
+        try:
+            path = self.spool_dir / f"{self._spool_number:06d}.bin"
+            self._spool = path.open("ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"cannot begin a spool file in {self.spool_dir}: {error}") from error
+
+    def load(self, group_id: int, place: SpoolPlace) -> Group:
+        """Read a group back from the spool, as after a restart.
+
+        Raises:
+            StorageError: if the file is missing or damaged.
+        """
+        name, offset, length = place
+        path = self.spool_dir / name
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = memoryview(file.read(length))
+            header_bytes = int.from_bytes(data[:4], "little")
+            group = decode_group(data[4 : 4 + header_bytes], data[4 + header_bytes :])
+        except (OSError, RemoteProtocolError) as error:
+            raise StorageError(
+                f"group {group_id} cannot be read back from {path}: {error}"
+            ) from error
+        self._unended.setdefault(name, set()).add(group_id)
+        return group
+
+    def free_unused(self) -> None:
+        """Delete the spool files in which, after a restart, no group is waiting."""
+        for path in self.spool_dir.glob("*.bin"):
+            if path.name not in self._unended:
+                self._delete(path.name)
+
+    def _delete(self, name: str) -> None:
+        path = self.spool_dir / name
+        self._used_bytes -= path.stat().st_size
+        path.unlink()
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    def trained(self, groups: list[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
+        """Record the groups of one optimizer step; return trained tokens by staleness.
+
+        Args:
+            groups: what the step is made of.
+            lineage: the present lineage.
+            consumed_at: optimizer steps done before this one.
+        """
+        staleness: dict[int, int] = {}
+        for group in groups:
+            for rollout in group.rollouts:
+                for _, version_step in rollout.policy_versions[rollout.completion_mask].tolist():
+                    lag = consumed_at - version_step
+                    staleness[lag] = staleness.get(lag, 0) + 1
+        self.append(
+            "trained",
+            lineage=lineage,
+            step=consumed_at + 1,
+            consumed_at=consumed_at,
+            groups=[group.group_id for group in groups],
+            staleness={str(lag): n for lag, n in sorted(staleness.items())},
+        )
+        for group in groups:
+            self._ended_at[group.group_id] = consumed_at + 1
+        return staleness
+
+    def discarded(self, group_id: int, reason: str, *, step: int) -> None:
+        """Record that a group ends untrained; this is final."""
+        self.append("discarded", group=group_id, reason=reason, step=step)
+        self._ended_at[group_id] = 0
+
+    def published(self, version: PolicyVersion, root: bytes) -> None:
+        """Record a publication."""
+        self.append("published", version=[version.lineage, version.step], root=root.hex())
+
+    def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
+        """Record a durable checkpoint and free the spool of what has become final.
+
+        Args:
+            lineage: the present lineage.
+            step: the checkpoint's step.
+            oldest_step: step of the oldest checkpoint kept: groups trained after it may be needed
+                again, so their bytes stay.
+        """
+        self.append("checkpoint", lineage=lineage, step=step)
+        for name, group_ids in list(self._unended.items()):
+            group_ids -= {g for g in group_ids if self._ended_at.get(g, step + 1) <= oldest_step}
+            if not group_ids and name != f"{self._spool_number:06d}.bin":
+                self._delete(name)
+                del self._unended[name]
+        self._ended_at = {g: at for g, at in self._ended_at.items() if at > oldest_step}
+
+    def close(self) -> None:
+        """Force everything onto the disk and close the files."""
+        self.sync()
+        self._file.close()
+        if self._spool is not None:
+            self._spool.close()
