@@ -1,0 +1,235 @@
+"""bin/echo-setup against a pretended machine: its interpreter, pip, disk and GPU are small scripts.
+
+The script under test is the real one, in a copy of the few files that it reads. The pretended
+interpreter writes down what pip was asked to do and answers as the test has laid out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+# One script plays python3, the environment's python and pip; $MACHINE holds what it knows.
+PYTHON = """#!/bin/bash
+case "$*" in
+    --version) cat "$MACHINE/version" ;;
+    *sys.version_info*) [ ! -e "$MACHINE/is_old" ] ;;
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
+    "-m pip --version") ;;
+    "-m pip install "*)
+        echo "$*" >>"$MACHINE/calls"
+        case "$*" in
+            *--dry-run*) cat "$MACHINE/plan" ;;
+            *--editable*) [ ! -e "$MACHINE/is_offline" ] ;;
+            *+cpu) [ -e "$MACHINE/has_label" ] && echo cpu 2.13.0+cpu >"$MACHINE/torch" ;;
+            *) cp "$MACHINE/plain" "$MACHINE/torch" ;;
+        esac
+        ;;
+    *"import torch"*) cat "$MACHINE/torch" ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A checkout, a PATH with pretended programs, and what they know and were asked."""
+
+    checkout: Path
+    tools: Path
+    venv: Path
+
+    def knows(self, **facts: str) -> None:
+        for name, text in facts.items():
+            (self.tools / name).write_text(text + "\n")
+
+    def offers(self, program: str, text: str) -> None:
+        path = self.tools / program
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def setup(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.checkout / "bin" / "echo-setup", *arguments],
+            env={
+                "PATH": f"{self.tools}:{os.environ['PATH']}",
+                "MACHINE": str(self.tools),
+                "ECHO_VENV": str(self.venv),
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def installed(self) -> list[str]:
+        """Return what pip was asked to install so far, without the options common to all."""
+        calls = self.tools / "calls"
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        return [line.partition("constraints.txt ")[2] for line in lines if "--dry-run" not in line]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A machine without a GPU, with an index that labels its CPU builds, and disk enough."""
+    checkout, tools = tmp_path / "checkout", tmp_path / "tools"
+    for name in ("pyproject.toml", "constraints.txt", "echo/__init__.py", "bin/echo-setup"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, checkout / name)
+    tools.mkdir()
+    made = Machine(checkout, tools, tmp_path / "venv")
+    made.knows(
+        version="Python 3.11.9", has_label="", plan="{}", plain="cuda 2.13.0", free="9000000"
+    )
+    made.offers("python3", PYTHON)
+    made.offers("nvidia-smi", "#!/bin/bash\nexit 9\n")
+    made.offers("df", '#!/bin/bash\necho head\necho disk 0 0 $(cat "$MACHINE/free") 1% /\n')
+    return made
+
+
+def test_the_first_call_installs_torch_first_and_the_second_only_compares(machine: Machine) -> None:
+    first = machine.setup()
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == f"{machine.venv}/bin/python\n"
+    assert machine.installed() == [
+        "torch==2.13.0+cpu",
+        f"torch==2.13.0+cpu --editable {machine.checkout}[learner]",
+    ]
+    second = machine.setup("--role", "learner")
+    assert (second.returncode, second.stdout, second.stderr) == (0, first.stdout, "")
+    assert len(machine.installed()) == 2
+
+
+def test_a_relay_gets_the_base_without_torch(machine: Machine) -> None:
+    machine.knows(free="1500000")
+    assert machine.setup("--role", "relay").returncode == 0
+    assert machine.installed() == [f"--editable {machine.checkout}"]
+
+
+def test_what_earlier_calls_added_is_kept(machine: Machine) -> None:
+    machine.setup("--extra", "dev")
+    machine.setup("--role", "worker")
+    assert machine.installed()[-1].endswith("[dev,learner,worker]")
+    assert machine.setup("--role", "relay", "--extra", "dev").stderr == ""
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "echo/__init__.py"])
+def test_a_change_of_what_it_was_made_from_installs_again(machine: Machine, name: str) -> None:
+    machine.setup("--role", "relay")
+    with (machine.checkout / name).open("a") as file:
+        file.write("# changed\n")
+    machine.setup("--role", "relay")
+    assert len(machine.installed()) == 2
+
+
+def test_an_interrupted_installation_is_not_taken_for_a_finished_one(machine: Machine) -> None:
+    machine.knows(is_offline="")
+    failed = machine.setup()
+    assert failed.returncode == 1
+    assert "pip could not install echo-rl[learner]" in failed.stderr
+    assert "PIP_FIND_LINKS" in failed.stderr
+    (machine.tools / "is_offline").unlink()
+    assert machine.setup().returncode == 0
+
+
+def test_an_old_python_is_named_with_the_remedy(machine: Machine) -> None:
+    machine.knows(version="Python 3.9.2", is_old="")
+    for name in ("python3.11", "python3.12", "python3.13"):
+        machine.offers(name, "#!/bin/bash\nexit 127\n")
+    done = machine.setup()
+    assert done.returncode == 1
+    assert "Python 3.11 or newer is needed (python3 is Python 3.9.2, python3.13 is" in done.stderr
+    assert "ECHO_PYTHON=" in done.stderr
+    assert not machine.venv.exists()
+
+
+def test_a_newer_python_is_taken_where_python3_is_old(machine: Machine) -> None:
+    machine.offers("python3", "#!/bin/bash\nexit 1\n")
+    machine.offers("python3.13", "#!/bin/bash\nexit 1\n")
+    machine.offers("python3.12", PYTHON)
+    assert machine.setup("--role", "relay").returncode == 0
+
+
+def test_a_full_disk_is_told_before_anything_is_made(machine: Machine) -> None:
+    machine.knows(free="2900000")
+    done = machine.setup()
+    assert done.returncode == 1
+    assert f"3 GB of free disk are needed for {machine.venv}, there are 2900 MB" in done.stderr
+    assert machine.installed() == []
+
+
+def test_a_directory_of_something_else_is_left_alone(machine: Machine) -> None:
+    machine.venv.mkdir()
+    (machine.venv / "thesis.tex").write_text("")
+    done = machine.setup()
+    assert done.returncode == 1
+    assert "is not a virtual environment" in done.stderr
+
+
+def test_a_plain_build_without_cuda_is_accepted(machine: Machine) -> None:
+    (machine.tools / "has_label").unlink()
+    machine.knows(plain="cpu 2.13.0")
+    assert machine.setup().returncode == 0
+    assert machine.installed()[1:] == [
+        "torch==2.13.0",
+        f"torch==2.13.0 --editable {machine.checkout}[learner]",
+    ]
+
+
+def test_a_cuda_build_is_refused_before_it_is_fetched(machine: Machine) -> None:
+    (machine.tools / "has_label").unlink()
+    machine.knows(plan='{"metadata": {"name": "nvidia-cublas"}}')
+    done = machine.setup()
+    assert done.returncode == 1
+    assert "ECHO_TORCH_INDEX=<url>" in done.stderr
+    assert "torch==2.13.0" not in machine.installed()
+
+
+def test_a_cuda_build_that_slipped_in_is_refused_and_can_be_mended(machine: Machine) -> None:
+    (machine.tools / "has_label").unlink()
+    done = machine.setup()
+    assert done.returncode == 1
+    assert "only a CUDA build" in done.stderr
+    machine.knows(has_label="")
+    mended = machine.setup(ECHO_TORCH_INDEX="file:///cpu-builds")
+    assert mended.returncode == 0, mended.stderr
+    assert (machine.tools / "torch").read_text() == "cpu 2.13.0+cpu\n"
+    assert "--extra-index-url file:///cpu-builds" in (machine.tools / "calls").read_text()
+
+
+def test_a_gpu_machine_gets_the_cuda_build_and_needs_more_disk(machine: Machine) -> None:
+    machine.offers("nvidia-smi", "#!/bin/bash\n")
+    assert "10 GB of free disk" in machine.setup().stderr
+    machine.knows(free="10000000")
+    assert machine.setup().returncode == 0
+    assert machine.installed()[0] == "torch==2.13.0"
+
+
+def test_a_cpu_build_on_a_gpu_machine_is_warned_about(machine: Machine) -> None:
+    machine.offers("nvidia-smi", "#!/bin/bash\n")
+    machine.knows(free="10000000", plain="cpu 2.13.0")
+    done = machine.setup()
+    assert done.returncode == 0
+    assert "will not use this machine's GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--role", "boss"], "unknown role boss: use learner, worker or relay"),
+        (["--role"], "--role needs a value"),
+        (["--rolle", "relay"], "unknown option --rolle"),
+    ],
+)
+def test_wrong_arguments_are_named(machine: Machine, arguments: list[str], complaint: str) -> None:
+    done = machine.setup(*arguments)
+    assert done.returncode == 1
+    assert complaint in done.stderr
+    assert done.stdout == ""
