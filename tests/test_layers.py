@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -51,6 +53,13 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "vllm": ("engine/vllm*",),
     "torch": ("engine/*", "algo/*", "kernels/*"),
     "transformers": ("engine/*", "tasks/tokenization.py"),
+}
+
+# Distributions whose modules are not called as they are.
+MODULES_OF = {
+    "math-verify": ("math_verify",),
+    "pydantic": ("pydantic", "pydantic_core"),
+    "pyzmq": ("zmq",),
 }
 
 # Layers 0 to 2 touch no socket, task, clock, environment or file.
@@ -143,6 +152,17 @@ def impurities(tree: SourceTree) -> list[str]:
     return found
 
 
+def undeclared_imports(tree: SourceTree, declared: set[str]) -> list[str]:
+    """Return every import of a foreign package that no requirement of pyproject.toml brings."""
+    known = declared | sys.stdlib_module_names | {"echo", "__future__"}
+    return [
+        f"{tree.place(module)}:{line}: {target} is not in pyproject.toml"
+        for module in tree.paths
+        for line, target in tree.imports(module)
+        if target.partition(".")[0] not in known
+    ]
+
+
 def import_cycle(tree: SourceTree) -> list[str]:
     """Return one import cycle as a list of modules, empty if there is none."""
     graph = {
@@ -171,6 +191,14 @@ def import_without(blocked: list[str], modules: list[str], directory: Path) -> s
         [sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, check=False
     )
     return done.stderr.strip().rpartition("\n")[2]
+
+
+def declared_modules() -> set[str]:
+    """Return the modules that the requirements of pyproject.toml bring."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = [project["dependencies"], *project["optional-dependencies"].values()]
+    names = {re.split(r"[^\w-]", requirement)[0] for group in wanted for requirement in group}
+    return {module for name in names for module in MODULES_OF.get(name, (name,))}
 
 
 # What only the extras install; a base installation has none of it.
@@ -205,6 +233,10 @@ def test_each_foreign_package_stays_in_the_files_that_own_it(tree: SourceTree) -
 
 def test_pure_layers_do_not_reach_outside(tree: SourceTree) -> None:
     assert impurities(tree) == []
+
+
+def test_every_foreign_import_is_a_declared_dependency(tree: SourceTree) -> None:
+    assert undeclared_imports(tree, declared_modules()) == []
 
 
 def test_there_is_no_import_cycle(tree: SourceTree) -> None:
@@ -277,6 +309,12 @@ def test_a_planted_trespass_is_found(tmp_path: Path, module: str, line: str) -> 
 def test_a_planted_impurity_is_found(tmp_path: Path, line: str) -> None:
     [found] = impurities(plant(tmp_path, {"protocol/codec": line, "runtime/relay": line}))
     assert found.startswith("protocol/codec.py:1: a pure layer may not ")
+
+
+def test_a_planted_undeclared_import_is_found(tmp_path: Path) -> None:
+    planted = plant(tmp_path, {"tasks": "import json, requests\nimport zmq"})
+    [found] = undeclared_imports(planted, declared_modules())
+    assert found == "tasks.py:1: requests is not in pyproject.toml"
 
 
 def test_a_planted_cycle_is_found(tmp_path: Path) -> None:
