@@ -1,0 +1,340 @@
+"""The chunked log-probabilities against the obvious way in float64, in values and gradients."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echo.kernels.linear_logprob import IGNORE_INDEX, linear_logprob
+from echo.kernels.linear_logprob_reference import linear_logprob_reference
+
+torch.set_num_threads(1)
+
+
+class Case(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    inv_temperature: Tensor
+
+
+def make_case(
+    rows: int = 37,
+    width: int = 24,
+    vocab: int = 211,
+    *,
+    gain: float = 1.0,
+    shift: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """Random rows whose logits are `gain` times unit normal plus `shift` in every column."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, width, generator=generator)
+    weight = gain * torch.randn(vocab, width, generator=generator) / math.sqrt(width)
+    if shift:  # a constant feature adds the same number to all logits of all rows
+        hidden[:, 0] = 1.0
+        weight[:, 0] = shift
+    ids = torch.randint(vocab, (rows,), generator=generator)
+    inv_temperature = 0.5 + torch.rand(rows, generator=generator)
+    return Case(hidden.to(dtype), weight.to(dtype), ids, inv_temperature)
+
+
+class Results(NamedTuple):
+    logprobs: Tensor
+    entropies: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor
+
+
+def evaluate(function: Any, case: Case, **options: Any) -> Results:
+    """Values and the gradients of a random combination of both outputs."""
+    hidden = case.hidden.clone().requires_grad_()
+    weight = case.weight.clone().requires_grad_()
+    logprobs, entropies = function(hidden, weight, case.ids, case.inv_temperature, **options)
+    generator = torch.Generator().manual_seed(99)
+    coefficients = torch.randn(2, len(case.ids), generator=generator).to(logprobs.dtype)
+    loss = (coefficients[0] * logprobs).sum() + 0.3 * (coefficients[1] * entropies).sum()
+    loss.backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return Results(logprobs.detach(), entropies.detach(), hidden.grad, weight.grad)
+
+
+def reference(case: Case) -> Results:
+    return evaluate(
+        linear_logprob_reference,
+        Case(case.hidden.double(), case.weight.double(), case.ids, case.inv_temperature.double()),
+    )
+
+
+def max_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).abs().max())
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+# Case, largest error of values, relative error of gradients. A logit of 90 is rounded to 8e-6.
+CASES = {
+    "plain": (make_case(), 3e-6, 1e-6),
+    "vocabulary smaller than a chunk": (make_case(vocab=5), 3e-6, 1e-6),
+    "one token": (make_case(rows=1), 3e-6, 1e-6),
+    "flat x0.01": (make_case(gain=0.01), 3e-6, 1e-6),
+    "peaked x30": (make_case(gain=30.0), 1e-4, 1e-5),
+    "shifted by -60": (make_case(shift=-60.0), 5e-5, 3e-5),
+    "shifted by +60": (make_case(shift=60.0), 5e-5, 3e-5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("vocab_chunk", [7, 64, 211, 8192])
+def test_float32_agrees_with_float64(name: str, vocab_chunk: int) -> None:
+    case, value_error, gradient_error = CASES[name]
+    actual = evaluate(linear_logprob, case, entropy="grad", vocab_chunk=vocab_chunk)
+    expected = reference(case)
+    assert max_error(actual.logprobs, expected.logprobs) < value_error
+    assert max_error(actual.entropies, expected.entropies) < value_error
+    assert relative_error(actual.grad_hidden, expected.grad_hidden) < gradient_error
+    assert relative_error(actual.grad_weight, expected.grad_weight) < gradient_error
+
+
+def test_bfloat16_inputs_lose_nothing_but_the_rounding_of_gradients() -> None:
+    case = make_case(rows=64, width=64, vocab=500, gain=5.0, dtype=torch.bfloat16)
+    actual = evaluate(linear_logprob, case, entropy="grad", vocab_chunk=128)
+    expected = reference(case)
+    assert actual.logprobs.dtype == torch.float32
+    assert max_error(actual.logprobs, expected.logprobs) < 1e-5  # bf16 logits: around 3e-2
+    assert max_error(actual.entropies, expected.entropies) < 1e-5
+    assert actual.grad_hidden.dtype == actual.grad_weight.dtype == torch.bfloat16
+    assert relative_error(actual.grad_hidden, expected.grad_hidden) < 2.5e-3
+    assert relative_error(actual.grad_weight, expected.grad_weight) < 2.5e-3
+
+
+def test_numbers_worked_out_by_hand() -> None:
+    # Logits (ln 1, ln 3), then at temperature 1/2 (ln 1, ln 9).
+    hidden = torch.tensor([[1.0]])
+    weight = torch.tensor([[0.0], [math.log(3.0)]])
+    ids = torch.tensor([1])
+    logprobs, entropies = linear_logprob(hidden, weight, ids, entropy="value")
+    assert entropies is not None
+    assert logprobs.item() == pytest.approx(math.log(3 / 4))
+    assert entropies.item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3))
+    logprobs, _ = linear_logprob(hidden, weight, ids, 2.0)
+    assert logprobs.item() == pytest.approx(math.log(9 / 10))
+
+
+def test_uniform_logits_have_the_entropy_log_v() -> None:
+    hidden = torch.zeros(3, 4)
+    _, entropies = linear_logprob(
+        hidden, torch.randn(1000, 4), torch.tensor([0, 5, 999]), entropy="value", vocab_chunk=300
+    )
+    assert entropies is not None
+    assert entropies.tolist() == pytest.approx([math.log(1000)] * 3, abs=1e-6)
+
+
+@pytest.mark.parametrize("inv_temperature", [0.7, torch.tensor([0.5, 1.0, 2.0, 0.9, 1.3])])
+def test_gradcheck_in_float64(inv_temperature: float | Tensor) -> None:
+    case = make_case(rows=5, width=3, vocab=11, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda hidden, weight: linear_logprob(
+            hidden, weight, case.ids, inv_temperature, entropy="grad", vocab_chunk=4
+        ),
+        (case.hidden.requires_grad_(), case.weight.requires_grad_()),
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 9),
+    width=st.integers(1, 6),
+    vocab=st.integers(1, 30),
+    vocab_chunk=st.integers(1, 40),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_chunk_gives_the_same(
+    rows: int, width: int, vocab: int, vocab_chunk: int, seed: int
+) -> None:
+    case = make_case(rows, width, vocab, dtype=torch.float64, seed=seed)
+    actual = evaluate(linear_logprob, case, entropy="grad", vocab_chunk=vocab_chunk)
+    expected = reference(case)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_chunk", [16, 8192])
+def test_ignored_rows_are_zero_and_leave_the_others_bit_identical(vocab_chunk: int) -> None:
+    case = make_case()
+    dropped = torch.arange(37) % 3 == 0
+    ids = case.ids.masked_fill(dropped, IGNORE_INDEX)
+    hidden = case.hidden.masked_fill(dropped[:, None], float("nan"))  # would spoil everything
+    masked = evaluate(
+        linear_logprob,
+        Case(hidden, case.weight, ids, case.inv_temperature),
+        entropy="grad",
+        vocab_chunk=vocab_chunk,
+    )
+    assert not masked.logprobs[dropped].any()
+    assert not masked.entropies[dropped].any()
+    assert not masked.grad_hidden[dropped].any()
+    kept = Case(*(t[~dropped] if len(t) == 37 else t for t in case))
+    alone, _ = linear_logprob(*kept, entropy="value", vocab_chunk=vocab_chunk)
+    assert torch.equal(masked.logprobs[~dropped], alone)
+    assert masked.grad_weight.isfinite().all()
+
+
+def test_all_rows_ignored_gives_zero_gradients() -> None:
+    case = make_case()
+    ignored = case._replace(ids=torch.full((37,), IGNORE_INDEX))
+    actual = evaluate(linear_logprob, ignored, entropy="grad")
+    assert not any(part.any() for part in actual)
+
+
+def test_no_rows_at_all() -> None:
+    empty = evaluate(linear_logprob, make_case(rows=0), entropy="grad")
+    assert empty.logprobs.shape == (0,)
+    assert not empty.grad_weight.any()
+
+
+def test_rows_without_gradient_are_dropped_exactly() -> None:
+    case = make_case()
+    coefficients = torch.randn(37).masked_fill(torch.arange(37) % 2 == 0, 0.0)
+    gradients = []
+    for rows in (torch.arange(37), coefficients.nonzero().squeeze(1)):
+        weight = case.weight.clone().requires_grad_()
+        logprobs, _ = linear_logprob(
+            case.hidden[rows], weight, case.ids[rows], case.inv_temperature[rows]
+        )
+        (logprobs * coefficients[rows]).sum().backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_entropy_modes() -> None:
+    case = make_case()
+    weight = case.weight.clone().requires_grad_()
+    _, none = linear_logprob(case.hidden, weight, case.ids, entropy="none")
+    _, value = linear_logprob(case.hidden, weight, case.ids, entropy="value")
+    _, grad = linear_logprob(case.hidden, weight, case.ids, entropy="grad")
+    assert none is None
+    assert value is not None
+    assert grad is not None
+    assert not value.requires_grad  # a constant, so that nobody takes it for a bonus
+    assert grad.requires_grad
+    assert torch.equal(value, grad)
+
+
+def test_a_frozen_head_or_frozen_states_get_no_gradient() -> None:
+    case = make_case()
+    hidden = case.hidden.clone().requires_grad_()
+    linear_logprob(hidden, case.weight, case.ids)[0].sum().backward()
+    weight = case.weight.clone().requires_grad_()
+    linear_logprob(case.hidden, weight, case.ids)[0].sum().backward()
+    both = evaluate(
+        lambda *args: (linear_logprob(*args[:3])[0], torch.zeros(37)),
+        case,
+    )
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.shape == both.grad_hidden.shape
+    assert hidden.grad.any()
+    assert weight.grad.any()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many elements the largest tensor has that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(part, Tensor):
+                self.num_elements = max(self.num_elements, part.numel())
+        return result
+
+
+def test_the_full_logit_matrix_never_exists() -> None:
+    rows, width, vocab, vocab_chunk = 300, 8, 1000, 100
+    with LargestTensor() as ours:
+        evaluate(
+            linear_logprob,
+            make_case(rows, width, vocab),
+            entropy="grad",
+            vocab_chunk=vocab_chunk,
+        )
+    with LargestTensor() as obvious:
+        evaluate(linear_logprob_reference, make_case(rows, width, vocab))
+    assert obvious.num_elements == rows * vocab
+    assert ours.num_elements == rows * vocab_chunk
+
+
+MEMORY_SCRIPT = """
+import resource, torch
+from echo.kernels.linear_logprob import linear_logprob
+from echo.kernels.linear_logprob_reference import linear_logprob_reference
+torch.set_num_threads(1)
+def step(function, rows, vocab, **options):
+    hidden = torch.ones(rows, 16, requires_grad=True)
+    weight = torch.ones(vocab, 16, requires_grad=True)
+    function(hidden, weight, torch.zeros(rows, dtype=torch.long), **options)[0].sum().backward()
+def peak_kib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for function in (linear_logprob, linear_logprob_reference):
+    step(function, 8, 64)
+start = peak_kib()
+step(linear_logprob, 1024, 32000, entropy="value", vocab_chunk=4096)
+ours = peak_kib()
+step(linear_logprob_reference, 1024, 32000)
+print(ours - start, peak_kib() - start)
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_of_the_process_is_a_fraction_of_the_obvious_path() -> None:
+    # The high-water mark only rises, so the smaller consumer has to run first.
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, check=True
+    )
+    ours_kib, obvious_kib = map(int, result.stdout.split())
+    assert obvious_kib > 2 * 1024 * 32000 * 4 / 1024  # two [N, V] float32 matrices at least
+    assert ours_kib < 0.25 * obvious_kib
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": torch.tensor([0, 1, 11])}, r"ids span 0\.\.11, but the LM head has 11 rows"),
+        ({"ids": torch.tensor([0, -1, 3])}, r"ids span -1\.\.3"),
+        ({"ids": torch.tensor([0, 1])}, r"ids has shape \[2\], expected \[3\]"),
+        ({"weight": torch.ones(11, 5)}, r"hidden \[3, 4\] and weight \[11, 5\]"),
+        ({"inv_temperature": 0.0}, r"inv_temperature = 0\.0: must be positive"),
+        ({"inv_temperature": float("nan")}, "must be positive and finite"),
+        ({"inv_temperature": torch.ones(2)}, r"inv_temperature has shape \[2\], expected \[3\]"),
+        ({"inv_temperature": torch.tensor([1.0, -1.0, 1.0])}, "in every row"),
+        ({"inv_temperature": torch.ones(3, requires_grad=True)}, "requires a gradient"),
+        ({"entropy": "yes"}, "use 'none', 'value' or 'grad'"),
+        ({"vocab_chunk": 0}, "vocab_chunk = 0"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "hidden": torch.ones(3, 4),
+        "weight": torch.ones(11, 4),
+        "ids": torch.tensor([0, 1, 10]),
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        linear_logprob(**arguments)
