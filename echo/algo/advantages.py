@@ -1,0 +1,48 @@
+"""Group-relative advantages: each rollout measured against the others of its prompt.
+
+Shapes: N groups, G group size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STD_FLOOR = 1e-4
+"""Added to the standard deviation, as in TRL, so that near-equal rewards stay finite."""
+
+
+def group_advantages(rewards: Tensor, *, normalize_by_std: bool) -> Tensor:
+    """Return each rollout's reward relative to its group's mean reward.
+
+    A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. A group
+    whose rewards are all equal gets exactly 0, whatever rounding does to its mean.
+
+    Args:
+        rewards: [N, G] floating point, G >= 2.
+        normalize_by_std: whether to divide by the group's standard deviation.
+
+    Returns:
+        [N, G] in the dtype of `rewards`; computed in float64.
+
+    Raises:
+        ValueError: if G < 2 or a reward is not finite.
+
+    Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783.
+    Differs from the paper: nothing but the floor of the standard deviation.
+    """
+    if rewards.ndim != 2 or rewards.shape[1] < 2:
+        raise ValueError(
+            f"rewards have shape {list(rewards.shape)}, expected [groups, group_size] with "
+            "group_size >= 2: a rollout is measured against the others of its group"
+        )
+    is_bad = ~rewards.isfinite().all(1)
+    if bool(is_bad.any()):
+        row = int(is_bad.nonzero()[0])
+        raise ValueError(f"rewards of row {row} are not all finite: {rewards[row].tolist()}")
+    values = rewards.double()
+    advantages = values - values.mean(1, keepdim=True)
+    if normalize_by_std:
+        advantages = advantages / (values.std(1, keepdim=True) + STD_FLOOR)
+    is_equal = values.amax(1, keepdim=True) == values.amin(1, keepdim=True)
+    return torch.where(is_equal, 0.0, advantages).to(rewards.dtype)

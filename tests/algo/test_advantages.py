@@ -1,0 +1,67 @@
+"""Group-relative advantages against numbers worked out by hand, and their invariances."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.algo.advantages import group_advantages
+
+torch.set_num_threads(1)
+
+
+def test_numbers_worked_out_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]])
+    centred = group_advantages(rewards, normalize_by_std=False)
+    assert centred.tolist() == [[0.5, -0.5, -0.5, 0.5], [1.5, -0.5, -0.5, -0.5]]
+    # Unbiased standard deviations: sqrt(1 / 3) and sqrt(3 / 3).
+    scaled = group_advantages(rewards, normalize_by_std=True)
+    assert scaled[0].tolist() == pytest.approx(
+        [sign * 0.5 / (math.sqrt(1 / 3) + 1e-4) for sign in (1, -1, -1, 1)]
+    )
+    assert scaled[1].tolist() == pytest.approx([1.5 / 1.0001] + [-0.5 / 1.0001] * 3)
+
+
+@given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 17), normalize=st.booleans())
+def test_equal_rewards_have_exactly_no_advantage(reward: float, size: int, normalize: bool) -> None:
+    # The mean of 0.1, ten times, is not 0.1: without the special case a gradient would remain.
+    rewards = torch.full((1, size), reward, dtype=torch.float64)
+    assert not group_advantages(rewards, normalize_by_std=normalize).any()
+
+
+@given(
+    rewards=st.lists(st.floats(-100, 100), min_size=2, max_size=9),
+    shift=st.floats(-100, 100),
+    normalize=st.booleans(),
+)
+def test_sum_is_zero_and_a_common_shift_changes_nothing(
+    rewards: list[float], shift: float, normalize: bool
+) -> None:
+    values = torch.tensor([rewards], dtype=torch.float64)
+    advantages = group_advantages(values, normalize_by_std=normalize)
+    shifted = group_advantages(values + shift, normalize_by_std=normalize)
+    assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-8)
+    assert torch.allclose(shifted, advantages, atol=1e-7)
+
+
+def test_each_group_stands_alone_and_order_follows_the_rewards() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 2.0], [5.0, 5.0, 8.0]])
+    both = group_advantages(rewards, normalize_by_std=True)
+    flipped = group_advantages(rewards.flip(0, 1), normalize_by_std=True)
+    assert torch.equal(flipped.flip(0, 1), both)
+    assert torch.equal(group_advantages(rewards[:1], normalize_by_std=True), both[:1])
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 0), (2, 2, 2)])
+def test_groups_of_one_or_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="group_size >= 2"):
+        group_advantages(torch.zeros(shape), normalize_by_std=False)
+
+
+def test_a_reward_that_is_not_finite_is_named() -> None:
+    with pytest.raises(ValueError, match=r"rewards of row 1 .*\[1\.0, nan\]"):
+        group_advantages(torch.tensor([[0.0, 1.0], [1.0, math.nan]]), normalize_by_std=True)
