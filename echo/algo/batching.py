@@ -1,0 +1,127 @@
+"""From rollouts to padded micro-batches, under a budget of tokens.
+
+A rollout's input is its prompt and its completion without the last token, which predicts nothing
+that is scored. Rows are padded on the right: under causal attention no real token sees the padding,
+so no attention mask is needed and the positions are the plain ones.
+
+Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from echo.rollout import Rollout
+
+PAD_ID = 0
+"""Input id of padding: any id of the vocabulary serves, since nothing that is scored sees it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One rollout with its prompt and its advantage, ready to be trained on."""
+
+    prompt_ids: npt.NDArray[np.int32]
+    """[P]"""
+    rollout: Rollout
+    advantage: float
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that go through the model: P + T - 1."""
+        return len(self.prompt_ids) + self.rollout.num_tokens - 1
+
+    @property
+    def num_trained(self) -> int:
+        """Completion tokens that the mask lets through."""
+        return int(self.rollout.completion_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Rollouts that go through the model together."""
+
+    input_ids: Tensor
+    """[B, L] int64, padded on the right."""
+    token_ids: Tensor
+    """[B, T] int64 completion tokens."""
+    predictors: Tensor
+    """[B, T] int64, position in 0..B*L-1 of the input whose output predicts the token."""
+    sampler_logprobs: Tensor
+    """[B, T] float32 nats."""
+    completion_mask: Tensor
+    """[B, T] bool, False in padding."""
+    advantages: Tensor
+    """[B] float32."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return the same on `device`."""
+        return MicroBatch(
+            **{field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        )
+
+
+def pack_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Divide rows into micro-batches of at most `max_tokens` tokens, padding counted.
+
+    Rows of similar length go together, longest first, so little is padded and a lack of memory
+    shows in the first micro-batch. A row longer than the budget gets a micro-batch of its own: it
+    cannot be cut.
+
+    Args:
+        lengths: tokens of each row, >= 1.
+        max_tokens: bound on rows times longest row of a micro-batch, inclusive.
+
+    Returns:
+        Indices of `lengths`, each exactly once. The same for the same arguments.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def collate(samples: Sequence[Sample], *, score_all: bool = False) -> MicroBatch:
+    """Return the samples as one padded micro-batch on the CPU.
+
+    Args:
+        samples: at least one.
+        score_all: let the mask through for every completion token, not the trained ones only.
+    """
+    num_rows = len(samples)
+    num_inputs = max(sample.num_inputs for sample in samples)
+    num_tokens = max(sample.rollout.num_tokens for sample in samples)
+    input_ids = np.full((num_rows, num_inputs), PAD_ID, dtype=np.int64)
+    token_ids = np.full((num_rows, num_tokens), PAD_ID, dtype=np.int64)
+    predictors = np.zeros((num_rows, num_tokens), dtype=np.int64)
+    logprobs = np.zeros((num_rows, num_tokens), dtype=np.float32)
+    mask = np.zeros((num_rows, num_tokens), dtype=np.bool_)
+    for row, sample in enumerate(samples):
+        rollout = sample.rollout
+        num_prompt, num_completion = len(sample.prompt_ids), rollout.num_tokens
+        input_ids[row, :num_prompt] = sample.prompt_ids
+        input_ids[row, num_prompt : sample.num_inputs] = rollout.token_ids[:-1]
+        token_ids[row, :num_completion] = rollout.token_ids
+        first = row * num_inputs + num_prompt - 1
+        predictors[row, :num_completion] = np.arange(first, first + num_completion)
+        logprobs[row, :num_completion] = rollout.sampler_logprobs
+        mask[row, :num_completion] = True if score_all else rollout.completion_mask
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        token_ids=torch.from_numpy(token_ids),
+        predictors=torch.from_numpy(predictors),
+        sampler_logprobs=torch.from_numpy(logprobs),
+        completion_mask=torch.from_numpy(mask),
+        advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
+    )
