@@ -1,0 +1,227 @@
+"""Text to token ids and back, exactly as the model's own directory says.
+
+Learner and worker must agree on every byte of this: the tokenizer's files, the chat template with
+its arguments, and the ids that end a completion are hashed, and compared when a worker joins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from echo.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def load_tokenizer(
+    directory: str | Path, *, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model directory; never runs code from it.
+
+    Args:
+        directory: the model directory.
+        chat_template: Jinja text to use in place of the directory's own template.
+
+    Raises:
+        DataError: if there is none that loads.
+    """
+    # Imported here, as a relay imports this package and installs no transformers.
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(_existing(directory)), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DataError(
+            f"{directory}: no tokenizer could be loaded: {error}; the directory needs "
+            "tokenizer.json and tokenizer_config.json beside config.json"
+        ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    loaded: PreTrainedTokenizerBase = tokenizer
+    return loaded
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Mapping[str, str]],
+    *,
+    chat_template_kwargs: Mapping[str, Any],
+) -> list[int]:
+    """Turn a prompt into token ids.
+
+    Where the tokenizer has a chat template, messages go through it with the opening of the
+    assistant's turn, and text becomes one user message. Without a template, text is encoded as it
+    stands, with the special tokens that the tokenizer itself adds.
+
+    Raises:
+        DataError: for messages without a template, a template that fails, or an empty result.
+    """
+    if tokenizer.chat_template is None:
+        if not isinstance(prompt, str):
+            raise DataError(
+                "the prompt is a list of messages but the tokenizer has no chat template; set "
+                "model.chat_template to a Jinja file, or use a task with text prompts"
+            )
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        messages = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else [dict(message) for message in prompt]
+        )
+        text = _render(tokenizer, messages, chat_template_kwargs)
+        # The template has written the special tokens; adding them again would double <bos>.
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise DataError(f"the prompt {prompt!r} has no tokens; a prompt needs at least one")
+    return [int(token) for token in ids]
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[int]:
+    """Return the token ids that end a completion, sorted.
+
+    They are the tokenizer's end-of-sequence token and those of generation_config.json, where
+    chat models keep their end of turn.
+    """
+    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    path = Path(directory) / "generation_config.json"
+    if path.is_file():
+        listed = _read_json(path).get("eos_token_id")
+        if listed is not None:
+            found.update(int(token) for token in (listed if isinstance(listed, list) else [listed]))
+    return sorted(found)
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int], stop_ids: Iterable[int]
+) -> str:
+    """Return the text of a completion up to its first stop token, which is left out.
+
+    Everything before it is kept as sampled, other special tokens included: dropping a sampled
+    <pad> from the middle of an answer could make a wrong one right.
+    """
+    stops = frozenset(stop_ids)
+    kept: list[int] = []
+    for token in token_ids:
+        if int(token) in stops:
+            break
+        kept.append(int(token))
+    text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(text)
+
+
+def tokenizer_digests(
+    directory: str | Path,
+    chat_template_kwargs: Mapping[str, Any],
+    *,
+    chat_template: str | None = None,
+) -> dict[str, str]:
+    """Hash all that turns text into ids and back, to compare it between nodes.
+
+    JSON files are hashed by content, not by layout, and without the chat template that some of
+    them hold: it has a hash of its own, with the arguments it is called with.
+
+    Returns:
+        "tokenizer", "chat_template" and "stop_ids", each a BLAKE3 hash in hexadecimal.
+    """
+    root = _existing(directory)
+    files = blake3()
+    for name in TOKENIZER_FILES:
+        path = root / name
+        if path.is_file():
+            content = _canonical(path) if path.suffix == ".json" else path.read_bytes()
+            files.update(f"{name}\0{len(content)}\0".encode())
+            files.update(content)
+    tokenizer = load_tokenizer(root, chat_template=chat_template)
+    template = [tokenizer.chat_template, dict(chat_template_kwargs)]
+    return {
+        "tokenizer": files.hexdigest(),
+        "chat_template": blake3(json.dumps(template, sort_keys=True).encode()).hexdigest(),
+        "stop_ids": blake3(json.dumps(stop_ids(tokenizer, root)).encode()).hexdigest(),
+    }
+
+
+def asset_files(directory: str | Path) -> dict[str, Path]:
+    """List what a worker without a model directory needs, by name: never weights, never code.
+
+    Raises:
+        DataError: if there is no config.json.
+    """
+    root = _existing(directory)
+    found = {
+        name: root / name
+        for name in (*CONFIG_FILES, *TOKENIZER_FILES, TEMPLATE_FILE)
+        if (root / name).is_file()
+    }
+    if "config.json" not in found:
+        raise DataError(
+            f"{root}: no config.json; model.name must be a Hugging Face model directory"
+        )
+    return found
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    chat_template_kwargs: Mapping[str, Any],
+) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the chat template failed: {error}; check model.chat_template and "
+            f"model.chat_template_kwargs = {dict(chat_template_kwargs)}"
+        ) from error
+    return str(text)
+
+
+def _existing(directory: str | Path) -> Path:
+    path = Path(directory).expanduser()
+    if not path.is_dir():
+        raise DataError(f"{path}: no such model directory")
+    return path
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _canonical(path: Path) -> bytes:
+    content = _read_json(path)
+    content.pop("chat_template", None)
+    return json.dumps(content, sort_keys=True, ensure_ascii=False).encode()
