@@ -1,6 +1,6 @@
-"""bin/echo-setup against a pretended machine: its interpreter, pip, disk and GPU are small scripts.
+"""bin/echo-setup and its callers on a pretended machine: Python, pip, disk and GPU are small scripts.
 
-The script under test is the real one, in a copy of the few files that it reads. The pretended
+The scripts under test are the real ones, in a copy of the few files that they read. The pretended
 interpreter writes down what pip was asked to do and answers as the test has laid out.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ case "$*" in
             *) cp "$MACHINE/plain" "$MACHINE/torch" ;;
         esac
         ;;
+    "-m echo.cli."*) printf '<%s>' "$@" ;;
     *"import torch"*) cat "$MACHINE/torch" ;;
     *) exit 1 ;;
 esac
@@ -56,8 +58,13 @@ class Machine:
         path.chmod(0o755)
 
     def setup(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.run("echo-setup", *arguments, **environment)
+
+    def run(
+        self, script: str, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [self.checkout / "bin" / "echo-setup", *arguments],
+            [self.checkout / "bin" / script, *arguments],
             env={
                 "PATH": f"{self.tools}:{os.environ['PATH']}",
                 "MACHINE": str(self.tools),
@@ -80,7 +87,8 @@ class Machine:
 def machine(tmp_path: Path) -> Machine:
     """A machine without a GPU, with an index that labels its CPU builds, and disk enough."""
     checkout, tools = tmp_path / "checkout", tmp_path / "tools"
-    for name in ("pyproject.toml", "constraints.txt", "echo/__init__.py", "bin/echo-setup"):
+    scripts = [f"bin/echo-{name}" for name in ("setup", "node", "quickstart")]
+    for name in ("pyproject.toml", "constraints.txt", "echo/__init__.py", *scripts):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, checkout / name)
     tools.mkdir()
@@ -233,3 +241,49 @@ def test_wrong_arguments_are_named(machine: Machine, arguments: list[str], compl
     assert done.returncode == 1
     assert complaint in done.stderr
     assert done.stdout == ""
+
+
+def test_an_active_environment_with_this_checkout_is_taken_as_it_is(
+    machine: Machine, tmp_path: Path
+) -> None:
+    def active(source: Path) -> str:
+        (tmp_path / "own" / "bin").mkdir(parents=True, exist_ok=True)
+        machine.offers(
+            "../own/bin/python", f'#!/bin/bash\nPYTHONPATH={source} exec {sys.executable} "$@"\n'
+        )
+        return str(tmp_path / "own")
+
+    own = machine.setup(VIRTUAL_ENV=active(machine.checkout), ECHO_VENV="")
+    assert (own.returncode, own.stdout) == (0, f"{tmp_path}/own/bin/python\n")
+    assert machine.installed() == []
+    other = machine.setup("--role", "relay", VIRTUAL_ENV=active(REPOSITORY), ECHO_VENV="")
+    assert other.stdout == f"{machine.checkout}/.venv/bin/python\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extras"),
+    [
+        (["--config", "a b.toml", "--role", "worker"], "[worker]"),
+        (["--role=learner"], "[learner]"),
+        (["--role", "relay", "--set", "run.name=worker"], ""),
+        (["--help"], ""),
+    ],
+)
+def test_a_node_gets_what_its_role_needs_and_all_arguments(
+    machine: Machine, arguments: list[str], extras: str
+) -> None:
+    done = machine.run("echo-node", *arguments)
+    assert done.stdout == "".join(f"<{word}>" for word in ["-m", "echo.cli.node", *arguments])
+    assert machine.installed()[-1].endswith(f"--editable {machine.checkout}{extras}")
+
+
+def test_the_quickstart_installs_what_a_learner_needs(machine: Machine) -> None:
+    done = machine.run("echo-quickstart", "--seed", "1")
+    assert done.stdout == "<-m><echo.cli.quickstart><--seed><1>"
+    assert machine.installed()[-1].endswith("[learner]")
+
+
+def test_a_program_does_not_start_where_the_installation_failed(machine: Machine) -> None:
+    machine.knows(is_offline="")
+    done = machine.run("echo-node", "--role", "relay")
+    assert (done.returncode, done.stdout) == (1, "")
