@@ -1,4 +1,4 @@
-"""bin/echo-setup and its callers on a pretended machine: Python, pip, disk and GPU are small scripts.
+"""bin/echo-setup and its callers on a machine whose Python, pip, disk and GPU are small scripts.
 
 The scripts under test are the real ones, in a copy of the few files that they read. The pretended
 interpreter writes down what pip was asked to do and answers as the test has laid out.
@@ -110,6 +110,7 @@ def test_the_first_call_installs_torch_first_and_the_second_only_compares(machin
         "torch==2.13.0+cpu",
         f"torch==2.13.0+cpu --editable {machine.checkout}[learner]",
     ]
+    (machine.venv / "bin" / "python").write_text("#!/bin/bash\nexit 1\n")
     second = machine.setup("--role", "learner")
     assert (second.returncode, second.stdout, second.stderr) == (0, first.stdout, "")
     assert len(machine.installed()) == 2
@@ -126,6 +127,11 @@ def test_what_earlier_calls_added_is_kept(machine: Machine) -> None:
     machine.setup("--role", "worker")
     assert machine.installed()[-1].endswith("[dev,learner,worker]")
     assert machine.setup("--role", "relay", "--extra", "dev").stderr == ""
+    machine.knows(is_offline="")
+    assert machine.setup("--extra", "wandb").returncode == 1
+    (machine.tools / "is_offline").unlink()
+    machine.setup("--role", "relay")
+    assert machine.installed()[-1].endswith("[dev,learner,worker]")
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "echo/__init__.py"])
@@ -135,6 +141,14 @@ def test_a_change_of_what_it_was_made_from_installs_again(machine: Machine, name
         file.write("# changed\n")
     machine.setup("--role", "relay")
     assert len(machine.installed()) == 2
+
+
+def test_an_environment_made_for_another_checkout_is_installed_again(machine: Machine) -> None:
+    machine.setup("--role", "relay")
+    moved = machine.checkout.rename(machine.checkout.with_name("moved"))
+    done = Machine(moved, machine.tools, machine.venv).setup("--role", "relay")
+    assert done.returncode == 0, done.stderr
+    assert machine.installed()[-1] == f"--editable {moved}"
 
 
 def test_an_interrupted_installation_is_not_taken_for_a_finished_one(machine: Machine) -> None:
@@ -233,6 +247,7 @@ def test_a_cpu_build_on_a_gpu_machine_is_warned_about(machine: Machine) -> None:
     [
         (["--role", "boss"], "unknown role boss: use learner, worker or relay"),
         (["--role"], "--role needs a value"),
+        (["--extra", "develop"], "unknown extra develop"),
         (["--rolle", "relay"], "unknown option --rolle"),
     ],
 )
