@@ -26,7 +26,7 @@ def group_advantages(rewards: Tensor, *, normalize_by_std: bool) -> Tensor:
         [N, G] in the dtype of `rewards`; computed in float64.
 
     Raises:
-        ValueError: if G < 2 or a reward is not finite.
+        ValueError: if G < 2, the dtype cannot hold fractions, or a reward is not finite.
 
     Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783.
     Differs from the paper: nothing but the floor of the standard deviation.
@@ -36,6 +36,8 @@ def group_advantages(rewards: Tensor, *, normalize_by_std: bool) -> Tensor:
             f"rewards have shape {list(rewards.shape)}, expected [groups, group_size] with "
             "group_size >= 2: a rollout is measured against the others of its group"
         )
+    if not rewards.is_floating_point():
+        raise ValueError(f"rewards are {rewards.dtype}, which would round advantages to integers")
     is_bad = ~rewards.isfinite().all(1)
     if bool(is_bad.any()):
         row = int(is_bad.nonzero()[0])

@@ -62,6 +62,11 @@ def test_groups_of_one_or_other_shapes_are_refused(shape: tuple[int, ...]) -> No
         group_advantages(torch.zeros(shape), normalize_by_std=False)
 
 
+def test_integer_rewards_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rewards are torch\.int64"):
+        group_advantages(torch.tensor([[1, 0]]), normalize_by_std=False)
+
+
 def test_a_reward_that_is_not_finite_is_named() -> None:
     with pytest.raises(ValueError, match=r"rewards of row 1 .*\[1\.0, nan\]"):
         group_advantages(torch.tensor([[0.0, 1.0], [1.0, math.nan]]), normalize_by_std=True)
