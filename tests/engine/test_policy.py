@@ -1,0 +1,192 @@
+"""The policy: other architectures than the tiny Qwen3, what it loads, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from echo.algo.batching import MicroBatch, Sample, collate
+from echo.engine.policy import Policy
+from echo.errors import DataError, EngineError
+from echo.rollout import Rollout
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+
+
+def make_batch() -> MicroBatch:
+    samples = []
+    for prompt, completion in (([1, 5, 6], [7, 8, 9, 2]), ([1, 4], [3])):
+        size = len(completion)
+        rollout = Rollout(
+            token_ids=np.array(completion, dtype=np.int32),
+            sampler_logprobs=np.zeros(size, dtype=np.float32),
+            policy_versions=np.ones((size, 2), dtype=np.int32),
+            completion_mask=np.ones(size, dtype=np.bool_),
+            reward=0.0,
+            finish_reason="stop",
+        )
+        prompt_ids = np.array(prompt, dtype=np.int32)
+        samples.append(Sample(prompt_ids=prompt_ids, rollout=rollout, advantage=1.0))
+    return collate(samples)
+
+
+def save_model(directory: Path, architecture: str, **settings: Any) -> Path:
+    config = getattr(transformers, f"{architecture}Config")(vocab_size=32, **settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    for parameter in model.parameters():  # far from neutral, so that every part matters
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(directory)
+    return directory
+
+
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+SMALL_OPT = {
+    "hidden_size": 16,
+    "word_embed_proj_dim": 8,
+    "ffn_dim": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("Llama", SMALL),
+        ("Qwen2", {**SMALL, "tie_word_embeddings": True}),
+        ("OPT", {**SMALL_OPT, "dropout": 0.5, "attention_dropout": 0.5}),
+    ],
+)
+def test_any_causal_lm_scores_as_by_its_own_logits(
+    tmp_path: Path, architecture: str, settings: dict[str, Any], gradient_checkpointing: bool
+) -> None:
+    path = save_model(tmp_path, architecture, **settings)
+    batch = make_batch()
+    policy = Policy(path, device=CPU, gradient_checkpointing=gradient_checkpointing)
+    logprobs, entropies = policy.logprobs(batch, inv_temperature=1.25, vocab_chunk=10)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    rows = (([1, 5, 6], [7, 8, 9, 2]), ([1, 4], [3]))
+    expected_entropies = []
+    for row, (prompt, completion) in enumerate(rows):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion[:-1]])).logits
+        expected = torch.log_softmax(1.25 * logits[0, len(prompt) - 1 :], -1)
+        expected_entropies.append(-(expected.exp() * expected).sum(-1))
+        picked = expected.gather(1, torch.tensor(completion)[:, None]).squeeze(1)
+        assert torch.allclose(logprobs[row, : len(completion)], picked, atol=1e-5)
+        assert not logprobs[row, len(completion) :].any()
+    assert torch.allclose(entropies, torch.cat(expected_entropies), atol=1e-5)
+    logprobs.sum().backward()
+    assert all(tensor.grad is not None for tensor in policy.parameters().values())
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_the_masters_are_float32(tiny_model_dir: Path, tmp_path: Path, stored: Any) -> None:
+    AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=stored).save_pretrained(tmp_path)
+    tensors = Policy(tmp_path, device=CPU).tensors()
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    file = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(tensors[name], file[name].float()) for name in tensors)
+
+
+def test_tied_tensors_appear_once(
+    tiny_model_dir: Path, make_tiny_model: Callable[..., Path]
+) -> None:
+    assert "lm_head.weight" not in Policy(tiny_model_dir, device=CPU).tensors()
+    untied = Policy(make_tiny_model(tie_word_embeddings=False), device=CPU)
+    assert "lm_head.weight" in untied.tensors()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "message"),
+    [
+        ("Gemma2", {**SMALL, "head_dim": 8}, r"final_logit_softcapping = 30\.0"),
+        ("Granite", {**SMALL, "logits_scaling": 8.0}, r"logits_scaling = 8\.0"),
+        ("Cohere", SMALL, r"logit_scale = 0\.0625"),
+        ("Phi", SMALL, "LM head with a bias"),
+    ],
+)
+def test_models_that_change_their_logits_are_refused(
+    tmp_path: Path, architecture: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        Policy(save_model(tmp_path, architecture, **settings), device=CPU)
+
+
+def test_logits_changed_in_an_unknown_way_are_noticed(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = transformers.Qwen3ForCausalLM.forward
+
+    def shifted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits * 1.01
+        return output
+
+    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "forward", shifted)
+    with pytest.raises(EngineError, match="Qwen3ForCausalLM computes its logits in another way"):
+        Policy(tiny_model_dir, device=CPU)
+
+
+def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path}: cannot load it"):
+        Policy(tmp_path, device=CPU)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_model_dir / "config.json").read_text())
+    tensors = load_file(tiny_model_dir / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"lack \['model\.norm\.weight'\].* random"):
+        Policy(tmp_path, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.norm.weight", None, r"lack 1 of the model's tensors: \['model\.norm\.weight'\]"),
+        ("model.bogus", torch.zeros(1), r"1 unknown tensors: \['model\.bogus'\]"),
+        ("model.norm.weight", torch.zeros(3), r"model\.norm\.weight has shape \[3\], .* \[64\]"),
+    ],
+)
+def test_weights_of_another_model_change_nothing(
+    tiny_model_dir: Path, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    policy = Policy(tiny_model_dir, device=CPU)
+    before = {key: value.detach().clone() for key, value in policy.tensors().items()}
+    weights = {key: value + 1.0 for key, value in before.items()}
+    if tensor is None:
+        del weights[name]
+    else:
+        weights[name] = tensor
+    with pytest.raises(DataError, match=message):
+        policy.load(weights)
+    assert all(torch.equal(policy.tensors()[key], before[key]) for key in before)
+
+
+def test_the_name_of_a_tied_tensor_may_come_along(tiny_model_dir: Path) -> None:
+    policy = Policy(tiny_model_dir, device=CPU)
+    weights = {name: tensor.detach() * 0.5 for name, tensor in policy.tensors().items()}
+    policy.load({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    assert all(torch.equal(policy.tensors()[name], weights[name]) for name in weights)
