@@ -1,0 +1,565 @@
+"""The trainer against autograd on the whole model, its invariances, its state, its refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from echo.algo.advantages import group_advantages
+from echo.algo.losses import GrpoLoss
+from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.errors import DataError, StorageError
+from echo.rollout import Group, Rollout
+
+torch.set_num_threads(1)
+
+PROMPT = [1, 7, 11, 13, 8, 10, 14, 17]
+FAST = OptimizerSettings(learning_rate=3e-4, warmup_steps=0)
+
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture
+def make_trainer(tiny_model_dir: Path) -> MakeTrainer:
+    def make(**options: Any) -> Trainer:
+        settings: dict[str, Any] = {
+            "loss": GrpoLoss(),
+            "optimizer": FAST,
+            "device": "cpu",
+            "normalize_by_std": False,
+            **options,
+        }
+        return Trainer(settings.pop("model_dir", tiny_model_dir), **settings)
+
+    return make
+
+
+def make_rollout(token_ids: Sequence[int], reward: float, **changes: Any) -> Rollout:
+    num_tokens = len(token_ids)
+    fields: dict[str, Any] = {
+        "token_ids": np.array(token_ids, dtype=np.int32),
+        "sampler_logprobs": np.full(num_tokens, -3.0, dtype=np.float32),
+        "policy_versions": np.tile(np.array([1, 0], dtype=np.int32), (num_tokens, 1)),
+        "completion_mask": np.ones(num_tokens, dtype=np.bool_),
+        "reward": reward,
+        "finish_reason": "stop",
+    }
+    return Rollout(**(fields | changes))
+
+
+def make_group(rewards: Sequence[float], group_id: int = 0, *, seed: int = 0) -> Group:
+    """Random completions of 1 to 9 tokens."""
+    generator = np.random.default_rng([seed, group_id])
+    return Group(
+        group_id=group_id,
+        attempt=0,
+        worker_id="w1",
+        prompt_ids=np.array(PROMPT[: 3 + group_id % 6], dtype=np.int32),
+        rollouts=tuple(
+            make_rollout(generator.integers(3, 28, size=generator.integers(1, 10)).tolist(), reward)
+            for reward in rewards
+        ),
+    )
+
+
+def make_groups(count: int = 4, *, seed: int = 0) -> list[Group]:
+    patterns = [[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]]
+    return [make_group(patterns[n % 4], n, seed=seed) for n in range(count)]
+
+
+def on_policy(trainer: Trainer, groups: Sequence[Group]) -> list[Group]:
+    """The same groups with the trainer's own log-probs as the sampler's."""
+    return [
+        dataclasses.replace(
+            group,
+            rollouts=tuple(
+                dataclasses.replace(rollout, sampler_logprobs=logprobs)
+                for rollout, logprobs in zip(group.rollouts, scores, strict=True)
+            ),
+        )
+        for group, scores in zip(groups, trainer.score(groups), strict=True)
+    ]
+
+
+def change_of(group: Group, index: int, **changes: Any) -> Group:
+    rollouts = list(group.rollouts)
+    rollouts[index] = dataclasses.replace(rollouts[index], **changes)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def gradients(trainer: Trainer, groups: Sequence[Group]) -> dict[str, Tensor]:
+    """The unclipped gradient of one step, read off an SGD step of size 1."""
+    parameters = trainer._policy.parameters()
+    before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+    trainer._optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+    trainer._settings = OptimizerSettings(learning_rate=1.0, warmup_steps=0, max_grad_norm=math.inf)
+    trainer.step(groups)
+    return {name: before[name] - tensor.detach() for name, tensor in parameters.items()}
+
+
+def plain_logprobs(model: Any, group: Group, rollout: Rollout, temperature: float) -> Tensor:
+    """[T] log-probs of one rollout by the model's own logits, nothing padded."""
+    ids = torch.tensor([*group.prompt_ids, *rollout.token_ids])
+    logits = model(input_ids=ids[None, :-1]).logits[0, len(group.prompt_ids) - 1 :]
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return logprobs.gather(1, ids[len(group.prompt_ids) :, None]).squeeze(1)
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal up to float32 rounding of the whole gradient."""
+    assert actual.keys() == expected.keys()
+    assert any(float(tensor.abs().max()) > 1e-2 for tensor in expected.values())
+    for name, tensor in expected.items():
+        assert float((actual[name] - tensor).abs().max()) < 3e-7, name
+
+
+# ------------------------------------------------------------------------------------ log-probs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 40, 16384])
+def test_scores_are_the_models_own(
+    make_trainer: MakeTrainer, tiny_model_dir: Path, temperature: float, micro_batch_tokens: int
+) -> None:
+    trainer = make_trainer(temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+    groups = make_groups()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    for group, scores in zip(groups, trainer.score(groups), strict=True):
+        for rollout, score in zip(group.rollouts, scores, strict=True):
+            with torch.no_grad():
+                expected = plain_logprobs(model, group, rollout, temperature)
+            assert score.dtype == np.float32
+            assert np.allclose(score, expected.numpy(), atol=2e-6)
+
+
+def test_masked_tokens_are_scored_too(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    group = make_group([0.0, 1.0])
+    masked = change_of(group, 0, completion_mask=np.zeros(group.rollouts[0].num_tokens, np.bool_))
+    assert np.array_equal(trainer.score([masked])[0][0], trainer.score([group])[0][0])
+
+
+# ------------------------------------------------------------------------------------- gradient
+
+
+def test_gradient_is_that_of_the_formula(make_trainer: MakeTrainer, tiny_model_dir: Path) -> None:
+    trainer = make_trainer()
+    groups = make_groups()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    num_tokens = sum(group.num_tokens for group in groups)
+    loss = torch.zeros(())
+    for group in groups:
+        rewards = torch.tensor([group.rewards], dtype=torch.float32)
+        advantages = group_advantages(rewards, normalize_by_std=False)[0]
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+            ratio = (plain_logprobs(model, group, rollout, 1.0) + 3.0).exp()
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            if advantage < 0:
+                surrogate = torch.maximum(surrogate, 3.0 * advantage)
+            loss = loss - surrogate.sum() / num_tokens
+    loss.backward()
+    expected = {name: tensor.grad for name, tensor in model.named_parameters()}
+    assert trainer.snapshot().keys() == expected.keys()
+    assert_close(gradients(trainer, groups), expected)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 30, 64])
+def test_micro_batches_do_not_change_the_gradient(
+    make_trainer: MakeTrainer, micro_batch_tokens: int
+) -> None:
+    groups = make_groups(6)
+    whole = make_trainer()
+    parts = make_trainer(micro_batch_tokens=micro_batch_tokens)
+    assert_close(gradients(parts, groups), gradients(whole, groups))
+
+
+def test_metrics_do_not_depend_on_micro_batches(make_trainer: MakeTrainer) -> None:
+    groups = make_groups(6)
+    whole = make_trainer().step(groups).metrics
+    parts = make_trainer(micro_batch_tokens=30).step(groups).metrics
+    assert parts == pytest.approx(whole, rel=1e-4)
+
+
+def test_the_order_of_groups_and_rollouts_does_not_matter(make_trainer: MakeTrainer) -> None:
+    groups = make_groups(5)
+    shuffled = [
+        dataclasses.replace(group, rollouts=tuple(reversed(group.rollouts)))
+        for group in reversed(groups)
+    ]
+    assert_close(gradients(make_trainer(), shuffled), gradients(make_trainer(), groups))
+
+
+def test_without_staleness_it_is_the_plain_policy_gradient(
+    make_trainer: MakeTrainer, tiny_model_dir: Path
+) -> None:
+    trainer = make_trainer()
+    groups = on_policy(trainer, make_groups())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    loss = torch.zeros(())
+    for group in groups:
+        mean = sum(group.rewards) / len(group.rewards)
+        for rollout in group.rollouts:
+            logprobs = plain_logprobs(model, group, rollout, 1.0)
+            loss = loss - (rollout.reward - mean) * logprobs.sum()
+    (loss / sum(group.num_tokens for group in groups)).backward()
+    expected = {name: tensor.grad for name, tensor in model.named_parameters()}
+    metrics = make_trainer().step(groups).metrics
+    assert metrics["is_ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["is_ratio/max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ess"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["clip_ratio/mean"] == 0.0
+    assert_close(gradients(trainer, groups), expected)
+
+
+def test_rollouts_without_advantage_count_in_the_normaliser_only(
+    make_trainer: MakeTrainer,
+) -> None:
+    useful, equal = make_group([1, 0, 0], 0), make_group([1, 1, 1], 1)
+    alone = gradients(make_trainer(), [useful])
+    share = useful.num_tokens / (useful.num_tokens + equal.num_tokens)
+    both = gradients(make_trainer(), [useful, equal])
+    assert_close(both, {name: share * tensor for name, tensor in alone.items()})
+
+
+def test_masked_tokens_have_no_part(make_trainer: MakeTrainer) -> None:
+    group = make_group([1, 0], 3)
+    size = group.rollouts[0].num_tokens
+    mask = np.arange(size) % 2 == 0
+    masked = change_of(group, 0, completion_mask=mask)
+    garbage = np.where(mask, -3.0, np.nan).astype(np.float32)
+    assert_close(
+        gradients(make_trainer(), [change_of(masked, 0, sampler_logprobs=garbage)]),
+        gradients(make_trainer(), [masked]),
+    )
+    nothing = np.zeros(size, np.bool_)
+    one = change_of(group, 0, completion_mask=nothing)
+    other = change_of(one, 0, token_ids=np.full(size, 9, np.int32))
+    assert_close(gradients(make_trainer(), [one]), gradients(make_trainer(), [other]))
+
+
+def test_gradient_checkpointing_changes_nothing(make_trainer: MakeTrainer) -> None:
+    groups = make_groups()
+    checkpointed = make_trainer(gradient_checkpointing=True)
+    assert_close(gradients(checkpointed, groups), gradients(make_trainer(), groups))
+
+
+# --------------------------------------------------------------------------------------- update
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_equal_rewards_leave_the_weights_bit_identical(make_trainer: MakeTrainer) -> None:
+    decaying = dataclasses.replace(FAST, weight_decay=0.1)
+    trainer = make_trainer(optimizer=decaying)
+    trainer.step(make_groups())  # momentum that would move the weights
+    before = trainer.snapshot()
+    result = trainer.step([make_group([0.1] * 7, 0), make_group([0.3] * 3, 1)])
+    assert equal(trainer.snapshot(), before)
+    assert result.metrics["loss/policy"] == 0.0
+    assert result.metrics["groups/useful"] == 0.0
+    assert "grad_norm" not in result.metrics
+    assert trainer.step_count == 2  # the batch was consumed all the same
+
+
+def test_a_batch_masked_throughout_changes_nothing(make_trainer: MakeTrainer) -> None:
+    group = make_group([1, 0])
+    for index in (0, 1):
+        size = group.rollouts[index].num_tokens
+        group = change_of(group, index, completion_mask=np.zeros(size, np.bool_))
+    trainer = make_trainer()
+    before = trainer.snapshot()
+    trainer.step([group])
+    assert equal(trainer.snapshot(), before)
+
+
+def test_a_step_makes_right_answers_likelier(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    group = make_group([1, 0, 0, 0], 2)
+    before = trainer.score([group])[0]
+    for _ in range(3):
+        trainer.step(on_policy(trainer, [group]))
+    after = trainer.score([group])[0]
+    assert after[0].sum() > before[0].sum()
+    assert sum(row.mean() for row in after[1:]) < sum(row.mean() for row in before[1:])
+
+
+def test_warm_up_is_linear(make_trainer: MakeTrainer) -> None:
+    settings = OptimizerSettings(learning_rate=1e-3, warmup_steps=4)
+    trainer = make_trainer(optimizer=settings)
+    rates = [trainer.step([make_group([1, 0])]).metrics["lr"] for _ in range(6)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+
+
+def test_the_first_adam_step_moves_each_weight_by_the_learning_rate(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer = make_trainer(optimizer=dataclasses.replace(FAST, learning_rate=1e-3, warmup_steps=2))
+    before = trainer.snapshot()
+    trainer.step(make_groups())
+    moved = torch.cat([(t - before[n]).abs().flatten() for n, t in trainer.snapshot().items()])
+    assert float(moved.max()) == pytest.approx(0.5e-3, rel=1e-2)  # half the rate, by warm-up
+    assert float(moved.median()) == pytest.approx(0.5e-3, rel=1e-2)
+
+
+def test_the_gradient_is_clipped_to_its_norm(make_trainer: MakeTrainer) -> None:
+    groups = make_groups()
+    norm = make_trainer().step(groups).metrics["grad_norm"]
+    trainer = make_trainer()
+    trainer._optimizer = torch.optim.SGD(trainer._policy.parameters().values(), lr=1.0)
+    trainer._settings = OptimizerSettings(learning_rate=1.0, warmup_steps=0, max_grad_norm=norm / 4)
+    before = trainer.snapshot()
+    metrics = trainer.step(groups).metrics
+    moved = torch.cat([(t - before[n]).flatten() for n, t in trainer.snapshot().items()]).norm()
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)  # as it was before clipping
+    assert float(moved) == pytest.approx(norm / 4, rel=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.step(make_groups())
+    before = trainer.snapshot()
+    good_loss = trainer._loss
+
+    def overflowing(inputs: Any) -> Any:
+        output = good_loss(inputs)
+        return dataclasses.replace(output, loss=output.loss * math.inf)
+
+    trainer._loss = overflowing
+    metrics = trainer.step(make_groups(seed=1)).metrics
+    assert metrics["optimizer/skipped_nonfinite"] == 1
+    assert "grad_norm" not in metrics  # metrics are finite numbers
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert equal(trainer.snapshot(), before)
+    trainer._loss = good_loss
+    metrics = trainer.step(make_groups(seed=1)).metrics
+    assert metrics["optimizer/skipped_nonfinite"] == 1
+    assert not equal(trainer.snapshot(), before)
+    assert all(tensor.isfinite().all() for tensor in trainer.snapshot().values())
+
+
+# -------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_by_hand(make_trainer: MakeTrainer) -> None:
+    cut = make_rollout([5, 6, 7, 8], 0.0, finish_reason="length")
+    prompt = np.array(PROMPT, dtype=np.int32)
+    groups = [
+        Group(group_id=n, attempt=0, worker_id="w", prompt_ids=prompt, rollouts=rollouts)
+        for n, rollouts in enumerate(
+            [
+                (make_rollout([5, 2], 1.0), cut),
+                (make_rollout([5, 2], 0.0), make_rollout([6, 2], 0.0)),
+                (make_rollout([5, 2], 1.0), make_rollout([6, 2], 1.0)),
+                (make_rollout([5, 2], 1.0), make_rollout([6, 2], 0.0)),
+            ]
+        )
+    ]
+    metrics = make_trainer().step(groups).metrics
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/std"] == 0.5
+    assert metrics["completions/mean_length"] == 18 / 8
+    assert metrics["completions/clipped_ratio"] == 1 / 8
+    assert metrics["groups/all_right"] == 0.25
+    assert metrics["groups/all_wrong"] == 0.25
+    assert metrics["groups/useful"] == 0.5
+    assert metrics["optimizer/skipped_nonfinite"] == 0
+    assert 0 < metrics["entropy/mean"] <= math.log(32)
+    assert {"loss/policy", "grad_norm", "lr", "is_ratio/mean", "is_ratio/max", "ess"} <= set(
+        metrics
+    )
+    assert {"mismatch_kl", "clip_ratio/low", "clip_ratio/high", "clip_ratio/mean"} <= set(metrics)
+    assert all(type(value) in (float, int) for value in metrics.values())
+
+
+def test_ratio_statistics_see_a_stale_sampler(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    groups = on_policy(trainer, make_groups())
+    stale = [
+        change_of(group, index, sampler_logprobs=rollout.sampler_logprobs - np.float32(math.log(2)))
+        for group in groups
+        for index, rollout in enumerate(group.rollouts)
+        if index == 0
+    ]
+    # Group 0 and 2 are trained; in each the first rollout's ratio is 2, the others' are 1.
+    first = sum(stale[n].rollouts[0].num_tokens for n in (0, 2))
+    total = sum(stale[n].num_tokens for n in (0, 2))
+    metrics = trainer.step(stale).metrics
+    assert metrics["is_ratio/max"] == pytest.approx(2.0, rel=1e-5)
+    assert metrics["is_ratio/mean"] == pytest.approx(1 + first / total, rel=1e-5)
+    assert metrics["mismatch_kl"] == pytest.approx((1 - math.log(2)) * first / total, rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------- state
+
+
+def test_a_resumed_trainer_continues_bit_by_bit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    settings = OptimizerSettings(learning_rate=1e-3, warmup_steps=6, weight_decay=0.01)
+    trainer = make_trainer(optimizer=settings)
+    for seed in range(3):
+        trainer.step(make_groups(seed=seed))
+    trainer.save_state(tmp_path)
+    draw = torch.rand(3)
+    expected = [trainer.step(make_groups(seed=seed)).metrics for seed in (3, 4)]
+
+    resumed = make_trainer(optimizer=settings, seed=5)
+    resumed.step(make_groups(seed=9))  # state that has to vanish
+    resumed.load_state(tmp_path)
+    assert resumed.step_count == 3
+    assert torch.equal(torch.rand(3), draw)
+    assert [resumed.step(make_groups(seed=seed)).metrics for seed in (3, 4)] == expected
+    assert equal(resumed.snapshot(), trainer.snapshot())
+    assert resumed.step_count == trainer.step_count == 5
+
+
+def test_state_before_the_first_step(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer.save_state(tmp_path)
+    trainer.step(make_groups())
+    resumed = make_trainer()
+    resumed.step(make_groups(seed=1))
+    resumed.load_state(tmp_path)
+    resumed.step(make_groups())
+    assert equal(resumed.snapshot(), trainer.snapshot())
+
+
+def test_the_count_of_skipped_steps_survives(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer._num_skipped_nonfinite = 2
+    trainer.save_state(tmp_path)
+    resumed = make_trainer()
+    resumed.load_state(tmp_path)
+    assert resumed.step(make_groups()).metrics["optimizer/skipped_nonfinite"] == 2
+
+
+def test_a_snapshot_is_a_copy(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    snapshot = trainer.snapshot()
+    kept = {name: tensor.clone() for name, tensor in snapshot.items()}
+    trainer.step(make_groups())
+    assert equal(snapshot, kept)
+    assert not equal(trainer.snapshot(), kept)
+    assert "lm_head.weight" not in snapshot  # tied to the embedding
+    assert all(t.dtype == torch.float32 and not t.requires_grad for t in snapshot.values())
+
+
+def test_initial_tensors_replace_the_directorys(
+    make_trainer: MakeTrainer, make_tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    trained = make_trainer()
+    trained.step(make_groups())
+    weights = {name: tensor.bfloat16() for name, tensor in trained.snapshot().items()}
+    (tmp_path / "config.json").write_text((make_tiny_model() / "config.json").read_text())
+    other = make_trainer(model_dir=tmp_path, init_tensors=weights)
+    assert equal(other.snapshot(), {name: tensor.float() for name, tensor in weights.items()})
+    other.step(make_groups())
+    assert other.step_count == 1
+
+
+def test_an_untied_head_is_trained_too(
+    make_trainer: MakeTrainer, make_tiny_model: Callable[..., Path]
+) -> None:
+    trainer = make_trainer(model_dir=make_tiny_model(tie_word_embeddings=False))
+    before = trainer.snapshot()
+    trainer.step(make_groups())
+    after = trainer.snapshot()
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "trainer.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_damaged_state_is_refused(
+    make_trainer: MakeTrainer, tmp_path: Path, file: str, damage: str
+) -> None:
+    trainer = make_trainer()
+    trainer.step(make_groups())
+    trainer.save_state(tmp_path)
+    path = tmp_path / file
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(StorageError, match="cannot read the trainer's state"):
+        trainer.load_state(tmp_path)
+
+
+def test_state_of_another_model_is_refused(
+    make_trainer: MakeTrainer, make_tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_trainer(model_dir=make_tiny_model(intermediate_size=96)).save_state(tmp_path)
+    with pytest.raises(DataError, match=r"mlp\.\w+\.weight has shape .* another model"):
+        make_trainer().load_state(tmp_path)
+
+
+def test_state_needs_a_directory(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write the trainer's state"):
+        make_trainer().save_state(tmp_path / "missing")
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
+def test_a_bad_sampler_logprob_names_the_group(make_trainer: MakeTrainer, value: float) -> None:
+    group = make_group([1, 0], 17)
+    logprobs = group.rollouts[1].sampler_logprobs.copy()
+    logprobs[-1] = value
+    bad = change_of(group, 1, sampler_logprobs=logprobs)
+    trainer = make_trainer()
+    before = trainer.snapshot()
+    message = (
+        rf"group 17 \(attempt 0, worker w1\), rollout 1: sampler log-prob of token "
+        rf"{len(logprobs) - 1} is {value}"
+    )
+    with pytest.raises(DataError, match=message):
+        trainer.step([make_group([1, 0]), bad])
+    assert equal(trainer.snapshot(), before)
+    assert trainer.step_count == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (make_group([1.0], 4), "group 4 .* has one rollout"),
+        (make_group([1.0, math.nan], 5), r"group 5 .* rewards are not all finite: \[1\.0, nan\]"),
+        (
+            change_of(
+                make_group([1, 0], 6),
+                1,
+                **{
+                    name: getattr(make_rollout([3, 32], 0.0), name)
+                    for name in (
+                        "token_ids",
+                        "sampler_logprobs",
+                        "policy_versions",
+                        "completion_mask",
+                    )
+                },
+            ),
+            r"group 6 .*, rollout 1: token ids span 3\.\.32, outside the model's vocabulary of 32",
+        ),
+        (
+            dataclasses.replace(make_group([1, 0], 7), prompt_ids=np.array([-1], np.int32)),
+            r"group 7 .*, prompt: token ids span -1\.\.-1",
+        ),
+    ],
+)
+def test_a_bad_group_is_named(make_trainer: MakeTrainer, group: Group, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_trainer().step([group])
+
+
+def test_a_temperature_of_zero_is_refused(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match=r"temperature = 0\.0"):
+        make_trainer(temperature=0.0)
