@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +152,14 @@ def test_an_environment_made_for_another_checkout_is_installed_again(machine: Ma
     assert machine.installed()[-1] == f"--editable {moved}"
 
 
+@pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two calls apart")
+def test_two_calls_at_once_install_once(machine: Machine) -> None:
+    with ThreadPoolExecutor() as threads:
+        calls = [threads.submit(machine.setup, "--role", "relay") for _ in range(2)]
+    assert [call.result().returncode for call in calls] == [0, 0]
+    assert len(machine.installed()) == 1
+
+
 def test_an_interrupted_installation_is_not_taken_for_a_finished_one(machine: Machine) -> None:
     machine.knows(is_offline="")
     failed = machine.setup()
@@ -169,7 +178,7 @@ def test_an_old_python_is_named_with_the_remedy(machine: Machine) -> None:
     assert done.returncode == 1
     assert "Python 3.11 or newer is needed (python3 is Python 3.9.2, python3.13 is" in done.stderr
     assert "ECHO_PYTHON=" in done.stderr
-    assert not machine.venv.exists()
+    assert machine.installed() == []
 
 
 def test_a_newer_python_is_taken_where_python3_is_old(machine: Machine) -> None:
@@ -192,7 +201,7 @@ def test_a_directory_of_something_else_is_left_alone(machine: Machine) -> None:
     (machine.venv / "thesis.tex").write_text("")
     done = machine.setup()
     assert done.returncode == 1
-    assert "is not a virtual environment" in done.stderr
+    assert "holds something that is not a virtual environment" in done.stderr
 
 
 def test_a_plain_build_without_cuda_is_accepted(machine: Machine) -> None:
