@@ -1,0 +1,336 @@
+"""Turn each part of a snapshot into rows of text for a given width.
+
+Every function returns rich `Text` rows no wider than asked for; the view decides which of them, and
+how many rows of each, a terminal has room for. Text from other nodes is cleaned before it is shown.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from echo.metrics import NodeView, Snapshot
+from echo.ui.charts import (
+    Curve,
+    Marks,
+    bar,
+    clean,
+    fit,
+    line_chart,
+    pad,
+    progress,
+    sparkline,
+    value_range,
+)
+from echo.ui.pace import clock
+from echo.units import format_bytes
+
+_LABEL_WIDTH = 9
+_ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
+_STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
+_NUMBER_COLUMNS = frozenset({"stale", "tok/s", "bytes/s", "leases", "seen"})
+_DISPENSABLE_COLUMNS = ("seen", "parent", "leases", "role", "bytes/s", "tok/s", "stale")
+"""Left out where the width does not suffice, in this order."""
+_MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
+"""What these columns are cut to while others lack room."""
+
+
+def header(snapshot: Snapshot, width: int, *, eta_s: float | None, ascii_only: bool) -> list[Text]:
+    """Return two rows: run name, step and times; then the bar of steps done."""
+    name = Text.assemble(
+        ("echo ", "bold cyan"), (clean(snapshot.run_name, ascii_only=ascii_only), "bold")
+    )
+    right = Text(f"step {snapshot.step}/{snapshot.max_steps}", "bold")
+    for part in (
+        f"{clock(snapshot.elapsed_s)} elapsed",
+        f"ETA {'-' if eta_s is None else clock(eta_s)}",
+    ):
+        if right.cell_len + len(part) + 3 <= width - 8:
+            right.append(f"   {part}", "default not bold")
+    name.truncate(max(width - right.cell_len - 2, 0), overflow="crop" if ascii_only else "ellipsis")
+    gap = max(width - name.cell_len - right.cell_len, 1)
+    share = snapshot.step / snapshot.max_steps if snapshot.max_steps > 0 else 0.0
+    title = Text.assemble(name, " " * gap, right)
+    return [fit(title, width), progress(share, width, ascii_only=ascii_only)]
+
+
+def reward_chart(snapshot: Snapshot, width: int, height: int, *, ascii_only: bool) -> list[Text]:
+    """Return `height` rows: the newest numbers, then reward and pass rates against the step."""
+    rewards = snapshot.reward_history
+    sampled_glyph, greedy_glyph = ("o", "x") if ascii_only else ("●", "◆")
+    title = Text.assemble(
+        ("reward ", "bold"), (f"{rewards[-1]:.3g}" if rewards else "-", "bold cyan")
+    )
+    if snapshot.eval_history:
+        step, sampled, greedy = snapshot.eval_history[-1]
+        parts = (
+            ("   held-out", "bold"),
+            (f" {sampled_glyph} {sampled:.2f}", "green"),
+            (" sampled", "green"),
+            (f" {greedy_glyph} {greedy:.2f}", "magenta"),
+            (" greedy", "magenta"),
+            (f" at step {step}", "dim"),
+        )
+        # The longest of these that fits: everything, without the step, the bare numbers.
+        for wanted in (parts, parts[:-1], (parts[0], parts[1], parts[3]), (parts[1], parts[3])):
+            if title.cell_len + sum(len(text) for text, _ in wanted) <= width:
+                title.append_text(Text.assemble(*wanted))
+                break
+    if height < 4:
+        line = sparkline(rewards, width, ascii_only=ascii_only)
+        return [fit(title, width), fit(Text(line, "cyan"), width)][:height]
+    first_step = snapshot.step - len(rewards) + 1
+    values = [*rewards, *(v for _, *pair in snapshot.eval_history for v in pair)]
+    plot = line_chart(
+        [Curve([(first_step + i, reward) for i, reward in enumerate(rewards)], "cyan")],
+        [
+            Marks(
+                [(step, sampled) for step, sampled, _ in snapshot.eval_history],
+                "green",
+                sampled_glyph,
+            ),
+            Marks(
+                [(step, greedy) for step, _, greedy in snapshot.eval_history],
+                "magenta",
+                greedy_glyph,
+            ),
+        ],
+        width=width,
+        height=height - 1,
+        x_range=(0, max(snapshot.step, 1)),
+        y_range=value_range(values),
+        ascii_only=ascii_only,
+    )
+    return [fit(title, width), *plot]
+
+
+def staleness_bins(
+    tokens: Mapping[int, int], max_staleness: int, max_bins: int
+) -> list[tuple[str, int, bool]]:
+    """Group trained tokens by staleness into at most `max_bins` bins.
+
+    Returns:
+        (label, tokens, whether it holds the bound S) per bin, from staleness 0 up to S, and beyond
+        S only if tokens lie there, which the learner never lets happen.
+    """
+    beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
+    room = max(max_bins - (beyond > 0), 1)
+    per_bin = -(-(max_staleness + 1) // room)
+    bins = []
+    for low in range(0, max_staleness + 1, per_bin):
+        high = min(low + per_bin - 1, max_staleness)
+        count = sum(tokens.get(staleness, 0) for staleness in range(low, high + 1))
+        bins.append((str(low) if low == high else f"{low}-{high}", count, high == max_staleness))
+    if beyond:
+        bins.append((f">{max_staleness}", beyond, False))
+    return bins
+
+
+def staleness_histogram(
+    snapshot: Snapshot, width: int, height: int, *, ascii_only: bool
+) -> list[Text]:
+    """Return `height` rows: mean staleness of the trained tokens, then a bar per staleness."""
+    tokens = snapshot.staleness_tokens
+    total = sum(tokens.values())
+    mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
+    title = Text.assemble(("staleness", "bold"), f" mean {mean:.2f}" if total else " -")
+    rows = [fit(title, width)]
+    bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1))
+    label_width = max(cell_len(label) for label, _, _ in bins)
+    bound = " < S" if ascii_only else " ◂ S"
+    bar_width = max(width - label_width - 11, 1)
+    largest = max((count for _, count, _ in bins), default=0)
+    for label, count, is_bound in bins:
+        share = count / total if total else 0.0
+        filled = bar(count / largest if largest else 0.0, bar_width, ascii_only=ascii_only)
+        row = Text.assemble(
+            (f"{label:>{label_width}} ", "dim"),
+            (pad(filled, bar_width), "bold red" if label.startswith(">") else "blue"),
+            f" {_percent(share)}",
+            (bound if is_bound else "", "bold yellow"),
+        )
+        rows.append(fit(row, width))
+    rows += [Text(" " * width)] * max(height - len(rows), 0)
+    return rows[:height]
+
+
+def status(snapshot: Snapshot, width: int, *, num_wait_rows: int, ascii_only: bool) -> list[Text]:
+    """Return 2 + `num_wait_rows` rows: flow, weights, and what the learner waits for."""
+    flow = [
+        f"{snapshot.num_buffered} of {snapshot.groups_per_step} buffered",
+        f"{snapshot.num_leased} leased",
+        f"{short_count(snapshot.tokens_per_s)} tokens/s",
+    ]
+    groups = _labelled("groups", "   ".join(flow))
+    sent = f"{format_bytes(snapshot.broadcast_bytes)} sent"
+    weights = _labelled("weights", f"{clean(snapshot.broadcast_version, ascii_only=ascii_only)} ")
+    bar_width = max(min(width - weights.cell_len - len(sent) - 10, 40), 4)
+    weights.append_text(progress(snapshot.broadcast_done, bar_width, ascii_only=ascii_only))
+    weights.append(f" {snapshot.broadcast_done:4.0%}   {sent}")
+    per_version = snapshot.publish_period
+    cadence = "   a version per " + ("step" if per_version == 1 else f"{per_version} steps")
+    if weights.cell_len + len(cadence) <= width:
+        weights.append(cadence)
+    rows = [groups, weights, *_waiting(snapshot, width, num_wait_rows, ascii_only=ascii_only)]
+    return [fit(row, width) for row in rows]
+
+
+def node_table(
+    nodes: Sequence[NodeView], width: int, height: int, *, ascii_only: bool
+) -> list[Text]:
+    """Return at most `height` rows: a heading and a row per node, the rest summed up in the last.
+
+    Columns that do not fit are left out, the least telling first. Where there is no room for all
+    nodes, those in trouble and those that are not workers are shown first.
+    """
+    if not nodes or height < min(len(nodes) + 1, 3):
+        return []
+    ordered = sorted(nodes, key=_node_order)
+    hidden: list[NodeView] = []
+    if len(ordered) + 1 > height:
+        urgent = sorted(ordered, key=lambda node: (node.role == "worker", not _is_in_trouble(node)))
+        kept = {id(node) for node in urgent[: height - 2]}
+        hidden = [node for node in ordered if id(node) not in kept]
+        ordered = [node for node in ordered if id(node) in kept]
+    columns, gap = _fitting_columns(ordered, width, ascii_only=ascii_only)
+    heading = gap.join(_align(column.name, column) for column in columns)
+    rows = [fit(Text(heading, "dim"), width)]
+    for index, node in enumerate(ordered):
+        styles = {"state": _state_style(node), "node": "bold"}
+        cells = [(_align(c.cells[index], c) + gap, styles.get(c.name, "")) for c in columns]
+        rows.append(fit(Text.assemble(*cells), width))
+    if hidden:
+        words = [(clean(node.state, ascii_only=ascii_only).split() or ["-"])[0] for node in hidden]
+        states = Counter(words)
+        summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        rows.append(fit(Text(f"and {len(hidden)} more: {summary}", "dim"), width))
+    return rows
+
+
+def refusals(refused: Mapping[str, int], width: int, *, ascii_only: bool) -> list[Text]:
+    """Return a row with the groups refused or dropped by reason, most first, if there are any."""
+    counts = sorted(((n, reason) for reason, n in refused.items() if n), reverse=True)
+    if not counts:
+        return []
+    text = "   ".join(f"{clean(reason, ascii_only=ascii_only)} {n}" for n, reason in counts)
+    return [fit(_labelled("refused", text, style="yellow"), width)]
+
+
+def notices(lines: Sequence[str], width: int, height: int, *, ascii_only: bool) -> list[Text]:
+    """Return the newest `height` notices, a row each, the newest last."""
+    mark = "- " if ascii_only else "· "
+    newest = lines[-height:] if height > 0 else ()
+    return [fit(Text(mark + clean(line, ascii_only=ascii_only), "dim"), width) for line in newest]
+
+
+def short_count(value: float) -> str:
+    """Return a count in at most five characters: 950, 12.3k, 4.56M."""
+    for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
+        if value < limit * 0.9995:
+            return f"{value / divisor:.0f}" if not unit else f"{value / divisor:.3g}{unit}"
+    return f"{value / 1e9:.3g}G"
+
+
+def _percent(share: float) -> str:
+    """A share in five characters; what exists never shows as zero."""
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return f"{share:5.1%}" if share < 0.9995 else " 100%"
+
+
+def _labelled(label: str, text: str, style: str = "") -> Text:
+    return Text.assemble((label.ljust(_LABEL_WIDTH), "dim"), (text, style))
+
+
+def _waiting(snapshot: Snapshot, width: int, num_rows: int, *, ascii_only: bool) -> list[Text]:
+    state = f"waits for {clean(snapshot.waiting_for, ascii_only=ascii_only)}"
+    if not snapshot.waiting_for:
+        state = "done" if snapshot.step >= snapshot.max_steps else "training"
+    dots = "..." if ascii_only else "…"
+    wrapped = textwrap.wrap(
+        f"idle {snapshot.idle_ratio:.0%}   {state}",
+        max(width - _LABEL_WIDTH, 20),
+        max_lines=num_rows,
+        placeholder=f" {dots}",
+    )
+    style = "yellow" if snapshot.waiting_for else "green"
+    rows = [_labelled("" if i else "learner", line, style) for i, line in enumerate(wrapped)]
+    return rows + [Text()] * (num_rows - len(rows))
+
+
+def _node_order(node: NodeView) -> tuple[int, list[tuple[int, str]]]:
+    """By role, then by name with numbers in it counted: w2 before w10."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", node.node_id)
+    # The length of a run of digits goes first; leading zeros then sort as text, which will do.
+    return _ROLE_ORDER.get(node.role, 3), [(len(p) if p[0].isdigit() else 0, p) for p in parts]
+
+
+def _is_in_trouble(node: NodeView) -> bool:
+    return node.state.startswith(("lost", "refused", "waiting"))
+
+
+def _state_style(node: NodeView) -> str:
+    first_word = node.state.split(" ", 1)[0]
+    return _STATE_STYLES.get(first_word, "green")
+
+
+@dataclass(slots=True)
+class _Column:
+    """A column of the table of nodes."""
+
+    name: str
+    cells: list[str]
+    width: int
+    is_number: bool
+
+
+def _align(cell: str, column: _Column) -> str:
+    """`cell` at exactly the width of `column`: words to the left, numbers to the right."""
+    missing = " " * max(column.width - cell_len(cell), 0)
+    text = missing + cell if column.is_number else cell + missing
+    return set_cell_size(text, column.width)
+
+
+def _fitting_columns(
+    nodes: Sequence[NodeView], width: int, *, ascii_only: bool
+) -> tuple[list[_Column], str]:
+    """The columns that fit into `width`, and the gap between them."""
+    content: dict[str, list[str]] = {
+        "node": [node.node_id for node in nodes],
+        "role": [node.role for node in nodes],
+        "version": [node.version for node in nodes],
+        "stale": ["-" if node.staleness is None else str(node.staleness) for node in nodes],
+        "tok/s": [short_count(node.tokens_per_s) if node.tokens_per_s else "-" for node in nodes],
+        "bytes/s": [format_bytes(node.bytes_per_s) if node.bytes_per_s else "-" for node in nodes],
+        "leases": [str(node.num_leases) if node.num_leases else "-" for node in nodes],
+        "state": [node.state for node in nodes],
+        "parent": [node.parent for node in nodes],
+        "seen": ["-" if node.role == "learner" else f"{clock(node.seen_s)}" for node in nodes],
+    }
+    columns = []
+    for name, raw in content.items():
+        cells = [clean(cell, ascii_only=ascii_only) for cell in raw]
+        natural = max(map(cell_len, [name, *cells]))
+        limit = _MAX_CELL_WIDTHS.get(name, natural)
+        columns.append(_Column(name, cells, min(natural, limit), name in _NUMBER_COLUMNS))
+    gap = "  "
+    for dropped in ("", "", *_DISPENSABLE_COLUMNS):
+        columns = [column for column in columns if column.name != dropped]
+        if sum(column.width for column in columns) + len(gap) * (len(columns) - 1) <= width:
+            break
+        gap = " "
+    # What room is left belongs to the columns that were cut, the state before the names.
+    spare = width - sum(column.width for column in columns) - len(gap) * (len(columns) - 1)
+    for name in ("state", "node", "parent"):
+        for column in columns:
+            if column.name == name and spare > 0:
+                extra = min(max(map(cell_len, column.cells)) - column.width, spare)
+                column.width += max(extra, 0)
+                spare -= max(extra, 0)
+    return columns, gap

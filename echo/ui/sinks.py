@@ -1,0 +1,201 @@
+"""Write the metrics of a run: metrics.jsonl always, TensorBoard and wandb where configured.
+
+metrics.jsonl is only ever appended to. A resumed learner makes some steps again: their rows follow
+those of the abandoned ones, and readers let the later ones count (`echo.ui.records`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from echo.errors import StorageError
+from echo.ui.extras import import_extra
+
+logger = logging.getLogger(__name__)
+
+Metric = float | Mapping[str, float]
+"""A number, or numbers by name: a histogram such as `staleness/hist`."""
+
+
+class _Mirror(Protocol):
+    """A further place that metrics are shown at."""
+
+    def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Add the metrics of one row."""
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+
+
+class MetricsWriter:
+    """Append rows to metrics.jsonl of a run and mirror them elsewhere as configured."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        tensorboard: bool = False,
+        wandb: bool = False,
+        wandb_project: str = "echo",
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        """Open the file, repair its end if a crash tore it, and start the mirrors.
+
+        Args:
+            run_dir: directory of the run, made if missing; its name names the run in wandb.
+            tensorboard: whether to write event files to `run_dir`/tensorboard.
+            wandb: whether to log to wandb; WANDB_MODE and the like apply.
+            wandb_project: project to log to.
+            config: resolved configuration, shown by wandb.
+
+        Raises:
+            ConfigError: if a mirror is wanted that is not installed.
+            StorageError: if the file cannot be opened or repaired.
+        """
+        # The mirrors first: a refusal must not leave an open file behind.
+        self._mirrors: list[_Mirror] = []
+        if tensorboard:
+            self._mirrors.append(_TensorBoard(run_dir / "tensorboard"))
+        if wandb:
+            self._mirrors.append(_Wandb(run_dir, wandb_project, config or {}))
+        self.path = run_dir / "metrics.jsonl"
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            drop_torn_line(self.path)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be written: {error.strerror}") from error
+
+    def write(self, step: int, metrics: Mapping[str, Metric], *, at: float | None = None) -> None:
+        """Append one row.
+
+        Args:
+            step: optimizer step the numbers belong to.
+            metrics: numbers and histograms by name; what is not finite is written as null.
+            at: unix seconds, now if None.
+
+        Raises:
+            StorageError: if the row cannot be written, a full disk for instance.
+        """
+        at = time.time() if at is None else at
+        numbers = {name: _plain(value) for name, value in metrics.items()}
+        row = msgspec.json.encode({"step": step, "time": at, **numbers}) + b"\n"
+        try:
+            # Unbuffered and in one piece: a reader sees whole rows, a crash tears the last at most.
+            written = self._file.write(row)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path}: cannot write step {step}: {error.strerror}; free some disk space"
+            ) from error
+        if written != len(row):
+            raise StorageError(f"{self.path}: the disk is full at step {step}; free some space")
+        flat = {name: value for name, value in numbers.items() if isinstance(value, float)}
+        for mirror in self._mirrors:
+            mirror.write(step, flat, at)
+
+    def close(self) -> None:
+        """Close the file and the mirrors."""
+        self._file.close()
+        for mirror in self._mirrors:
+            mirror.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off a last line without its line end, which a crash in mid-write leaves behind."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        keep = end
+        while keep > 0:
+            start = max(keep - 65536, 0)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        if keep < end:
+            logger.warning("%s: dropped a torn last line of %d bytes", path, end - keep)
+            file.truncate(keep)
+
+
+def _plain(value: Metric) -> float | dict[str, float]:
+    """Numbers of any library as Python's own."""
+    if isinstance(value, Mapping):
+        return {str(name): _number(count) for name, count in value.items()}
+    return float(value)
+
+
+def _number(value: float) -> float:
+    """A whole number stays whole: token counts read better without a point."""
+    return int(value) if math.isfinite(value) and value == int(value) else float(value)
+
+
+class _TensorBoard:
+    """Event files through TensorBoard's own writer, which needs no torch."""
+
+    def __init__(self, directory: Path) -> None:
+        summary: Any = import_extra(
+            "tensorboard.summary", extra="tensorboard", wanted_by="metrics.tensorboard"
+        )
+        self._writer = summary.Writer(str(directory))
+
+    def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Add one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step, wall_time=at)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class _Wandb:
+    """A wandb run; the same run again after a resume."""
+
+    def __init__(self, run_dir: Path, project: str, config: Mapping[str, object]) -> None:
+        wandb: Any = import_extra("wandb", extra="wandb", wanted_by="metrics.wandb")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            dir=str(run_dir),
+            id=_wandb_id(run_dir),
+            resume="allow",
+            config=dict(config),
+        )
+        # wandb's own step may only grow, a resumed learner goes back: steps are plotted by ours.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Log one row; wandb stamps it with its own clock."""
+        del at
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Finish the run, which uploads what is left."""
+        self._run.finish()
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The id of the wandb run that belongs to `run_dir`, kept in a file there."""
+    path = run_dir / "wandb_id"
+    if not path.exists():
+        path.write_text(os.urandom(4).hex(), encoding="ascii")
+    return path.read_text(encoding="ascii").strip()

@@ -1,0 +1,266 @@
+"""Sum up a run from what it left on disk, for its last screen and for anyone who comes later.
+
+The staleness distribution is added up from the ledger, not taken from the learner's own metrics: it
+is the record of what was really trained on.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from echo.errors import DataError
+from echo.ui.charts import bar, pad
+from echo.ui.pace import clock
+from echo.ui.records import (
+    Evaluation,
+    LedgerTotals,
+    MetricsHistory,
+    Row,
+    read_config,
+    read_ledger,
+    read_metrics,
+)
+from echo.ui.sections import short_count, staleness_bins
+from echo.units import format_bytes
+
+_REWARD_STEPS = 5
+"""Steps whose mean stands for the reward before and after: one batch alone is too noisy."""
+_MAX_BINS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What a run did, in numbers and paths."""
+
+    run_dir: Path
+    num_steps: int
+    max_steps: int
+    max_staleness: int
+    publish_period: int | str
+    wall_time_s: float
+    """Seconds from the start of each lineage to its last row of metrics, all lineages together."""
+    num_lineages: int
+    """1, and 1 more for each resume."""
+    num_reward_steps: int
+    """Steps averaged for each of the two rewards."""
+    reward_before: float | None
+    """Mean reward of the first steps; None if there was no finite one."""
+    reward_after: float | None
+    """Mean reward of the last steps."""
+    eval_before: Evaluation | None
+    eval_after: Evaluation | None
+    staleness_tokens: dict[int, int]
+    """Trained tokens by staleness, from the ledger."""
+    num_trained: int
+    """Groups trained on."""
+    discarded: dict[str, int]
+    """Groups discarded, by reason."""
+    num_tokens: int
+    """Completion tokens accepted."""
+    broadcast_bytes: float
+    """Weight bytes that the learner sent."""
+    paths: dict[str, Path]
+    """Where to find what: label, path; only what exists."""
+    commands: tuple[str, ...]
+    """What to try next."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens accepted per second of wall time."""
+        return self.num_tokens / self.wall_time_s if self.wall_time_s > 0 else 0.0
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean staleness of the trained tokens; 0 if there are none."""
+        total = sum(self.staleness_tokens.values())
+        return sum(s * n for s, n in self.staleness_tokens.items()) / total if total else 0.0
+
+
+def summarise(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSummary:
+    """Read metrics.jsonl, ledger.jsonl and config.json of a run and sum them up.
+
+    Args:
+        run_dir: directory of the run.
+        commands: what to try next; three that follow from the configuration if None.
+
+    Raises:
+        DataError: if a file is missing or no step has been made.
+        StorageError: if a file is damaged; a torn last line is not damage.
+    """
+    config = read_config(run_dir)
+    history = read_metrics(run_dir)
+    ledger = read_ledger(run_dir)
+    if not history.train:
+        raise DataError(
+            f"{run_dir / 'metrics.jsonl'}: no optimizer step yet, nothing to sum up; "
+            f"the learner's log is in {run_dir / 'logs'}"
+        )
+    rewards = [row["reward/mean"] for row in history.train if row["reward/mean"] is not None]
+    num_reward_steps = min(_REWARD_STEPS, max(len(rewards) // 2, 1))
+    run, sync = _section(config, "run"), _section(config, "sync")
+    num_steps = int(history.train[-1]["step"])
+    return RunSummary(
+        run_dir=run_dir,
+        num_steps=num_steps,
+        max_steps=int(run.get("max_steps", num_steps)),
+        max_staleness=int(sync.get("max_staleness", max(ledger.staleness_tokens, default=0))),
+        publish_period=sync.get("publish_period", "auto"),
+        wall_time_s=_wall_time_s(history, ledger),
+        num_lineages=max(len(ledger.lineage_starts), 1),
+        num_reward_steps=num_reward_steps,
+        reward_before=fmean(rewards[:num_reward_steps]) if rewards else None,
+        reward_after=fmean(rewards[-num_reward_steps:]) if rewards else None,
+        eval_before=history.evaluations[0] if history.evaluations else None,
+        eval_after=history.evaluations[-1] if history.evaluations else None,
+        staleness_tokens=dict(sorted(ledger.staleness_tokens.items())),
+        num_trained=ledger.num_trained,
+        discarded=ledger.discarded,
+        num_tokens=ledger.num_tokens,
+        broadcast_bytes=history.broadcast_bytes,
+        paths=_paths(run_dir),
+        commands=tuple(_next_commands(run_dir, config) if commands is None else commands),
+    )
+
+
+def render(summary: RunSummary, *, ascii_only: bool = False) -> Group:
+    """Draw `summary` for a console of 60 columns or more."""
+    title = Text.assemble(
+        ("echo ", "bold cyan"),
+        (summary.run_dir.resolve().name, "bold"),
+        f": {summary.num_steps} of {summary.max_steps} steps in {clock(summary.wall_time_s)}",
+    )
+    if summary.num_lineages > 1:
+        num_resumes = summary.num_lineages - 1
+        times = "once" if num_resumes == 1 else f"{num_resumes} times"
+        title.append(f", resumed {times}", "yellow")
+    parts: list[RenderableType] = [title, Text(), _before_and_after(summary), Text()]
+    parts += [*_staleness_rows(summary, ascii_only=ascii_only), Text(), _facts(summary)]
+    if summary.commands:
+        parts += [Text(), Text("Try next", "bold")]
+        # Flush left: an indent would end up within a command of several lines when it is copied.
+        parts += [Text(command, "cyan", overflow="fold") for command in summary.commands]
+    return Group(*parts)
+
+
+def as_text(summary: RunSummary, *, width: int = 100) -> str:
+    """Return `summary` as plain ASCII text, for logs and pipes."""
+    lines = io.StringIO()
+    console = Console(file=lines, width=width, color_system=None, force_terminal=False)
+    console.print(render(summary, ascii_only=True))
+    return lines.getvalue().encode("ascii", "replace").decode("ascii")
+
+
+def _before_and_after(summary: RunSummary) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("pass rate, reward")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    before, after = summary.eval_before, summary.eval_after
+    if before is not None and after is not None:
+        note = f"steps {before.step}, {after.step}"
+        _add_change(table, "held-out, sampled", before.sampled, after.sampled, note)
+        _add_change(table, "held-out, greedy", before.greedy, after.greedy, note)
+    if summary.reward_before is not None and summary.reward_after is not None:
+        note = f"{summary.num_reward_steps} steps each"
+        _add_change(table, "training reward", summary.reward_before, summary.reward_after, note)
+    return table
+
+
+def _add_change(table: Table, name: str, before: float, after: float, note: str) -> None:
+    style = "bold green" if after > before else "bold red" if after < before else "bold"
+    change = Text(f"{after - before:+.3f}", style)
+    table.add_row(name, f"{before:.3f}", Text(f"{after:.3f}", "bold"), change, Text(note, "dim"))
+
+
+def _staleness_rows(summary: RunSummary, *, ascii_only: bool) -> list[Text]:
+    tokens = summary.staleness_tokens
+    total = sum(tokens.values())
+    rows = [
+        Text.assemble(
+            ("Staleness of trained tokens", "bold"),
+            f": mean {summary.mean_staleness:.2f}, at most {max(tokens, default=0)}, "
+            f"bound {summary.max_staleness}",
+            (" (from the ledger)", "dim"),
+        )
+    ]
+    bins = staleness_bins(tokens, summary.max_staleness, _MAX_BINS)
+    largest = max(count for _, count, _ in bins)
+    for label, count, _ in bins:
+        filled = bar(count / largest if largest else 0.0, 30, ascii_only=ascii_only)
+        share = count / total if total else 0.0
+        style = "bold red" if label.startswith(">") else "blue"
+        rows.append(
+            Text.assemble(
+                (f"  {label:>5} ", "dim"),
+                (pad(filled, 30), style),
+                f" {share:6.1%}  {count} tokens",
+            )
+        )
+    return rows
+
+
+def _facts(summary: RunSummary) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    lost = ", ".join(f"{count} {reason}" for reason, count in summary.discarded.items())
+    groups = f"{summary.num_trained} trained, {sum(summary.discarded.values())} discarded"
+    table.add_row("groups", groups + (f" ({lost})" if lost else ""))
+    tokens = f"{summary.num_tokens} accepted, {short_count(summary.tokens_per_s)} per second"
+    table.add_row("tokens", tokens)
+    table.add_row("weights sent", format_bytes(summary.broadcast_bytes))
+    table.add_row("wall time", clock(summary.wall_time_s))
+    for label, path in summary.paths.items():
+        table.add_row(label, Text(str(path)))
+    return table
+
+
+def _wall_time_s(history: MetricsHistory, ledger: LedgerTotals) -> float:
+    """Seconds that the learner was up: the time between a crash and its resume does not count."""
+    starts = ledger.lineage_starts or [history.times[0]]
+    total = 0.0
+    for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
+        total += max((at - start for at in history.times if start <= at < end), default=0.0)
+    return total
+
+
+def _paths(run_dir: Path) -> dict[str, Path]:
+    candidates = {
+        "run directory": run_dir,
+        "metrics": run_dir / "metrics.jsonl",
+        "ledger": run_dir / "ledger.jsonl",
+        "learning curve": run_dir / "learning_curve.png",
+        "HF checkpoint": run_dir / "final",
+    }
+    return {label: path for label, path in candidates.items() if path.exists()}
+
+
+def _next_commands(run_dir: Path, config: Row) -> list[str]:
+    """Go on for longer, try another staleness bound, load the result."""
+    run, sync = _section(config, "run"), _section(config, "sync")
+    # Broken where a shell lets them be, so that they can be copied from a narrow terminal.
+    learner = f"bin/echo-node --role learner --config {shlex.quote(str(run_dir / 'config.json'))}"
+    max_steps = int(run.get("max_steps", 100))
+    other_bound = 2 * int(sync.get("max_staleness", 1)) + 1
+    name = shlex.quote(f"{run_dir.resolve().name}-s{other_bound}")
+    load = f"print(AutoModelForCausalLM.from_pretrained({str(run_dir / 'final')!r}))"
+    return [
+        f"{learner} \\\n  --resume --set run.max_steps={2 * max_steps}",
+        f"{learner} \\\n  --set run.name={name} --set sync.max_staleness={other_bound}",
+        f'python -c "from transformers import AutoModelForCausalLM\n{load}"',
+    ]
+
+
+def _section(config: Row, name: str) -> Row:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}

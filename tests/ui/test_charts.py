@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.text import Text
+
+from echo.ui.charts import (
+    Curve,
+    Marks,
+    bar,
+    clean,
+    fit,
+    line_chart,
+    progress,
+    sparkline,
+    value_range,
+)
+
+any_float = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def chart(points: list[tuple[float, float]], *, ascii_only: bool) -> list[str]:
+    rows = line_chart(
+        [Curve(points, "cyan")],
+        [],
+        width=30,
+        height=5,
+        x_range=(0, 10),
+        y_range=(0, 1),
+        ascii_only=ascii_only,
+    )
+    return [row.plain for row in rows]
+
+
+def test_rising_line_goes_from_the_lower_left_to_the_upper_right() -> None:
+    rows = chart([(0, 0.0), (10, 1.0)], ascii_only=False)
+    plots = [row.split("│")[1] for row in rows[:-1]]
+    assert plots[-1].strip("⠀ ")
+    assert plots[-1][0] != " "
+    assert plots[0][-1] != " "
+    assert plots[0][0] == plots[-1][-1] == " "
+    assert rows[0].startswith("1 │")
+    assert rows[-2].startswith("0 │")
+    assert rows[-1].split() == ["0", "step", "10"]
+
+
+def test_line_is_drawn_without_gaps() -> None:
+    rows = chart([(0, 0.0), (5, 1.0), (10, 0.0)], ascii_only=False)
+    plots = [row.split("│")[1] for row in rows[:-1]]
+    assert all(any(row[column] != " " for row in plots) for column in range(len(plots[0])))
+
+
+def test_ascii_chart_is_ascii_and_uses_three_heights_per_row() -> None:
+    rows = chart([(0, 0.0), (10, 1.0)], ascii_only=True)
+    assert all(row.isascii() for row in rows)
+    drawn = set("".join(row.split("|")[1] for row in rows[:-1]))
+    assert drawn == set(" '-.")
+
+
+def test_marks_lie_over_the_curve() -> None:
+    rows = line_chart(
+        [Curve([(0, 1.0), (10, 1.0)], "cyan")],
+        [Marks([(0, 0.0), (10, 1.0), (5, math.nan)], "green", "●")],
+        width=30,
+        height=4,
+        x_range=(0, 10),
+        y_range=(0, 1),
+        ascii_only=False,
+    )
+    assert rows[0].plain.endswith("●")
+    assert rows[2].plain.split("│")[1].startswith("●")
+    assert sum(row.plain.count("●") for row in rows) == 2
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), any_float), max_size=50),
+    st.integers(0, 120),
+    st.integers(0, 20),
+    st.booleans(),
+)
+def test_chart_always_has_the_size_asked_for(
+    points: list[tuple[float, float]], width: int, height: int, ascii_only: bool
+) -> None:
+    rows = line_chart(
+        [Curve(points, "cyan")],
+        [Marks(points, "green", "o")],
+        width=width,
+        height=height,
+        x_range=(0, 100),
+        y_range=value_range([y for _, y in points]),
+        ascii_only=ascii_only,
+    )
+    assert [row.cell_len for row in rows] == [width] * height
+
+
+def test_bar_fills_its_share_and_never_hides_a_small_one() -> None:
+    assert bar(0.0, 8, ascii_only=False) == ""
+    assert bar(0.5, 8, ascii_only=False) == "████"
+    assert bar(1.0, 8, ascii_only=False) == "████████"
+    assert bar(0.001, 8, ascii_only=False) == "▏"
+    assert bar(0.001, 8, ascii_only=True) == "#"
+    assert bar(math.nan, 8, ascii_only=False) == ""
+
+
+def test_progress_reaches_the_end_only_when_done() -> None:
+    assert progress(0.999, 10, ascii_only=True).plain == "#########."
+    assert progress(1.0, 10, ascii_only=True).plain == "#" * 10
+    assert progress(7.0, 4, ascii_only=False).plain == "━━━━"
+
+
+def test_sparkline_spans_its_own_range() -> None:
+    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8, ascii_only=False) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, 5], 8, ascii_only=False) == "▁▁"
+    assert sparkline([], 8, ascii_only=False) == ""
+    assert len(sparkline(list(range(1000)), 20, ascii_only=True)) == 20
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], (0.0, 1.0)),
+        ([0.34, 0.76], (0.3, 0.8)),
+        ([0.0, 1.0], (0.0, 1.0)),
+        ([0.5], (0.4, 0.5)),
+        ([math.inf, 0.15], (0.1, 0.2)),
+        ([-10.0, 10.0], (-11.0, 11.0)),
+    ],
+)
+def test_value_range(values: list[float], expected: tuple[float, float]) -> None:
+    assert value_range(values) == pytest.approx(expected)
+
+
+def test_clean_leaves_nothing_that_a_terminal_obeys() -> None:
+    assert clean("a\x1b[31mb\nc\x07") == "a [31mb c "
+    assert clean("wörker", ascii_only=True) == "w?rker"
+
+
+def test_fit_counts_wide_characters_as_two() -> None:
+    assert fit(Text("中文"), 3).cell_len == 3
+    assert fit(Text("ab"), 4).plain == "ab  "
+    assert fit(Text("ab"), 0).plain == ""

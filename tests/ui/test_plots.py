@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from echo.errors import ConfigError, DataError, StorageError
+from echo.ui import plots
+
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.slow
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:24])  # type: ignore[return-value]
+
+
+def test_one_run_makes_a_png(make_run, tmp_path: Path) -> None:
+    out = tmp_path / "figures" / "curve.png"
+    assert plots.learning_curve(make_run(), out) == out
+    assert png_size(out) == (1440, 604)
+
+
+def test_several_runs_of_unequal_length_make_a_png(make_run, tmp_path: Path) -> None:
+    runs = [make_run("a"), make_run("b", num_steps=6), make_run("c", rewards=lambda step: -step)]
+    assert png_size(plots.learning_curve(runs, tmp_path / "curve.png"))[0] == 1440
+
+
+def test_matplotlib_keeps_its_global_state(make_run, tmp_path: Path) -> None:
+    plots.learning_curve(make_run(), tmp_path / "curve.png")
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_a_run_with_gaps_can_be_plotted(make_run, tmp_path: Path) -> None:
+    run_dir = make_run(rewards=lambda step: math.nan if step == 2 else 0.5)
+    (run_dir / "config.json").unlink()
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("staleness/hist", None)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plots.learning_curve(run_dir, tmp_path / "curve.png").exists()
+
+
+def test_mean_and_range_cover_the_steps_that_every_run_has() -> None:
+    steps, low, mean, high = plots._spread([{1: 0.0, 2: 1.0, 3: 5.0}, {1: 1.0, 2: 0.0}])
+    assert steps == [1, 2]
+    assert (low.tolist(), mean.tolist(), high.tolist()) == ([0, 0], [0.5, 0.5], [1, 1])
+    assert plots._spread([{1: 0.0}, {2: 0.0}])[0] == []
+
+
+def test_reward_is_smoothed_over_the_last_steps_only() -> None:
+    smooth = plots._smoothed({step: float(step) for step in range(1, 8)})
+    assert smooth == {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.5, 5: 3.0, 6: 4.0, 7: 5.0}
+
+
+def test_bad_input_is_named(make_run, tmp_path: Path) -> None:
+    out = tmp_path / "curve.png"
+    with pytest.raises(DataError, match="at least one run, got none"):
+        plots.learning_curve([], out)
+    with pytest.raises(DataError, match=r"nowhere/metrics.jsonl: no such file"):
+        plots.learning_curve(tmp_path / "nowhere", out)
+    run_dir = make_run()
+    (run_dir / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"metrics.jsonl: no optimizer step yet"):
+        plots.learning_curve(run_dir, out)
+    with pytest.raises(StorageError, match="cannot be written"):
+        plots.learning_curve(make_run("other"), run_dir / "metrics.jsonl" / "curve.png")
+
+
+def test_missing_matplotlib_names_the_extra(make_run, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"the learning curve needs .*echo-rl\[learner\]"):
+        plots.learning_curve(make_run(), tmp_path / "curve.png")

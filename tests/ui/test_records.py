@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.errors import DataError, StorageError
+from echo.ui.records import read_config, read_ledger, read_metrics, staleness_of
+
+
+def write(path: Path, records: list[dict[str, Any]], tail: str = "") -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+
+
+def row(step: int, reward: float, **more: Any) -> dict[str, Any]:
+    return {"step": step, "time": float(step), "reward/mean": reward, **more}
+
+
+def evaluation(step: int, sampled: float, version: int) -> dict[str, Any]:
+    rates = {"eval/t/pass@1": sampled, "eval/t/greedy": 0.9, "eval/version": version}
+    return {"step": step, "time": float(step), **rates}
+
+
+def test_steps_made_again_after_a_resume_replace_the_abandoned_ones(tmp_path: Path) -> None:
+    rows = [
+        row(1, 0.1, **{"broadcast/bytes": 10}),
+        row(2, 0.2, **{"broadcast/bytes": 10}),
+        row(3, 0.3),
+        evaluation(3, 0.5, 3),
+        evaluation(3, 0.4, 1),
+        row(2, 0.7, **{"broadcast/bytes": 10}),
+    ]
+    write(tmp_path / "metrics.jsonl", rows)
+    history = read_metrics(tmp_path)
+    assert [(r["step"], r["reward/mean"]) for r in history.train] == [(1, 0.1), (2, 0.7)]
+    assert [(e.step, e.sampled) for e in history.evaluations] == [(1, 0.4)]
+    assert history.broadcast_bytes == 30
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", [row(1, 0.1)], tail='{"step": 2, "ti')
+    assert len(read_metrics(tmp_path).train) == 1
+    # Complete but for its line end: the writer may have been cut off right there as well.
+    write(tmp_path / "metrics.jsonl", [row(1, 0.1)], tail=json.dumps(row(2, 0.2)))
+    assert len(read_metrics(tmp_path).train) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"step": 1, "ti', "metrics.jsonl:2: not JSON"),
+        ("[1, 2]", "metrics.jsonl:2: not a JSON object"),
+        ('{"time": 1}', "metrics.jsonl:2: step is None, expected a number"),
+        ('{"step": 1, "time": "now"}', "metrics.jsonl:2: time is 'now', expected a number"),
+    ],
+)
+def test_damage_before_the_last_line_is_an_error(tmp_path: Path, line: str, message: str) -> None:
+    text = f"{json.dumps(row(1, 0.1))}\n{line}\n{json.dumps(row(2, 0.2))}\n"
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(StorageError, match=message):
+        read_metrics(tmp_path)
+
+
+def test_missing_files_are_named_with_a_remedy(tmp_path: Path) -> None:
+    for read, name in (
+        (read_metrics, "metrics.jsonl"),
+        (read_ledger, "ledger.jsonl"),
+        (read_config, "config.json"),
+    ):
+        with pytest.raises(DataError, match=f"{name}: no such file; is .* the directory of a run"):
+            read(tmp_path)
+
+
+def test_a_directory_in_place_of_a_file_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be read: Is a directory"):
+        read_metrics(tmp_path)
+
+
+def trained(lineage: int, step: int, groups: list[int], staleness: dict[str, int]) -> dict:
+    return {
+        "kind": "trained",
+        "lineage": lineage,
+        "step": step,
+        "groups": groups,
+        "staleness": staleness,
+    }
+
+
+def test_ledger_counts_only_the_surviving_line(tmp_path: Path) -> None:
+    records = [
+        {"kind": "lineage", "lineage": 1, "fork_step": 0, "at": 100.0},
+        {"kind": "granted", "group": 1},
+        {"kind": "accepted", "group": 1, "tokens": 8},
+        {"kind": "accepted", "group": 2, "tokens": 8},
+        trained(1, 1, [1], {"0": 8}),
+        trained(1, 2, [2], {"3": 8}),
+        {"kind": "lineage", "lineage": 2, "fork_step": 1, "at": 200.0},
+        trained(2, 2, [2], {"1": 5, "2": 3}),
+        {"kind": "discarded", "group": 3, "reason": "stale"},
+        {"kind": "published", "version": [2, 2], "root": "00"},
+    ]
+    write(tmp_path / "ledger.jsonl", records, tail='{"kind": "tra')
+    totals = read_ledger(tmp_path)
+    assert totals.staleness_tokens == {0: 8, 1: 5, 2: 3}
+    assert (totals.num_trained, totals.num_accepted, totals.num_tokens) == (2, 2, 16)
+    assert totals.discarded == {"stale": 1}
+    assert totals.lineage_starts == [100.0, 200.0]
+
+
+def test_a_damaged_ledger_record_is_named(tmp_path: Path) -> None:
+    record = {"kind": "trained", "lineage": 1, "step": 1, "groups": [1], "staleness": {"x": 1}}
+    write(tmp_path / "ledger.jsonl", [record])
+    with pytest.raises(StorageError, match=r"ledger.jsonl:1: damaged 'trained' record: ValueError"):
+        read_ledger(tmp_path)
+
+
+def test_staleness_is_summed_over_rows() -> None:
+    rows = (row(1, 0.1, **{"staleness/hist": {"0": 3, "1": 1}}), row(2, 0.2))
+    assert staleness_of((*rows, *rows)) == {0: 6, 1: 2}

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from echo.metrics import NodeView
+from echo.ui import sections
+
+
+def test_staleness_bins_mark_the_bound_and_keep_every_token() -> None:
+    assert sections.staleness_bins({0: 5, 1: 3}, 3, 8) == [
+        ("0", 5, False),
+        ("1", 3, False),
+        ("2", 0, False),
+        ("3", 0, True),
+    ]
+    grouped = sections.staleness_bins(dict.fromkeys(range(12), 1), 11, 4)
+    assert grouped == [("0-2", 3, False), ("3-5", 3, False), ("6-8", 3, False), ("9-11", 3, True)]
+
+
+def test_tokens_beyond_the_bound_get_a_bin_of_their_own() -> None:
+    assert sections.staleness_bins({1: 4, 5: 1}, 1, 8)[-1] == (">1", 1, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (999.9, "1k"), (12345, "12.3k"), (4.56e6, "4.56M"), (2e10, "20G")],
+)
+def test_short_count(value: float, text: str) -> None:
+    assert sections.short_count(value) == text
+
+
+def test_node_table_shows_every_column_where_there_is_room(make_snapshot) -> None:
+    rows = [
+        row.plain for row in sections.node_table(make_snapshot().nodes, 100, 9, ascii_only=True)
+    ]
+    assert rows[0].split() == [
+        "node", "role", "version", "stale", "tok/s", "bytes/s", "leases", "state", "parent", "seen",
+    ]  # fmt: skip
+    assert rows[3].split() == [
+        "w2", "worker", "v6", "1", "1.23k", "2", "KiB", "5", "generating", "r1", "0:00",
+    ]  # fmt: skip
+    assert [row.split()[0] for row in rows[1:]] == ["learner", "r1", "w2", "w10"]
+
+
+def test_node_table_drops_the_least_telling_columns_first(make_snapshot) -> None:
+    heading = sections.node_table(make_snapshot().nodes, 45, 9, ascii_only=True)[0].plain.split()
+    assert "seen" not in heading
+    assert {"node", "version", "state"} <= set(heading)
+
+
+def test_node_table_keeps_nodes_in_trouble_and_sums_up_the_rest() -> None:
+    nodes = [NodeView(node_id=f"w{i}", role="worker", state="generating") for i in range(30)]
+    nodes[20] = NodeView(node_id="w20", role="worker", state="lost")
+    rows = [row.plain.strip() for row in sections.node_table(nodes, 100, 5, ascii_only=True)]
+    assert len(rows) == 5
+    assert [row.split()[0] for row in rows[1:4]] == ["w0", "w1", "w20"]
+    assert rows[4] == "and 27 more: 27 generating"
+
+
+def test_long_waits_wrap_and_end_visibly_cut(make_snapshot) -> None:
+    snapshot = make_snapshot(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
+    rows = sections.status(snapshot, 60, num_wait_rows=2, ascii_only=True)
+    assert len(rows) == 4
+    assert rows[2].plain.startswith("learner  idle 25%   waits for 12 groups; 9 on w3")
+    assert rows[3].plain.rstrip().endswith("...")

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.errors import ConfigError, StorageError
+from echo.ui.records import read_metrics
+from echo.ui.sinks import MetricsWriter, drop_torn_line
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_row_holds_step_time_and_numbers(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "run") as writer:
+        writer.write(
+            3,
+            {
+                "reward/mean": np.float32(0.5),
+                "grad_norm": math.nan,
+                "staleness/hist": {0: np.int64(7), "1": 2},
+            },
+            at=12.5,
+        )
+    assert rows(writer.path) == [
+        {
+            "step": 3,
+            "time": 12.5,
+            "reward/mean": 0.5,
+            "grad_norm": None,
+            "staleness/hist": {"0": 7, "1": 2},
+        }
+    ]
+
+
+def test_rows_are_on_disk_at_once_and_survive_a_resume(tmp_path: Path) -> None:
+    first = MetricsWriter(tmp_path)
+    first.write(1, {"reward/mean": 0.1})
+    assert [row["step"] for row in rows(first.path)] == [1]
+    # As a kill leaves it: not closed, the last row torn.
+    with first.path.open("ab") as file:
+        file.write(b'{"step":2,"time":1.0,"rew')
+    with MetricsWriter(tmp_path) as second:
+        second.write(2, {"reward/mean": 0.2})
+    assert [row["reward/mean"] for row in read_metrics(tmp_path).train] == [0.1, 0.2]
+    first.close()
+
+
+@given(whole=st.lists(st.binary(max_size=40).filter(lambda b: b"\n" not in b)), torn=st.binary())
+def test_only_the_torn_line_is_dropped(tmp_path_factory, whole: list[bytes], torn: bytes) -> None:
+    path = tmp_path_factory.mktemp("torn") / "metrics.jsonl"
+    kept = b"".join(line + b"\n" for line in whole)
+    path.write_bytes(kept + torn.replace(b"\n", b""))
+    drop_torn_line(path)
+    assert path.read_bytes() == kept
+
+
+def test_a_torn_line_longer_than_a_read_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"{}\n" + b"x" * 200_000)
+    drop_torn_line(path)
+    assert path.read_bytes() == b"{}\n"
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs /dev/full")
+    writer = MetricsWriter(tmp_path)
+    writer._file.close()
+    writer._file = full.open("ab", buffering=0)
+    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot write step 4: No space left"):
+        writer.write(4, {"reward/mean": 0.1})
+    writer.close()
+
+
+def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(StorageError, match=r"run/metrics.jsonl: cannot be written") as caught:
+        MetricsWriter(tmp_path / "run")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno in (errno.EEXIST, errno.ENOTDIR)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_sink_that_is_not_installed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for module in [m for m in sys.modules if m.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)  # what Python itself does to block an import
+    expected = rf"metrics.{name} needs {name}, which .*pip install 'echo-rl\[{name}\]"
+    with pytest.raises(ConfigError, match=expected):
+        MetricsWriter(tmp_path / "run", **{name: True})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        for step in (1, 2):
+            writer.write(
+                step, {"reward/mean": step / 4, "staleness/hist": {"0": 1}}, at=float(step)
+            )
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["tensors"] == ["reward/mean"]
+    values = [float(np.asarray(e.tensor_proto.float_val)[0]) for e in events.Tensors("reward/mean")]
+    assert values == [0.25, 0.5]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(60)
+def test_wandb_works_offline_and_goes_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for step in (2, 1):
+        with MetricsWriter(tmp_path / "run", wandb=True, config={"run": {"seed": 0}}) as writer:
+            writer.write(step, {"reward/mean": 0.5})
+        ids.append((tmp_path / "run" / "wandb_id").read_text())
+    assert ids[0] == ids[1]
+    logs = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert logs
+    assert all(ids[0] in log.name for log in logs)

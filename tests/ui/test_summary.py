@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from echo.errors import DataError, StorageError
+from echo.ui.sinks import MetricsWriter
+from echo.ui.summary import as_text, summarise
+
+
+def test_a_run_is_summed_up(make_run) -> None:
+    run_dir = make_run(num_steps=10)
+    (run_dir / "final").mkdir()
+    summary = summarise(run_dir)
+    assert (summary.num_steps, summary.max_steps, summary.num_lineages) == (10, 10, 1)
+    assert summary.wall_time_s == 10.0
+    assert summary.num_tokens == 400
+    assert summary.tokens_per_s == 40.0
+    assert summary.broadcast_bytes == 10 * 1024
+    assert summary.staleness_tokens == {0: 300, 1: 100}
+    assert summary.mean_staleness == 0.25
+    assert (summary.num_trained, summary.discarded) == (10, {"stale": 1})
+    assert summary.reward_before == pytest.approx(0.15)  # steps 1..5 of step / 20
+    assert summary.reward_after == pytest.approx(0.40)  # steps 6..10
+    assert summary.eval_before is not None
+    assert summary.eval_after is not None
+    assert (summary.eval_before.sampled, summary.eval_after.greedy) == (0.36, 0.93)
+    assert summary.paths["HF checkpoint"] == run_dir / "final"
+    assert "learning curve" not in summary.paths
+
+
+def test_text_says_what_a_user_asks(make_run) -> None:
+    run_dir = make_run()
+    text = as_text(summarise(run_dir), width=400)
+    assert text.isascii()
+    for expected in (
+        "echo run: 10 of 10 steps in 0:10",
+        "held-out, sampled   0.360  0.810  +0.450  steps 0, 10",
+        "held-out, greedy    0.300  0.930  +0.630  steps 0, 10",
+        "training reward     0.150  0.400  +0.250  5 steps each",
+        "mean 0.25, at most 1, bound 2 (from the ledger)",
+        "75.0%  300 tokens",
+        "10 trained, 1 discarded (1 stale)",
+        "400 accepted, 40 per second",
+        "10 KiB",
+        str(run_dir / "metrics.jsonl"),
+        "--resume --set run.max_steps=20",
+    ):
+        assert expected in text
+
+
+def test_three_commands_follow_and_can_be_copied(make_run) -> None:
+    commands = summarise(make_run("my run")).commands
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(command.replace("\\\n", " "))
+        assert any("my run" in word for word in words)
+    assert summarise(make_run("other"), commands=["ls"]).commands == ("ls",)
+
+
+def test_time_between_a_crash_and_its_resume_does_not_count(make_run) -> None:
+    run_dir = make_run(num_steps=4)  # 1000 to 1004
+    with (run_dir / "ledger.jsonl").open("a") as ledger:
+        fork = {"kind": "lineage", "lineage": 2, "fork_step": 4, "at": 5000.0}
+        ledger.write(json.dumps(fork) + "\n")
+    with MetricsWriter(run_dir) as writer:
+        writer.write(5, {"reward/mean": 0.5}, at=5003.0)
+    summary = summarise(run_dir)
+    assert summary.wall_time_s == 7.0
+    assert summary.num_lineages == 2
+    assert "resumed once" in as_text(summary)
+
+
+def test_torn_last_lines_are_tolerated(make_run) -> None:
+    run_dir = make_run()
+    expected = summarise(run_dir)
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        with (run_dir / name).open("a") as file:
+            file.write('{"kind": "trained", "st')
+    assert summarise(run_dir) == expected
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "ledger.jsonl"])
+def test_missing_and_damaged_files_are_named(make_run, name: str) -> None:
+    path: Path = make_run() / name
+    path.write_text("{broken\n{}\n")
+    with pytest.raises(StorageError, match=f"{name}.*not JSON"):
+        summarise(path.parent)
+    path.unlink()
+    with pytest.raises(DataError, match=f"{name}: no such file"):
+        summarise(path.parent)
+
+
+def test_a_run_without_a_step_has_no_summary(make_run) -> None:
+    run_dir = make_run()
+    (run_dir / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="no optimizer step yet, nothing to sum up"):
+        summarise(run_dir)
