@@ -121,6 +121,8 @@ def test_a_relay_gets_the_base_without_torch(machine: Machine) -> None:
     machine.knows(free="1500000")
     assert machine.setup("--role", "relay").returncode == 0
     assert machine.installed() == [f"--editable {machine.checkout}"]
+    assert machine.setup("--role", "relay", "--extra", "wandb").returncode == 0
+    assert machine.installed()[1:] == [f"--editable {machine.checkout}[wandb]"]
 
 
 def test_what_earlier_calls_added_is_kept(machine: Machine) -> None:
