@@ -127,7 +127,6 @@ def test_live_view_draws_and_gives_the_terminal_back(make_snapshot) -> None:
     terminal = Terminal()
     with LiveView(terminal_console(terminal), refresh_per_s=1000) as view:
         view.update(make_snapshot())
-        view._has_news.set()
     text = terminal.text()
     assert view.failure is None
     # The last frame stays behind on the normal screen.
