@@ -183,6 +183,14 @@ def test_an_old_python_is_named_with_the_remedy(machine: Machine) -> None:
     assert machine.installed() == []
 
 
+def test_an_environment_with_an_old_python_is_not_used(machine: Machine) -> None:
+    machine.setup("--role", "relay")
+    machine.knows(is_old="")
+    done = machine.setup("--role", "relay", "--force")
+    assert done.returncode == 1
+    assert f"{machine.venv} holds a Python older than 3.11: remove it" in done.stderr
+
+
 def test_a_newer_python_is_taken_where_python3_is_old(machine: Machine) -> None:
     machine.offers("python3", "#!/bin/bash\nexit 1\n")
     machine.offers("python3.13", "#!/bin/bash\nexit 1\n")
