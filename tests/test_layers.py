@@ -57,6 +57,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 
 # Distributions whose modules are not called as they are.
 MODULES_OF = {
+    "huggingface-hub": ("huggingface_hub",),
     "math-verify": ("math_verify",),
     "pydantic": ("pydantic", "pydantic_core"),
     "pyzmq": ("zmq",),
@@ -81,7 +82,9 @@ class SourceTree:
             parts = path.relative_to(directory).with_suffix("").parts
             self.paths[".".join(parts).removesuffix(".__init__")] = path
         self._root = directory / "echo"
-        self.trees = {name: ast.parse(path.read_text()) for name, path in self.paths.items()}
+        self.trees = {
+            name: ast.parse(path.read_text(), str(path)) for name, path in self.paths.items()
+        }
 
     def place(self, module: str) -> str:
         """Return the path of `module` inside the package, as the tables write it."""
@@ -224,23 +227,23 @@ def plant(directory: Path, files: dict[str, str]) -> SourceTree:
 
 def test_imports_point_downward(tree: SourceTree) -> None:
     assert "echo.errors" in tree.paths
-    assert upward_imports(tree) == []
+    assert "\n".join(upward_imports(tree)) == ""
 
 
 def test_each_foreign_package_stays_in_the_files_that_own_it(tree: SourceTree) -> None:
-    assert trespasses(tree) == []
+    assert "\n".join(trespasses(tree)) == ""
 
 
 def test_pure_layers_do_not_reach_outside(tree: SourceTree) -> None:
-    assert impurities(tree) == []
+    assert "\n".join(impurities(tree)) == ""
 
 
 def test_every_foreign_import_is_a_declared_dependency(tree: SourceTree) -> None:
-    assert undeclared_imports(tree, declared_modules()) == []
+    assert "\n".join(undeclared_imports(tree, declared_modules())) == ""
 
 
 def test_there_is_no_import_cycle(tree: SourceTree) -> None:
-    assert import_cycle(tree) == []
+    assert " -> ".join(import_cycle(tree)) == ""
 
 
 def test_a_relay_imports_with_the_base_installation_alone(tree: SourceTree) -> None:
