@@ -37,7 +37,7 @@ SIZE_UNITS: dict[str, int] = {
 """Bytes per unit."""
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]+)")
+_QUANTITY = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[A-Za-z]+)")
 
 
 def parse_duration(value: object) -> float:
