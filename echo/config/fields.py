@@ -1,0 +1,115 @@
+"""The types that configuration values have beyond numbers and text.
+
+Each checks on its own and says what to write instead; echo/config/problems.py adds the file, the
+key and the value to that.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+
+from echo.units import parse_duration, parse_size
+
+_ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+_EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_KILL_POINT = re.compile(r"[a-z_]+:\d+")
+
+
+def _false_is_none(value: object) -> object:
+    """Read `false` as "off": TOML has no word for a missing value."""
+    return None if value is False else value
+
+
+def _one_is_a_list(value: object) -> object:
+    """Read a lone string as a list of one, and a list as the tuple that a frozen model keeps."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_listen(address: str) -> str:
+    match = _ADDRESS.fullmatch(address)
+    if not match or int(match["port"]) > 65535:
+        raise ValueError(
+            f'"{address}" is not an address to listen on; write "tcp://host:port", for example '
+            '"tcp://127.0.0.1:7700" (this machine only) or "tcp://0.0.0.0:7700" (every interface)'
+        )
+    return address
+
+
+def _check_dial(address: str) -> str:
+    match = _ADDRESS.fullmatch(address)
+    if not match or not 1 <= int(match["port"]) <= 65535 or match["host"] in _EVERY_INTERFACE:
+        raise ValueError(
+            f'"{address}" is not an address to connect to; write "tcp://host:port" with a host '
+            'that can be reached and its port, for example "tcp://10.0.0.5:7700"'
+        )
+    return address
+
+
+def _check_device(device: str) -> str:
+    if not _DEVICE.fullmatch(device):
+        raise ValueError(f'"{device}" is not a device; write "auto", "cpu", "cuda" or "cuda:1"')
+    return device
+
+
+def _check_task_kind(kind: str) -> str:
+    if not _TASK_KIND.fullmatch(kind):
+        raise ValueError(
+            f'"{kind}" is not a task; write the name of a built-in one, such as "addition", or the '
+            'import path of your own, "package.module:Class"'
+        )
+    return kind
+
+
+def _check_run_name(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name:
+        raise ValueError(f'"{name}" cannot name a directory inside run.dir; write one plain name')
+    return name
+
+
+def _check_kill_point(point: str) -> str:
+    if not _KILL_POINT.fullmatch(point):
+        raise ValueError(f'"{point}" is not a point to die at; write "event:step": "published:7"')
+    return point
+
+
+Seconds = Annotated[float, BeforeValidator(parse_duration)]
+"""A duration: a number of seconds or text such as "30s"."""
+
+OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_false_is_none)]
+"""A duration that `false` switches off."""
+
+OptionalNumber = Annotated[float | None, BeforeValidator(_false_is_none)]
+"""A number that `false` switches off."""
+
+Bytes = Annotated[int, BeforeValidator(parse_size)]
+"""A size: a whole number of bytes or text such as "8GiB"."""
+
+ListenAddress = Annotated[str, AfterValidator(_check_listen)]
+"""tcp://host:port to bind; port 0 takes any free one."""
+
+DialAddress = Annotated[str, AfterValidator(_check_dial)]
+"""tcp://host:port that others can reach."""
+
+DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_list)]
+"""Addresses to try in order; one may stand alone without brackets."""
+
+Device = Annotated[str, AfterValidator(_check_device)]
+"""Where torch computes: auto, cpu, cuda or cuda:N."""
+
+TaskKind = Annotated[str, AfterValidator(_check_task_kind)]
+"""A built-in task's name or the import path of a class."""
+
+RunName = Annotated[str, AfterValidator(_check_run_name)]
+"""One path component."""
+
+KillPoints = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_kill_point)], ...], BeforeValidator(_one_is_a_list)
+]
+"""Points "event:step" at which the process kills itself."""

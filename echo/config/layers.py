@@ -1,0 +1,162 @@
+"""Settings before they are checked: flattened to paths, under this project's names, with sources.
+
+A layer is one file or one `--set`. Later layers win, key by key; tables of the user's own keys
+(`task.options`) merge.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from echo.config.aliases import canonical_name, explain_missing, resolve_alias
+from echo.config.leaves import KeyPath, find_leaf, leaves, sections, show
+
+OVERRIDE = "--set"
+"""The source of settings from the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value and who set it."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, found at the first of `paths` and caused by all of them."""
+
+    paths: tuple[KeyPath, ...]
+    text: str
+    setting: Setting | None = None
+    """The value in question where it is not among the accepted settings."""
+
+
+@dataclass(slots=True)
+class Layer:
+    """What one source sets, under this project's names."""
+
+    settings: dict[KeyPath, Setting] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_layer(table: Mapping[str, Any], source: str) -> Layer:
+    """Return the settings of one source, its aliases resolved and its unknown keys reported."""
+    layer = Layer()
+    for path, value in flatten(table):
+        setting = Setting(value, source)
+        if path[0] in sections() and len(path) == 1 and value == {}:
+            continue  # an empty section sets nothing
+        target = path if find_leaf(path) else resolve_alias(path)
+        if target is None:
+            layer.problems.append(Problem((path,), _say_unknown(path), setting))
+            continue
+        if target != path:
+            layer.notices.append(f"{source}: {_dotted(path)} is read as {_dotted(target)}")
+        if target in layer.settings and layer.settings[target].value != value:
+            text = f"contradicts {_dotted(target)} = {show(layer.settings[target].value)} in the "
+            text += "same file, which is the same setting; keep one"
+            layer.problems.append(Problem((path,), text, setting))
+            continue
+        layer.settings[target] = setting
+    return layer
+
+
+def read_override(text: str) -> Layer:
+    """Return the layer of one `--set section.key=value`.
+
+    The value is read as TOML; what is not TOML is text, so that names need no quotes.
+    """
+    key, separator, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not separator or not all(parts):
+        problem = f'"{text}" is not an override; write section.key=value'
+        return Layer(problems=[Problem((), problem, Setting(None, OVERRIDE))])
+    table: Any = _toml_or_text(value.strip())
+    for part in reversed(parts):
+        table = {part: table}
+    return read_layer(table, OVERRIDE)
+
+
+def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
+    """Yield every value of nested tables with its path; an empty table is a value."""
+    for key, value in table.items():
+        path = (*parent, key)
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, path)
+        else:
+            yield path, value
+
+
+def nest(settings: Mapping[KeyPath, Setting]) -> dict[str, Any]:
+    """Return the nested tables that `settings` flatten; an empty table gives way to its keys."""
+    root: dict[str, Any] = {}
+    for path in sorted(settings, key=len):
+        table = root
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                break  # a table's name was given a plain value, which is reported by its type
+        else:
+            value = settings[path].value
+            table[path[-1]] = dict(value) if isinstance(value, Mapping) else value
+    return root
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that `word` was probably meant to be, or None."""
+    return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)), None)
+
+
+def _toml_or_text(text: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = table["value"]
+    is_plain = len(table) == 1 and isinstance(value, str | int | float | list | dict)
+    return value if is_plain else text
+
+
+def _say_unknown(path: KeyPath) -> str:
+    """Say why `path` is no key, and which one was probably meant."""
+    section, name = path[0], path[-1]
+    if section in sections() and len(path) == 1:
+        return f"this is a section, not a key; write [{section}] and its keys below it"
+    if find_leaf(path[:1]) or find_leaf(path[:2]):
+        return "this key takes a plain value, not a table"
+    explanation = explain_missing(path)
+    if explanation:
+        return f"there is no such key here: {explanation}"
+    names = [leaf[-1] for leaf in leaves() if leaf[0] == section and len(leaf) == 2]
+    near = nearest(name, names)
+    if near:
+        return f"unknown key; did you mean {near}?"
+    if section not in sections() and len(path) > 1:
+        near = nearest(section, sections())
+        if near:
+            return f"unknown section; did you mean [{near}]?"
+    elsewhere = canonical_name(name) or canonical_name(nearest(name, _last_words()) or "")
+    if elsewhere:
+        return f"unknown key; did you mean {_dotted(elsewhere)}?"
+    if names:
+        return f"unknown key; [{section}] has {', '.join(names)}"
+    return f"unknown {'section' if len(path) > 1 else 'key'}; there are {_list_sections()}"
+
+
+def _last_words() -> list[str]:
+    return [path[-1] for path in leaves()]
+
+
+def _list_sections() -> str:
+    return ", ".join(f"[{name}]" for name in sections())
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(path)

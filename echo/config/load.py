@@ -1,0 +1,225 @@
+"""From a TOML file and `--set` overrides to a checked configuration, or all that is wrong with it.
+
+Sources, the later winning: the schema's defaults, the profile's, the file, each `--set` in order.
+All problems are found in one pass: a value that is wrong on its own is reported, replaced by its
+default, and the rules that join several keys are checked on the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from echo.config.checks import check_config
+from echo.config.layers import (
+    OVERRIDE,
+    Layer,
+    Problem,
+    Setting,
+    nearest,
+    nest,
+    read_layer,
+    read_override,
+)
+from echo.config.leaves import KeyPath, Leaf, find_leaf, leaves, show
+from echo.config.profiles import DEFAULT_PROFILE, PROFILES
+from echo.config.schema import ROLES, Config
+from echo.errors import ConfigError
+
+_FROM_DEFAULT = "default"
+
+
+def load_config(
+    path: Path | str, overrides: Sequence[str] = (), role: str | None = None
+) -> tuple[Config, list[str]]:
+    """Read a TOML file and check it together with its overrides.
+
+    Args:
+        path: the file, for all roles.
+        overrides: "section.key=value" each, values in TOML, else taken as text.
+        role: learner, worker or relay: its required keys must be there. None asks for none.
+
+    Returns:
+        The configuration and notices, such as names of other systems that were understood.
+
+    Raises:
+        ConfigError: listing every problem with file, key, value and remedy.
+    """
+    try:
+        table = tomllib.loads(_read_text(Path(path)))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return parse_config(table, overrides, role, source=str(path))
+
+
+def parse_config(
+    table: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    role: str | None = None,
+    *,
+    source: str = "configuration",
+) -> tuple[Config, list[str]]:
+    """Check nested tables as `load_config` checks a file.
+
+    Args:
+        table: what a file would hold.
+        overrides: "section.key=value" each.
+        role: whose required keys must be there, or None.
+        source: what messages call `table`.
+    """
+    if role is not None and role not in ROLES:
+        raise ConfigError(f'role "{role}" does not exist; choose one of {", ".join(ROLES)}')
+    layers = [read_layer(table, source), *(read_override(text) for text in overrides)]
+    user: dict[KeyPath, Setting] = {}
+    for layer in layers:
+        user.update(layer.settings)
+    settings = {**_default_settings(_profile_of(user)), **user}
+    config, problems = _validate(settings)
+    reported = {path for problem in problems for path in problem.paths}
+    problems += [
+        problem for problem in check_config(config, role) if reported.isdisjoint(problem.paths)
+    ]
+    problems = [problem for layer in layers for problem in layer.problems] + problems
+    if problems:
+        raise ConfigError(_report([_describe(problem, settings, source) for problem in problems]))
+    return config.with_sources(_sources(settings)), _notices(layers)
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """Return every value, defaults included, as nested tables that JSON can hold."""
+    return config.model_dump(mode="json")
+
+
+def save_resolved(config: Config, path: Path) -> None:
+    """Write `resolved(config)` as JSON; a crash leaves the old file or the new one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(resolved(config), indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)  # noqa: PTH105, the atomic one by name
+
+
+def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = None) -> Config:
+    """Read what `save_resolved` wrote, with overrides on top.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        table = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: holds no configuration but {show(table)[:60]}")
+    return parse_config(table, overrides, role, source=str(path))[0]
+
+
+def keys_set_by_user(config: Config) -> frozenset[str]:
+    """Return the dotted keys that a file or `--set` gave, not a profile or default."""
+    return frozenset(
+        key
+        for key, source in config.sources.items()
+        if source != _FROM_DEFAULT and not source.startswith("profile ")
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = "give an existing, readable file; configs/ has examples"
+        raise ConfigError(f"{path}: cannot be read: {reason}; {remedy}") from error
+
+
+def _profile_of(user: Mapping[KeyPath, Setting]) -> str:
+    profile = user[("profile",)].value if ("profile",) in user else DEFAULT_PROFILE
+    known = isinstance(profile, str) and profile in PROFILES
+    return cast("str", profile) if known else DEFAULT_PROFILE
+
+
+def _default_settings(profile: str) -> dict[KeyPath, Setting]:
+    return {
+        path: Setting(
+            leaf.defaults[profile],
+            f"profile {profile}" if leaf.key in PROFILES[profile] else _FROM_DEFAULT,
+        )
+        for path, leaf in leaves().items()
+    }
+
+
+def _validate(settings: Mapping[KeyPath, Setting]) -> tuple[Config, list[Problem]]:
+    """Return a valid configuration and what had to be replaced by its default for that."""
+    try:
+        return Config.model_validate(nest(settings)), []
+    except ValidationError as error:
+        problems = _value_problems(error)
+    bad = {problem.paths[0] for problem in problems}
+    kept = {path: setting for path, setting in settings.items() if path[:2] not in bad}
+    repaired = {**_default_settings(_profile_of(kept)), **kept}
+    return Config.model_validate(nest(repaired)), problems
+
+
+def _value_problems(error: ValidationError) -> list[Problem]:
+    """Return one problem per key; a union reports once for each of its members."""
+    by_path: dict[KeyPath, Problem] = {}
+    for detail in error.errors():
+        leaf = find_leaf(tuple(str(part) for part in detail["loc"])[:2])
+        if leaf is None:  # every other path was refused before validation
+            raise AssertionError(f"validation reports an unknown place: {detail}") from error
+        own_words = detail.get("ctx", {}).get("error")
+        text = str(own_words) if own_words else _say_expected(leaf, detail["input"])
+        by_path.setdefault(leaf.path, Problem((leaf.path,), text))
+    return list(by_path.values())
+
+
+def _say_expected(leaf: Leaf, value: object) -> str:
+    has_choice = isinstance(value, str) and len(leaf.choices) > 1
+    near = nearest(str(value), leaf.choices) if has_choice else None
+    hint = f'; did you mean "{near}"?' if near else ""
+    return f"must be {leaf.expected}{hint} ({leaf.help.rstrip('.')})"
+
+
+def _describe(problem: Problem, settings: Mapping[KeyPath, Setting], file_name: str) -> str:
+    """Return one line: file or --set, key, value, what is wrong."""
+    if not problem.paths:
+        return f"{OVERRIDE}: {problem.text}"
+    path = problem.paths[0]
+    setting = problem.setting or settings.get(path) or Setting(None, file_name)
+    source = setting.source
+    is_default = source == _FROM_DEFAULT or source.startswith("profile ")
+    value = "" if setting.value is None else f" = {show(setting.value)}"
+    if is_default and value:
+        value += f" ({source})"
+    prefix = file_name if is_default else source
+    return f"{prefix}: {'.'.join(path)}{value}: {problem.text}"
+
+
+def _report(lines: Iterable[str]) -> str:
+    unique = list(dict.fromkeys(lines))
+    if len(unique) == 1:
+        return unique[0]
+    return "\n  ".join([f"the configuration has {len(unique)} problems:", *unique])
+
+
+def _sources(settings: Mapping[KeyPath, Setting]) -> dict[str, str]:
+    """Return where each key came from; a table of the user's keys may have several sources."""
+    found: dict[str, list[str]] = {leaf.key: [] for leaf in leaves().values()}
+    for path, setting in settings.items():
+        leaf = find_leaf(path)
+        if leaf is not None and setting.source not in found[leaf.key]:
+            found[leaf.key].append(setting.source)
+    return {
+        key: " + ".join(sorted(set(names) - {_FROM_DEFAULT}, key=OVERRIDE.__eq__) or names)
+        for key, names in found.items()
+    }
+
+
+def _notices(layers: Iterable[Layer]) -> list[str]:
+    return list(dict.fromkeys(notice for layer in layers for notice in layer.notices))

@@ -1,0 +1,230 @@
+"""Loading: layers of sources, all problems at once, each with file, key, value and remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from echo.config.leaves import leaves
+from echo.config.load import (
+    keys_set_by_user,
+    load_config,
+    load_resolved,
+    parse_config,
+    resolved,
+    save_resolved,
+)
+from echo.config.schema import Config
+from echo.errors import ConfigError
+
+BROKEN = """
+batch_size = 128
+
+[batch]
+group_sise = 8
+
+[sync]
+max_staleness = 1
+publish_period = 9
+
+[model]
+dtype = "bfloat"
+
+[optimizer]
+learning_rate = "3e-4"
+
+[task]
+reward_timeout_s = "5m"
+
+[worker]
+connect = ["tcp://a:7700", "foo"]
+
+[checkpoint]
+keep_last = 0
+"""
+
+
+def config_of(table: Mapping[str, object], *overrides: str, role: str | None = None) -> Config:
+    return parse_config(table, overrides, role)[0]
+
+
+def problems_of(table: Mapping[str, object], *overrides: str, role: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(table, overrides, role, source="run.toml")
+    return str(caught.value)
+
+
+def test_an_empty_file_is_the_lan_profile() -> None:
+    config = config_of({})
+    assert config.profile == "lan"
+    assert (config.sync.max_staleness, config.sync.publish_period) == (2, 1)
+    assert (config.batch.group_size, config.batch.groups_per_step) == (8, 64)
+    assert (config.network.heartbeat_s, config.network.dead_after_s) == (2.0, 10.0)
+    assert config.checkpoint.interval_s is None
+    assert config.run_dir == Path("runs/run")
+
+
+def test_the_wan_profile() -> None:
+    config = config_of({"profile": "wan"})
+    assert (config.sync.max_staleness, config.sync.publish_period) == (6, "auto")
+    assert config.sync.initial_publish_period == 5
+    assert (config.batch.group_size, config.batch.groups_per_step) == (16, 32)
+    assert (config.checkpoint.interval_steps, config.checkpoint.interval_s) == (10, 900.0)
+    assert config.sampling.max_completion_tokens == 8192
+
+
+def test_later_sources_win_and_are_remembered() -> None:
+    table = {"profile": "wan", "batch": {"group_size": 4}, "run": {"max_steps": 7}}
+    config = config_of(table, "run.max_steps=8", "run.max_steps=9")
+    assert (config.batch.group_size, config.run.max_steps) == (4, 9)
+    assert config.sources["batch.group_size"] == "configuration"
+    assert config.sources["run.max_steps"] == "--set"
+    assert config.sources["batch.groups_per_step"] == "profile wan"
+    assert config.sources["loss.kind"] == "default"
+    assert keys_set_by_user(config) == {"profile", "batch.group_size", "run.max_steps"}
+
+
+def test_set_can_choose_the_profile() -> None:
+    assert config_of({"profile": "lan"}, "profile=wan").batch.group_size == 16
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("model.dtype=float32", "model.dtype", "float32"),
+        ('run.name="12"', "run.name", "12"),
+        ("run.name = demo", "run.name", "demo"),
+        ("run.dir=2024-01-01", "run.dir", "2024-01-01"),
+        ("run.dir=a\nb = 3", "run.dir", "a\nb = 3"),
+        ("loss.dual_clip=false", "loss.dual_clip", None),
+        ("checkpoint.interval_s='15min'", "checkpoint.interval_s", 900.0),
+        ("limits.spool_bytes=1GiB", "limits.spool_bytes", 2**30),
+        ("worker.connect=tcp://a:1", "worker.connect", ("tcp://a:1",)),
+        ("worker.connect=['tcp://a:1','tcp://b:2']", "worker.connect", ("tcp://a:1", "tcp://b:2")),
+        ("sync.publish_period=auto", "sync.publish_period", "auto"),
+        ("optimizer.learning_rate=1", "optimizer.learning_rate", 1.0),
+        ("sync={max_staleness=4}", "sync.max_staleness", 4),
+    ],
+)
+def test_overrides_are_toml_or_else_text(override: str, key: str, value: object) -> None:
+    section, name = key.split(".")
+    assert getattr(getattr(config_of({}, override), section), name) == value
+
+
+def test_tables_of_the_users_own_keys_merge() -> None:
+    table = {"task": {"options": {"digits": 2, "deep": {"x": 1}}}}
+    config = config_of(table, "task.options.digits=3", "task.options.deep.y=[1, 2]")
+    assert config.task.options == {"digits": 3, "deep": {"x": 1, "y": [1, 2]}}
+    assert config.sources["task.options"] == "configuration + --set"
+    assert config_of({}).task.options == {}, "no default may be changed by a load"
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text(BROKEN, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["run.max_step=3", "run.seed"], "learner")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the configuration has 11 problems:"
+    expected = [
+        f"{path}: batch_size = 128: there is no such key here: .*groups_per_step",
+        f"{path}: batch.group_sise = 8: unknown key; did you mean group_size?",
+        "--set: run.max_step = 3: unknown key; did you mean max_steps?",
+        '--set: "run.seed" is not an override; write section.key=value',
+        f'{path}: model.dtype = "bfloat": must be one of "bfloat16", "float16", "float32"; '
+        'did you mean "bfloat16"?',
+        f'{path}: task.reward_timeout_s = "5m": "5m" is not a duration; write .* s, min, h',
+        f'{path}: optimizer.learning_rate = "3e-4": must be a number, above 0',
+        f'{path}: worker.connect = ["tcp://a:7700", "foo"]: "foo" is not an address',
+        f"{path}: checkpoint.keep_last = 0: must be an integer, at least 1 (Checkpoints kept;",
+        f"{path}: sync.publish_period = 9: must be at most sync.max_staleness + 1 = 2, or the run",
+        f"{path}: model.name: the learner needs it: a model directory or a hub id",
+    ]
+    for start, line in zip(expected, lines[1:], strict=True):
+        first, _, rest = start.partition(".*")
+        assert line.strip().startswith(first)
+        assert rest in line
+
+
+def test_a_rule_is_not_checked_on_a_value_that_was_reported() -> None:
+    text = problems_of({"sync": {"max_staleness": -1, "publish_period": 9}})
+    assert "sync.max_staleness = -1: must be an integer, at least 0" in text
+    assert "deadlock" not in text
+
+
+def test_a_union_is_reported_once() -> None:
+    text = problems_of({"sync": {"publish_period": 0}})
+    assert text.count("publish_period = 0") == 1
+    assert 'must be "auto" or an integer, at least 1' in text
+
+
+@pytest.mark.parametrize("value", [True, "8", 8.0, None])
+def test_types_are_strict(value: object) -> None:
+    assert "must be an integer, at least 2" in problems_of({"batch": {"group_size": value}})
+
+
+def test_numbers_must_be_finite() -> None:
+    table = {"optimizer": {"eps": float("inf"), "learning_rate": float("nan")}}
+    text = problems_of(table)
+    assert "optimizer.eps = inf: must be a number, above 0" in text
+    assert "optimizer.learning_rate = nan: must be a number, above 0" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[batch\n", "not valid TOML: .*at line 1"),
+        (b"a = 1\na = 2\n", "not valid TOML: Cannot overwrite a value .at line 2"),
+        (b"a = '\xff'", "not UTF-8 text"),
+    ],
+)
+def test_an_unreadable_file(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"run.toml: {message}"):
+        load_config(path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read: No such file .*configs/"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_an_unknown_role() -> None:
+    with pytest.raises(ConfigError, match=r'"trainer" .* learner, worker, relay'):
+        parse_config({}, role="trainer")
+
+
+def test_the_resolved_configuration_comes_back(tmp_path: Path) -> None:
+    config = config_of({"profile": "wan"}, "loss.dual_clip=false", "worker.connect=tcp://a:1")
+    save_resolved(config, tmp_path / "config.json")
+    again = load_resolved(tmp_path / "config.json")
+    assert resolved(again) == resolved(config)
+    changed = load_resolved(tmp_path / "config.json", ["run.max_steps=500"])
+    assert changed.run.max_steps == 500
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_every_key_is_in_the_resolved_configuration() -> None:
+    table = resolved(config_of({}))
+    assert json.loads(json.dumps(table)) == table
+    keys = {f"{name}.{key}" for name, part in table.items() if name != "profile" for key in part}
+    assert keys | {"profile"} == {leaf.key for leaf in leaves().values()}
+
+
+@pytest.mark.parametrize("content", ["{", "[1, 2]"])
+def test_a_damaged_resolved_configuration(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json: (not valid JSON|holds no configuration)"):
+        load_resolved(path)
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        config_of({}).run.seed = 3  # type: ignore[misc]

@@ -1,0 +1,86 @@
+"""The schema: every key is documented, and each kind of value refuses what it should."""
+
+from __future__ import annotations
+
+import pytest
+
+from echo.config.leaves import leaves, show
+from echo.config.load import parse_config
+from echo.config.profiles import PROFILES
+from echo.errors import ConfigError
+
+
+def test_every_key_has_help_that_is_a_sentence() -> None:
+    for leaf in leaves().values():
+        assert leaf.help.endswith("."), leaf.key
+        assert len(leaf.help) > 12, leaf.key
+
+
+def test_profiles_list_the_same_keys_and_only_real_ones() -> None:
+    keys = {leaf.key for leaf in leaves().values()}
+    assert PROFILES["lan"].keys() == PROFILES["wan"].keys()
+    assert PROFILES["lan"].keys() <= keys
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learner.listen=tcp://*:7700",
+        "learner.listen=tcp://[::1]:0",
+        "learner.advertise=tcp://learner.example.org:7700",
+        "worker.connect=tcp://[fe80::1]:65535",
+        "learner.device=cuda:1",
+        "task.kind=my_tasks.sorting:SortTask",
+        "faults.kill_at=published:7",
+        "faults.kill_at=['published:7', 'checkpoint:20']",
+        "sampling.top_k=0",
+        "checkpoint.interval_s=false",
+        "eval.interval_steps=0",
+    ],
+)
+def test_accepted(override: str) -> None:
+    parse_config({}, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.listen=localhost:7700", "not an address to listen on"),
+        ("learner.listen=tcp://0.0.0.0:70000", "not an address to listen on"),
+        ("worker.connect=tcp://0.0.0.0:7700", "not an address to connect to"),
+        ("worker.connect=tcp://host:0", "not an address to connect to"),
+        ("worker.connect=7", "must be a list of texts"),
+        ("learner.device=gpu", 'write "auto", "cpu", "cuda" or "cuda:1"'),
+        ("task.kind=my-task", "import path of your own"),
+        ("task.kind=", "import path of your own"),
+        ("run.name=a/b", "cannot name a directory"),
+        ("run.name=..", "cannot name a directory"),
+        ("faults.kill_at=published", "not a point to die at"),
+        ("sampling.temperature=0", "must be a number, above 0"),
+        ("sampling.top_p=1.1", "must be a number, above 0, at most 1"),
+        ("loss.dual_clip=1", "must be a number, above 1"),
+        ("loss.dual_clip=true", "must be a number, above 1"),
+        ("loss.kind=gepo", 'must be "grpo"'),
+        ("network.chunk_bytes=1GiB", "at least 1024, at most 16777216"),
+        ("network.keep_versions=1", "must be an integer, at least 2"),
+        ("checkpoint.keep_last=0", "must be an integer, at least 1"),
+        ("checkpoint.interval_s=0", "must be a duration"),
+        ("batch.group_size=1", "must be an integer, at least 2 (Rollouts per prompt; the adv"),
+        ("ui.refresh_per_s=0", "must be a number, above 0, at most 30"),
+        ("model.name=", "must be text, not empty"),
+        ("run.seed=-1", "must be an integer, at least 0"),
+        ("task.options=3", "must be a table"),
+    ],
+)
+def test_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({}, [override])
+    key = override.partition("=")[0]
+    assert str(caught.value).startswith(f"--set: {key} = ")
+    assert message in str(caught.value)
+
+
+def test_values_are_shown_as_toml() -> None:
+    value = {"a": True, "b c": [1, "x"], "d": 1e-8}
+    assert show(value) == '{a = true, "b c" = [1, "x"], d = 1e-08}'
+    assert show(None) == "unset"
