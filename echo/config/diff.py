@@ -1,0 +1,109 @@
+"""What a changed configuration does to a run that is resumed.
+
+Safe: everything stored, and every rollout already sampled, still means the same; only what comes
+next changes. Unsafe: it does not, or other processes that were not restarted would disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from echo.config.leaves import leaves, show
+from echo.config.load import resolved
+from echo.config.schema import Config
+
+_OTHER_RUN = "the run lives in that directory; start a new run with --init-from instead"
+_OTHER_PROMPTS = "buffered groups and the position in the data belong to the old prompts"
+_OTHER_SAMPLING = "buffered rollouts carry log-probs of the old distribution"
+_OTHER_COUNTS = "the ledger and the admission of groups count in the old number"
+_OLD_ADDRESS = "relays and workers that were not restarted dial the old address"
+_OTHER_MODEL = "the checkpoint holds weights of the old model; start a new run with --init-from"
+
+_UNSAFE: Mapping[str, str] = {
+    "run.name": _OTHER_RUN,
+    "run.dir": _OTHER_RUN,
+    "run.seed": "the order of prompts follows from it: some would be drawn twice, others never",
+    "model.name": _OTHER_MODEL,
+    "model.revision": _OTHER_MODEL,
+    "model.dtype": "workers that were not restarted hold versions in the old type",
+    "model.chat_template": _OTHER_PROMPTS,
+    "model.chat_template_kwargs": _OTHER_PROMPTS,
+    "task.kind": _OTHER_PROMPTS,
+    "task.options": _OTHER_PROMPTS,
+    "sampling.temperature": _OTHER_SAMPLING,
+    "sampling.top_p": _OTHER_SAMPLING,
+    "sampling.top_k": _OTHER_SAMPLING,
+    "batch.group_size": _OTHER_COUNTS + "; buffered groups have the old size",
+    "batch.groups_per_step": _OTHER_COUNTS,
+    "optimizer.kind": "the checkpoint holds the state of the old optimizer",
+    "learner.listen": _OLD_ADDRESS,
+    "learner.advertise": _OLD_ADDRESS,
+    "learner.init_from": "a resumed run takes its weights from its checkpoint",
+}
+"""Why, by dotted key."""
+
+_SAFE: Mapping[str, str] = {
+    "profile": "the values that change with it are listed on their own lines",
+    "run.max_steps": "only moves the end of the run",
+    "model.attn_implementation": "the same function, rounded differently",
+    "model.cache_dir": "only where downloads are kept",
+    "task.reward_timeout_s": "holds for groups leased from now on",
+    "sampling.max_completion_tokens": "holds for groups leased from now on",
+    "sync.max_staleness": "every group is checked against it when it is consumed",
+    "sync.publish_period": "holds from the next publication on",
+    "loss": "computed anew for every batch",
+    "optimizer": "holds from the next step on; the moments are kept",
+    "learner": "how the learner computes, not what",
+    "worker": "read by workers when they start",
+    "relay": "read by relays when they start",
+    "checkpoint": "holds from the next checkpoint on",
+    "eval": "compare evaluations on the same prompts only",
+    "network": "holds for what is sent from now on",
+    "limits": "a bound on disk use",
+    "metrics": "only where metrics go",
+    "ui": "only what is shown",
+    "faults": "for tests",
+}
+"""Why, by dotted key or section; a key of its own goes before its section."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting that differs."""
+
+    key: str
+    old: Any
+    new: Any
+    is_safe: bool
+    why: str
+
+    def __str__(self) -> str:
+        label = "safe" if self.is_safe else "UNSAFE"
+        return f"{label:6} {self.key}: {show(self.old)} -> {show(self.new)} ({self.why})"
+
+
+def diff_configs(old: Config, new: Config) -> list[Change]:
+    """Return the settings that differ, in the order of the schema."""
+    before, after = resolved(old), resolved(new)
+    changes = []
+    for path, leaf in leaves().items():
+        was, now = _at(before, path), _at(after, path)
+        if was != now:
+            is_safe, why = classify(leaf.key)
+            changes.append(Change(leaf.key, was, now, is_safe, why))
+    return changes
+
+
+def classify(key: str) -> tuple[bool, str]:
+    """Return whether changing `key` is safe when a run is resumed, and why."""
+    if key in _UNSAFE:
+        return False, _UNSAFE[key]
+    return True, _SAFE[key] if key in _SAFE else _SAFE[key.split(".")[0]]
+
+
+def _at(table: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        table = table[part]
+    return table

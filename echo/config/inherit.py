@@ -1,0 +1,106 @@
+"""What the learner decides for its workers, and what a worker says when its own file disagrees.
+
+A worker needs nothing but an address. These settings travel to it when it joins; one that its
+user wrote down must agree, because it would be ignored otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from echo.config.leaves import KeyPath, leaves, show
+from echo.config.load import parse_config, resolved
+from echo.config.schema import Config
+from echo.errors import ConfigError
+
+INHERITED_KEYS: tuple[str, ...] = (
+    "run.seed",
+    "model.dtype",
+    "model.chat_template",
+    "model.chat_template_kwargs",
+    "task.kind",
+    "task.options",
+    "task.reward_timeout_s",
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.top_k",
+    "sampling.max_completion_tokens",
+    "sync.max_staleness",
+    "batch.group_size",
+)
+"""Dotted keys; model.chat_template travels as the file's text, all others as their value."""
+
+_TEMPLATE = "model.chat_template"
+
+
+def inherited_settings(config: Config) -> dict[str, Any]:
+    """Return what the learner sends to workers, by dotted key, as plain JSON-able values.
+
+    Raises:
+        ConfigError: if the chat template's file cannot be read.
+    """
+    values = {key: _value(resolved(config), key) for key in INHERITED_KEYS}
+    values[_TEMPLATE] = _template_text(config)
+    return values
+
+
+def check_inherited(
+    config: Config, keys_set_by_user: Collection[str], settings: Mapping[str, Any]
+) -> list[str]:
+    """Return one line per setting of the worker's own that contradicts the learner's.
+
+    Args:
+        config: the worker's.
+        keys_set_by_user: `load.keys_set_by_user(config)`; defaults contradict nothing.
+        settings: what the learner sent.
+    """
+    own = inherited_settings(config)
+    return [
+        f"{config.sources.get(key, 'configuration')}: {key} = {_brief(own[key])} contradicts the "
+        f"learner, which uses {_brief(settings[key])}; remove it here, a worker gets it from there"
+        for key in INHERITED_KEYS
+        if key in keys_set_by_user and key in settings and own[key] != settings[key]
+    ]
+
+
+def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the worker's configuration with the learner's settings in it.
+
+    The chat template stays as it is: its key holds a path, `settings` its text.
+
+    Raises:
+        ConfigError: if a setting does not fit this version's schema.
+    """
+    table = resolved(config)
+    for key in INHERITED_KEYS:
+        if key in settings and key != _TEMPLATE:
+            section, name = key.split(".")
+            table[section][name] = settings[key]
+    changed, _ = parse_config(table, source="the learner's settings")
+    inherited = {key: "learner" for key in INHERITED_KEYS if key in settings and key != _TEMPLATE}
+    return changed.with_sources({**config.sources, **inherited})
+
+
+def _value(table: Mapping[str, Any], key: str) -> Any:
+    path: KeyPath = leaves()[tuple(key.split("."))].path
+    return table[path[0]][path[1]]
+
+
+def _template_text(config: Config) -> str | None:
+    if config.model.chat_template is None:
+        return None
+    path = Path(config.model.chat_template)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{config.sources.get(_TEMPLATE, 'configuration')}: {_TEMPLATE} = "
+            f"{show(str(path))}: cannot be read: {error}; give an existing Jinja file in UTF-8"
+        ) from error
+
+
+def _brief(value: object) -> str:
+    text = show(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
