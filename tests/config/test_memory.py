@@ -1,0 +1,193 @@
+"""The memory budget: arithmetic by hand, remedies that keep their word, what cannot be helped."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.config.footprint import Footprint, ModelFacts
+from echo.config.load import parse_config
+from echo.config.memory import Budget, Machine, memory_budget
+from echo.config.schema import Config, Role
+
+GIB = 2**30
+QWEN3_600M = ModelFacts(
+    num_params=596_049_920,
+    num_layers=28,
+    hidden_size=1024,
+    intermediate_size=3072,
+    vocab_size=151_936,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+)
+TINY = ModelFacts(
+    num_params=1000,
+    num_layers=2,
+    hidden_size=8,
+    intermediate_size=16,
+    vocab_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+)
+
+
+def config_of(*overrides: str) -> Config:
+    return parse_config({}, overrides)[0]
+
+
+def budget_of(role: Role, host: int, gpu: int | None, *overrides: str) -> Budget:
+    machine = Machine(host_bytes=host, gpu_bytes=gpu)
+    return memory_budget(config_of(*overrides), role, QWEN3_600M, machine)
+
+
+def sizes(budget: Budget) -> dict[str, int]:
+    return {item.name: item.num_bytes for item in budget.items}
+
+
+def test_the_learner_by_hand() -> None:
+    config = config_of("learner.micro_batch_tokens=100", "sampling.max_completion_tokens=30")
+    machine = Machine(host_bytes=GIB)
+    budget = memory_budget(config, "learner", TINY, machine, prompt_tokens=10)
+    # Per token and layer: 6x8 + (3x2 + 4x1)x4 + 4x16 = 152 numbers of 4 bytes.
+    assert sizes(budget) == {
+        "masters": 4000,
+        "gradients": 4000,
+        "Adam moments": 8000,
+        "activations": 4 * 2 * 152 * 100,
+        "log-prob chunk": 4 * 2 * 100 * 32,
+        "3 versions": 3 * 2 * 1000,
+    }
+    assert budget.needed_bytes == sum(sizes(budget).values())
+    assert budget.fits
+    assert budget.remedies == ()
+
+
+def test_checkpointing_keeps_inputs_and_one_layer() -> None:
+    overrides = ["learner.micro_batch_tokens=100", "sampling.max_completion_tokens=30"]
+    config = config_of(*overrides, "learner.gradient_checkpointing=true")
+    machine = Machine(host_bytes=GIB)
+    budget = memory_budget(config, "learner", TINY, machine, prompt_tokens=10)
+    assert sizes(budget)["activations"] == 4 * (2 * 8 + 152) * 100
+
+
+@pytest.mark.parametrize(("tokens", "real"), [(5, 40), (100, 100), (10**6, 2 * 3 * 40)])
+def test_a_micro_batch_is_at_least_a_rollout_and_at_most_a_step(tokens: int, real: int) -> None:
+    config = config_of(
+        f"learner.micro_batch_tokens={tokens}",
+        "sampling.max_completion_tokens=30",
+        "batch.groups_per_step=2",
+        "batch.group_size=3",
+    )
+    footprint = Footprint(config=config, facts=TINY, prompt_tokens=10)
+    assert footprint.micro_batch_tokens == real
+
+
+def test_the_worker_by_hand() -> None:
+    config = config_of("sampling.max_completion_tokens=30")
+    per_rollout = 2 * 2 * 1 * 4 * 4 * 40 + 4 * 32  # K and V, layers, heads, dim, bytes, tokens
+    fixed = 4 * 1000 + 2 * 2 * 1000
+    machine = Machine(host_bytes=fixed + 3 * per_rollout + 5)
+    budget = memory_budget(config, "worker", TINY, machine, prompt_tokens=10)
+    assert budget.max_concurrent_rollouts == 3
+    assert budget.fits
+    assert budget.needed_bytes == fixed + 3 * per_rollout
+
+
+def test_the_relay_by_hand() -> None:
+    config = config_of("sampling.max_completion_tokens=30", "network.keep_versions=3")
+    machine = Machine(host_bytes=GIB, gpu_bytes=1)
+    budget = memory_budget(config, "relay", TINY, machine, prompt_tokens=10)
+    assert sizes(budget) == {"3 versions": 3 * 2 * 1000, "groups under way": 64 * 8 * 40 * 17}
+    assert budget.fits, "a relay does not use the GPU"
+
+
+@pytest.mark.parametrize("gib", [16, 24, 40])
+def test_the_advice_of_a_learner_is_enough(gib: int) -> None:
+    budget = budget_of("learner", gib * GIB, None)
+    assert not budget.fits
+    assert f"has {gib} GiB; set learner." in budget.line
+    advice = budget.line.partition("; set ")[2].partition(" (largest")[0]
+    for alternative in advice.split(" or "):
+        settings = [part.split(" (saves")[0] for part in alternative.split(" and ")]
+        assert budget_of("learner", gib * GIB, None, *settings).fits, settings
+
+
+@given(st.integers(10, 62))
+def test_a_remedy_saves_what_it_says(gib: int) -> None:
+    budget = budget_of("learner", gib * GIB, None)
+    for remedy in budget.remedies:
+        after = budget_of("learner", gib * GIB, None, remedy.setting)
+        assert budget.needed_bytes - after.needed_bytes == remedy.saved_bytes > 0
+
+
+def test_remedies_come_by_size() -> None:
+    remedies = budget_of("learner", 40 * GIB, None).remedies
+    assert [remedy.setting.partition("=")[0] for remedy in remedies] == [
+        "learner.gradient_checkpointing",
+        "learner.micro_batch_tokens",
+        "learner.vocab_chunk",
+    ]
+
+
+def test_a_learner_that_nothing_helps() -> None:
+    budget = budget_of("learner", 8 * GIB, None)
+    assert not budget.fits
+    assert "; even with learner.gradient_checkpointing=true" in budget.line
+    assert "are missing: take a machine with more memory or a smaller model" in budget.line
+
+
+def test_main_memory_beside_a_gpu_can_be_what_is_short() -> None:
+    budget = budget_of("learner", 1 * GIB, 80 * GIB)
+    assert not budget.fits
+    assert budget.remedies == ()
+    assert "learner needs 3.33 GiB, has 1 GiB; 2.33 GiB are missing" in budget.line
+    assert "(largest part: 3 versions" in budget.line
+    worker = budget_of("worker", 1 * GIB, 80 * GIB)
+    assert (worker.fits, worker.max_concurrent_rollouts) == (False, 0)
+
+
+def test_a_worker_on_a_gpu_computes_in_bfloat16() -> None:
+    on_gpu = budget_of("worker", 60 * GIB, 20 * GIB)
+    on_cpu = budget_of("worker", 20 * GIB, None)
+    assert sizes(on_cpu)["weights"] == 2 * sizes(on_gpu)["weights"]
+    assert "in bfloat16" in on_gpu.line
+    assert "in float32" in on_cpu.line
+
+
+def test_a_worker_asked_for_too_much_is_told_how_much() -> None:
+    budget = budget_of("worker", 16 * GIB, None, "worker.max_concurrent_rollouts=64")
+    assert not budget.fits
+    (remedy,) = budget.remedies
+    assert f"; set {remedy.setting} (saves " in budget.line
+    assert budget_of("worker", 16 * GIB, None, remedy.setting).fits
+
+
+def test_a_worker_without_room_for_one_rollout() -> None:
+    budget = budget_of("worker", 4 * GIB, None)
+    assert (budget.fits, budget.max_concurrent_rollouts, budget.remedies) == (False, 0, ())
+    assert "are missing: take a machine with more memory" in budget.line
+
+
+def test_the_users_budget_bounds_the_machine() -> None:
+    bounded = budget_of("worker", 64 * GIB, None, "worker.memory_budget_bytes=16GiB")
+    assert bounded == budget_of("worker", 16 * GIB, None)
+    on_gpu = budget_of("worker", 64 * GIB, 40 * GIB, "worker.memory_budget_bytes=16GiB")
+    assert on_gpu == budget_of("worker", 64 * GIB, 16 * GIB)
+
+
+@given(st.integers(5, 100))
+def test_more_memory_never_holds_fewer_rollouts(gib: int) -> None:
+    smaller = budget_of("worker", gib * GIB, None).max_concurrent_rollouts
+    larger = budget_of("worker", (gib + 1) * GIB, None).max_concurrent_rollouts
+    assert smaller is not None
+    assert larger is not None
+    assert larger >= smaller
+
+
+def test_an_unknown_model_is_no_obstacle() -> None:
+    budget = memory_budget(config_of(), "relay", None, Machine(host_bytes=GIB))
+    assert budget.fits
+    assert "which is not known here; has 1 GiB" in budget.line
