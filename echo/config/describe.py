@@ -1,0 +1,114 @@
+"""Text made from the schema and from a configuration: `--help` and `--dry-run`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from echo.config.leaves import Leaf, leaves, sections, show
+from echo.config.memory import Budget
+from echo.config.schema import Config, Role
+from echo.units import format_bytes
+
+_WIDTH = 96
+
+
+def schema_help(role: Role | None = None) -> str:
+    """Return every key that `role` reads (None: all), with its values, default and meaning."""
+    lines = [
+        'Configuration keys (TOML). Durations take "30s", "5min", "2h"; sizes take "8GiB", "200MB".'
+    ]
+    for name, group in _by_section(role).items():
+        lines.append("")
+        if name:
+            summary = (sections()[name].__doc__ or "").partition("\n")[0]
+            lines.append(f"[{name}]  {summary}")
+        for leaf in group:
+            lines.append(f"  {leaf.path[-1]} = {_show_default(leaf)}")
+            text = f"{leaf.help} Takes {leaf.expected}."
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def dry_run_text(
+    config: Config, role: Role, *, budget: Budget | None = None, notices: Iterable[str] = ()
+) -> str:
+    """Return what would start, its memory budget, and every setting with its source.
+
+    Args:
+        config: the configuration.
+        role: what would start.
+        budget: from `memory.memory_budget`; None leaves the line out.
+        notices: from `load_config`.
+    """
+    lines = [f"would start: {_describe_start(config, role)}"]
+    if budget is not None:
+        lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")
+    lines += [f"notice: {notice}" for notice in notices]
+    lines.append(f'profile: "{config.profile}"')
+    lines += ["", *resolved_lines(config, role)]
+    return "\n".join(lines)
+
+
+def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
+    """Return the configuration as TOML, each line with where its value came from."""
+    lines: list[str] = []
+    for name, group in _by_section(role).items():
+        if name:
+            lines += ["", f"[{name}]"]
+        for leaf in group:
+            value = _value(config, leaf)
+            notes = [config.sources.get(leaf.key, "")]
+            if leaf.key.endswith("_bytes") and isinstance(value, int):
+                notes.append(format_bytes(value))
+            # TOML has no word for a missing value, and this text should load again.
+            text = f"# {leaf.path[-1]}" if value is None else f"{leaf.path[-1]} = {show(value)}"
+            notes += ["not set"] if value is None else []
+            note = ", ".join(filter(None, notes))
+            lines.append(f"{text:<56} # {note}" if note else text)
+    return lines
+
+
+def _by_section(role: Role | None) -> dict[str, list[Leaf]]:
+    """Return the keys that `role` reads by section, "" for the top level."""
+    groups: dict[str, list[Leaf]] = {}
+    for leaf in leaves().values():
+        if role is None or role in leaf.roles:
+            groups.setdefault(leaf.path[0] if len(leaf.path) == 2 else "", []).append(leaf)
+    return groups
+
+
+def _show_default(leaf: Leaf) -> str:
+    """Write one default, or one per profile; unset keys of all profiles as "unset"."""
+    texts = {name: show(value) for name, value in leaf.defaults.items()}
+    if leaf.path == ("profile",):
+        return '"lan"'
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return ", ".join(f"{text} ({name})" for name, text in texts.items())
+
+
+def _value(config: Config, leaf: Leaf) -> object:
+    value: object = config
+    for part in leaf.path:
+        value = getattr(value, part)
+    return value
+
+
+def _describe_start(config: Config, role: Role) -> str:
+    if role == "learner":
+        batch, period = config.batch, config.sync.publish_period
+        rollouts = batch.groups_per_step * batch.group_size
+        if period == "auto":
+            cadence = f"auto, {config.sync.initial_publish_period} until measured"
+        else:
+            cadence = str(period)
+        return (
+            f"a learner of {config.model.name} on {config.learner.listen}, {config.run.max_steps} "
+            f"steps of {rollouts} rollouts ({batch.groups_per_step} groups x {batch.group_size}) "
+            f'of task "{config.task.kind}", staleness at most {config.sync.max_staleness}, '
+            f"publish period {cadence}, into {config.run_dir}"
+        )
+    node = config.worker if role == "worker" else config.relay
+    serves = f"serves on {node.listen}" if node.listen else "serves no weights to others"
+    return f"a {role} that connects to {', then '.join(node.connect)} and {serves}"

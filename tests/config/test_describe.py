@@ -1,0 +1,77 @@
+"""Help and dry run: every key appears, and the printed configuration loads again."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from echo.config.describe import dry_run_text, resolved_lines, schema_help
+from echo.config.leaves import leaves
+from echo.config.load import parse_config, resolved
+from echo.config.memory import Machine, memory_budget
+from echo.config.schema import ROLES, Role
+
+
+@pytest.mark.parametrize("role", [*ROLES, None])
+def test_help_has_every_key_of_the_role_and_no_other(role: Role | None) -> None:
+    keys = set()
+    section = ""
+    for line in schema_help(role).splitlines():
+        if line.startswith("["):
+            section = line[1:].partition("]")[0] + "."
+        elif line.startswith("  ") and line[2] != " ":
+            keys.add(section + line.split()[0])
+    assert keys == {leaf.key for leaf in leaves().values() if role is None or role in leaf.roles}
+
+
+def test_help_shows_values_defaults_and_profiles() -> None:
+    text = schema_help("learner")
+    flowing = " ".join(text.split())
+    assert "max_staleness = 2 (lan), 6 (wan)" in text
+    assert 'dtype = "bfloat16"' in text
+    assert 'Takes one of "bfloat16", "float16", "float32".' in flowing
+    assert "clip_low = 0.2" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_the_printed_configuration_loads_again() -> None:
+    overrides = ["task.options.words=['a\"b', 'ü']", "run.name=x y", "loss.dual_clip=2"]
+    config, _ = parse_config({"profile": "wan"}, overrides)
+    again, _ = parse_config(tomllib.loads("\n".join(resolved_lines(config))))
+    assert resolved(again) == resolved(config)
+
+
+def test_each_line_says_where_its_value_came_from() -> None:
+    config, _ = parse_config({"batch": {"group_size": 4}}, ["run.seed=3"], source="run.toml")
+    lines = {line.split(" = ")[0]: line for line in resolved_lines(config)}
+    assert lines["group_size"].endswith("# run.toml")
+    assert "seed = 3" in "\n".join(line for line in resolved_lines(config) if "--set" in line)
+    assert lines["max_staleness"].endswith("# profile lan")
+    assert lines["clip_low"].endswith("# default")
+    assert lines["window_bytes"].endswith("# default, 8 MiB")
+
+
+def test_a_dry_run_says_what_would_start() -> None:
+    table = {"model": {"name": "org/model"}, "lr": 1e-4, "profile": "wan"}
+    config, notices = parse_config(table, role="learner")
+    budget = memory_budget(config, "learner", None, Machine(host_bytes=2**30))
+    text = dry_run_text(config, "learner", budget=budget, notices=notices)
+    first, memory, notice, profile = text.splitlines()[:4]
+    assert "a learner of org/model on tcp://127.0.0.1:7700, 100 steps of 512 rollouts" in first
+    assert "publish period auto, 5 until measured" in first
+    assert memory == f"memory: {budget.line}"
+    assert notice == "notice: configuration: lr is read as optimizer.learning_rate"
+    assert profile == 'profile: "wan"'
+    assert "[worker]" not in text
+
+
+def test_a_dry_run_of_the_children() -> None:
+    overrides = ["worker.connect=['tcp://a:1', 'tcp://b:2']", "relay.connect=tcp://a:1"]
+    config, _ = parse_config({}, overrides)
+    worker = dry_run_text(config, "worker").splitlines()[0]
+    assert worker.endswith(
+        "a worker that connects to tcp://a:1, then tcp://b:2 and serves no weights to others"
+    )
+    relay = dry_run_text(config, "relay").splitlines()[0]
+    assert relay.endswith("a relay that connects to tcp://a:1 and serves on tcp://127.0.0.1:7701")
