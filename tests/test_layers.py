@@ -97,9 +97,11 @@ class SourceTree:
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 source = node.module or ""
-                for alias in node.names:
-                    inner = f"{source}.{alias.name}"
-                    yield node.lineno, inner if inner in self.paths else source
+                inner = {f"{source}.{alias.name}" for alias in node.names}
+                yield from (
+                    (node.lineno, target)
+                    for target in sorted({name if name in self.paths else source for name in inner})
+                )
 
 
 def is_within(module: str, package: str) -> bool:
