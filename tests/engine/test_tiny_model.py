@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from echo.engine.tiny_model import CHARACTERS, EOS_ID, PAD_ID, build_model, save_tiny_model
+from echo.tasks.tokenization import decode, encode_prompt, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    save_tiny_model(path, build_model(seed=3))
+    return path
+
+
+def test_it_has_100736_parameters_and_a_vocabulary_of_32() -> None:
+    model = build_model(seed=0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 100_736
+    assert model.config.vocab_size == 32
+
+
+def test_the_seed_fixes_the_weights_and_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    first, second, other = build_model(seed=1), build_model(seed=1), build_model(seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first.lm_head.weight, second.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_auto_classes_load_the_directory_with_the_same_weights(directory: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    own = build_model(seed=3).state_dict()
+    assert loaded.state_dict().keys() == own.keys()
+    assert all(torch.equal(loaded.state_dict()[name], own[name]) for name in own)
+
+
+def test_every_character_round_trips_as_one_token(directory: Path) -> None:
+    tokenizer = load_tokenizer(directory)
+    ids = encode_prompt(tokenizer, CHARACTERS, chat_template_kwargs={})
+    assert ids == [1, *range(3, 28)]
+    assert decode(tokenizer, ids[1:], []) == CHARACTERS
+    assert len(tokenizer) == 28
+
+
+def test_the_tokenizer_has_no_chat_template_and_maps_the_unknown_to_pad(directory: Path) -> None:
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.chat_template is None
+    assert encode_prompt(tokenizer, "1é", chat_template_kwargs={}) == [1, 4, PAD_ID]
+    assert tokenizer.eos_token_id == EOS_ID

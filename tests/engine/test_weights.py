@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from echo.engine import weights
+from echo.engine.tiny_model import build_model
+from echo.engine.weights import (
+    ALIGNMENT_BYTES,
+    load_directory,
+    publish_image,
+    resolve_model,
+    save_hf,
+    tensors_from_image,
+)
+from echo.errors import ConfigError, DataError, EngineError, StorageError
+from echo.protocol.manifest import TensorSpec
+
+MakeTinyModel = Callable[..., Path]
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_identical(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert (tensor.dtype, tensor.shape) == (second[name].dtype, second[name].shape), name
+        assert bits(tensor) == bits(second[name]), name
+
+
+def test_all_65536_bfloat16_values_survive_bit_for_bit() -> None:
+    every = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(
+        torch.bfloat16
+    )
+    assert every.isnan().any()
+    specs, image = publish_image({"every": every.view(256, 256)}, "bfloat16")
+    assert_identical(tensors_from_image(specs, memoryview(image)), {"every": every.view(256, 256)})
+
+
+@given(
+    st.dictionaries(
+        st.text("abc.", min_size=1, max_size=6),
+        st.tuples(
+            st.sampled_from(["float32", "bfloat16", "float16", "int64", "bool"]),
+            st.lists(st.integers(0, 5), max_size=3),
+        ),
+        min_size=1,
+    )
+)
+def test_any_state_round_trips_sorted_aligned_and_without_overlap(
+    layout: dict[str, tuple[str, list[int]]],
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        name: torch.randint(0, 2, shape, generator=generator).to(getattr(torch, dtype))
+        for name, (dtype, shape) in layout.items()
+    }
+    specs, image = publish_image(state, "float32")
+    expected = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
+    assert [spec.name for spec in specs] == sorted(state)
+    end = 0
+    for spec in specs:
+        assert spec.offset % ALIGNMENT_BYTES == 0
+        assert spec.offset >= end
+        end = spec.offset + spec.num_bytes
+    assert len(image) == end
+    assert_identical(tensors_from_image(specs, memoryview(image)), expected)
+
+
+def test_floats_are_rounded_to_nearest_even() -> None:
+    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -0.0], dtype=torch.float32)
+    specs, image = publish_image({"x": values}, "bfloat16")
+    rounded = tensors_from_image(specs, memoryview(image))["x"]
+    assert rounded.tolist() == [1.0, 1 + 2**-6, 0.0]
+    assert rounded.signbit().tolist() == [False, False, True]
+
+
+def test_tied_tensors_travel_once_under_their_first_name() -> None:
+    state = build_model(seed=0).state_dict()
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= state.keys()
+    specs, image = publish_image(state, "bfloat16")
+    assert "lm_head.weight" not in {spec.name for spec in specs}
+    assert len(image) == 201_472
+    same_values = {"a": torch.ones(3), "b": torch.ones(3)}  # equal is not tied
+    assert len(publish_image(same_values, "float32")[0]) == 2
+
+
+def test_the_image_is_used_in_place_even_if_read_only() -> None:
+    specs, image = publish_image({"x": torch.zeros(3)}, "float32")
+    view = tensors_from_image(specs, memoryview(image))["x"]
+    image[0:4] = np.float32(5).tobytes()
+    assert view.tolist() == [5, 0, 0]
+    frozen = tensors_from_image(specs, memoryview(bytes(image)))["x"]
+    assert frozen.tolist() == [5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TensorSpec("w", "float32", (3,), 0, 12),
+        TensorSpec("w", "float32", (2,), 4, 8),
+        TensorSpec("w", "float32", (2,), 0, 4),
+        TensorSpec("w", "float32", (2,), -4, 8),
+        TensorSpec("w", "pickle", (2,), 0, 8),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(spec: TensorSpec) -> None:
+    with pytest.raises(EngineError, match=r"tensor w: .*do not fit|'pickle' is unknown"):
+        tensors_from_image([spec], memoryview(bytearray(8)))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 100_000])
+def test_an_export_loads_with_identical_logits(
+    tmp_path: Path, make_tiny_model: MakeTinyModel, is_tied: bool, max_shard_bytes: int
+) -> None:
+    torch.set_num_threads(1)
+    source = make_tiny_model(seed=1, tie_word_embeddings=is_tied)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    target = tmp_path / "final"
+    assets = {"config.json": source / "config.json"}
+    save_hf(target, assets, model.state_dict(), max_shard_bytes=max_shard_bytes)
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    if max_shard_bytes < 10**9:
+        index = json.loads((target / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        assert files == sorted(set(index["weight_map"].values()))
+        assert len(files) > 1
+    else:
+        assert files == ["model.safetensors"]
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    assert loaded.dtype == torch.bfloat16
+    ids = torch.arange(20)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    read = load_directory(target, "bfloat16")
+    assert ("lm_head.weight" in read) == (not is_tied)
+    assert_identical(read, {name: model.state_dict()[name] for name in read})
+
+
+def test_views_of_one_image_can_be_exported(tmp_path: Path, tiny_model_dir: Path) -> None:
+    specs, image = publish_image(load_directory(tiny_model_dir, "float32"), "bfloat16")
+    tensors = tensors_from_image(specs, memoryview(image))
+    save_hf(tmp_path / "out", {"config.json": tiny_model_dir / "config.json"}, tensors)
+    assert_identical(load_directory(tmp_path / "out", "bfloat16"), tensors)
+
+
+def test_a_failed_export_keeps_the_one_before(tmp_path: Path, tiny_model_dir: Path) -> None:
+    assets = {"config.json": tiny_model_dir / "config.json"}
+    save_hf(tmp_path / "final", assets, {"x": torch.ones(2)})
+    with (
+        mock.patch.object(weights, "save_file", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(StorageError, match=r"final: .*No space left"),
+    ):
+        save_hf(tmp_path / "final", assets, {"x": torch.zeros(2)})
+    assert load_directory(tmp_path / "final", "float32")["x"].tolist() == [1, 1]
+    save_hf(tmp_path / "final", assets, {"x": torch.zeros(2)})
+    assert load_directory(tmp_path / "final", "float32")["x"].tolist() == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(DataError, match=r"model\.safetensors are missing.*pytorch_model\.bin"):
+        load_directory(tmp_path, "float32")
+    (tmp_path / "model.safetensors").write_bytes(b"\x10" + b"\0" * 20)
+    with pytest.raises(DataError, match=r"model\.safetensors: cannot read the weights"):
+        load_directory(tmp_path, "float32")
+    (tmp_path / "model.safetensors.index.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(DataError, match="not an index of weights"):
+        load_directory(tmp_path, "float32")
+
+
+def test_a_local_directory_is_the_model(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path), None, None) == tmp_path
+    with pytest.raises(ConfigError, match=r"model\.revision = 'main' has no effect"):
+        resolve_model(str(tmp_path), "main", None)
+    with pytest.raises(DataError, match="no such directory"):
+        resolve_model(str(tmp_path / "absent"), None, None)
+
+
+def test_offline_the_hub_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"'nobody/nothing' is neither.*set model\.name to a local"):
+        resolve_model("nobody/nothing", "abc", str(tmp_path))
+    with pytest.raises(DataError, match="is neither a directory here"):
+        resolve_model("not a valid id!", None, str(tmp_path))

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from echo.engine.tiny_model import build_model, build_tokenizer, save_tiny_model
+from echo.errors import DataError
+from echo.tasks.tokenization import (
+    asset_files,
+    decode,
+    encode_prompt,
+    load_tokenizer,
+    stop_ids,
+    tokenizer_digests,
+)
+
+TEMPLATE = (
+    "{% for m in messages %}<bos>{{ m.role | length }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}{{ mark | default('=') }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain")
+    save_tiny_model(path, build_model(seed=0))
+    return path
+
+
+@pytest.fixture
+def directory(plain: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    path = tmp_path / "model"
+    shutil.copytree(plain, path)
+    return path
+
+
+def text_of(ids: list[int]) -> str:
+    return decode(build_tokenizer(), ids, [])
+
+
+def test_text_without_a_template_is_encoded_as_the_tokenizer_does(plain: Path) -> None:
+    ids = encode_prompt(load_tokenizer(plain), "4+3=", chat_template_kwargs={})
+    assert (ids[0], text_of(ids[1:])) == (1, "4+3=")
+
+
+def test_text_with_a_template_becomes_one_user_message(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    tokenizer = load_tokenizer(directory)
+    ids = encode_prompt(tokenizer, "1+1", chat_template_kwargs={})
+    assert text_of(ids) == "<bos>4:1+1;="  # one <bos>, the template's own
+    messages = [{"role": "system", "content": "2"}, {"role": "user", "content": "1+1"}]
+    ids = encode_prompt(tokenizer, messages, chat_template_kwargs={"mark": ">"})
+    assert text_of(ids) == "<bos>6:2;<bos>4:1+1;>"
+
+
+def test_a_given_template_replaces_the_directorys_own(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("0", encoding="utf-8")
+    tokenizer = load_tokenizer(directory, chat_template=TEMPLATE)
+    assert text_of(encode_prompt(tokenizer, "7", chat_template_kwargs={})) == "<bos>4:7;="
+
+
+def test_what_cannot_be_encoded_is_explained(plain: Path) -> None:
+    messages = [{"role": "user", "content": "1"}]
+    with pytest.raises(DataError, match=r"no chat template; set model\.chat_template"):
+        encode_prompt(load_tokenizer(plain), messages, chat_template_kwargs={})
+    failing = load_tokenizer(plain, chat_template="{{ raise_exception('no roles') }}")
+    with pytest.raises(DataError, match=r"chat template failed: no roles.*'mark': 1"):
+        encode_prompt(failing, messages, chat_template_kwargs={"mark": 1})
+    silent = load_tokenizer(plain, chat_template="{# nothing #}")
+    with pytest.raises(DataError, match="has no tokens"):
+        encode_prompt(silent, messages, chat_template_kwargs={})
+
+
+def test_decoding_ends_at_the_first_stop_and_keeps_the_rest_as_sampled() -> None:
+    tokenizer = build_tokenizer()
+    assert decode(tokenizer, [3, 4, 2, 0, 0], [2]) == "01"
+    assert decode(tokenizer, [3, 0, 4], [2]) == "0<pad>1"
+    assert decode(tokenizer, [3, 4], [2]) == "01"
+    assert decode(tokenizer, [], [2]) == ""
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"), [(None, [2]), (5, [2, 5]), ([7, 2], [2, 7]), ("absent", [2])]
+)
+def test_stop_ids_join_tokenizer_and_generation_config(
+    directory: Path, listed: object, expected: list[int]
+) -> None:
+    if listed != "absent":
+        content = json.dumps({"eos_token_id": listed})
+        (directory / "generation_config.json").write_text(content, encoding="utf-8")
+    assert stop_ids(load_tokenizer(directory), directory) == expected
+
+
+def test_digests_tell_what_differs_and_ignore_layout(plain: Path, directory: Path) -> None:
+    before = tokenizer_digests(plain, {})
+    assert tokenizer_digests(directory, {}) == before
+
+    def changed(**kwargs: object) -> set[str]:
+        now = tokenizer_digests(directory, {}, **kwargs)  # type: ignore[arg-type]
+        return {name for name in before if now[name] != before[name]}
+
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(content, indent=7), encoding="utf-8")
+    assert changed() == set()
+    assert changed(chat_template=TEMPLATE) == {"chat_template"}
+    (directory / "generation_config.json").write_text('{"eos_token_id": 9}', encoding="utf-8")
+    assert changed() == {"stop_ids"}
+    content["model"]["vocab"]["?"] = 28
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert changed() == {"stop_ids", "tokenizer"}
+
+
+def test_the_templates_arguments_are_part_of_its_digest(plain: Path) -> None:
+    first, second = tokenizer_digests(plain, {"think": True}), tokenizer_digests(plain, {})
+    assert first["chat_template"] != second["chat_template"]
+    assert first["tokenizer"] == second["tokenizer"]
+
+
+def test_assets_hold_neither_weights_nor_code(directory: Path) -> None:
+    (directory / "modeling_evil.py").write_text("", encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    names = asset_files(directory)
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names.keys()
+    assert "chat_template.jinja" in names
+    assert not [name for name in names if name.endswith((".py", ".safetensors"))]
+    assert names["config.json"] == directory / "config.json"
+
+
+def test_a_missing_or_unusable_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="absent: no such model directory"):
+        load_tokenizer(tmp_path / "absent")
+    with pytest.raises(DataError, match="no tokenizer could be loaded"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(DataError, match=r"no config\.json"):
+        asset_files(tmp_path)
