@@ -1,0 +1,336 @@
+"""B rows, P prompt tokens, T completion tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from echo.engine.engine import Completion, Request, Sampling
+from echo.engine.sampling import sampling_logprobs
+from echo.engine.transformers_engine import TransformersEngine
+from echo.engine.weights import load_directory, publish_image, tensors_from_image
+from echo.errors import EngineError
+
+MakeTinyModel = Callable[..., Path]
+
+EOS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir: Path) -> TransformersEngine:
+    return loaded(tiny_model_dir)
+
+
+def loaded(directory: Path, **settings: object) -> TransformersEngine:
+    engine = TransformersEngine(directory, **settings)  # type: ignore[arg-type]
+    engine.load(load_directory(directory, "float32"))
+    return engine
+
+
+def sampling(**settings: object) -> Sampling:
+    values: dict[str, object] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    values |= {"max_completion_tokens": 16, "stop_ids": (EOS,)}
+    return Sampling(**(values | settings))  # type: ignore[arg-type]
+
+
+def request(prompt: Sequence[int], seed: int = 0, name: str = "r") -> Request:
+    return Request(name, np.array(prompt, np.int32), seed)
+
+
+def equal_prompts(num_rows: int) -> list[Request]:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, 32, (num_rows // 4, 9))
+    return [request(prompts[row // 4].tolist(), row, f"r{row}") for row in range(num_rows)]
+
+
+def unequal_prompts(num_rows: int) -> list[Request]:
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(1, 20, num_rows)
+    return [
+        request(rng.integers(3, 32, length).tolist(), row, f"r{row}")
+        for row, length in enumerate(lengths)
+    ]
+
+
+def run(engine: TransformersEngine, requests: Sequence[Request], how: Sampling) -> list[Completion]:
+    return engine.generate(requests, how, should_stop=lambda: False)
+
+
+def assert_same(first: Sequence[Completion], second: Sequence[Completion]) -> None:
+    assert [c.request_id for c in first] == [c.request_id for c in second]
+    for one, other in zip(first, second, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.finish_reason == other.finish_reason
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: torch.nn.Module, prompt: Request, completion: Completion, how: Sampling
+) -> Tensor:
+    """One full forward over prompt and completion: no cache, no padding, no batch."""
+    ids = torch.tensor([*prompt.prompt_ids.tolist(), *completion.token_ids.tolist()])
+    num_prompt = len(prompt.prompt_ids)
+    logits = model(input_ids=ids[None]).logits[0, num_prompt - 1 : -1]
+    return sampling_logprobs(logits, how).gather(1, ids[num_prompt:, None])[:, 0]
+
+
+@pytest.mark.parametrize("make_requests", [equal_prompts, unequal_prompts])
+@pytest.mark.parametrize(
+    "how",
+    [
+        sampling(),
+        sampling(temperature=0.6),
+        sampling(top_k=5),
+        sampling(top_p=0.7),
+        sampling(temperature=1.5, top_k=12, top_p=0.9),
+        sampling(greedy=True),
+    ],
+)
+def test_logprobs_agree_with_a_full_forward(
+    engine: TransformersEngine,
+    tiny_model_dir: Path,
+    make_requests: Callable[[int], list[Request]],
+    how: Sampling,
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    requests = make_requests(16)
+    for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
+        expected = reference_logprobs(model, prompt, completion, how)
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-5)
+
+
+def test_a_model_with_learned_positions_agrees_too(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path)
+    requests = unequal_prompts(8)
+    for prompt, completion in zip(
+        requests, run(loaded(tmp_path), requests, sampling()), strict=True
+    ):
+        expected = reference_logprobs(model, prompt, completion, sampling())
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("make_requests", [equal_prompts, unequal_prompts])
+def test_a_request_does_not_depend_on_its_batch_mates(
+    engine: TransformersEngine, make_requests: Callable[[int], list[Request]]
+) -> None:
+    requests = make_requests(16)
+    together = run(engine, requests, sampling())
+    assert_same(together, run(engine, requests, sampling()))
+    assert_same(together, [run(engine, [one], sampling())[0] for one in requests])
+    assert_same(together[::-1], run(engine, requests[::-1], sampling()))
+
+
+def test_the_seed_decides(engine: TransformersEngine) -> None:
+    requests = [request([1, 5, 6], seed) for seed in (11, 12, 11, -1)]
+    first, second, third, negative = run(engine, requests, sampling())
+    assert first.token_ids.tolist() == third.token_ids.tolist()
+    assert first.token_ids.tolist() != second.token_ids.tolist()
+    assert negative.token_ids.tolist() != second.token_ids.tolist()
+
+
+def test_completions_end_at_a_stop_id_or_the_limit(engine: TransformersEngine) -> None:
+    completions = run(engine, equal_prompts(64), sampling(stop_ids=(EOS, 9, 30)))
+    reasons = set()
+    for completion in completions:
+        reasons.add(completion.finish_reason)
+        *before, last = completion.token_ids.tolist()
+        assert not {EOS, 9, 30} & set(before)
+        assert completion.finish_reason == ("stop" if last in (EOS, 9, 30) else "length")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 16
+        assert completion.token_ids.dtype == np.int32
+        assert completion.logprobs.dtype == np.float32
+        assert len(completion.logprobs) == len(completion.token_ids)
+    assert reasons == {"stop", "length"}
+
+
+def test_without_stop_ids_every_completion_has_full_length(engine: TransformersEngine) -> None:
+    for completion in run(engine, equal_prompts(8), sampling(stop_ids=())):
+        assert (len(completion.token_ids), completion.finish_reason) == (16, "length")
+
+
+def test_an_abort_returns_what_there_is(engine: TransformersEngine) -> None:
+    requests = equal_prompts(32)
+    how = sampling(stop_ids=(EOS, 9, 30))
+    whole = run(engine, requests, how)
+    polls = 0
+
+    def should_stop() -> bool:
+        nonlocal polls
+        polls += 1
+        return polls > 4
+
+    partial = engine.generate(requests, how, should_stop=should_stop)
+    assert polls == 5  # once before the prompts, then after each token
+    for one, all_of_it in zip(partial, whole, strict=True):
+        ended = len(all_of_it.token_ids) <= 4
+        assert one.finish_reason == (all_of_it.finish_reason if ended else "abort")
+        assert one.token_ids.tolist() == all_of_it.token_ids[:4].tolist()
+        assert len(one.logprobs) == len(one.token_ids)
+    assert {one.finish_reason for one in partial} == {"stop", "abort"}
+
+
+def test_an_abort_before_the_start_returns_empty_completions(engine: TransformersEngine) -> None:
+    requests = equal_prompts(8)
+    completions = engine.generate(requests, sampling(), should_stop=lambda: True)
+    assert [c.request_id for c in completions] == [r.request_id for r in requests]
+    assert all((len(c.token_ids), c.finish_reason) == (0, "abort") for c in completions)
+
+
+def test_no_requests_give_no_completions(engine: TransformersEngine) -> None:
+    assert run(engine, [], sampling()) == []
+
+
+def test_a_small_memory_budget_makes_waves_and_changes_nothing(tiny_model_dir: Path) -> None:
+    weights = 100_736 * 4
+    one = 2 * 3 * 2 * 16 * 4 * (19 + 16) + 32 * 32  # 2 layers and the one being grown
+    small = loaded(tiny_model_dir, memory_budget_bytes=weights + 3 * one + one // 2)
+    assert small.max_concurrent_rollouts(19, 16) == 3
+    large = loaded(tiny_model_dir, memory_budget_bytes=weights + 100 * one)
+    assert large.max_concurrent_rollouts(19, 16) == 100
+    requests = unequal_prompts(10)
+    assert_same(run(small, requests, sampling()), run(large, requests, sampling()))
+
+
+def test_a_budget_that_holds_nothing_is_refused_with_the_numbers(tiny_model_dir: Path) -> None:
+    engine = loaded(tiny_model_dir, memory_budget_bytes=500_000)
+    with pytest.raises(EngineError, match=r"budget of 500000 bytes.*402944.*memory_budget_bytes"):
+        engine.max_concurrent_rollouts(100, 1000)
+
+
+def test_tied_and_untied_models_load_from_an_image(make_tiny_model: MakeTinyModel) -> None:
+    for is_tied in (True, False):
+        directory = make_tiny_model(seed=5, tie_word_embeddings=is_tied)
+        reference = loaded(directory)
+        specs, image = publish_image(load_directory(directory, "float32"), "float32")
+        engine = TransformersEngine(directory)
+        engine.load(tensors_from_image(specs, memoryview(image)))
+        requests = equal_prompts(8)
+        assert_same(run(engine, requests, sampling()), run(reference, requests, sampling()))
+
+
+def test_a_tied_tensor_may_come_under_either_name(tiny_model_dir: Path) -> None:
+    tensors = load_directory(tiny_model_dir, "float32")
+    expected = run(loaded(tiny_model_dir), equal_prompts(8), sampling())
+    renamed = dict(tensors)
+    renamed["lm_head.weight"] = renamed.pop("model.embed_tokens.weight")
+    engine = TransformersEngine(tiny_model_dir)
+    engine.load(renamed)
+    assert_same(run(engine, equal_prompts(8), sampling()), expected)
+    engine.load({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    assert_same(run(engine, equal_prompts(8), sampling()), expected)
+    with pytest.raises(EngineError, match=r"tied by config\.json but different: .*lm_head"):
+        engine.load({**tensors, "lm_head.weight": torch.zeros(32, 64)})
+
+
+def test_new_weights_replace_the_old_and_the_given_ones_stay_the_callers(
+    make_tiny_model: MakeTinyModel,
+) -> None:
+    first, second = make_tiny_model(seed=1), make_tiny_model(seed=2)
+    engine = loaded(first)
+    tensors = load_directory(second, "float32")
+    engine.load(tensors)
+    expected = run(loaded(second), equal_prompts(8), sampling())
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert_same(run(engine, equal_prompts(8), sampling()), expected)
+
+
+def test_weights_that_do_not_fit_are_listed_and_none_is_installed(tiny_model_dir: Path) -> None:
+    engine = loaded(tiny_model_dir)
+    expected = run(engine, equal_prompts(8), sampling())
+    tensors = {name: t + 1 for name, t in load_directory(tiny_model_dir, "float32").items()}
+    del tensors["model.norm.weight"]
+    tensors["model.norm.wait"] = torch.ones(64)
+    tensors["model.embed_tokens.weight"] = torch.ones(48, 64)
+    with pytest.raises(EngineError) as error:
+        engine.load(tensors)
+    message = str(error.value)
+    assert "missing: model.norm.weight;" in message
+    assert "not in this model: model.norm.wait;" in message
+    assert "of the wrong shape: model.embed_tokens.weight [48, 64] instead of [32, 64];" in message
+    assert_same(run(engine, equal_prompts(8), sampling()), expected)
+    with pytest.raises(EngineError, match="and 19 more"):
+        engine.load({})
+
+
+def test_weights_are_cast_to_the_engines_dtype(tiny_model_dir: Path) -> None:
+    tensors = load_directory(tiny_model_dir, "bfloat16")
+    engine = TransformersEngine(tiny_model_dir, dtype="bfloat16")
+    engine.load({name: tensor.float() for name, tensor in tensors.items()})
+    as_float = TransformersEngine(tiny_model_dir)
+    as_float.load(tensors)
+    how = sampling(greedy=True, max_completion_tokens=1)
+    first, second = (run(e, [request([1, 5, 6])], how)[0] for e in (engine, as_float))
+    assert first.logprobs == pytest.approx(second.logprobs, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([], "the prompt is empty"),
+        ([3] * 128, r"the prompt has 128 tokens, the model's window 128"),
+        ([3, 32], "token ids from 3 to 32, the model a vocabulary of 32"),
+        ([-1, 3], "token ids from -1 to 3"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_refused_by_name(
+    engine: TransformersEngine, prompt: list[int], problem: str
+) -> None:
+    with pytest.raises(EngineError, match=f"request bad: .*{problem}"):
+        run(engine, [request([1, 3]), request(prompt, name="bad")], sampling())
+
+
+def test_a_completion_ends_where_the_window_does(engine: TransformersEngine) -> None:
+    requests = [request([3] * 125), request([3] * 4)]
+    short, long = run(engine, requests, sampling(stop_ids=()))
+    assert (len(short.token_ids), short.finish_reason) == (3, "length")
+    assert (len(long.token_ids), long.finish_reason) == (16, "length")
+
+
+def test_without_weights_nothing_is_generated(tiny_model_dir: Path) -> None:
+    with pytest.raises(EngineError, match="no weights are loaded"):
+        run(TransformersEngine(tiny_model_dir), [request([1])], sampling())
+
+
+def test_after_close_nothing_is_generated(tiny_model_dir: Path) -> None:
+    engine = loaded(tiny_model_dir)
+    engine.close()
+    with pytest.raises(EngineError, match="no weights are loaded"):
+        run(engine, [request([1])], sampling())
+
+
+def test_weights_with_nan_are_noticed(tiny_model_dir: Path) -> None:
+    engine = TransformersEngine(tiny_model_dir)
+    tensors = load_directory(tiny_model_dir, "float32")
+    tensors["model.norm.weight"][0] = torch.nan
+    engine.load(tensors)
+    with pytest.raises(EngineError, match="NaN at token 0 of request r"):
+        run(engine, [request([1, 5])], sampling())
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no causal language model can be built"):
+        TransformersEngine(tmp_path)
+
+
+def test_config_json_alone_is_enough(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_model_dir / "config.json").read_bytes())
+    engine = TransformersEngine(tmp_path)
+    engine.load(load_directory(tiny_model_dir, "float32"))
+    expected = run(loaded(tiny_model_dir), equal_prompts(8), sampling())
+    assert_same(run(engine, equal_prompts(8), sampling()), expected)

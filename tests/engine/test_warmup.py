@@ -1,0 +1,107 @@
+"""The recipes themselves take half a minute; here they are cut short and their range widened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from echo.engine import warmup
+from echo.engine.warmup import RECIPES, WarmupRecipe, make_warm_model
+from echo.errors import ConfigError, EngineError, StorageError
+from echo.tasks.tokenization import load_tokenizer
+
+SHORT = replace(RECIPES["addition"], num_steps=6, min_pass_rate=0.0, max_pass_rate=1.0)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, SHORT)
+    monkeypatch.setattr(warmup, "NUM_FINAL_PROMPTS", 8)
+    monkeypatch.setattr(warmup, "NUM_PROGRESS_PROMPTS", 4)
+    monkeypatch.setattr(warmup, "PROGRESS_PERIOD", 3)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, recipe: WarmupRecipe) -> None:
+    monkeypatch.setitem(RECIPES, "addition", recipe)
+
+
+def test_progress_is_told_and_the_loss_falls(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, float, float | None]] = []
+    make_warm_model("addition", tmp_path, seed=0, on_progress=lambda *told: seen.append(told))
+    assert [(step, total) for step, total, _, _ in seen] == [(i, 6) for i in range(1, 7)]
+    assert seen[-1][2] < seen[0][2]
+    assert [rate is None for *_, rate in seen] == [True, True, False, False, False, False]
+
+
+def test_the_result_is_a_model_directory_and_is_found_again(tmp_path: Path) -> None:
+    first = make_warm_model("addition", tmp_path, seed=0)
+    assert AutoModelForCausalLM.from_pretrained(first.path).num_parameters() == 100_736
+    assert load_tokenizer(first.path).eos_token == "<eos>"
+
+    def fail(*told: object) -> None:
+        raise AssertionError("trained again")
+
+    assert make_warm_model("addition", tmp_path, seed=0, on_progress=fail) == first
+    assert [path.name for path in tmp_path.iterdir()] == [first.path.name]
+
+
+def test_the_seed_and_the_recipe_are_part_of_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_warm_model("addition", tmp_path, seed=0)
+    assert make_warm_model("addition", tmp_path, seed=1).path != first.path
+    use(monkeypatch, replace(SHORT, learning_rate=1e-3))
+    assert make_warm_model("addition", tmp_path, seed=0).path != first.path
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    paths = [make_warm_model("addition", tmp_path / name, seed=4).path for name in "ab"]
+    first, second = ((path / "model.safetensors").read_bytes() for path in paths)
+    assert first == second
+
+
+@pytest.mark.parametrize(("bounds", "totals"), [((0.9, 1.0), {6, 7, 8}), ((-2.0, -1.0), {6, 5, 4})])
+def test_out_of_range_is_tried_again_with_other_steps_and_then_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bounds: tuple[float, float],
+    totals: set[int],
+) -> None:
+    use(monkeypatch, replace(SHORT, min_pass_rate=bounds[0], max_pass_rate=bounds[1]))
+    seen: set[int] = set()
+    with pytest.raises(EngineError, match=r"did not end in the range.*seed 7.*seed 8.*seed 9"):
+        make_warm_model("addition", tmp_path, seed=7, on_progress=lambda _, n, *__: seen.add(n))
+    assert seen == totals
+    assert not list(tmp_path.iterdir())
+
+
+def test_countdown_has_a_recipe_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "countdown", SHORT)
+    assert make_warm_model("countdown", tmp_path, seed=0).path.name.startswith("countdown-")
+
+
+def test_other_tasks_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'gsm8k'; there is one for addition, countdown.*model"):
+        make_warm_model("gsm8k", tmp_path, seed=0)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file.*could not be written"):
+        make_warm_model("addition", tmp_path / "file" / "cache", seed=0)
+
+
+def test_torch_keeps_its_threads(tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    make_warm_model("addition", tmp_path, seed=0, num_threads=1)
+    assert torch.get_num_threads() == 2
+
+
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    recipe = RECIPES["countdown"]
+    rates = [recipe.learning_rate_at(step, 400) for step in (1, 50, 200, 281, 341, 400)]
+    assert rates == pytest.approx([4e-5, 2e-3, 2e-3, 2e-3, 1e-3, 1.6667e-5], rel=1e-3)
