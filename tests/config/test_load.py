@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echo.config.leaves import leaves
 from echo.config.load import (
@@ -45,6 +48,22 @@ connect = ["tcp://a:7700", "foo"]
 [checkpoint]
 keep_last = 0
 """
+
+
+ANY_VALUE = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.just(10**400),
+        st.floats(allow_nan=False),
+        st.text(max_size=5),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
 
 
 def config_of(table: Mapping[str, object], *overrides: str, role: str | None = None) -> Config:
@@ -228,3 +247,20 @@ def test_a_damaged_resolved_configuration(tmp_path: Path, content: str) -> None:
 def test_it_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config_of({}).run.seed = 3  # type: ignore[misc]
+
+
+@given(st.dictionaries(st.sampled_from(sorted(leaves())), ANY_VALUE, min_size=1, max_size=4))
+def test_no_value_does_anything_but_load_or_be_reported(values: dict[tuple[str, ...], Any]) -> None:
+    table: dict[str, Any] = {}
+    for path, value in values.items():
+        section = table.setdefault(path[0], {}) if len(path) == 2 else table
+        section[path[-1]] = value
+    message = ""
+    try:
+        config, _ = parse_config(table)
+    except ConfigError as error:
+        message = str(error)
+    if message:
+        assert any(".".join(path) in message for path in values)
+    else:
+        assert json.loads(json.dumps(resolved(config))) == resolved(config)
