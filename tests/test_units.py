@@ -56,7 +56,21 @@ def test_sizes(text: object, num_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["fast", "5m", "30", "", "-3s", "9" * 400 + "s", -1, True, None, float("nan"), float("inf"), 10**400, [3]],
+    [
+        "fast",
+        "5m",
+        "30",
+        "",
+        "-3s",
+        "9" * 400 + "s",
+        -1,
+        True,
+        None,
+        float("nan"),
+        float("inf"),
+        10**400,
+        [3],
+    ],
 )
 def test_not_a_duration_says_what_to_write(value: object) -> None:
     with pytest.raises(ValueError, match=r'is not a duration; .*us, ms, s, min, h, d.*"30s"'):
