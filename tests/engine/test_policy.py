@@ -100,6 +100,18 @@ def test_any_causal_lm_scores_as_by_its_own_logits(
     assert all(tensor.grad is not None for tensor in policy.parameters().values())
 
 
+@pytest.mark.parametrize(("gradient_checkpointing", "num_runs"), [(False, 1), (True, 2)])
+def test_checkpointing_runs_the_layers_again_in_the_backward(
+    tiny_model_dir: Path, gradient_checkpointing: bool, num_runs: int
+) -> None:
+    policy = Policy(tiny_model_dir, device=CPU, gradient_checkpointing=gradient_checkpointing)
+    runs: list[int] = []
+    policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    runs.clear()
+    policy.logprobs(make_batch(), inv_temperature=1.0, vocab_chunk=32)[0].sum().backward()
+    assert len(runs) == num_runs
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 def test_the_masters_are_float32(tiny_model_dir: Path, tmp_path: Path, stored: Any) -> None:
     AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=stored).save_pretrained(tmp_path)

@@ -349,6 +349,26 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(make_trainer: Make
     assert all(tensor.isfinite().all() for tensor in trainer.snapshot().values())
 
 
+def test_a_step_that_failed_half_way_leaves_nothing_behind(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(micro_batch_tokens=30)
+    good_loss = trainer._loss
+    calls: list[int] = []
+
+    def failing(inputs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise MemoryError
+        return good_loss(inputs)
+
+    trainer._loss = failing
+    with pytest.raises(MemoryError):
+        trainer.step(make_groups(seed=1))
+    trainer._loss = good_loss
+    undisturbed = make_trainer(micro_batch_tokens=30)
+    assert trainer.step(make_groups()) == undisturbed.step(make_groups())
+    assert equal(trainer.snapshot(), undisturbed.snapshot())
+
+
 # -------------------------------------------------------------------------------------- metrics
 
 
