@@ -45,7 +45,7 @@ class JsonlTask(Task):
             ValueError, TypeError, LookupError: if a column is missing or of the wrong kind; the
                 caller adds file and line.
         """
-        prompt = row.get("prompt", row.get("messages"))
+        prompt = row.get("prompt") or row.get("messages")
         is_chat = isinstance(prompt, list) and all(_is_message(part) for part in prompt)
         if not prompt or not (isinstance(prompt, str) or is_chat):
             raise ValueError(

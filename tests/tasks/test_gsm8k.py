@@ -30,6 +30,9 @@ def reward(reference: str, completion: str) -> float:
         (r"\boxed{12} then \boxed{\text{about } 13}", "13"),
         ("first 3, then 4.5 apples.", "4.5"),
         ("**-17**", "-17"),
+        ("7 - 12 = -5", "-5"),
+        ("between 10-12", "12"),
+        ("half: .5", ".5"),
         ("it costs $1,250.", "1250"),
         ("#### ", None),
         ("ends with 8 ####", "8"),
@@ -46,6 +49,7 @@ def test_the_final_answer_is_found(completion: str, answer: str | None) -> None:
     [
         ("42", "#### 42", 1.0),
         ("42", "#### 42.0", 1.0),
+        ("42", "#### 42%", 1.0),
         ("42", "#### 43", 0.0),
         ("42", "#### -42", 0.0),
         ("42", "42 at first, but #### 43", 0.0),
