@@ -4,6 +4,9 @@ A few hundred supervised steps on a task's own demonstrations, then a measuremen
 prompts. The result depends on the machine's arithmetic, so it is accepted only if its pass rate
 lies in the recipe's range; otherwise another attempt is made with more or fewer steps and the
 next seed. An accepted model is kept under the hash of everything that it was made from.
+
+The task is handed in, as the layers allow no import of tasks here; `Demonstrator` is what of it
+is used, and `echo.tasks.task.GeneratedTask` fits it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +27,7 @@ from blake3 import blake3
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from echo.engine.engine import Request, Sampling
+from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.tiny_model import (
     EOS_ID,
     PAD_ID,
@@ -34,11 +38,6 @@ from echo.engine.tiny_model import (
 )
 from echo.engine.transformers_engine import TransformersEngine
 from echo.errors import ConfigError, EngineError, StorageError
-from echo.tasks.addition import AdditionTask
-from echo.tasks.countdown import CountdownTask
-from echo.tasks.loading import task_digests
-from echo.tasks.task import GeneratedTask
-from echo.tasks.tokenization import decode
 
 IGNORED = -100
 """The label that cross_entropy leaves out."""
@@ -54,8 +53,26 @@ NUM_FINAL_PROMPTS = 512
 PROGRESS_PERIOD = 50
 """Steps between two measurements of the pass rate."""
 
+NUM_HASHED = 256
+"""Demonstrations and held-out examples that stand for the task in a model's hash."""
+
 ProgressCallback = Callable[[int, int, float, float | None], None]
 """Called as (step, total steps, loss, held-out pass rate or None before the first measurement)."""
+
+
+class Demonstrator(Protocol):
+    """What a warm-up needs of a task."""
+
+    max_completion_tokens: int
+
+    def demonstration(self, rng: random.Random) -> tuple[str, str]:
+        """Draw a training prompt and a completion to imitate."""
+
+    def example(self, index: int, *, split: str) -> Any:
+        """Return example `index` of a split, with its `prompt`."""
+
+    def reward(self, example: Any, completion: str) -> float:
+        """Return 1 for a right answer, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +110,6 @@ class WarmModel:
     """The same with the most likely token each time."""
 
 
-TASKS: dict[str, type[GeneratedTask]] = {"addition": AdditionTask, "countdown": CountdownTask}
-
 RECIPES = {
     # Imitation cannot pass .47 here (see echo.tasks.addition); below .28 it has not learned the
     # format, above .45 there is little left to show.
@@ -107,6 +122,7 @@ def make_warm_model(
     task_name: str,
     directory: Path,
     *,
+    task: Demonstrator,
     seed: int,
     on_progress: ProgressCallback | None = None,
     num_threads: int = 1,
@@ -116,6 +132,7 @@ def make_warm_model(
     Args:
         task_name: "addition" or "countdown".
         directory: where models are kept, one sub-directory for each recipe and seed.
+        task: the task of that name, as `load_task` builds it.
         seed: of the weights, the demonstrations and the measurement.
         on_progress: called after every step; not at all if the model is there already.
         num_threads: CPU threads of torch while this runs.
@@ -130,16 +147,16 @@ def make_warm_model(
             f"no warm-up for the task {task_name!r}; there is one for {', '.join(RECIPES)}. For "
             "other tasks set model.name to a model that can already answer"
         )
-    path = directory / f"{task_name}-{_recipe_hash(task_name, seed)}"
+    path = directory / f"{task_name}-{_recipe_hash(task_name, task, seed)}"
     found = _read_result(path)
     if found is not None:
         return found
     with _torch_threads(num_threads):
-        return _make(task_name, path, seed, on_progress)
+        return _make(task_name, task, path, seed, on_progress)
 
 
 def pass_rate(
-    model: Qwen3ForCausalLM, task: GeneratedTask, num_prompts: int, *, greedy: bool, seed: int
+    model: Qwen3ForCausalLM, task: Demonstrator, num_prompts: int, *, greedy: bool, seed: int
 ) -> float:
     """Return the share of the first `num_prompts` held-out prompts that the model answers right."""
     tokenizer = build_tokenizer()
@@ -155,13 +172,19 @@ def pass_rate(
         engine = TransformersEngine(directory)
     engine.load(dict(model.named_parameters()))
     completions = engine.generate(requests, sampling, should_stop=lambda: False)
-    texts = [decode(tokenizer, completion.token_ids, [EOS_ID]) for completion in completions]
+    texts = [_text_of(tokenizer, completion) for completion in completions]
     rewards = [task.reward(example, text) for example, text in zip(examples, texts, strict=True)]
     return sum(rewards) / len(rewards)
 
 
-def _make(task_name: str, path: Path, seed: int, on_progress: ProgressCallback | None) -> WarmModel:
-    recipe, task = RECIPES[task_name], TASKS[task_name]()
+def _make(
+    task_name: str,
+    task: Demonstrator,
+    path: Path,
+    seed: int,
+    on_progress: ProgressCallback | None,
+) -> WarmModel:
+    recipe = RECIPES[task_name]
     num_steps = recipe.num_steps
     rates = []
     for attempt in range(MAX_ATTEMPTS):
@@ -180,7 +203,7 @@ def _make(task_name: str, path: Path, seed: int, on_progress: ProgressCallback |
 
 
 def _train(
-    task: GeneratedTask,
+    task: Demonstrator,
     recipe: WarmupRecipe,
     num_steps: int,
     seed: int,
@@ -210,7 +233,7 @@ def _train(
 
 
 def _demonstrations(
-    task: GeneratedTask, tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int
+    task: Demonstrator, tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and labels [batch_size, longest]; prompts and padding carry no label."""
     pairs = [task.demonstration(rng) for _ in range(batch_size)]
@@ -225,11 +248,20 @@ def _demonstrations(
     return ids, labels
 
 
-def _recipe_hash(task_name: str, seed: int) -> str:
+def _text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
+    """Return the text of a completion without its <eos>, which can only be the last token."""
+    ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _recipe_hash(task_name: str, task: Demonstrator, seed: int) -> str:
+    """Hash what a model is made from; the task by what it shows and asks, not by its source."""
+    rng = random.Random(seed)
     made_from = {
         "recipe": asdict(RECIPES[task_name]),
         "seed": seed,
-        "task": task_digests(TASKS[task_name]())["task_source"],
+        "demonstrations": [task.demonstration(rng) for _ in range(NUM_HASHED)],
+        "heldout": [task.example(i, split="heldout").prompt for i in range(NUM_HASHED)],
         "config": build_config().to_diff_dict(),
         "code": Path(__file__).read_text(encoding="utf-8"),
     }

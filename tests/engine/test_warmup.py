@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from echo.engine import warmup
-from echo.engine.warmup import RECIPES, WarmupRecipe, make_warm_model
+from echo.engine.warmup import RECIPES, WarmModel, WarmupRecipe
 from echo.errors import ConfigError, EngineError, StorageError
+from echo.tasks.addition import AdditionTask
+from echo.tasks.countdown import CountdownTask
 from echo.tasks.tokenization import load_tokenizer
+
+pytestmark = pytest.mark.slow
 
 SHORT = replace(RECIPES["addition"], num_steps=6, min_pass_rate=0.0, max_pass_rate=1.0)
 
@@ -23,6 +29,10 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "NUM_FINAL_PROMPTS", 8)
     monkeypatch.setattr(warmup, "NUM_PROGRESS_PROMPTS", 4)
     monkeypatch.setattr(warmup, "PROGRESS_PERIOD", 3)
+
+
+def make_warm_model(name: str, directory: Path, **settings: Any) -> WarmModel:
+    return warmup.make_warm_model(name, directory, **{"task": AdditionTask(), **settings})
 
 
 def use(monkeypatch: pytest.MonkeyPatch, recipe: WarmupRecipe) -> None:
@@ -58,6 +68,17 @@ def test_the_seed_and_the_recipe_are_part_of_the_name(
     assert make_warm_model("addition", tmp_path, seed=0).path != first.path
 
 
+class Reversed(AdditionTask):
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        prompt, demonstration = super().draw(rng)
+        return prompt, demonstration[::-1]
+
+
+def test_the_demonstrations_are_part_of_the_name(tmp_path: Path) -> None:
+    first = make_warm_model("addition", tmp_path, seed=0)
+    assert make_warm_model("addition", tmp_path, seed=0, task=Reversed()).path != first.path
+
+
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     paths = [make_warm_model("addition", tmp_path / name, seed=4).path for name in "ab"]
     first, second = ((path / "model.safetensors").read_bytes() for path in paths)
@@ -81,7 +102,9 @@ def test_out_of_range_is_tried_again_with_other_steps_and_then_refused(
 
 def test_countdown_has_a_recipe_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "countdown", SHORT)
-    assert make_warm_model("countdown", tmp_path, seed=0).path.name.startswith("countdown-")
+    assert make_warm_model(
+        "countdown", tmp_path, task=CountdownTask(), seed=0
+    ).path.name.startswith("countdown-")
 
 
 def test_other_tasks_are_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -91,7 +114,7 @@ def test_other_tasks_are_refused_with_the_remedy(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file.*could not be written"):
+    with pytest.raises(StorageError, match=r"file.*could not be written"):
         make_warm_model("addition", tmp_path / "file" / "cache", seed=0)
 
 
