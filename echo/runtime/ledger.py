@@ -32,13 +32,14 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from echo.errors import RemoteProtocolError, StorageError
 from echo.protocol.codec import Frame, decode_group
-from echo.rollout import Group, Lineage, PolicyVersion
+from echo.rollout import Group, Lineage, PolicyVersion, is_surviving
 
 SPOOL_FILE_BYTES = 64 << 20
 """Size at which a new spool file is begun; small enough to be freed soon."""
@@ -61,12 +62,17 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             offset += len(line)
             try:
                 record = json.loads(line)
-            except ValueError as error:
-                raise StorageError(
-                    f"{path}: line {number} is damaged ({error}); restore the file from a copy, or "
-                    "start a new run from the last checkpoint with --init-from"
-                ) from error
+                record["kind"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise _damaged(path, f"line {number}", error) from error
             yield offset, record
+
+
+def _damaged(path: Path, where: str, error: Exception) -> StorageError:
+    return StorageError(
+        f"{path}: {where} is damaged ({error!r}); restore the file from a copy, or start a new run "
+        "from the last checkpoint with --init-from"
+    )
 
 
 @dataclass(slots=True)
@@ -82,8 +88,55 @@ class History:
     waiting: dict[int, SpoolPlace] = field(default_factory=dict)
     """Accepted groups without an end: where they lie."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
-    num_published: int = 0
-    end_offset: int = 0
+
+
+class _Reader:
+    """A ledger's records, sorted by what they mean for a restart."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.lineages: list[Lineage] = []
+        self.accepted: dict[int, SpoolPlace] = {}
+        self.discarded: set[int] = set()
+        self.trained: list[tuple[PolicyVersion, list[int], dict[str, int]]] = []
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Note one record; an unknown kind, as of a later release, means nothing here."""
+        match record["kind"]:
+            case "lineage":
+                self.lineages.append(Lineage(record["lineage"], record["fork_step"]))
+            case "granted":
+                history, group_id, attempt = self.history, record["group"], record["attempt"]
+                history.granted[group_id] = max(history.granted.get(group_id, 0), attempt + 1)
+                history.next_group_id = max(history.next_group_id, group_id + 1)
+            case "accepted":
+                file_name, offset, length = record["spool"]
+                self.accepted[record["group"]] = (file_name, offset, length)
+            case "discarded":
+                self.discarded.add(record["group"])
+            case "trained":
+                version = PolicyVersion(record["lineage"], record["step"])
+                self.trained.append((version, record["groups"], record["staleness"]))
+
+    def resume_from(self, step: int) -> History:
+        """Return what is left to do after going back to the checkpoint of `step`."""
+        history = self.history
+        # The new lineage forks off at the checkpoint, so later steps of its own are void as well.
+        newest = self.lineages[-1].lineage if self.lineages else 0
+        forks = [*self.lineages, Lineage(newest + 1, step)]
+        trained: set[int] = set()
+        tokens = history.staleness_tokens
+        for version, groups, staleness in self.trained:
+            if is_surviving(version, forks):
+                trained.update(groups)
+                for lag, num_tokens in staleness.items():
+                    tokens[int(lag)] = tokens.get(int(lag), 0) + num_tokens
+        ended = trained | self.discarded
+        history.lineages = tuple(self.lineages)
+        history.waiting = {g: place for g, place in self.accepted.items() if g not in ended}
+        history.settled = self.accepted.keys() | self.discarded
+        history.granted = {g: n for g, n in history.granted.items() if g not in history.settled}
+        return history
 
 
 def read_history(path: Path, *, lineage: int, step: int) -> History:
@@ -93,46 +146,24 @@ def read_history(path: Path, *, lineage: int, step: int) -> History:
         path: the ledger.
         lineage: lineage of the checkpoint.
         step: its step; trained records after it are void.
+
+    Raises:
+        StorageError: if the ledger is damaged, or a later lineage has abandoned the checkpoint.
     """
-    history = History()
-    lineages: list[Lineage] = []
-    accepted: dict[int, SpoolPlace] = {}
-    trained: list[tuple[int, int, list[int], dict[str, int]]] = []
+    reader = _Reader()
     for end_offset, record in read_records(path):
-        history.end_offset = end_offset
-        match record["kind"]:
-            case "lineage":
-                lineages.append(Lineage(record["lineage"], record["fork_step"]))
-            case "granted":
-                group_id, attempt = record["group"], record["attempt"]
-                history.granted[group_id] = max(history.granted.get(group_id, 0), attempt + 1)
-                history.next_group_id = max(history.next_group_id, group_id + 1)
-            case "accepted":
-                file_name, offset, length = record["spool"]
-                accepted[record["group"]] = (file_name, offset, length)
-            case "discarded":
-                history.settled.add(record["group"])
-            case "trained":
-                trained.append(
-                    (record["lineage"], record["step"], record["groups"], record["staleness"])
-                )
-            case "published":
-                history.num_published += 1
-    discarded = set(history.settled)
-    # The new lineage forks off at the checkpoint, so later steps of its own are void as well.
-    forks = [*lineages, Lineage((lineages[-1].lineage if lineages else 0) + 1, step)]
-    ended: set[int] = set()
-    for made_in, made_step, groups, staleness in trained:
-        if all(made_step <= fork.fork_step for fork in forks if fork.lineage > made_in):
-            ended.update(groups)
-            for lag, num_tokens in staleness.items():
-                tokens = history.staleness_tokens
-                tokens[int(lag)] = tokens.get(int(lag), 0) + num_tokens
-    history.lineages = tuple(lineages)
-    history.waiting = {g: p for g, p in accepted.items() if g not in ended and g not in discarded}
-    history.settled |= accepted.keys()
-    history.granted = {g: n for g, n in history.granted.items() if g not in history.settled}
-    return history
+        try:
+            reader.take(record)
+        except (ValueError, TypeError, KeyError) as error:
+            where = f"the {record['kind']!r} record that ends at byte {end_offset}"
+            raise _damaged(path, where, error) from error
+    if not is_surviving(PolicyVersion(lineage, step), reader.lineages):
+        raise StorageError(
+            f"the checkpoint of step {step} in lineage {lineage} is not on the run's history any "
+            "more: the run was resumed from an earlier one since. Delete it so that the newest of "
+            "the others is taken, or start a new run from it with --init-from"
+        )
+    return reader.resume_from(step)
 
 
 class Ledger:
@@ -156,6 +187,7 @@ class Ledger:
                 *_, end_offset = [0, *(offset for offset, _ in read_records(self.path))]
                 os.truncate(self.path, end_offset)
             self._file: BinaryIO = self.path.open("ab", buffering=0)
+            _sync_directory(run_dir)
         except OSError as error:
             raise StorageError(f"cannot open the journal in {run_dir}: {error}") from error
         spool_files = list(self.spool_dir.glob("*.bin"))
@@ -181,14 +213,19 @@ class Ledger:
             raise StorageError(f"cannot write the journal {self.path}: {error}") from error
 
     def _write(self, file: BinaryIO, data: bytes, what: str) -> None:
+        start = file.tell()
         view = memoryview(data)
         try:
             while view:
                 view = view[file.write(view) :]
         except OSError as error:
+            # Half a record in the middle of a file would be damage; at its end it can be cut off.
+            with suppress(OSError):
+                file.truncate(start)
+                file.seek(start)
             raise StorageError(
-                f"cannot write {what} in {self.path.parent}: {error}; free disk space, then continue "
-                "the run with --resume"
+                f"cannot write {what} in {self.path.parent}: {error}; free disk space, then "
+                "continue the run with --resume"
             ) from error
 
     # --- groups ----------------------------------------------------------------------------------
@@ -233,6 +270,7 @@ class Ledger:
         try:
             path = self.spool_dir / f"{self._spool_number:06d}.bin"
             self._spool = path.open("ab", buffering=0)
+            _sync_directory(self.spool_dir)
         except OSError as error:
             raise StorageError(f"cannot begin a spool file in {self.spool_dir}: {error}") from error
 
@@ -328,3 +366,12 @@ class Ledger:
         self._file.close()
         if self._spool is not None:
             self._spool.close()
+
+
+def _sync_directory(path: Path) -> None:
+    """Force the names of new files onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -77,6 +77,10 @@ class Task(abc.ABC):
     def reward(self, example: Example, completion: str) -> float:
         """Return what `completion` is worth as an answer to `example`: a finite number."""
 
+    def num_examples(self, *, split: str) -> int | None:
+        """Return how many examples a split has; None if they are made without end."""
+        return None
+
     def dataset_files(self) -> list[Path]:
         """Return the files that examples are read from; their hash identifies the dataset."""
         return []

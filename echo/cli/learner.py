@@ -1,0 +1,93 @@
+"""The learner's command: the node, its metrics and its live view, and the summary at the end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from echo.cli.node import run_loop, run_node
+from echo.cli.output import make_log
+from echo.config.load import resolved
+from echo.config.schema import Config
+from echo.metrics import Snapshot
+from echo.runtime.learner_setup import build_learner
+from echo.ui.live import LiveView
+from echo.ui.plots import learning_curve
+from echo.ui.sinks import MetricsWriter
+from echo.ui.summary import as_text, summarise
+
+MAX_NOTICES = 6
+"""Log lines shown in the live view."""
+
+
+class NoticeBoard(logging.Handler):
+    """Keeps the newest log lines for the live view."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a line."""
+        self.lines = [*self.lines, self.format(record)][-MAX_NOTICES:]
+
+
+def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
+    """Run the learner with its display; return the exit code."""
+    run_dir = config.run_dir
+    board = NoticeBoard()
+    board.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    log = make_log("learner", to_file=run_dir / "logs" / "learner.log", to_terminal=False)
+    log.addHandler(board)
+    console = Console(stderr=True)
+    section = config.metrics
+    with (
+        MetricsWriter(
+            run_dir,
+            tensorboard=section.tensorboard,
+            wandb=section.wandb,
+            wandb_project=section.wandb_project,
+            config=resolved(config),
+        ) as metrics,
+        LiveView(console, config.ui.refresh_per_s, mode=config.ui.live) as view,
+    ):
+        code = run_loop(
+            _run(config, resume=resume, metrics=metrics, show=_show_on(view, board), log=log), log
+        )
+    if code:
+        print(f"error: {board.lines[-1] if board.lines else 'see the log'}", file=sys.stderr)
+        print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
+        return code
+    if has_report and (run_dir / "final").exists():
+        report(run_dir, console)
+    return 0
+
+
+def _show_on(view: LiveView, board: NoticeBoard) -> Callable[[Snapshot], None]:
+    return lambda snapshot: view.update(replace(snapshot, notices=tuple(board.lines)))
+
+
+async def _run(
+    config: Config,
+    *,
+    resume: bool,
+    metrics: MetricsWriter,
+    show: Callable[[Snapshot], None],
+    log: logging.Logger,
+) -> str:
+    node = build_learner(config, resume=resume, write_metrics=metrics.write, show=show, log=log)
+    return await run_node(node)
+
+
+def report(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:
+    """Draw the learning curve and print the summary of a run."""
+    learning_curve(run_dir, run_dir / "learning_curve.png")
+    text = as_text(summarise(run_dir, commands=commands), width=min(console.width, 110))
+    console.file.write(text + "\n")
+    (run_dir / "summary.txt").write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,190 @@
+"""`echo-node --role learner|worker|relay --config FILE`: one node, on a laptop or ten machines."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from echo import __version__
+from echo.cli.dry_run import dry_run
+from echo.cli.output import exit_code, fail, make_log
+from echo.config.describe import schema_help
+from echo.config.diff import diff_configs
+from echo.config.load import load_config, load_resolved
+from echo.config.schema import ROLES, Config
+from echo.errors import ConfigError, EchoError
+from echo.runtime import links
+from echo.runtime.node import Node
+
+INTERRUPTED = 130
+"""Exit code after a second Ctrl-C, as shells use it."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; every setting lives in the configuration."""
+    parser = argparse.ArgumentParser(
+        prog="echo-node",
+        description="Run one node of a run: the learner, a worker or a relay.",
+        epilog="The keys of the configuration: echo-node --role ROLE --help-config",
+    )
+    parser.add_argument("--role", choices=ROLES, required=True, help="what this node does")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, the same for all roles")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one key of the configuration; may be repeated",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would start, its memory budget and every setting, then stop",
+    )
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in its directory from the newest checkpoint (learner)",
+    )
+    start.add_argument(
+        "--init-from",
+        metavar="DIR",
+        help="start a new run from the weights in this Hugging Face directory (learner)",
+    )
+    parser.add_argument(
+        "--yes", action="store_true", help="with --resume: accept changes that are not safe"
+    )
+    parser.add_argument(
+        "--no-report", action="store_true", help="leave out the summary at the end (learner)"
+    )
+    parser.add_argument("--help-config", action="store_true", help="print every configuration key")
+    parser.add_argument("--version", action="version", version=f"echo-rl {__version__}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    if arguments.help_config:
+        print(schema_help(arguments.role))
+        return 0
+    try:
+        config = read_config(arguments)
+        if arguments.dry_run:
+            print(dry_run(config, arguments.role))
+            return 0
+        return run_role(
+            config, arguments.role, resume=arguments.resume, has_report=not arguments.no_report
+        )
+    except EchoError as error:
+        return fail(error)
+
+
+def read_config(arguments: argparse.Namespace) -> Config:
+    """Return the configuration that the arguments ask for, printing notices.
+
+    Raises:
+        ConfigError: listing everything that is wrong.
+    """
+    role, overrides = arguments.role, list(arguments.set)
+    if role != "learner" and (arguments.resume or arguments.init_from):
+        option = "--resume" if arguments.resume else "--init-from"
+        raise ConfigError(f"{option} is for the learner; a {role} joins whatever the learner runs")
+    if arguments.init_from:
+        overrides.append(f"learner.init_from={arguments.init_from}")
+    if arguments.config is None:
+        raise ConfigError("--config FILE is missing; configs/quickstart.toml is one to start from")
+    config, notices = load_config(arguments.config, overrides, role)
+    for notice in notices:
+        print(f"notice: {notice}", file=sys.stderr)
+    if arguments.resume:
+        _check_changes(config, accept_unsafe=arguments.yes)
+    return config
+
+
+def _check_changes(config: Config, *, accept_unsafe: bool) -> None:
+    """Print what differs from the run being resumed; refuse what is not safe."""
+    path = config.run_dir / "config.json"
+    if not path.exists():
+        raise ConfigError(f"nothing to resume: {path} does not exist")
+    changes = diff_configs(load_resolved(path, role="learner"), config)
+    for change in changes:
+        label = "safe  " if change.is_safe else "UNSAFE"
+        print(
+            f"{label} {change.key}: {change.old} -> {change.new}  ({change.why})", file=sys.stderr
+        )
+    unsafe = [change.key for change in changes if not change.is_safe]
+    if unsafe and not accept_unsafe:
+        raise ConfigError(
+            f"the change of {', '.join(unsafe)} is not safe for this run; leave it as it was, "
+            "start a new run with --init-from, or insist with --yes"
+        )
+
+
+def run_role(config: Config, role: str, *, resume: bool = False, has_report: bool = True) -> int:
+    """Run one node until it ends; return the exit code."""
+    if role == "learner":
+        # Imported here: a relay's machine has no torch.
+        from echo.cli.learner import run_learner
+
+        return run_learner(config, resume=resume, has_report=has_report)
+    section = config.relay if role == "relay" else config.worker
+    name = links.node_name(role, section.name)
+    config = config.model_copy(update={role: section.model_copy(update={"name": name})})
+    log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
+    return run_loop(_run_dialing(config, role, log), log)
+
+
+async def _run_dialing(config: Config, role: str, log: logging.Logger) -> str:
+    node: Node
+    if role == "relay":
+        from echo.runtime.relay_setup import build_relay
+
+        node = build_relay(config, log=log)
+    else:
+        from echo.runtime.worker_setup import build_worker
+
+        node = build_worker(config, log=log)
+    return await run_node(node)
+
+
+async def run_node(node: Node) -> str:
+    """Run a node with Ctrl-C and SIGTERM handled: the first drains, the second ends at once."""
+    num_signals = 0
+
+    def on_signal() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1:
+            os._exit(INTERRUPTED)
+        node.interrupt()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    return await node.run()
+
+
+def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:
+    """Run a node's coroutine on uvloop; log how it ends and return the exit code."""
+    import uvloop
+
+    try:
+        reason = uvloop.run(main_coroutine)
+    except EchoError as error:
+        log.error("%s", error)  # noqa: TRY400 - the message is for the user, the trace is not
+        return exit_code(error)
+    log.info("ended: %s", reason)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""What a command prints and how it ends: one place for logs, errors and exit codes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from echo.errors import ConfigError, DataError, EchoError, RefusedError, TransportError
+
+EXIT_CODES: dict[type[EchoError], int] = {
+    ConfigError: 2,
+    DataError: 3,
+    TransportError: 4,
+    RefusedError: 5,
+}
+"""Exit code by error; 1 for any other, 130 after a second Ctrl-C."""
+
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+
+
+def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
+    """Return a node's log: into a file, onto standard error, or both."""
+    log = logging.getLogger(f"echo.{name}")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    handlers: list[logging.Handler] = []
+    if to_file is not None:
+        to_file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(to_file, encoding="utf-8"))
+    if to_terminal:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
+        log.addHandler(handler)
+    return log
+
+
+def fail(error: EchoError) -> int:
+    """Print an error for the user and return its exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return exit_code(error)
+
+
+def exit_code(error: EchoError) -> int:
+    """Return the exit code of an error."""
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)

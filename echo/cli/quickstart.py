@@ -1,0 +1,252 @@
+"""`echo-quickstart`: one learner, one relay and two workers train a small model on this machine.
+
+The four nodes are ordinary `echo-node` processes, joined by nothing but sockets on loopback; this
+command makes the model they start from, starts them, and prints what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from echo.cli.output import fail
+from echo.config.load import load_config
+from echo.config.schema import Config
+from echo.errors import ConfigError, EchoError
+from echo.tasks.addition import AdditionTask
+from echo.tasks.countdown import CountdownTask
+from echo.tasks.task import GeneratedTask
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TASKS: dict[str, type[GeneratedTask]] = {"addition": AdditionTask, "countdown": CountdownTask}
+CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
+GRACE_S = 15.0
+"""Seconds for workers and relay to hear that the run is over before they are told to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProcess:
+    """One node that was started here."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="echo-quickstart", description=__doc__)
+    parser.add_argument("--task", choices=CONFIGS, default="addition", help="what to learn")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one key of the configuration; may be repeated",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the quickstart and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    console = Console(stderr=True)
+    try:
+        if arguments.workers < 1:
+            raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
+        config_path = find_config(CONFIGS[arguments.task])
+        model = make_model(arguments.task, console)
+        overrides = [f"model.name={model}", f"run.seed={arguments.seed}", *arguments.set]
+        config, _ = load_config(config_path, overrides, "learner")
+        overrides += free_settings(config)
+        config, _ = load_config(config_path, overrides, "learner")
+        return run_nodes(config_path, config, overrides, arguments, console)
+    except EchoError as error:
+        return fail(error)
+
+
+def find_config(name: str) -> Path:
+    """Return one of the configurations that come with the repository."""
+    for directory in (Path.cwd() / "configs", REPOSITORY / "configs"):
+        if (directory / name).exists():
+            return directory / name
+    raise ConfigError(f"configs/{name} not found; run this command in a clone of the repository")
+
+
+def make_model(name: str, console: Console) -> Path:
+    """Return the warmed-up small model of a task, making it the first time."""
+    from echo.engine.warmup import make_warm_model
+
+    columns = (
+        TextColumn("[bold]making the small model[/] (once)"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} steps, {task.description}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        job = bar.add_task("starting", total=None)
+
+        def show(step: int, total: int, loss: float, pass_rate: float | None) -> None:
+            rate = "" if pass_rate is None else f", pass rate {pass_rate:.2f}"
+            bar.update(job, completed=step, total=total, description=f"loss {loss:.2f}{rate}")
+
+        model = make_warm_model(
+            name,
+            Path("build") / "models",
+            task=TASKS[name](),
+            seed=0,
+            on_progress=show,
+            num_threads=os.cpu_count() or 1,
+        )
+    console.print(
+        f"start: {model.path} answers {model.pass_rate_sampled:.0%} of held-out prompts right "
+        f"(sampled), {model.pass_rate_greedy:.0%} greedily"
+    )
+    return model.path
+
+
+def free_settings(config: Config) -> list[str]:
+    """Return overrides for a run name and for ports that are not taken on this machine."""
+    overrides = []
+    name, number = config.run.name, 1
+    while (Path(config.run.dir) / name).exists():
+        number += 1
+        name = f"{config.run.name}-{number}"
+    overrides.append(f"run.name={name}")
+    learner, relay = _port_of(config.learner.listen), _port_of(config.relay.listen)
+    with socket.socket() as first, socket.socket() as second:
+        try:
+            first.bind(("127.0.0.1", learner))
+            second.bind(("127.0.0.1", relay))
+        except OSError:
+            first.close()
+            second.close()
+            learner, relay = _free_ports()
+    up, down = f"tcp://127.0.0.1:{learner}", f"tcp://127.0.0.1:{relay}"
+    return [
+        *overrides,
+        f"learner.listen={up}",
+        f'relay.connect=["{up}"]',
+        f"relay.listen={down}",
+        f'worker.connect=["{down}", "{up}"]',
+    ]
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
+
+
+def run_nodes(
+    config_path: Path,
+    config: Config,
+    overrides: Sequence[str],
+    arguments: argparse.Namespace,
+    console: Console,
+) -> int:
+    """Start the four processes, wait for the learner, and print the summary."""
+    # Imported here so that a wrong argument is refused without loading torch.
+    from echo.cli.learner import report
+
+    nodes = []
+    try:
+        learner = start_node("learner", "learner", config_path, overrides, quiet=False)
+        nodes.append(start_node("relay", "relay", config_path, [*overrides, "relay.name=relay"]))
+        for number in range(1, arguments.workers + 1):
+            name = f"w{number}"
+            own = [*overrides, f"worker.name={name}"]
+            nodes.append(start_node(name, "worker", config_path, own))
+        code = wait_for(learner, nodes, console)
+    finally:
+        stop(nodes)
+    run_dir = config.run_dir
+    if code:
+        console.print(f"[red]the learner ended with code {code}[/]; its log: {run_dir}/logs")
+        return code
+    if not (run_dir / "final").exists():
+        command = f"bin/echo-node --role learner --config {config_path} --resume"
+        sets = " ".join(f"--set '{item}'" for item in overrides)
+        console.print(f"stopped before the end; to continue: {command} {sets}")
+        return 0
+    report(run_dir, console, commands=next_commands(arguments.task))
+    return 0
+
+
+def next_commands(task: str) -> list[str]:
+    """Return three things to try after this."""
+    other = "countdown" if task == "addition" else "addition"
+    return [
+        f"bin/echo-quickstart --task {task} --set sync.max_staleness=0   # on-policy, to compare",
+        f"bin/echo-quickstart --task {other}   # another task",
+        f"bin/echo-node --role learner --config configs/{CONFIGS[task]} --dry-run   # all settings",
+    ]
+
+
+def start_node(
+    name: str, role: str, config_path: Path, overrides: Sequence[str], *, quiet: bool = True
+) -> NodeProcess:
+    """Start one node; all but the learner write to their log files only."""
+    command = [sys.executable, "-m", "echo.cli.node", "--role", role, "--config", str(config_path)]
+    command += [part for item in overrides for part in ("--set", item)]
+    if role == "learner":
+        command.append("--no-report")
+    output = subprocess.DEVNULL if quiet else None
+    # A session of its own: Ctrl-C in the terminal reaches the learner, which drains, and not the
+    # workers that it drains into; they are told when it has ended.
+    process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=quiet)
+    return NodeProcess(name, process)
+
+
+def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:
+    """Wait for the learner to end; Ctrl-C goes to it, not to us."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reported = set()
+    try:
+        while (code := learner.process.poll()) is None:
+            for node in nodes:
+                ended = node.process.poll()
+                if ended and node.name not in reported:
+                    reported.add(node.name)
+                    console.print(f"[yellow]{node.name} ended with code {ended}; see its log[/]")
+            time.sleep(0.1)
+        return code
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def stop(nodes: Sequence[NodeProcess]) -> None:
+    """Let the nodes end by themselves, then ask them, then insist."""
+    give_up_at = time.monotonic() + GRACE_S
+    for node in nodes:
+        try:
+            node.process.wait(timeout=max(0.1, give_up_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            node.process.terminate()
+    for node in nodes:
+        try:
+            node.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            node.process.kill()
+            node.process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Held-out pass rates of one published version, sampled and greedy.
+
+The evaluation has its own engine and thread, so training goes on; it is pinned to the version whose
+weights it was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from echo.engine.engine import Engine, Request, Sampling
+from echo.rollout import PolicyVersion
+from echo.tasks.scoring import RewardError, score
+from echo.tasks.task import Example, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Mean rewards over the held-out prompts."""
+
+    version: PolicyVersion
+    sampled: float
+    """At the run's sampling temperature."""
+    greedy: float
+    num_reward_errors: int
+    """Completions whose reward failed; each counts as 0."""
+
+    def metrics(self, task_name: str) -> dict[str, float]:
+        """Return the row for metrics.jsonl."""
+        return {
+            f"eval/{task_name}/pass@1": self.sampled,
+            f"eval/{task_name}/greedy": self.greedy,
+            "eval/version": self.version.step,
+            "eval/reward_errors": self.num_reward_errors,
+        }
+
+
+class Evaluator:
+    """Scores versions on a fixed set of held-out prompts."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        *,
+        prompts: Sequence[tuple[Example, list[int]]],
+        decode: Callable[[Sequence[int]], str],
+        sampling: Sampling,
+        reward_timeout_s: float,
+        seed: int,
+    ) -> None:
+        """Take engine, task and the held-out prompts with their token ids."""
+        self._engine = engine
+        self._task = task
+        self._prompts = prompts
+        self._decode = decode
+        self._sampling = sampling
+        self._reward_timeout_s = reward_timeout_s
+        self._seed = seed
+
+    def evaluate(
+        self,
+        version: PolicyVersion,
+        tensors: Mapping[str, Tensor],
+        *,
+        should_stop: Callable[[], bool],
+    ) -> EvalResult | None:
+        """Return the pass rates of a version, or None if told to stop."""
+        self._engine.load(tensors)
+        rates, num_errors = [], 0
+        for is_greedy in (False, True):
+            sampling = replace(self._sampling, greedy=is_greedy)
+            requests = [
+                Request(
+                    request_id=f"eval.{index}",
+                    prompt_ids=np.array(token_ids, dtype=np.int32),
+                    seed=self._seed * 1_000_003 + index,
+                )
+                for index, (_, token_ids) in enumerate(self._prompts)
+            ]
+            completions = self._engine.generate(requests, sampling, should_stop=should_stop)
+            if should_stop():
+                return None
+            rewards = []
+            for (example, _), completion in zip(self._prompts, completions, strict=True):
+                text = self._decode(completion.token_ids.tolist())
+                try:
+                    rewards.append(score(self._task, example, text, self._reward_timeout_s))
+                except RewardError:
+                    num_errors += 1
+                    rewards.append(0.0)
+            rates.append(float(np.mean(rewards)))
+        return EvalResult(
+            version=version, sampled=rates[0], greedy=rates[1], num_reward_errors=num_errors
+        )
+
+
+class Evaluations:
+    """Which versions are evaluated, one at a time, without making the training wait.
+
+    The last version always is; of the others one is skipped if the evaluation before still runs.
+    """
+
+    def __init__(self, evaluator: Evaluator, *, interval_steps: int, max_steps: int) -> None:
+        """Take the evaluator and the steps between evaluations, at least 1."""
+        self.evaluate = evaluator.evaluate
+        self.num_skipped = 0
+        self._interval_steps = interval_steps
+        self._max_steps = max_steps
+        self._task: asyncio.Task[None] | None = None
+
+    async def is_due(self, version: PolicyVersion) -> bool:
+        """Return whether to evaluate this version now."""
+        if version.step >= self._max_steps:
+            await self.wait()
+            return True
+        if version.step % self._interval_steps:
+            return False
+        if self._task is not None and not self._task.done():
+            self.num_skipped += 1
+            return False
+        return True
+
+    def started(self, task: asyncio.Task[None]) -> None:
+        """Note the evaluation that now runs beside the training."""
+        self._task = task
+
+    async def wait(self) -> None:
+        """Wait for the evaluation that runs, if one does."""
+        if self._task is not None:
+            await self._task

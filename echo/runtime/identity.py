@@ -1,0 +1,57 @@
+"""Who a run is: its id and the key that signs its versions, kept in the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from echo.errors import StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A run's id and signing key."""
+
+    run_id: str
+    key: Ed25519PrivateKey
+
+    @property
+    def public_key(self) -> bytes:
+        """The raw public key, 32 bytes."""
+        return self.key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+
+
+def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
+    """Return the identity of the run in `run_dir`, making one for a new run.
+
+    Raises:
+        StorageError: if the files cannot be read or written.
+    """
+    id_path, key_path = run_dir / "run.json", run_dir / "keys" / "learner.key"
+    try:
+        if id_path.exists():
+            run_id = str(json.loads(id_path.read_text())["run_id"])
+            return Identity(run_id, Ed25519PrivateKey.from_private_bytes(key_path.read_bytes()))
+        key = Ed25519PrivateKey.generate()
+        run_id = f"{run_name}-{secrets.token_hex(4)}"
+        key_path.parent.mkdir(parents=True, exist_ok=True)
+        raw = key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+        descriptor = os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(raw)
+        id_path.write_text(json.dumps({"run_id": run_id}))
+    except (OSError, ValueError, KeyError, UnsupportedAlgorithm) as error:
+        raise StorageError(f"cannot read or make the identity of {run_dir}: {error}") from error
+    return Identity(run_id, key)

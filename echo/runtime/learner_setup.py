@@ -1,0 +1,330 @@
+"""From the configuration to a learner, at the start of a run or after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from echo.algo.losses import make_loss
+from echo.buffer import StalenessBuffer
+from echo.config.inherit import inherited_settings
+from echo.config.load import save_resolved
+from echo.config.schema import Config
+from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.engine.transformers_engine import TransformersEngine
+from echo.engine.weights import (
+    load_directory,
+    resolve_model,
+    save_hf,
+    tensors_from_image,
+    torch_dtype,
+)
+from echo.errors import ConfigError
+from echo.metrics import Snapshot
+from echo.protocol.learner_session import LearnerSession, LearnerSettings
+from echo.protocol.leases import LeaseBook
+from echo.protocol.manifest import Manifest
+from echo.protocol.messages import LEARNER_ID
+from echo.runtime import links
+from echo.runtime.evaluation import Evaluations, Evaluator
+from echo.runtime.faults import Faults
+from echo.runtime.identity import Identity, load_or_create_identity
+from echo.runtime.learner import LearnerNode, LearnerPlan
+from echo.runtime.ledger import Ledger
+from echo.runtime.progress import Progress
+from echo.runtime.prompts import PromptSource
+from echo.runtime.publication import PublishPace, make_publication
+from echo.runtime.recovery import StartingPoint, begin, recover
+from echo.runtime.worker_setup import (
+    context_window,
+    make_sampling,
+    model_digest,
+    model_digests,
+    pick_device,
+)
+from echo.tasks import tokenization
+from echo.tasks.loading import load_task, task_digests
+from echo.tasks.task import Example, Task
+
+LOST_WORKER = "(before the restart)"
+"""Holder of leases that were out when the learner died, until their worker claims them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The data plane of a run: task, tokenizer and prompts."""
+
+    task: Task
+    prompts: PromptSource
+    decode: Callable[[Sequence[int]], str]
+    stop_ids: list[int]
+    digests: dict[str, str]
+
+
+def build_learner(
+    config: Config,
+    *,
+    resume: bool,
+    write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
+    show: Callable[[Snapshot], None],
+    log: logging.Logger,
+) -> LearnerNode:
+    """Return a learner that is ready to run; call inside the event loop.
+
+    Args:
+        config: the whole configuration.
+        resume: continue the run in the run directory, in a new lineage.
+        write_metrics: appends one row of metrics.
+        show: draws a snapshot.
+        log: where to tell what happens.
+
+    Raises:
+        EchoError: if something is missing or does not fit; the message is for the user.
+    """
+    model_dir = resolve_model(
+        config.model.name or "", config.model.revision, config.model.cache_dir
+    )
+    data = load_data(config, model_dir)
+    run_dir = config.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    identity = load_or_create_identity(run_dir, run_name=config.run.name)
+    ledger = Ledger(run_dir, spool_bytes=config.limits.spool_bytes)
+    if resume:
+        start = recover(ledger, run_id=identity.run_id, max_staleness=config.sync.max_staleness)
+        log.info(
+            "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
+            start.step, start.lineage, len(start.buffered), len(start.open_attempts),
+            start.num_discarded,
+        )  # fmt: skip
+    else:
+        start = begin(ledger)
+    save_resolved(config, run_dir / "config.json")
+    trainer = build_trainer(config, model_dir, start)
+    buffer = StalenessBuffer(max_staleness=config.sync.max_staleness, lineages=start.lineages)
+    for group in start.buffered:
+        buffer.put(group)
+    session = build_session(config, model_dir, identity, data, start, buffer)
+    return LearnerNode(
+        session,
+        links.make_transport(config.network, config.learner.listen),
+        plan=_make_plan(config),
+        buffer=buffer,
+        trainer=trainer,
+        ledger=ledger,
+        pace=PublishPace(
+            period=config.sync.initial_publish_period,
+            is_auto=config.sync.publish_period == "auto",
+            max_staleness=config.sync.max_staleness,
+        ),
+        progress=Progress(
+            staleness_tokens=start.staleness_tokens, now=asyncio.get_running_loop().time()
+        ),
+        evaluations=build_evaluations(config, model_dir, data),
+        publish=partial(
+            make_publication,
+            run_id=identity.run_id,
+            model_digest=model_digest(model_dir),
+            dtype=config.model.dtype,
+            chunk_bytes=config.network.chunk_bytes,
+            key=identity.key,
+        ),
+        tensors_of=_tensors_of,
+        export=partial(_export, model_dir, config.model.dtype),
+        write_metrics=write_metrics,
+        show=show,
+        faults=Faults(config.faults.kill_at),
+        log=log,
+    )
+
+
+def load_data(config: Config, model_dir: Path) -> Data:
+    """Load task and tokenizer, and check that they go together."""
+    settings = inherited_settings(config)
+    template: str | None = settings["model.chat_template"]
+    tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
+    stop_ids = tokenization.stop_ids(tokenizer, model_dir)
+    task = load_task(config.task.kind, config.task.options)
+
+    def encode(example: Example) -> list[int]:
+        return tokenization.encode_prompt(
+            tokenizer, example.prompt, chat_template_kwargs=config.model.chat_template_kwargs
+        )
+
+    prompts = PromptSource(
+        task,
+        encode=encode,
+        seed=config.run.seed,
+        num_examples=task.num_examples(split="train"),
+    )
+    _check_window(config, model_dir, prompts)
+    return Data(
+        task,
+        prompts,
+        lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
+        stop_ids,
+        model_digests(config, model_dir, template) | task_digests(task),
+    )
+
+
+def _check_window(config: Config, model_dir: Path, prompts: PromptSource) -> None:
+    """Refuse a run whose first prompt leaves no room for a completion."""
+    window, max_new = context_window(model_dir), config.sampling.max_completion_tokens
+    num_prompt_tokens = len(prompts.lease(0, 0).prompt_ids)
+    if num_prompt_tokens + max_new > window:
+        raise ConfigError(
+            f"the model's window holds {window} tokens; the first prompt has {num_prompt_tokens} "
+            f"and sampling.max_completion_tokens = {max_new} does not fit beside it; lower it to "
+            f"at most {max(1, window - num_prompt_tokens)}"
+        )
+
+
+def build_trainer(config: Config, model_dir: Path, start: StartingPoint) -> Trainer:
+    """Return the trainer at the starting point."""
+    learner, optimizer, loss = config.learner, config.optimizer, config.loss
+    if learner.num_threads:
+        import torch
+
+        torch.set_num_threads(learner.num_threads)
+    tensors = None
+    if learner.init_from is not None and start.checkpoint is None:
+        tensors = load_directory(Path(learner.init_from), "float32")
+    trainer = Trainer(
+        model_dir,
+        loss=make_loss(
+            loss.kind,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            dual_clip=loss.dual_clip,
+        ),
+        optimizer=OptimizerSettings(
+            learning_rate=optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps,
+            weight_decay=optimizer.weight_decay,
+            beta1=optimizer.beta1,
+            beta2=optimizer.beta2,
+            eps=optimizer.eps,
+            max_grad_norm=optimizer.max_grad_norm,
+        ),
+        temperature=config.sampling.temperature,
+        normalize_by_std=loss.normalize_by_std,
+        device=pick_device(learner.device),
+        init_tensors=tensors,
+        micro_batch_tokens=learner.micro_batch_tokens,
+        vocab_chunk=learner.vocab_chunk,
+        gradient_checkpointing=learner.gradient_checkpointing,
+        attn_implementation=config.model.attn_implementation,
+        seed=config.run.seed,
+    )
+    if start.checkpoint is not None:
+        trainer.load_state(start.checkpoint)
+    return trainer
+
+
+def build_session(
+    config: Config,
+    model_dir: Path,
+    identity: Identity,
+    data: Data,
+    start: StartingPoint,
+    buffer: StalenessBuffer,
+) -> LearnerSession:
+    """Return the learner's session with its leases as they were."""
+    learner, network, sync = config.learner, config.network, config.sync
+    leases = LeaseBook(timeout_s=network.lease_timeout_s)
+    now = asyncio.get_running_loop().time()
+    for group_id, num_attempts in sorted(start.open_attempts.items()):
+        leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
+    return LearnerSession(
+        LearnerSettings(
+            run_id=identity.run_id,
+            public_key=identity.public_key,
+            advertise=links.advertised(learner.listen, learner.advertise) or "",
+            max_staleness=sync.max_staleness,
+            groups_per_step=config.batch.groups_per_step,
+            group_size=config.batch.group_size,
+            max_completion_tokens=config.sampling.max_completion_tokens,
+            vocab_size=vocab_size(model_dir),
+            heartbeat_s=network.heartbeat_s,
+            dead_after_s=network.dead_after_s,
+            settings=inherited_settings(config),
+            assets={
+                name: path.read_bytes()
+                for name, path in tokenization.asset_files(model_dir).items()
+            },
+            digests=data.digests,
+        ),
+        broadcast=links.make_broadcast(LEARNER_ID, network),
+        buffer=buffer,
+        leases=leases,
+        make_lease=data.prompts.lease,
+        lineages=start.lineages,
+        step=start.step,
+        next_group_id=start.next_group_id,
+        settled=start.settled,
+    )
+
+
+def vocab_size(model_dir: Path) -> int:
+    """Return the rows of the model's embedding: token ids are below it."""
+    import json
+
+    fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    return int({**fields, **fields.get("text_config", {})}["vocab_size"])
+
+
+def build_evaluations(config: Config, model_dir: Path, data: Data) -> Evaluations | None:
+    """Return the held-out evaluation, or None if it is off."""
+    section = config.eval
+    if not section.interval_steps:
+        return None
+    engine = TransformersEngine(
+        model_dir,
+        device=pick_device(config.learner.device),
+        attn_implementation=config.model.attn_implementation,
+    )
+    evaluator = Evaluator(
+        engine,
+        data.task,
+        prompts=data.prompts.heldout(section.num_prompts),
+        decode=data.decode,
+        sampling=make_sampling(config, data.stop_ids),
+        reward_timeout_s=config.task.reward_timeout_s,
+        seed=section.seed,
+    )
+    return Evaluations(
+        evaluator, interval_steps=section.interval_steps, max_steps=config.run.max_steps
+    )
+
+
+def _make_plan(config: Config) -> LearnerPlan:
+    return LearnerPlan(
+        run_name=config.run.name,
+        run_dir=config.run_dir,
+        task_name=config.task.kind.rpartition(":")[2],
+        max_steps=config.run.max_steps,
+        groups_per_step=config.batch.groups_per_step,
+        checkpoint_interval_steps=config.checkpoint.interval_steps,
+        checkpoint_interval_s=config.checkpoint.interval_s,
+        keep_checkpoints=config.checkpoint.keep_last,
+        min_free_disk_bytes=config.limits.min_free_disk_bytes,
+        refresh_s=1 / config.ui.refresh_per_s,
+    )
+
+
+def _tensors_of(manifest: Manifest, image: bytearray) -> dict[str, Tensor]:
+    return tensors_from_image(manifest.tensors, memoryview(image).toreadonly())
+
+
+def _export(model_dir: Path, dtype: str, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the weights as they are published, as a Hugging Face directory."""
+    rounded = {
+        name: tensor.to(torch_dtype(dtype)) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    save_hf(directory, tokenization.asset_files(model_dir), rounded)

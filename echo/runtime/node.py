@@ -1,0 +1,225 @@
+"""The shell around a session: one loop that carries out what the session decides.
+
+    transport events, timer, results of model work  ->  session  ->  actions  ->  perform
+
+The session is called from the event loop only, so it needs no locks; model work runs in threads
+and its results come back to the loop. There is one timer, armed for the session's deadline after
+everything that may have changed it. An unexpected exception anywhere ends the node with that
+exception: a node that limps on with half its parts would be worse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from echo.errors import EchoError
+from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop
+from echo.protocol.codec import Frame
+from echo.runtime.transport import Connected, Disconnected, Received, Transport
+
+Result = TypeVar("Result")
+
+LINGER_S = 2.0
+"""Seconds for the last messages of a node to leave after its work is over."""
+
+
+class Session(Protocol):
+    """What the shell needs of a session."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` must be called next."""
+
+    def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Handle one message."""
+
+    def expire(self, *, now: float) -> list[Action]:
+        """Do what has become due."""
+
+
+class Node:
+    """One process's node: a session, a transport, and the threads in which models work."""
+
+    def __init__(self, session: Session, transport: Transport, *, log: logging.Logger) -> None:
+        """Join the parts; `run` starts them."""
+        self.transport = transport
+        self.log = log
+        self._session = session
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped: asyncio.Future[str] | None = None
+        self._num_interrupts = 0
+        self._executors: list[ThreadPoolExecutor] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- what roles fill in ----------------------------------------------------------------------
+
+    def connected(self, peer: str) -> list[Action]:
+        """Handle that a dialled link stands."""
+        return []
+
+    def disconnected(self, peer: str, reason: str) -> list[Action]:
+        """Handle that a link is gone."""
+        return []
+
+    def dialled(self, address: str, purpose: str, peer: str) -> None:
+        """Handle that a Dial was carried out."""
+
+    def on_action(self, action: Action) -> None:
+        """Carry out an action that is the role's own affair."""
+        raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
+
+    async def work(self) -> None:
+        """Do the role's work; when it returns the node goes on relaying until it is stopped."""
+
+    async def drain(self) -> None:
+        """Finish what must not be lost, after the first interrupt."""
+
+    # --- running ---------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """The loop's clock, seconds: the only one that a session sees."""
+        return asyncio.get_running_loop().time()
+
+    async def run(self) -> str:
+        """Run until stopped and return the reason.
+
+        Raises:
+            EchoError: if the node cannot go on; the message is for the user.
+        """
+        self._stopped = asyncio.get_running_loop().create_future()
+        await self.transport.start()
+        self.spawn(self._read(), name="transport")
+        self.spawn(self.work(), name="work")
+        try:
+            return await self._stopped
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.transport.close()
+            for executor in self._executors:
+                executor.shutdown(wait=False, cancel_futures=True)
+
+    def interrupt(self) -> None:
+        """Handle Ctrl-C or SIGTERM: the first drains, the caller lets the second kill."""
+        self._num_interrupts += 1
+        if self._num_interrupts == 1:
+            self.log.warning("stopping: finishing what must not be lost (again to stop at once)")
+            self.spawn(self._drain(), name="drain")
+
+    async def _drain(self) -> None:
+        await self.drain()
+        self.stop("interrupted")
+
+    def stop(self, reason: str, error: BaseException | None = None) -> None:
+        """End `run`, cleanly or with an error."""
+        if self._stopped is None or self._stopped.done():
+            return
+        if error is not None:
+            self._stopped.set_exception(error)
+        else:
+            self._stopped.set_result(reason)
+
+    def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Run a coroutine beside the others; its failure ends the node, the node's end ends it."""
+        task = asyncio.create_task(self._guard(work), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _guard(self, work: Awaitable[None]) -> None:
+        """Turn the failure of a task into the end of the node."""
+        try:
+            await work
+        except EchoError as error:
+            self.stop("failed", error)
+        except Exception as error:
+            self.log.exception("internal error")
+            self.stop("failed", error)
+
+    async def _read(self) -> None:
+        while True:
+            for event in await self.transport.receive():
+                match event:
+                    case Received():
+                        frames: list[Frame] = list(event.frames)
+                        self.perform(self._session.receive(event.peer, frames, now=self.now))
+                    case Connected():
+                        if event.address is not None:
+                            self.perform(self.connected(event.peer))
+                    case Disconnected():
+                        self.perform(self.disconnected(event.peer, event.reason))
+
+    # --- acting ----------------------------------------------------------------------------------
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Carry out actions in order, then arm the timer anew."""
+        for action in actions:
+            match action:
+                case Send():
+                    self.transport.send(action.peer, action.frames)
+                case Dial():
+                    peer = self.transport.dial(action.address)
+                    self.dialled(action.address, action.purpose, peer)
+                case HangUp():
+                    self.transport.hang_up(action.peer)
+                case Note():
+                    level = logging.WARNING if action.level == "warning" else logging.INFO
+                    self.log.log(level, "%s", action.text)
+                case Stop():
+                    self.stop(action.reason, action.error)
+                case _:
+                    self.on_action(action)
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._session.deadline
+        if deadline is not None and self._stopped is not None and not self._stopped.done():
+            loop = asyncio.get_running_loop()
+            # Never sooner than a millisecond: a deadline that stays in the past must not spin.
+            self._timer = loop.call_at(max(deadline, loop.time() + 0.001), self._on_timer)
+
+    def _on_timer(self) -> None:
+        try:
+            self.perform(self._session.expire(now=self.now))
+        except Exception as error:
+            self.log.exception("internal error")
+            self.stop("failed", error)
+
+    # --- threads ---------------------------------------------------------------------------------
+
+    def new_thread(self, name: str) -> ThreadPoolExecutor:
+        """Return an executor of one thread that ends with the node."""
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._executors.append(executor)
+        return executor
+
+    async def in_thread(
+        self, executor: ThreadPoolExecutor, function: Callable[[], Result]
+    ) -> Result:
+        """Run model work off the loop."""
+        return await asyncio.get_running_loop().run_in_executor(executor, function)
+
+    async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
+        """Look every few milliseconds until `is_done`; return False if it takes too long.
+
+        For the few waits at the end of a node, whose conditions live in the session, which knows
+        no events.
+        """
+        give_up_at = self.now + within_s
+        while not is_done():
+            if self.now >= give_up_at:
+                return False
+            await asyncio.sleep(0.05)
+        return True

@@ -1,0 +1,93 @@
+"""Which prompt a group id stands for: a pure function of the run's seed.
+
+The ledger's last granted id is therefore the dataset's cursor, and a group that is granted again,
+by whichever process, has the same prompt as before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict
+
+from echo.protocol.messages import Lease
+from echo.tasks.task import Example, Task
+
+CACHED_LEASES = 4096
+"""Leases kept in memory, so that a result is checked without tokenising its prompt again."""
+
+
+class PromptSource:
+    """Leases by group id."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        encode: Callable[[Example], list[int]],
+        seed: int,
+        num_examples: int | None,
+    ) -> None:
+        """Take the task and how to tokenise its prompts.
+
+        Args:
+            task: where examples come from.
+            encode: example -> prompt token ids.
+            seed: the run's seed: order of the examples and seeds of the leases.
+            num_examples: training examples, visited once per epoch in a new order each time; None
+                for a task that makes them without end.
+        """
+        self._task = task
+        self._encode = encode
+        self._seed = seed
+        self._num_examples = num_examples
+        self._cache: OrderedDict[int, Lease] = OrderedDict()
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def lease(self, group_id: int, attempt: int) -> Lease:
+        """Return the lease of a group; every attempt has the same prompt and another seed."""
+        lease = self._cache.get(group_id)
+        if lease is None:
+            example = self._task.example(self._index(group_id), split="train")
+            lease = self._make(group_id, attempt, example)
+            self._cache[group_id] = lease
+            if len(self._cache) > CACHED_LEASES:
+                self._cache.popitem(last=False)
+        if lease.attempt != attempt:
+            lease = Lease(
+                group_id=group_id,
+                attempt=attempt,
+                seed=self._seed_of(group_id, attempt),
+                prompt_ids=lease.prompt_ids,
+                example=lease.example,
+            )
+        return lease
+
+    def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
+        """Return the held-out examples of an evaluation with their token ids, always the same."""
+        examples = [self._task.example(index, split="heldout") for index in range(num_prompts)]
+        return [(example, self._encode(example)) for example in examples]
+
+    def _make(self, group_id: int, attempt: int, example: Example) -> Lease:
+        return Lease(
+            group_id=group_id,
+            attempt=attempt,
+            seed=self._seed_of(group_id, attempt),
+            prompt_ids=tuple(self._encode(example)),
+            example=asdict(example),
+        )
+
+    def _seed_of(self, group_id: int, attempt: int) -> int:
+        return random.Random(f"{self._seed}/{group_id}/{attempt}").getrandbits(48)
+
+    def _index(self, group_id: int) -> int:
+        if self._num_examples is None:
+            return group_id
+        epoch, position = divmod(group_id, self._num_examples)
+        if epoch != self._epoch:
+            self._order = list(range(self._num_examples))
+            random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._order[position]

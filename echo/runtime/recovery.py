@@ -1,0 +1,102 @@
+"""Where a learner begins: at the start of a new run, or where a killed one can go on.
+
+After a crash the run continues from the newest checkpoint in a new lineage. The ledger says which
+groups were accepted and not trained on the surviving line; those that may still be trained return
+to the buffer, the others end with their reason. Groups that were granted and not delivered are
+entered as leases of an unknown worker: the worker that has them claims them with its next
+heartbeat, otherwise they expire and are granted again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echo.errors import ConfigError
+from echo.rollout import Group, Lineage, find_fault
+from echo.runtime.checkpoint import CheckpointInfo, find_latest
+from echo.runtime.ledger import Ledger, read_history
+
+
+@dataclass(slots=True, kw_only=True)
+class StartingPoint:
+    """What the learner starts from."""
+
+    lineages: tuple[Lineage, ...]
+    step: int = 0
+    checkpoint: Path | None = None
+    """Trainer state to load; None for the initial weights."""
+    next_group_id: int = 0
+    settled: set[int] = field(default_factory=set)
+    open_attempts: dict[int, int] = field(default_factory=dict)
+    """Granted groups without a result: id -> attempts so far."""
+    buffered: list[Group] = field(default_factory=list)
+    staleness_tokens: dict[int, int] = field(default_factory=dict)
+    num_discarded: int = 0
+
+    @property
+    def lineage(self) -> int:
+        """The present lineage."""
+        return self.lineages[-1].lineage
+
+
+def begin(ledger: Ledger) -> StartingPoint:
+    """Start a new run in an empty ledger.
+
+    Raises:
+        ConfigError: if a run lives there already.
+    """
+    if ledger.path.stat().st_size:
+        raise ConfigError(
+            f"{ledger.path.parent} holds a run already; continue it with --resume, or choose "
+            "another name with --set run.name=..."
+        )
+    ledger.append("lineage", lineage=1, fork_step=0)
+    ledger.sync()
+    return StartingPoint(lineages=(Lineage(1, 0),))
+
+
+def recover(ledger: Ledger, *, run_id: str, max_staleness: int) -> StartingPoint:
+    """Continue a run from its newest checkpoint, opening a new lineage.
+
+    Args:
+        ledger: the run's journal.
+        run_id: the run's id; a checkpoint of another run is refused.
+        max_staleness: S, inclusive.
+
+    Raises:
+        ConfigError: if there is no run to continue.
+        StorageError: if checkpoint or journal are damaged.
+    """
+    run_dir = ledger.path.parent
+    if not ledger.path.stat().st_size:
+        raise ConfigError(f"{run_dir} holds no run to resume; start it without --resume")
+    found = find_latest(run_dir / "checkpoints")
+    path, info = found or (None, CheckpointInfo(run_id=run_id, lineage=1, step=0))
+    if info.run_id != run_id:
+        raise ConfigError(f"{path} belongs to run {info.run_id}, the directory to {run_id}")
+    history = read_history(ledger.path, lineage=info.lineage, step=info.step)
+    lineage = Lineage(history.lineages[-1].lineage + 1, info.step)
+    start = StartingPoint(
+        lineages=(*history.lineages, lineage),
+        step=info.step,
+        checkpoint=path,
+        next_group_id=history.next_group_id,
+        settled=history.settled,
+        open_attempts=history.granted,
+        staleness_tokens=history.staleness_tokens,
+    )
+    ledger.append("lineage", lineage=lineage.lineage, fork_step=lineage.fork_step)
+    for group_id, place in sorted(history.waiting.items()):
+        group = ledger.load(group_id, place)
+        fault = find_fault(
+            group, step=info.step, max_staleness=max_staleness, lineages=start.lineages
+        )
+        if fault is None:
+            start.buffered.append(group)
+        else:
+            ledger.discarded(group_id, fault, step=info.step)
+            start.num_discarded += 1
+    ledger.free_unused()
+    ledger.sync()
+    return start
