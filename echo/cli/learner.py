@@ -81,7 +81,9 @@ async def _run(
     show: Callable[[Snapshot], None],
     log: logging.Logger,
 ) -> str:
-    node = build_learner(config, resume=resume, write_metrics=metrics.write, show=show, log=log)
+    node = await build_learner(
+        config, resume=resume, write_metrics=metrics.write, show=show, log=log
+    )
     return await run_node(node)
 
 

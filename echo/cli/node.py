@@ -20,7 +20,7 @@ from echo.config.diff import diff_configs
 from echo.config.load import load_config, load_resolved
 from echo.config.schema import ROLES, Config
 from echo.errors import ConfigError, EchoError
-from echo.runtime import links
+from echo.runtime import wiring
 from echo.runtime.node import Node
 
 INTERRUPTED = 130
@@ -137,7 +137,7 @@ def run_role(config: Config, role: str, *, resume: bool = False, has_report: boo
 
         return run_learner(config, resume=resume, has_report=has_report)
     section = config.relay if role == "relay" else config.worker
-    name = links.node_name(role, section.name)
+    name = wiring.node_name(role, section.name)
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
     return run_loop(_run_dialing(config, role, log), log)
@@ -148,11 +148,11 @@ async def _run_dialing(config: Config, role: str, log: logging.Logger) -> str:
     if role == "relay":
         from echo.runtime.relay_setup import build_relay
 
-        node = build_relay(config, log=log)
+        node = await build_relay(config, log=log)
     else:
         from echo.runtime.worker_setup import build_worker
 
-        node = build_worker(config, log=log)
+        node = await build_worker(config, log=log)
     return await run_node(node)
 
 

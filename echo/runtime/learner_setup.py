@@ -31,7 +31,7 @@ from echo.protocol.learner_session import LearnerSession, LearnerSettings
 from echo.protocol.leases import LeaseBook
 from echo.protocol.manifest import Manifest
 from echo.protocol.messages import LEARNER_ID
-from echo.runtime import links
+from echo.runtime import wiring
 from echo.runtime.evaluation import Evaluations, Evaluator
 from echo.runtime.faults import Faults
 from echo.runtime.identity import Identity, load_or_create_identity
@@ -67,7 +67,7 @@ class Data:
     digests: dict[str, str]
 
 
-def build_learner(
+async def build_learner(
     config: Config,
     *,
     resume: bool,
@@ -75,7 +75,7 @@ def build_learner(
     show: Callable[[Snapshot], None],
     log: logging.Logger,
 ) -> LearnerNode:
-    """Return a learner that is ready to run; call inside the event loop.
+    """Return a learner that is ready to run, listening already if it listens at all.
 
     Args:
         config: the whole configuration.
@@ -91,6 +91,8 @@ def build_learner(
         config.model.name or "", config.model.revision, config.model.cache_dir
     )
     data = load_data(config, model_dir)
+    # Bound before anything is written: a port that is taken must not open a lineage.
+    transport = await wiring.start_transport(config.network, config.learner.listen)
     run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     identity = load_or_create_identity(run_dir, run_name=config.run.name)
@@ -109,10 +111,11 @@ def build_learner(
     buffer = StalenessBuffer(max_staleness=config.sync.max_staleness, lineages=start.lineages)
     for group in start.buffered:
         buffer.put(group)
-    session = build_session(config, model_dir, identity, data, start, buffer)
+    advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
+    session = build_session(config, model_dir, identity, data, start, buffer, advertise)
     return LearnerNode(
         session,
-        links.make_transport(config.network, config.learner.listen),
+        transport,
         plan=_make_plan(config),
         buffer=buffer,
         trainer=trainer,
@@ -233,9 +236,10 @@ def build_session(
     data: Data,
     start: StartingPoint,
     buffer: StalenessBuffer,
+    advertise: str,
 ) -> LearnerSession:
     """Return the learner's session with its leases as they were."""
-    learner, network, sync = config.learner, config.network, config.sync
+    network, sync = config.network, config.sync
     leases = LeaseBook(timeout_s=network.lease_timeout_s)
     now = asyncio.get_running_loop().time()
     for group_id, num_attempts in sorted(start.open_attempts.items()):
@@ -244,7 +248,7 @@ def build_session(
         LearnerSettings(
             run_id=identity.run_id,
             public_key=identity.public_key,
-            advertise=links.advertised(learner.listen, learner.advertise) or "",
+            advertise=advertise,
             max_staleness=sync.max_staleness,
             groups_per_step=config.batch.groups_per_step,
             group_size=config.batch.group_size,
@@ -259,7 +263,7 @@ def build_session(
             },
             digests=data.digests,
         ),
-        broadcast=links.make_broadcast(LEARNER_ID, network),
+        broadcast=wiring.make_broadcast(LEARNER_ID, network),
         buffer=buffer,
         leases=leases,
         make_lease=data.prompts.lease,

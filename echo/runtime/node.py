@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from echo.errors import EchoError
+from echo.errors import EchoError, TransportError
 from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop
 from echo.protocol.codec import Frame
 from echo.runtime.transport import Connected, Disconnected, Received, Transport
@@ -45,7 +45,7 @@ class Node:
     """One process's node: a session, a transport, and the threads in which models work."""
 
     def __init__(self, session: Session, transport: Transport, *, log: logging.Logger) -> None:
-        """Join the parts; `run` starts them."""
+        """Join the parts; the transport has been started, so that its address is known."""
         self.transport = transport
         self.log = log
         self._session = session
@@ -92,7 +92,6 @@ class Node:
             EchoError: if the node cannot go on; the message is for the user.
         """
         self._stopped = asyncio.get_running_loop().create_future()
-        await self.transport.start()
         self.spawn(self._read(), name="transport")
         self.spawn(self.work(), name="work")
         try:
@@ -167,8 +166,7 @@ class Node:
                 case Send():
                     self.transport.send(action.peer, action.frames)
                 case Dial():
-                    peer = self.transport.dial(action.address)
-                    self.dialled(action.address, action.purpose, peer)
+                    self._dial(action)
                 case HangUp():
                     self.transport.hang_up(action.peer)
                 case Note():
@@ -179,6 +177,15 @@ class Node:
                 case _:
                     self.on_action(action)
         self._arm()
+
+    def _dial(self, action: Dial) -> None:
+        try:
+            peer = self.transport.dial(action.address)
+        except TransportError as error:
+            # An address from another node's message; the session moves on when it times out.
+            self.log.warning("%s", error)
+        else:
+            self.dialled(action.address, action.purpose, peer)
 
     def _arm(self) -> None:
         if self._timer is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 
 from echo.errors import LocalProtocolError
 from echo.protocol.actions import Action, Configure, VersionArrived
@@ -31,13 +30,6 @@ class DialingNode(Node):
         """Handle that a Dial was carried out."""
         self.session.dialled(address, purpose, peer)
 
-    def start_session(self) -> None:
-        """Begin to look for the learner, under the address that was really bound."""
-        settings, bound = self.session.settings, self.transport.listen_address
-        if settings.advertise is not None and settings.advertise.endswith(":0") and bound:
-            self.session.settings = replace(settings, advertise=bound)
-        self.perform(self.session.start(now=self.now))
-
     async def drain(self) -> None:
         """Say goodbye, so that nobody waits for this node."""
         self.session.is_leaving = True
@@ -55,7 +47,7 @@ class RelayNode(DialingNode):
 
     async def work(self) -> None:
         """Start looking for the learner; everything else happens in the session."""
-        self.start_session()
+        self.perform(self.session.start(now=self.now))
 
     def on_action(self, action: Action) -> None:
         """Carry out what concerns a relay."""

@@ -103,7 +103,7 @@ class WorkerNode(DialingNode):
 
     async def work(self) -> None:
         """Sample as long as there are leases; wait for weights, leases or configuration."""
-        self.start_session()
+        self.perform(self.session.start(now=self.now))
         while not self._is_stopping:
             self._wake.clear()
             if self._parts is None:

@@ -23,7 +23,7 @@ from echo.errors import ConfigError
 from echo.protocol.delivery import Outbox
 from echo.protocol.worker_session import WorkerSession
 from echo.rollout import PolicyVersion
-from echo.runtime import links
+from echo.runtime import wiring
 from echo.runtime.worker import WorkerNode, WorkerParts
 from echo.tasks import tokenization
 from echo.tasks.loading import load_task, task_digests
@@ -32,20 +32,21 @@ DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
 """Rollouts sampled at once where memory would hold more: beyond, a CPU or GPU gains little."""
 
 
-def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
-    """Return a worker that is ready to run; call inside the event loop."""
+async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
+    """Return a worker that is ready to run, listening already if it listens at all."""
     section, network = config.worker, config.network
-    node_id = links.node_name("worker", section.name)
-    settings = links.node_settings(
+    transport = await wiring.start_transport(network, section.listen)
+    node_id = wiring.node_name("worker", section.name)
+    settings = wiring.node_settings(
         config,
         "worker",
         node_id=node_id,
-        advertise=links.advertised(section.listen, section.advertise),
-        max_image_bytes=int(links.MAX_IMAGE_SHARE * read_machine().host_bytes),
+        advertise=wiring.advertised(transport.listen_address, section.advertise),
+        max_image_bytes=int(wiring.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
     session = WorkerSession(
         settings,
-        links.make_broadcast(node_id, network),
+        wiring.make_broadcast(node_id, network),
         Outbox(max_parcels=network.max_unacked_groups, retry_s=max(2.0, 2 * network.heartbeat_s)),
         now=asyncio.get_running_loop().time(),
     )
@@ -53,7 +54,7 @@ def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
     node_dir.mkdir(parents=True, exist_ok=True)
     return WorkerNode(
         session,
-        links.make_transport(network, section.listen),
+        transport,
         build=partial(build_parts, config, node_dir / "model"),
         on_installed=partial(record_installed, node_dir / "installed.jsonl"),
         log=log,
