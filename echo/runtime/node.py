@@ -23,6 +23,10 @@ from echo.runtime.transport import Connected, Disconnected, Received, Transport
 
 Result = TypeVar("Result")
 
+STALL_S = 0.5
+"""A timer that fires this late means that the loop did not run."""
+CATCH_UP_S = 0.2
+"""Seconds to read what arrived during a stall before anything is declared late."""
 LINGER_S = 2.0
 """Seconds for the last messages of a node to leave after its work is over."""
 
@@ -198,6 +202,12 @@ class Node:
             self._timer = loop.call_at(max(deadline, loop.time() + 0.001), self._on_timer)
 
     def _on_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._timer is not None and loop.time() - self._timer.when() > STALL_S:
+            # The loop was held up (a heavy import, a suspended laptop): what has arrived meanwhile
+            # is read first, or this node would take its own absence for that of the others.
+            self._timer = loop.call_later(CATCH_UP_S, self._on_timer)
+            return
         try:
             self.perform(self._session.expire(now=self.now))
         except Exception as error:
