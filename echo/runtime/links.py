@@ -1,83 +1,323 @@
-"""From the configuration to a node's transport and session: what all roles set up alike."""
+"""The connections of a transport: who is up, who is over, and what is told in which order.
+
+A `Channel` is one raw socket with its news; the transport provides it, and nothing here knows how.
+A `Listener` shares one channel among all inbound peers, a `DialledLink` owns at most one at a time.
+
+    dialled    looking up -> connecting -> up (Connected) -> over (Disconnected) -> pause -> again
+    inbound    accepted -> known with its first message (Connected) -> over (Disconnected)
+
+**One channel, one connection** for a dialled link: a new channel is opened for each attempt, since
+messages of two connections could otherwise mix in one pipe. The end is told only when the channel
+has been read empty after the news of it, so that last words come first.
+
+An inbound connection's end arrives as news about a file descriptor; the descriptor of a peer is
+asked for with its first message. The end is announced before the descriptor is closed, so reading
+the news before adopting a descriptor never mixes up two owners.
+"""
 
 from __future__ import annotations
 
-import re
-import secrets
+import asyncio
+import dataclasses
+import enum
+import functools
+import logging
+import random
 import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from echo import __version__
-from echo.config.schema import Config, NetworkSection
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.node_session import NodeSettings
-from echo.runtime.transport import TransportOptions
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.runtime.transport import (
+    Connected,
+    Disconnected,
+    Frame,
+    PeerId,
+    Received,
+    TransportEvent,
+    TransportOptions,
+    TransportStats,
+    parse_dial_address,
+)
 
-HEADROOM_BYTES = 1 << 20
-"""Room beside a chunk in the largest message, for headers and for manifests of small chunks."""
-MAX_IMAGE_SHARE = 0.9
-"""Share of a node's memory that one version of the weights may take at most."""
-
-
-def make_transport(network: NetworkSection, listen: str | None) -> ZmqTransport:
-    """Return a ZeroMQ transport with the configuration's bounds."""
-    max_message_bytes = max(16 << 20, network.chunk_bytes) + HEADROOM_BYTES
-    options = TransportOptions(
-        max_message_bytes=max_message_bytes,
-        max_unsent_bytes=max(64 << 20, 4 * network.window_bytes, 2 * max_message_bytes),
-        heartbeat_s=network.heartbeat_s,
-        dead_after_s=network.dead_after_s,
-    )
-    return ZmqTransport(listen, options)
+_log = logging.getLogger(__name__)
 
 
-def make_broadcast(node_id: str, network: NetworkSection) -> Broadcast:
-    """Return a node's part of the weights plane with the configuration's bounds."""
-    return Broadcast(
-        node_id=node_id,
-        window_bytes=network.window_bytes,
-        keep_versions=network.keep_versions,
-        # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
-        stall_s=max(0.5, network.heartbeat_s),
-    )
+class News(enum.Enum):
+    """What can happen to a connection."""
+
+    ACCEPTED = enum.auto()
+    UP = enum.auto()
+    HANDSHAKE_FAILED = enum.auto()
+    OVER = enum.auto()
 
 
-def node_name(role: str, given: str | None) -> str:
-    """Return the node's name: the given one, or one made from the host's that will be unique."""
-    if given is not None:
-        return given
-    host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:24] or "host"
-    return f"{role}-{host}-{secrets.token_hex(2)}"
+class Outbox(Protocol):
+    """Sends on one connection, within its byte bound."""
+
+    def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
+        """Accept a message, or refuse it."""
 
 
-def advertised(listen: str | None, advertise: str | None) -> str | None:
-    """Return the address that others are told to dial, or None if there is none to tell.
+class Channel(Protocol):
+    """One raw socket and the news about its connections."""
 
-    A wildcard address says nothing to others, so such a listener needs `advertise`.
-    """
-    if advertise is not None:
-        return advertise
-    if listen is None or re.match(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", listen):
-        return None
-    return listen
+    def receive(self) -> tuple[bytes, list[Frame]] | None:
+        """Take one message with the identity of its connection, or None if there is none."""
+
+    def descriptor(self) -> int | None:
+        """Return the file descriptor that the last message came in on; None for a stranger."""
+
+    def outbox(self, identity: bytes) -> Outbox:
+        """Return the means to send on one connection."""
+
+    def look(self) -> None:
+        """Note the channel if it has messages; due after everything that may swallow a wake-up."""
+
+    def read_news(self) -> None:
+        """Pass on all news that has come."""
+
+    def close(self, linger_s: float) -> None:
+        """Close it, and go on delivering for at most `linger_s`."""
 
 
-def node_settings(
-    config: Config, role: str, *, node_id: str, advertise: str | None, max_image_bytes: int
-) -> NodeSettings:
-    """Return what a relay's or worker's session is told."""
-    network = config.network
-    addresses = config.relay.connect if role == "relay" else config.worker.connect
-    return NodeSettings(
-        node_id=node_id,
-        role=role,
-        incarnation=secrets.token_hex(8),
-        addresses=tuple(addresses),
-        advertise=advertise,
-        echo_version=__version__,
-        reconnect_for_s=network.reconnect_for_s,
-        max_image_bytes=max_image_bytes,
-        digests={},
-        heartbeat_s=network.heartbeat_s,
-        dead_after_s=network.dead_after_s,
-    )
+OnNews = Callable[[News, int], None]
+"""Called with the news and the file descriptor it is about."""
+
+
+class Host(Protocol):
+    """What links need of their transport."""
+
+    options: TransportOptions
+    totals: TransportStats
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that everything runs on."""
+
+    def note(self, source: Listener | DialledLink) -> None:
+        """Remember that a channel has something for `receive`."""
+
+    def mint(self, prefix: str) -> PeerId:
+        """Return a fresh id."""
+
+    def adopt(self, inbound: Inbound) -> None:
+        """Enter an inbound peer."""
+
+    def forget(self, inbound: Inbound) -> None:
+        """Let go of an inbound peer whose connection is over."""
+
+    def connect(
+        self, host: str, port: int, on_readable: Callable[[], None], on_news: OnNews
+    ) -> Channel:
+        """Open a channel to an IP address; it makes one attempt."""
+
+
+class Burst:
+    """What one `receive` returns, and how much room is left in it."""
+
+    def __init__(self, options: TransportOptions, stats: TransportStats) -> None:
+        self.events: list[TransportEvent] = []
+        self._bytes_left = options.max_burst_bytes
+        self._messages_left = options.max_burst_messages
+        self._stats = stats
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further message should be taken."""
+        return self._bytes_left <= 0 or self._messages_left <= 0
+
+    def add(self, peer: PeerId, frames: list[Frame]) -> None:
+        """Add a message."""
+        num_bytes = sum(map(len, frames))
+        self._bytes_left -= num_bytes
+        self._messages_left -= 1
+        self._stats.messages_in += 1
+        self._stats.bytes_in += num_bytes
+        self.events.append(Received(peer, frames))
+
+    def discard(self) -> None:
+        """Count a message that nobody wants; it takes room, or a flood of them would hold us."""
+        self._messages_left -= 1
+        self._stats.discarded_messages += 1
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Inbound:
+    """One connection that somebody else opened."""
+
+    peer: PeerId
+    identity: bytes
+    outbox: Outbox
+    is_hung_up: bool = False
+
+
+class Listener:
+    """All inbound peers, and the one channel that they share."""
+
+    def __init__(self, host: Host) -> None:
+        self.channel: Channel
+        self._host = host
+        self._by_identity: dict[bytes, Inbound] = {}
+        self._by_descriptor: dict[int, Inbound] = {}
+        self._open_descriptors: set[int] = set()
+        self._ended: list[Inbound] = []
+
+    def drain(self, burst: Burst) -> bool:
+        """Move messages into the burst; return whether all have been taken."""
+        while not burst.is_full:
+            message = self.channel.receive()
+            if message is None:
+                self._report_ended(burst)
+                return True
+            identity, frames = message
+            inbound = self._by_identity.get(identity) or self._admit(identity, burst)
+            if inbound is None or inbound.is_hung_up:
+                burst.discard()
+            else:
+                burst.add(inbound.peer, frames)
+        return False
+
+    def on_news(self, news: News, descriptor: int) -> None:
+        """Take in what happened to the connection behind a descriptor."""
+        if news is News.HANDSHAKE_FAILED:
+            self._host.totals.failed_handshakes += 1
+        elif news is News.ACCEPTED:
+            self._open_descriptors.add(descriptor)
+        elif news is News.OVER:
+            self._open_descriptors.discard(descriptor)
+            inbound = self._by_descriptor.pop(descriptor, None)
+            if inbound is not None:
+                self._ended.append(inbound)
+                self._host.note(self)
+
+    def _admit(self, identity: bytes, burst: Burst) -> Inbound | None:
+        descriptor = self.channel.descriptor()
+        if descriptor is None:
+            return None
+        self.channel.read_news()
+        inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
+        self._host.adopt(inbound)
+        self._by_identity[identity] = inbound
+        previous = self._by_descriptor.pop(descriptor, None)
+        if previous is not None:
+            self._ended.append(previous)
+        if descriptor in self._open_descriptors:
+            self._by_descriptor[descriptor] = inbound
+        else:  # gone before it was heard
+            self._ended.append(inbound)
+        burst.events.append(Connected(inbound.peer, None))
+        return inbound
+
+    def _report_ended(self, burst: Burst) -> None:
+        for inbound in self._ended:
+            del self._by_identity[inbound.identity]
+            self._host.forget(inbound)
+            if not inbound.is_hung_up:
+                burst.events.append(Disconnected(inbound.peer, "the peer's connection closed"))
+        self._ended.clear()
+
+
+class DialledLink:
+    """A link that this node opens, and opens again after every loss until it is closed."""
+
+    def __init__(self, host: Host, peer: PeerId, address: str) -> None:
+        self.peer = peer
+        self.address = address
+        self._name, self._port = parse_dial_address(address)
+        self._host = host
+        self._channel: Channel | None = None
+        self._outbox: Outbox | None = None
+        self._is_up = False
+        self._is_over = False
+        self._up_at = 0.0
+        self._num_attempts = 0
+        self._redial_s = host.options.min_redial_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._attempt: asyncio.Task[None] | None = None
+        self._begin()
+
+    def drain(self, burst: Burst) -> bool:
+        """Move news and messages into the burst; return whether all have been taken."""
+        if self._channel is not None:
+            self._channel.read_news()  # a message may have overtaken the news of its connection
+        channel = self._channel
+        if channel is None or not self._is_up:
+            return True
+        if self._outbox is None:
+            self._outbox = channel.outbox(b"")
+            burst.events.append(Connected(self.peer, self.address))
+        while not burst.is_full:
+            message = channel.receive()
+            if message is None:
+                if self._is_over:
+                    reason = f"the connection to {self.address} was lost"
+                    burst.events.append(Disconnected(self.peer, reason))
+                    self._redial(reason)
+                return True
+            burst.add(self.peer, message[1])
+        return False
+
+    def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
+        """Accept a message if the connection is up and has room."""
+        if self._channel is None or self._outbox is None or self._is_over:
+            return False
+        is_sent = self._outbox.send(frames, num_bytes)
+        self._channel.look()
+        return is_sent
+
+    def close(self) -> None:
+        """End the link; what was accepted is still delivered for a while."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._attempt is not None:
+            self._attempt.cancel()
+        if self._channel is not None:
+            is_useful = self._is_up and not self._is_over
+            self._channel.close(self._host.options.linger_s if is_useful else 0)
+            self._channel = None
+
+    def _begin(self) -> None:
+        self._timer = None
+        self._attempt = self._host.loop.create_task(self._connect(), name=f"dial {self.address}")
+
+    async def _connect(self) -> None:
+        # Looked up here and not in the socket's own thread, where it would hold up all traffic.
+        try:
+            found = await self._host.loop.getaddrinfo(
+                self._name, self._port, type=socket.SOCK_STREAM
+            )
+        except OSError as error:
+            self._redial(f"{self.address} cannot be resolved: {error}")
+            return
+        ip_address = str(found[self._num_attempts % len(found)][4][0])
+        self._num_attempts += 1
+        self._is_up = self._is_over = False
+        self._channel = self._host.connect(
+            ip_address, self._port, functools.partial(self._host.note, self), self._on_news
+        )
+
+    def _on_news(self, news: News, descriptor: int) -> None:
+        if news is News.HANDSHAKE_FAILED:
+            self._host.totals.failed_handshakes += 1
+        elif news is News.UP:
+            self._is_up = True
+            self._up_at = self._host.loop.time()
+            self._host.note(self)
+        elif self._is_up:
+            self._is_over = True
+            self._host.note(self)
+        else:
+            self._redial(f"nobody answers at {self.address}")
+
+    def _redial(self, reason: str) -> None:
+        options, loop = self._host.options, self._host.loop
+        if self._is_up and loop.time() - self._up_at > options.max_redial_s:
+            self._redial_s = options.min_redial_s
+        if self._channel is not None:
+            self._channel.close(0)
+            self._channel = self._outbox = None
+        # Spread out, so that the children of a lost parent do not come back in one instant.
+        pause_s = self._redial_s * random.uniform(0.5, 1.0)
+        self._redial_s = min(2 * self._redial_s, options.max_redial_s)
+        self._timer = loop.call_later(pause_s, self._begin)
+        _log.info("%s; next attempt in %.1f s", reason, pause_s)

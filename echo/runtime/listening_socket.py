@@ -1,0 +1,68 @@
+"""The socket that a parent listens on, made here so that its congestion control can be chosen.
+
+Accepted connections inherit the setting, and it rules the direction that carries the weights: from
+the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses. Where
+the kernel does not permit the wanted algorithm, and on loopback, the system's default stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+
+from echo.errors import TransportError
+from echo.runtime.transport import parse_address
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG = 512
+_REMEDIES = {
+    errno.EADDRINUSE: "another process listens there; stop it or choose another port",
+    errno.EADDRNOTAVAIL: "this machine has no such address; use one of its own or 0.0.0.0",
+    errno.EACCES: "ports below 1024 need privileges; choose a higher one",
+}
+
+
+async def listening_socket(address: str, congestion_control: str | None) -> socket.socket:
+    """Return a non-blocking TCP socket that listens on `address`.
+
+    Raises:
+        TransportError: if it cannot be bound; the message names the address and the remedy.
+    """
+    host, port = parse_address(address)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, where = found[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
+            _set_congestion_control(bound, congestion_control)
+            bound.listen(_BACKLOG)
+            bound.setblocking(False)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "check the host and the port")
+        raise TransportError(f"cannot listen on {address}: {error}: {remedy}") from error
+    return bound
+
+
+def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
+    """Choose how accepted connections send; keep the default where the kernel refuses."""
+    host = str(bound.getsockname()[0])
+    if name is None or host == "::1" or host.startswith("127."):
+        return
+    try:
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except OSError as error:
+        _log.warning(
+            "%s is not available (%s): weights may crawl on lossy links; "
+            "add it to net.ipv4.tcp_allowed_congestion_control",
+            name,
+            error,
+        )

@@ -1,0 +1,418 @@
+"""One contract for every transport: ZeroMQ over loopback, and memory over a simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+from echo.errors import TransportError
+from echo.runtime.transport import (
+    Connected,
+    Disconnected,
+    Received,
+    Transport,
+    TransportEvent,
+    TransportOptions,
+)
+from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
+from echo.runtime.transport_zmq import ZmqTransport
+
+LISTEN = "tcp://127.0.0.1:0"
+OPTIONS = TransportOptions(
+    max_message_bytes=1 << 20,
+    max_unsent_bytes=2 << 20,
+    max_unread_messages=16,
+    max_burst_messages=64,
+    max_burst_bytes=4 << 20,
+    heartbeat_s=0.1,
+    dead_after_s=0.5,
+    min_redial_s=0.02,
+    max_redial_s=0.1,
+    linger_s=0.5,
+)
+
+
+class Node:
+    """A transport, and the events that a test has not asked for yet."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._events: list[TransportEvent] = []
+
+    async def event(self) -> TransportEvent:
+        if not self._events:
+            self._events = await self.transport.receive()
+            assert self._events
+        return self._events.pop(0)
+
+    async def expect(self, kind: type) -> TransportEvent:
+        event = await self.event()
+        assert isinstance(event, kind), event
+        return event
+
+    async def message(self) -> tuple[str, list[bytes]]:
+        event = await self.event()
+        assert isinstance(event, Received), event
+        return event.peer, [bytes(frame) for frame in event.frames]
+
+
+class World:
+    """Makes transports of one kind that can reach one another, and closes them."""
+
+    def __init__(self, kind: str) -> None:
+        self._network = MemoryNetwork() if kind == "memory" else None
+        self._stack = contextlib.AsyncExitStack()
+        self._names = iter("abcdefgh")
+
+    async def node(self, listen: str | None = None, options: TransportOptions = OPTIONS) -> Node:
+        transport: Transport
+        if self._network is None:
+            transport = ZmqTransport(listen, options)
+        else:
+            transport = MemoryTransport(self._network, next(self._names), listen, options)
+        self._stack.push_async_callback(transport.close)
+        await transport.start()
+        return Node(transport)
+
+    async def pair(self, options: TransportOptions = OPTIONS) -> tuple[Node, Node, str, str]:
+        """Return listener, dialler, the dialler's id there, and the listener's id here."""
+        listener = await self.node(LISTEN, options)
+        dialler = await self.node(None, options)
+        address = listener.transport.listen_address
+        assert address is not None
+        up = dialler.transport.dial(address)
+        assert await dialler.event() == Connected(up, address)
+        assert dialler.transport.send(up, [b"hello"])
+        connected = await listener.event()
+        assert isinstance(connected, Connected)
+        assert connected.address is None
+        assert await listener.message() == (connected.peer, [b"hello"])
+        return listener, dialler, connected.peer, up
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+async def insist(node: Node, peer: str, frames: list[bytes]) -> None:
+    """Send as soon as there is room."""
+    for _ in range(5000):
+        if node.transport.send(peer, frames):
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("no room in five seconds")
+
+
+Scenario = Callable[[World], Awaitable[None]]
+
+
+@pytest.fixture(params=["zmq-asyncio", "zmq-uvloop", "memory-asyncio", "memory-uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
+    kind, _, loop = request.param.partition("-")
+
+    async def bounded(scenario: Scenario) -> None:
+        world = World(kind)
+        async with asyncio.timeout(20):
+            try:
+                await scenario(world)
+            finally:
+                await world.close()
+
+    def go(scenario: Scenario) -> None:
+        factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(bounded(scenario))
+
+    return go
+
+
+Run = Callable[[Scenario], None]
+
+
+def test_messages_pass_both_ways_with_their_frames(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, dialler, child, parent = await world.pair()
+        large = bytes(range(256)) * 1024
+        assert listener.transport.send(child, [b"head", b"", bytearray(large)])
+        assert await dialler.message() == (parent, [b"head", b"", large])
+        assert dialler.transport.send(parent, [memoryview(large), b""])
+        assert await listener.message() == (child, [large, b""])
+
+    run(scenario)
+
+
+def test_a_listener_tells_its_real_port(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener = await world.node(LISTEN)
+        address = listener.transport.listen_address
+        assert address is not None
+        assert address.startswith("tcp://127.0.0.1:")
+        assert int(address.rpartition(":")[2]) > 0
+        assert (await world.node()).transport.listen_address is None
+
+    run(scenario)
+
+
+def test_thousands_of_messages_keep_their_order(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, dialler, child, parent = await world.pair()
+        total = 5000
+
+        async def send() -> None:
+            for number in range(total):
+                await insist(dialler, parent, [b"%d" % number, b"x" * (number % 700)])
+
+        sending = asyncio.create_task(send())
+        for number in range(total):
+            peer, frames = await listener.message()
+            assert peer == child
+            assert frames == [b"%d" % number, b"x" * (number % 700)]
+        await sending
+        stats = listener.transport.stats()
+        assert stats.messages_in == total + 1
+        assert stats.bytes_in == dialler.transport.stats().bytes_out
+
+    run(scenario)
+
+
+def test_a_burst_is_bounded_and_leaves_the_loop_alive(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, dialler, _, parent = await world.pair()
+        for _ in range(300):
+            assert dialler.transport.send(parent, [b"x" * 100])
+        ticks = taken = 0
+        done = False
+
+        async def tick() -> None:
+            nonlocal ticks
+            while not done:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        bursts = 0
+        while taken < 300:
+            burst = await listener.transport.receive()
+            assert 1 <= len(burst) <= OPTIONS.max_burst_messages
+            taken += len(burst)
+            bursts += 1
+        done = True
+        await ticking
+        assert ticks >= bursts
+
+    run(scenario)
+
+
+def test_sending_to_nobody_is_refused_and_counted(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        node = await world.node()
+        assert not node.transport.send("nobody", [b"x"])
+        silent = node.transport.dial("tcp://127.0.0.1:9")
+        assert not node.transport.send(silent, [b"x"])
+        assert node.transport.stats().refused_sends == 2
+        assert node.transport.stats().messages_out == 0
+
+    run(scenario)
+
+
+def test_an_impossible_message_is_the_callers_mistake(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        _, dialler, _, parent = await world.pair()
+        with pytest.raises(ValueError, match="at least one frame"):
+            dialler.transport.send(parent, [])
+        with pytest.raises(ValueError, match=r"1048577 bytes exceeds max_message_bytes=1048576"):
+            dialler.transport.send(parent, [b"x", bytes(1 << 20)])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:7700", "tcp://host", "tcp://:7", "tcp://h:70000", "tcp://::1:7", "", "tcp://h:0"],
+)
+def test_a_bad_address_is_named_with_the_form_expected(run: Run, address: str) -> None:
+    async def scenario(world: World) -> None:
+        node = await world.node()
+        with pytest.raises(TransportError, match="tcp://host:port") as caught:
+            node.transport.dial(address)
+        assert repr(address) in str(caught.value)
+
+    run(scenario)
+
+
+def test_an_address_in_use_is_refused_with_the_remedy(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener = await world.node(LISTEN)
+        address = listener.transport.listen_address
+        with pytest.raises(TransportError, match=r"in use.*choose another port") as caught:
+            await world.node(address)
+        assert str(address) in str(caught.value)
+
+    run(scenario)
+
+
+def test_a_peer_that_does_not_read_is_refused_and_disturbs_nobody(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, stuck, stuck_id, stuck_up = await world.pair()
+        other = await world.node()
+        address = listener.transport.listen_address
+        assert address is not None
+        up = other.transport.dial(address)
+        assert await other.event() == Connected(up, address)
+        assert other.transport.send(up, [b"hello"])
+        other_id = (await listener.expect(Connected)).peer
+        await listener.message()
+        chunk = bytes(1 << 19)
+        accepted = 0
+        while listener.transport.send(stuck_id, [b"%d" % accepted, chunk]):
+            accepted += 1
+            await asyncio.sleep(0.002)
+            assert accepted < 200
+        assert listener.transport.stats().refused_sends == 1
+        assert listener.transport.send(other_id, [b"still here"])
+        assert await other.message() == (up, [b"still here"])
+        for number in range(accepted):
+            assert await stuck.message() == (stuck_up, [b"%d" % number, chunk])
+        await insist(listener, stuck_id, [b"again"])
+        assert await stuck.message() == (stuck_up, [b"again"])
+
+    run(scenario)
+
+
+@pytest.mark.slow
+def test_tiny_messages_are_bounded_too(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, _, child, _ = await world.pair()
+        accepted = 0
+        while listener.transport.send(child, [b""]):
+            accepted += 1
+        assert accepted < 200_000
+        assert listener.transport.stats().refused_sends == 1
+
+    run(scenario)
+
+
+def test_last_words_arrive_before_the_end(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, dialler, child, parent = await world.pair()
+        for number in range(20):
+            assert dialler.transport.send(parent, [b"%d" % number])
+        dialler.transport.hang_up(parent)
+        for number in range(20):
+            assert await listener.message() == (child, [b"%d" % number])
+        gone = await listener.expect(Disconnected)
+        assert gone.peer == child
+        assert not listener.transport.send(child, [b"x"])
+
+    run(scenario)
+
+
+def test_a_closing_listener_is_heard_out_and_dialled_again(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, dialler, child, parent = await world.pair()
+        address = listener.transport.listen_address
+        assert address is not None
+        for number in range(20):
+            assert listener.transport.send(child, [b"%d" % number])
+        await listener.transport.close()
+        for number in range(20):
+            assert await dialler.message() == (parent, [b"%d" % number])
+        gone = await dialler.expect(Disconnected)
+        assert gone.peer == parent
+        assert gone.reason
+        assert not dialler.transport.send(parent, [b"lost"])
+        again = await world.node(address)
+        assert await dialler.event() == Connected(parent, address)
+        assert dialler.transport.send(parent, [b"back"])
+        fresh = await again.expect(Connected)
+        assert await again.message() == (fresh.peer, [b"back"])
+
+    run(scenario)
+
+
+def test_a_dial_waits_for_a_listener_that_comes_later(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        early = await world.node(LISTEN)
+        address = early.transport.listen_address
+        assert address is not None
+        await early.transport.close()
+        dialler = await world.node()
+        up = dialler.transport.dial(address)
+        await asyncio.sleep(0.1)
+        await world.node(address)
+        assert await dialler.event() == Connected(up, address)
+
+    run(scenario)
+
+
+def test_a_node_that_comes_back_is_a_new_inbound_peer(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, dialler, child, parent = await world.pair()
+        dialler.transport.hang_up(parent)
+        assert (await listener.expect(Disconnected)).peer == child
+        address = listener.transport.listen_address
+        assert address is not None
+        up = dialler.transport.dial(address)
+        assert up != parent
+        assert await dialler.event() == Connected(up, address)
+        assert dialler.transport.send(up, [b"me again"])
+        assert (await listener.expect(Connected)).peer != child
+
+    run(scenario)
+
+
+def test_after_hanging_up_on_an_inbound_peer_its_messages_are_discarded(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, dialler, child, parent = await world.pair()
+        listener.transport.hang_up(child)
+        listener.transport.hang_up(child)
+        assert not listener.transport.send(child, [b"x"])
+        assert dialler.transport.send(parent, [b"unwanted"])
+        other = await world.node()
+        address = listener.transport.listen_address
+        assert address is not None
+        up = other.transport.dial(address)
+        assert await other.event() == Connected(up, address)
+        await asyncio.sleep(0.05)
+        assert other.transport.send(up, [b"wanted"])
+        newcomer = await listener.expect(Connected)
+        assert await listener.message() == (newcomer.peer, [b"wanted"])
+        assert listener.transport.stats().discarded_messages == 1
+
+    run(scenario)
+
+
+def test_receive_can_be_cancelled_without_losing_anything(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, dialler, child, parent = await world.pair()
+        waiting = asyncio.create_task(listener.transport.receive())
+        await asyncio.sleep(0.01)
+        assert dialler.transport.send(parent, [b"x"])
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await listener.message() == (child, [b"x"])
+
+    run(scenario)
+
+
+def test_close_wakes_the_receiver_and_ends_everything(run: Run) -> None:
+    async def scenario(world: World) -> None:
+        listener, dialler, _, parent = await world.pair()
+        waiting = asyncio.create_task(dialler.transport.receive())
+        await asyncio.sleep(0.01)
+        dialler.transport.dial("tcp://127.0.0.1:9")
+        async with asyncio.timeout(2):
+            await dialler.transport.close()
+            await dialler.transport.close()
+        with pytest.raises(TransportError, match="closed"):
+            await waiting
+        assert not dialler.transport.send(parent, [b"x"])
+        with pytest.raises(TransportError, match="closed"):
+            dialler.transport.dial("tcp://127.0.0.1:9")
+        await listener.expect(Disconnected)
+
+    run(scenario)

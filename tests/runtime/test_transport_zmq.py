@@ -1,0 +1,400 @@
+"""What only the real sockets can show: kernels, killed processes, garbage, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from echo.errors import TransportError
+from echo.runtime.transport import Connected, Disconnected, Received, TransportOptions
+from echo.runtime.transport_zmq import ZmqTransport
+
+OPTIONS = TransportOptions(
+    max_message_bytes=1 << 20,
+    max_unsent_bytes=4 << 20,
+    max_unread_messages=8,
+    heartbeat_s=0.1,
+    dead_after_s=0.5,
+    connect_timeout_s=0.5,
+    min_redial_s=0.02,
+    max_redial_s=0.1,
+    linger_s=0.3,
+)
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Awaitable[None]], None]:
+    async def bounded(scenario: Awaitable[None]) -> None:
+        async with asyncio.timeout(20):
+            await scenario
+
+    def go(scenario: Awaitable[None]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(bounded(scenario))
+
+    return go
+
+
+Run = Callable[[Awaitable[None]], None]
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    listen: str | None = None, options: TransportOptions = OPTIONS
+) -> AsyncIterator[ZmqTransport]:
+    transport = ZmqTransport(listen, options)
+    try:
+        await transport.start()
+        yield transport
+    finally:
+        await transport.close()
+
+
+async def one(transport: ZmqTransport) -> object:
+    events = await transport.receive()
+    assert len(events) == 1, events
+    return events[0]
+
+
+def port_of(transport: ZmqTransport) -> int:
+    assert transport.listen_address is not None
+    return int(transport.listen_address.rpartition(":")[2])
+
+
+def connect_raw(transport: ZmqTransport) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port_of(transport)), timeout=5)
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def child_process(transport: ZmqTransport, then: str) -> subprocess.Popen[bytes]:
+    """Start a process that dials, says hello, and then does something."""
+    script = f"""
+        import asyncio, time
+        from echo.runtime.transport import TransportOptions
+        from echo.runtime.transport_zmq import ZmqTransport
+        async def main():
+            transport = ZmqTransport(None, TransportOptions(max_unread_messages=8))
+            await transport.start()
+            peer = transport.dial({transport.listen_address!r})
+            await transport.receive()
+            transport.send(peer, [b"hello"])
+            {then}
+        asyncio.run(main())
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=Path(__file__).parents[2]
+    )
+
+
+async def hello(transport: ZmqTransport) -> str:
+    """Wait for the hello of a new inbound peer and return its id."""
+    events = []
+    while len(events) < 2:
+        events += await transport.receive()
+    connected, received = events
+    assert isinstance(connected, Connected)
+    assert received == Received(connected.peer, [b"hello"])
+    return connected.peer
+
+
+def test_a_port_in_use_is_named_with_the_remedy(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://127.0.0.1:0") as listener:
+            second = ZmqTransport(listener.listen_address, OPTIONS)
+            with pytest.raises(TransportError, match="another process listens there") as caught:
+                await second.start()
+            await second.close()
+            assert str(listener.listen_address) in str(caught.value)
+            assert "in use" in str(caught.value)
+            assert isinstance(caught.value.__cause__, OSError)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://no.such.host.invalid:0"])
+def test_an_address_of_another_machine_cannot_be_bound(run: Run, address: str) -> None:
+    async def scenario() -> None:
+        transport = ZmqTransport(address, OPTIONS)
+        with pytest.raises(TransportError, match="cannot listen on") as caught:
+            await transport.start()
+        assert address in str(caught.value)
+        await transport.close()
+
+    run(scenario())
+
+
+def test_ipv6_and_names_can_be_dialled(run: Run) -> None:
+    async def scenario(listen: str, dial: str) -> None:
+        async with opened(listen) as listener, opened() as dialler:
+            address = f"{dial}:{port_of(listener)}"
+            peer = dialler.dial(address)
+            assert await one(dialler) == Connected(peer, address)
+            assert dialler.send(peer, [b"hello"])
+            await hello(listener)
+
+    run(scenario("tcp://127.0.0.1:0", "tcp://localhost"))
+    if (
+        not Path("/proc/net/if_inet6").exists()
+        or "lo" not in Path("/proc/net/if_inet6").read_text()
+    ):
+        pytest.skip("this machine has no IPv6 loopback")
+    run(scenario("tcp://[::1]:0", "tcp://[::1]"))
+
+
+def test_congestion_control_is_chosen_where_it_is_permitted(run: Run) -> None:
+    permitted = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+
+    async def scenario(name: str) -> None:
+        transport = ZmqTransport("tcp://0.0.0.0:0", OPTIONS, congestion_control=name)
+        await transport.start()
+        with connect_raw(transport) as raw:
+            assert raw.getpeername()[1] == port_of(transport)
+        await transport.close()
+
+    for name in [*permitted, "nosuchalgorithm"]:
+        run(scenario(name))
+
+
+def test_an_oversized_frame_ends_the_senders_connection_only(run: Run) -> None:
+    async def scenario() -> None:
+        strict = OPTIONS
+        loose = TransportOptions(max_message_bytes=8 << 20, min_redial_s=5.0)
+        async with (
+            opened("tcp://127.0.0.1:0", strict) as listener,
+            opened(None, loose) as rude,
+            opened() as polite,
+        ):
+            address = str(listener.listen_address)
+            up = rude.dial(address)
+            await one(rude)
+            rude.send(up, [b"hello"])
+            rude_id = await hello(listener)
+            assert rude.send(up, [bytes(strict.max_message_bytes + 1)])
+            gone = await one(listener)
+            assert isinstance(gone, Disconnected)
+            assert gone.peer == rude_id
+            assert isinstance(await one(rude), Disconnected)
+            up = polite.dial(address)
+            await one(polite)
+            assert polite.send(up, [b"hello"])
+            await hello(listener)
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://127.0.0.1:0") as listener:
+            with child_process(listener, "time.sleep(60)") as process:
+                try:
+                    stuck = await hello(listener)
+                    before = resident_bytes()
+                    accepted_bytes = refused = 0
+                    give_up_at = time.monotonic() + 1.0
+                    while time.monotonic() < give_up_at:
+                        chunk = os.urandom(1 << 18)
+                        if listener.send(stuck, [chunk]):
+                            accepted_bytes += len(chunk)
+                        else:
+                            refused += 1
+                            await asyncio.sleep(0.01)
+                    assert refused > 10
+                    # Its own queue and unread messages, plus what the two kernels buffer.
+                    assert accepted_bytes < 64 << 20
+                    assert resident_bytes() - before < 4 * OPTIONS.max_unsent_bytes
+                finally:
+                    process.kill()
+            gone = await one(listener)
+            assert isinstance(gone, Disconnected)
+            assert not listener.send(stuck, [b"x"])
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_killed_dialler_is_reported_soon(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://127.0.0.1:0") as listener:
+            with child_process(listener, "await asyncio.sleep(60)") as process:
+                child = await hello(listener)
+                process.send_signal(signal.SIGKILL)
+            async with asyncio.timeout(1):
+                gone = await one(listener)
+            assert isinstance(gone, Disconnected)
+            assert gone.peer == child
+            assert not listener.send(child, [b"x"])
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_frozen_peer_lives_as_long_as_its_kernel_but_a_silent_one_does_not(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://127.0.0.1:0") as listener:
+            with child_process(listener, "await asyncio.sleep(60)") as process:
+                try:
+                    child = await hello(listener)
+                    process.send_signal(signal.SIGSTOP)  # its kernel answers TCP, nobody answers us
+                    started_at = time.monotonic()
+                    gone = await one(listener)
+                    assert isinstance(gone, Disconnected)
+                    assert gone.peer == child
+                    waited_s = time.monotonic() - started_at
+                    assert waited_s < OPTIONS.dead_after_s + OPTIONS.heartbeat_s + 1.0
+                finally:
+                    process.kill()
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_busy_loop_does_not_make_a_node_look_dead(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://127.0.0.1:0") as listener:
+            busy = "time.sleep(1.5); transport.send(peer, [b'alive']); await asyncio.sleep(60)"
+            with child_process(listener, busy) as process:
+                try:
+                    child = await hello(listener)
+                    assert await one(listener) == Received(child, [b"alive"])
+                finally:
+                    process.kill()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\xff" + bytes(8) + b"\x7f" + bytes(200),
+        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48) + b"\xff" * 64,
+        b"\x01\x00" + b"\x06\x00hello" * 3,
+        random.Random(7).randbytes(4096),
+    ],
+    ids=["http", "greeting-of-zeros", "null-greeting-then-garbage", "zmtp-1", "random"],
+)
+def test_garbage_does_no_harm(run: Run, garbage: bytes) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://127.0.0.1:0") as listener, opened() as dialler:
+            with connect_raw(listener) as raw, connect_raw(listener):  # one stays silent
+                raw.sendall(garbage)
+                up = dialler.dial(str(listener.listen_address))
+                await one(dialler)
+                assert dialler.send(up, [b"hello"])
+                child = await hello(listener)
+            assert dialler.send(up, [b"still"])
+            assert await one(listener) == Received(child, [b"still"])
+            assert listener.stats().messages_in == 2
+
+    run(scenario())
+
+
+def test_a_dial_to_something_else_keeps_trying_and_stays_silent(run: Run) -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            async with opened() as dialler:
+                peer = dialler.dial(f"tcp://127.0.0.1:{port}")
+                loop = asyncio.get_running_loop()
+                server.setblocking(False)
+                for _ in range(3):
+                    raw, _ = await loop.sock_accept(server)
+                    raw.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                    raw.close()
+                assert not dialler.send(peer, [b"x"])
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(dialler.receive(), 0.05)
+
+    run(scenario())
+
+
+def test_large_frames_are_not_copied_and_arrive_intact(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://127.0.0.1:0") as listener, opened() as dialler:
+            up = dialler.dial(str(listener.listen_address))
+            await one(dialler)
+            assert dialler.send(up, [b"hello"])
+            child = await hello(listener)
+            arena = memoryview(os.urandom(16 << 18))
+            chunks = [arena[i << 18 : (i + 1) << 18] for i in range(16)]
+            taken: list[memoryview] = []
+            for index in range(64):
+                # Every fourth is waited for, so four fit: this cannot be refused.
+                assert listener.send(child, [index.to_bytes(2, "big"), chunks[index % 16]])
+                if index % 4 == 3:
+                    while len(taken) <= index:
+                        for event in await dialler.receive():
+                            assert isinstance(event, Received)
+                            assert event.frames[0] == len(taken).to_bytes(2, "big")
+                            chunk = event.frames[1]
+                            assert isinstance(chunk, memoryview)
+                            taken.append(chunk)
+            assert all(chunk == chunks[index % 16] for index, chunk in enumerate(taken))
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_close_is_bounded_although_a_peer_never_reads(run: Run) -> None:
+    async def scenario() -> None:
+        listener = ZmqTransport("tcp://127.0.0.1:0", OPTIONS)
+        await listener.start()
+        with child_process(listener, "time.sleep(60)") as process:
+            try:
+                stuck = await hello(listener)
+                for _ in range(200):
+                    listener.send(stuck, [bytes(1 << 19)])
+                    await asyncio.sleep(0.002)
+                assert listener.stats().refused_sends > 0
+                started_at = time.monotonic()
+                await listener.close()
+                assert time.monotonic() - started_at < OPTIONS.linger_s + 1.0
+            finally:
+                process.kill()
+
+    run(scenario())
+
+
+def test_connections_that_come_and_go_leave_nothing_behind(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://127.0.0.1:0") as listener, opened() as dialler:
+            num_descriptors = 0
+            seen = set()
+            for number in range(20):
+                up = dialler.dial(str(listener.listen_address))
+                await one(dialler)
+                assert dialler.send(up, [b"hello"])
+                child = await hello(listener)
+                seen.add(child)
+                dialler.hang_up(up)
+                assert isinstance(await one(listener), Disconnected)
+                if number == 5:
+                    num_descriptors = num_open_files()
+            assert len(seen) == 20
+            assert num_open_files() <= num_descriptors + 4
+            assert listener._peers == {}
+            assert dialler._peers == {}
+
+    run(scenario())
