@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echo.rollout import Group, Lineage, is_surviving
+from echo.rollout import Group, Lineage, find_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,43 +19,7 @@ class Evicted:
 
     group: Group
     reason: str
-    """"stale", "abandoned_version" or "no_trainable_token"."""
-
-
-def staleness_of(group: Group, *, step: int) -> int:
-    """Return how many steps the learner is ahead of the group's oldest trainable token.
-
-    Args:
-        group: a group with at least one trainable token.
-        step: optimizer steps done by the learner.
-    """
-    oldest = group.oldest_version
-    if oldest is None:
-        raise ValueError(f"group {group.group_id} has no trainable token")
-    return step - oldest.step
-
-
-def find_fault(
-    group: Group, *, step: int, max_staleness: int, lineages: Sequence[Lineage]
-) -> str | None:
-    """Return why `group` must not be trained at `step`, or None if it may.
-
-    Args:
-        group: the group in question.
-        step: optimizer steps done by the learner.
-        max_staleness: inclusive bound.
-        lineages: the learner's histories so far, oldest first.
-    """
-    versions = group.versions
-    if not versions:
-        return "no_trainable_token"
-    if not all(is_surviving(version, lineages) for version in versions):
-        return "abandoned_version"
-    if max(version.step for version in versions) > step:
-        return "version_from_the_future"
-    if staleness_of(group, step=step) > max_staleness:
-        return "stale"
-    return None
+    """As `echo.rollout.find_fault` names it, for example "stale" or "abandoned_version"."""
 
 
 class StalenessBuffer:
@@ -71,12 +35,25 @@ class StalenessBuffer:
         self.max_staleness = max_staleness
         self.lineages = tuple(lineages)
         self._groups: dict[int, Group] = {}
+        self._taken_at = -1
+        self._num_taken = 0
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._groups
+
+    def num_unspent(self, *, step: int) -> int:
+        """Return how many groups admission must count besides those of the steps done.
+
+        These are the groups here, and those taken at this same step: their step is being made, so
+        it is not counted yet.
+
+        Args:
+            step: optimizer steps done by the learner.
+        """
+        return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 
     def put(self, group: Group) -> None:
         """Add a group that the journal holds."""
@@ -122,4 +99,11 @@ class StalenessBuffer:
                 )
         for group in taken:
             del self._groups[group.group_id]
+        self._num_taken = len(taken) + (self._num_taken if self._taken_at == step else 0)
+        self._taken_at = step
         return taken
+
+    def clear(self) -> list[Group]:
+        """Remove and return everything, as at the end of a run."""
+        groups, self._groups = list(self._groups.values()), {}
+        return groups

@@ -7,12 +7,11 @@ relay can handle groups without installing it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -22,7 +21,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
     """
 
     lineage: int
-    """Which unbroken history of the learner; the first is 1, each resume from a checkpoint adds 1."""
+    """Which unbroken history of the learner; the first is 1, each resume adds 1."""
     step: int
     """Optimizer steps behind these weights; the initial weights are step 0."""
 
@@ -41,15 +40,19 @@ class Lineage(msgspec.Struct, frozen=True):
 def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
     """Return whether `version` lies on the history that ends in the last of `lineages`.
 
-    A version of an older lineage survives if no later lineage forked off before its step.
+    A version exists from its lineage's fork on, and survives if no later lineage forked off before
+    its step.
 
     Args:
         version: the version in question.
         lineages: every lineage so far, oldest first.
     """
-    if not lineages or not (lineages[0].lineage <= version.lineage <= lineages[-1].lineage):
+    own = next((own for own in lineages if own.lineage == version.lineage), None)
+    if own is None or version.step < own.fork_step:
         return False
-    return all(version.step <= later.fork_step for later in lineages if later.lineage > version.lineage)
+    return all(
+        version.step <= later.fork_step for later in lineages if later.lineage > version.lineage
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +86,9 @@ class Rollout:
                     f"{np.dtype(dtype)}{list(shape)} with at least one token"
                 )
         if self.finish_reason not in ("stop", "length", "abort"):
-            raise ValueError(f"Rollout.finish_reason is {self.finish_reason!r}; use stop, length or abort")
+            raise ValueError(
+                f"Rollout.finish_reason is {self.finish_reason!r}; use stop, length or abort"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -93,8 +98,9 @@ class Rollout:
     @property
     def versions(self) -> list[PolicyVersion]:
         """The distinct versions that sampled this rollout's trainable tokens, oldest first."""
-        rows = self.policy_versions[self.completion_mask]
-        return [PolicyVersion(int(lineage), int(step)) for lineage, step in np.unique(rows, axis=0)]
+        rows = self.policy_versions[self.completion_mask].astype(np.int64)
+        distinct = np.unique(rows[:, 0] << 32 | rows[:, 1]).tolist()
+        return [PolicyVersion(packed >> 32, packed & 0xFFFFFFFF) for packed in distinct]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,23 +115,26 @@ class Group:
     prompt_ids: npt.NDArray[np.int32]
     """[P] prompt token ids."""
     rollouts: tuple[Rollout, ...]
+    versions: tuple[PolicyVersion, ...] = field(init=False)
+    """The distinct versions that sampled its trainable tokens, oldest first."""
 
     def __post_init__(self) -> None:
-        if self.prompt_ids.dtype != np.int32 or self.prompt_ids.ndim != 1 or not len(self.prompt_ids):
+        if (
+            self.prompt_ids.dtype != np.int32
+            or self.prompt_ids.ndim != 1
+            or not len(self.prompt_ids)
+        ):
             raise ValueError(f"Group {self.group_id}: prompt_ids must be int32[P] with P >= 1")
         if not self.rollouts:
             raise ValueError(f"Group {self.group_id} has no rollouts")
-
-    @property
-    def versions(self) -> list[PolicyVersion]:
-        """The distinct versions that sampled its trainable tokens, oldest first."""
-        return sorted({version for rollout in self.rollouts for version in rollout.versions})
+        # Computed once: the buffer asks for it at every step.
+        found = {version for rollout in self.rollouts for version in rollout.versions}
+        object.__setattr__(self, "versions", tuple(sorted(found)))
 
     @property
     def oldest_version(self) -> PolicyVersion | None:
         """The version that bounds the group's staleness; None if no token is trainable."""
-        versions = self.versions
-        return versions[0] if versions else None
+        return self.versions[0] if self.versions else None
 
     @property
     def num_tokens(self) -> int:
@@ -136,3 +145,39 @@ class Group:
     def rewards(self) -> list[float]:
         """One reward per rollout, in order."""
         return [rollout.reward for rollout in self.rollouts]
+
+
+def staleness_of(group: Group, *, step: int) -> int:
+    """Return how many steps the learner is ahead of the group's oldest trainable token.
+
+    Args:
+        group: a group with at least one trainable token.
+        step: optimizer steps done by the learner.
+    """
+    oldest = group.oldest_version
+    if oldest is None:
+        raise ValueError(f"group {group.group_id} has no trainable token")
+    return step - oldest.step
+
+
+def find_fault(
+    group: Group, *, step: int, max_staleness: int, lineages: Sequence[Lineage]
+) -> str | None:
+    """Return why `group` must not be trained at `step`, or None if it may.
+
+    Args:
+        group: the group in question.
+        step: optimizer steps done by the learner.
+        max_staleness: inclusive bound.
+        lineages: the learner's histories so far, oldest first.
+    """
+    versions = group.versions
+    if not versions:
+        return "no_trainable_token"
+    if not all(is_surviving(version, lineages) for version in versions):
+        return "abandoned_version"
+    if max(version.step for version in versions) > step:
+        return "version_from_the_future"
+    if staleness_of(group, step=step) > max_staleness:
+        return "stale"
+    return None

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from echo.buffer import StalenessBuffer
+from echo.rollout import Group, Lineage, Rollout, staleness_of
+
+FIRST = (Lineage(1, 0),)
+
+
+def make_group(group_id: int, *versions: tuple[int, int], is_masked: bool = False) -> Group:
+    rollout = Rollout(
+        token_ids=np.zeros(len(versions), dtype=np.int32),
+        sampler_logprobs=np.zeros(len(versions), dtype=np.float32),
+        policy_versions=np.array(versions, dtype=np.int32),
+        completion_mask=np.full(len(versions), not is_masked),
+        reward=0.0,
+        finish_reason="stop",
+    )
+    return Group(
+        group_id=group_id,
+        attempt=0,
+        worker_id="w",
+        prompt_ids=np.array([1], dtype=np.int32),
+        rollouts=(rollout,),
+    )
+
+
+def fill(buffer: StalenessBuffer, *groups: Group) -> StalenessBuffer:
+    for group in groups:
+        buffer.put(group)
+    return buffer
+
+
+def ids(groups: list[Group] | None) -> list[int]:
+    assert groups is not None
+    return [group.group_id for group in groups]
+
+
+def test_the_bound_is_inclusive() -> None:
+    buffer = StalenessBuffer(max_staleness=2, lineages=FIRST)
+    fill(buffer, make_group(0, (1, 5)), make_group(1, (1, 4)))
+    [evicted] = buffer.evict(step=7)
+    assert (evicted.group.group_id, evicted.reason) == (1, "stale")
+    assert ids(buffer.take(1, step=7)) == [0]
+
+
+def test_a_bound_of_zero_keeps_only_the_present_version() -> None:
+    buffer = StalenessBuffer(max_staleness=0, lineages=FIRST)
+    fill(buffer, make_group(0, (1, 3)), make_group(1, (1, 2)), make_group(2, (1, 3), (1, 2)))
+    assert [evicted.group.group_id for evicted in buffer.evict(step=3)] == [1, 2]
+    assert ids(buffer.take(1, step=3)) == [0]
+
+
+def test_the_oldest_come_first_and_then_the_smallest_id() -> None:
+    buffer = StalenessBuffer(max_staleness=9, lineages=FIRST)
+    fill(buffer, make_group(5, (1, 2)), make_group(1, (1, 4)), make_group(3, (1, 2)))
+    assert buffer.take(4, step=4) is None
+    assert len(buffer) == 3
+    assert ids(buffer.take(2, step=4)) == [3, 5]
+    assert ids(buffer.take(1, step=4)) == [1]
+    assert len(buffer) == 0
+
+
+def test_groups_of_an_abandoned_lineage_leave_with_that_reason() -> None:
+    buffer = StalenessBuffer(max_staleness=9, lineages=(Lineage(1, 0), Lineage(2, 3)))
+    fill(buffer, make_group(0, (1, 3)), make_group(1, (1, 4)), make_group(2, (2, 4)))
+    fill(buffer, make_group(3, (2, 6)), make_group(4, (2, 4), is_masked=True))
+    reasons = {evicted.group.group_id: evicted.reason for evicted in buffer.evict(step=5)}
+    assert reasons == {
+        1: "abandoned_version",
+        3: "version_from_the_future",
+        4: "no_trainable_token",
+    }
+    assert ids(buffer.take(2, step=5)) == [0, 2]
+
+
+def test_take_refuses_to_hand_out_what_was_not_evicted_and_changes_nothing() -> None:
+    buffer = StalenessBuffer(max_staleness=1, lineages=FIRST)
+    fill(buffer, make_group(0, (1, 1)), make_group(1, (1, 3)))
+    with pytest.raises(ValueError, match="group 0 cannot be trained at step 3: stale"):
+        buffer.take(2, step=3)
+    assert 0 in buffer
+    assert len(buffer) == 2
+
+
+def test_a_group_enters_once() -> None:
+    buffer = fill(StalenessBuffer(max_staleness=1, lineages=FIRST), make_group(4, (1, 0)))
+    assert 4 in buffer
+    assert 5 not in buffer
+    with pytest.raises(ValueError, match="group 4 is in the buffer already"):
+        buffer.put(make_group(4, (1, 0)))
+
+
+def test_a_batch_in_training_is_unspent_until_its_step_is_done() -> None:
+    buffer = StalenessBuffer(max_staleness=1, lineages=FIRST)
+    fill(buffer, *(make_group(i, (1, 0)) for i in range(5)))
+    assert buffer.num_unspent(step=0) == 5
+    buffer.take(2, step=0)
+    assert len(buffer) == 3
+    assert buffer.num_unspent(step=0) == 5
+    buffer.take(1, step=0)
+    assert buffer.num_unspent(step=0) == 5
+    assert buffer.num_unspent(step=1) == 2
+
+
+def test_clear_empties_it() -> None:
+    buffer = fill(StalenessBuffer(max_staleness=1, lineages=FIRST), make_group(4, (1, 0)))
+    assert ids(buffer.clear()) == [4]
+    assert buffer.clear() == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_in_what_goes_out_is_within_the_bound(seed: int) -> None:
+    chance = random.Random(seed)
+    max_staleness = chance.randrange(4)
+    buffer = StalenessBuffer(max_staleness=max_staleness, lineages=FIRST)
+    put, gone = 0, 0
+    for step in range(30):
+        for _ in range(chance.randrange(6)):
+            versions = [(1, max(0, step - chance.randrange(6))) for _ in range(3)]
+            buffer.put(make_group(put, *versions))
+            put += 1
+        gone += len(buffer.evict(step=step))
+        taken = buffer.take(2, step=step) or []
+        gone += len(taken)
+        assert all(0 <= staleness_of(group, step=step) <= max_staleness for group in taken)
+    assert put == gone + len(buffer)
