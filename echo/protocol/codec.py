@@ -25,6 +25,8 @@ Frame = bytes | bytearray | memoryview
 MAX_HEADER_BYTES = 8 << 20
 """Largest header accepted; a Welcome with its settings is the largest honest one by far."""
 MAX_NODE_ID_LENGTH = 64
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises on bytes that are not what they should be; endless nesting is the last."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -65,11 +67,21 @@ def decode_envelope(frames: Sequence[Frame]) -> Envelope:
         )
     try:
         envelope = _envelope_decoder.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise RemoteProtocolError(f"a header that is not an envelope: {error}") from error
     if not envelope.source or max(len(envelope.source), len(envelope.target)) > MAX_NODE_ID_LENGTH:
         raise RemoteProtocolError("an envelope whose node ids are empty or too long")
     return envelope
+
+
+def other_protocol(envelope: Envelope) -> str | None:
+    """Return what to tell the operator if the sender speaks another protocol version, or None."""
+    if envelope.protocol == PROTOCOL_VERSION:
+        return None
+    return (
+        f"{envelope.source} speaks protocol version {envelope.protocol}, this node "
+        f"{PROTOCOL_VERSION}; install the same release of echo-rl on both"
+    )
 
 
 def decode_message(envelope: Envelope) -> Any:
@@ -78,14 +90,12 @@ def decode_message(envelope: Envelope) -> Any:
     Raises:
         RemoteProtocolError: if the sender speaks another protocol version or the body is malformed.
     """
-    if envelope.protocol != PROTOCOL_VERSION:
-        raise RemoteProtocolError(
-            f"{envelope.source} speaks protocol version {envelope.protocol}, this node {PROTOCOL_VERSION}; "
-            "install the same release of echo-rl on both"
-        )
+    fault = other_protocol(envelope)
+    if fault is not None:
+        raise RemoteProtocolError(fault)
     try:
         return _message_decoder.decode(envelope.body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise RemoteProtocolError(f"a malformed message from {envelope.source}: {error}") from error
 
 
@@ -141,7 +151,7 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
     """
     try:
         header = _header_decoder.decode(header_frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise RemoteProtocolError(f"a malformed group header: {error}") from error
     num_rollouts = len(header.num_tokens)
     if not num_rollouts or not (num_rollouts == len(header.rewards) == len(header.finish_reasons)):
@@ -155,7 +165,8 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
     expected = 4 * header.num_prompt_tokens + _BYTES_PER_TOKEN * sum(header.num_tokens)
     if len(arrays_frame) != expected:
         raise RemoteProtocolError(
-            f"group {header.group_id}: {len(arrays_frame)} bytes of arrays where its header needs {expected}"
+            f"group {header.group_id}: {len(arrays_frame)} bytes of arrays where its header needs "
+            f"{expected}"
         )
     try:
         return _build_group(header, memoryview(arrays_frame))

@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A manifest as it travels: the exact bytes that were signed, and the signature of their hash."""
+    """A manifest as it travels: the bytes that were signed, and the signature of their hash."""
 
     body: bytes
     signature: bytes
@@ -167,7 +167,7 @@ def verify(
         manifest = _manifest_decoder.decode(signed.body)
     except InvalidSignature as error:
         raise RemoteProtocolError("a manifest that the learner's key did not sign") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"a malformed manifest: {error}") from error
     if manifest.run_id != run_id:
         raise RemoteProtocolError(
@@ -176,7 +176,8 @@ def verify(
     _check(manifest)
     if manifest.num_bytes > max_bytes:
         raise RemoteProtocolError(
-            f"{manifest.version} has {manifest.num_bytes} bytes; this node accepts at most {max_bytes}"
+            f"{manifest.version} has {manifest.num_bytes} bytes; this node accepts at most "
+            f"{max_bytes}"
         )
     return signed, manifest
 
@@ -186,7 +187,8 @@ def _check(manifest: Manifest) -> None:
     where = f"manifest of {manifest.version}"
     if not MIN_CHUNK_BYTES <= manifest.chunk_bytes <= MAX_CHUNK_BYTES:
         raise RemoteProtocolError(
-            f"{where}: chunk_bytes is {manifest.chunk_bytes}, must be {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
+            f"{where}: chunk_bytes is {manifest.chunk_bytes}, must be {MIN_CHUNK_BYTES} to "
+            f"{MAX_CHUNK_BYTES}"
         )
     num_chunks = -(-manifest.num_bytes // manifest.chunk_bytes)
     if manifest.num_bytes < 1 or len(manifest.chunk_hashes) != num_chunks * HASH_BYTES:

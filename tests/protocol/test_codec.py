@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from echo.errors import RemoteProtocolError
+from echo.protocol import messages
+from echo.protocol.codec import (
+    MAX_HEADER_BYTES,
+    MAX_NODE_ID_LENGTH,
+    decode_envelope,
+    decode_group,
+    decode_message,
+    encode,
+    encode_group,
+    other_protocol,
+)
+from echo.rollout import Group, Lineage, PolicyVersion, Rollout
+
+fast = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+INTS = st.integers(-(2**63), 2**63 - 1)
+SIZES = st.integers(0, 2**40)
+VERSIONS = st.builds(PolicyVersion, SIZES, SIZES)
+DIGESTS = st.dictionaries(NAMES, NAMES, max_size=3)
+JSON = st.recursive(
+    st.none() | st.booleans() | INTS | st.floats(allow_nan=False) | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+SETTINGS = st.dictionaries(NAMES, JSON, max_size=3)
+LEASE = st.builds(
+    messages.Lease,
+    group_id=SIZES,
+    attempt=SIZES,
+    seed=SIZES,
+    prompt_ids=st.lists(SIZES, max_size=5).map(tuple),
+    example=SETTINGS,
+)
+KNOWN: dict[Any, st.SearchStrategy[Any]] = {
+    "LeaseState": st.builds(
+        messages.LeaseState, group_id=SIZES, attempt=SIZES, num_tokens=st.integers(-1, 9)
+    ),
+    "NodeStats": st.builds(messages.NodeStats, state=NAMES, fetching=st.none() | VERSIONS),
+}
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "str": NAMES,
+    "int": SIZES,
+    "float": st.floats(0, 1e9),
+    "bytes": st.binary(max_size=40),
+    "str | None": st.none() | NAMES,
+    "PolicyVersion": VERSIONS,
+    "PolicyVersion | None": st.none() | VERSIONS,
+    "dict[str, str]": DIGESTS,
+    "dict[str, Any]": SETTINGS,
+    "dict[str, tuple[str, int]]": st.dictionaries(NAMES, st.tuples(NAMES, SIZES), max_size=2),
+    "tuple[Lineage, ...]": st.lists(st.builds(Lineage, SIZES, SIZES), max_size=3).map(tuple),
+    "tuple[tuple[int, int], ...]": st.lists(st.tuples(SIZES, SIZES), max_size=4).map(tuple),
+    "tuple[tuple[str, str], ...]": st.lists(st.tuples(NAMES, NAMES), max_size=4).map(tuple),
+    "tuple[LeaseState, ...]": st.lists(KNOWN["LeaseState"], max_size=3).map(tuple),
+    "tuple[Lease, ...]": st.lists(LEASE, max_size=2).map(tuple),
+    "NodeStats": KNOWN["NodeStats"],
+}
+KINDS = list(messages.AnyMessage.__args__)
+
+
+def any_of(kind: Any) -> st.SearchStrategy[Any]:
+    fields = {name: FIELDS[text] for name, text in kind.__annotations__.items()}
+    return st.builds(kind, **fields)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_kind_of_message_survives_the_wire(kind: Any) -> None:
+    @settings(max_examples=15, deadline=None)
+    @given(message=any_of(kind), target=st.just("") | NAMES, payload=st.lists(st.binary()))
+    def survives(message: Any, target: str, payload: list[bytes]) -> None:
+        frames = encode(message, payload, source="w1", target=target)
+        envelope = decode_envelope([memoryview(bytes(frame)) for frame in frames])
+        assert (envelope.source, envelope.target) == ("w1", target)
+        assert decode_message(envelope) == message
+        assert frames[1:] == payload
+
+    survives()
+
+
+def test_payload_frames_are_not_copied() -> None:
+    chunk = bytearray(b"weights")
+    frames = encode(messages.Finish(reason=""), [memoryview(chunk)], source="a")
+    chunk[0:1] = b"W"
+    assert bytes(frames[1]) == b"Weights"
+
+
+def read(frames: list[bytes]) -> None:
+    """Read a message all the way; anything but RemoteProtocolError is a bug."""
+    with suppress(RemoteProtocolError):
+        decode_message(decode_envelope(frames))
+
+
+@fast
+@given(st.lists(st.binary(max_size=80), max_size=3))
+def test_bytes_that_mean_nothing_are_a_remote_error(frames: list[bytes]) -> None:
+    read(list(frames))
+
+
+@fast
+@given(any_of(messages.Welcome), st.data())
+def test_a_damaged_message_is_a_remote_error_or_another_message(message: Any, data: Any) -> None:
+    frame = bytearray(encode(message, source="w1", target="learner")[0])
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    read([bytes(frame[: data.draw(st.integers(0, len(frame)))])])
+    read([bytes(frame)])
+
+
+def envelope_of(body: bytes, protocol: int = messages.PROTOCOL_VERSION) -> list[bytes]:
+    pack = msgspec.msgpack.encode
+    return [b"\x94" + pack(protocol) + pack("w1") + pack("") + body]
+
+
+def test_nesting_without_end_is_a_remote_error() -> None:
+    nested = b"\x91" * 100_000 + b"\xc0"
+    with pytest.raises(RemoteProtocolError, match="a header that is not an envelope"):
+        decode_envelope(envelope_of(nested))
+    with pytest.raises(RemoteProtocolError, match="malformed group header"):
+        decode_group(b"\x81\xa1x" + nested, b"")
+
+
+@pytest.mark.parametrize(
+    ("frames", "match"),
+    [
+        ([], "without a header frame"),
+        ([b"\0" * (MAX_HEADER_BYTES + 1)], f"at most {MAX_HEADER_BYTES}"),
+        ([b"\xc1"], "not an envelope"),
+        ([msgspec.msgpack.encode([1, "", "learner", {}])], "node ids are empty or too long"),
+        (
+            [msgspec.msgpack.encode([1, "a", "b" * (MAX_NODE_ID_LENGTH + 1), {}])],
+            "node ids are empty or too long",
+        ),
+        ([b"\x94\x01\xa2\xff\xfe\xa0\x80"], "not an envelope"),
+    ],
+)
+def test_a_bad_header_is_named(frames: list[bytes], match: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=match):
+        decode_envelope(frames)
+
+
+def test_an_unknown_message_is_refused_with_its_sender() -> None:
+    body = msgspec.msgpack.encode({"type": "Launch"})
+    with pytest.raises(RemoteProtocolError, match=r"malformed message from w1.*Launch"):
+        decode_message(decode_envelope(envelope_of(body)))
+
+
+def test_another_protocol_version_is_seen_before_the_body_is_read() -> None:
+    envelope = decode_envelope(envelope_of(msgspec.msgpack.encode({"type": "Launch"}), protocol=7))
+    assert other_protocol(envelope) is not None
+    with pytest.raises(RemoteProtocolError, match="w1 speaks protocol version 7, this node 1"):
+        decode_message(envelope)
+    assert other_protocol(decode_envelope(envelope_of(b"\x80"))) is None
+
+
+# --- groups --------------------------------------------------------------------------------------
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> Rollout:
+    length = draw(st.integers(1, 6))
+    int32 = st.integers(-(2**31), 2**31 - 1)
+    return Rollout(
+        token_ids=draw(hnp.arrays(np.int32, length, elements=int32)),
+        sampler_logprobs=draw(hnp.arrays(np.float32, length, elements=st.floats(width=32))),
+        policy_versions=draw(hnp.arrays(np.int32, (length, 2), elements=int32)),
+        completion_mask=draw(hnp.arrays(np.bool_, length)),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+    )
+
+
+GROUPS = st.builds(
+    Group,
+    group_id=SIZES,
+    attempt=SIZES,
+    worker_id=NAMES,
+    prompt_ids=hnp.arrays(np.int32, st.integers(1, 5), elements=st.integers(0, 99)),
+    rollouts=st.lists(rollouts(), min_size=1, max_size=3).map(tuple),
+)
+
+
+def same(a: Group, b: Group) -> bool:
+    plain = (a.group_id, a.attempt, a.worker_id) == (b.group_id, b.attempt, b.worker_id)
+    pairs = zip(a.rollouts, b.rollouts, strict=True)
+    return (
+        plain
+        and a.prompt_ids.tobytes() == b.prompt_ids.tobytes()
+        and all(
+            getattr(x, name).tobytes() == getattr(y, name).tobytes()
+            for x, y in pairs
+            for name in (
+                "token_ids",
+                "sampler_logprobs",
+                "policy_versions",
+                "completion_mask",
+            )
+        )
+        and a.rewards == b.rewards
+        and [r.finish_reason for r in a.rollouts] == [r.finish_reason for r in b.rollouts]
+    )
+
+
+@fast
+@given(GROUPS)
+def test_a_group_survives_bit_for_bit(group: Group) -> None:
+    header, arrays = encode_group(group)
+    assert same(decode_group(memoryview(header), memoryview(arrays)), group)
+
+
+@fast
+@given(GROUPS, st.data())
+def test_a_damaged_group_is_a_remote_error_or_another_group(group: Group, data: Any) -> None:
+    frames = [bytearray(frame) for frame in encode_group(group)]
+    for frame in frames:
+        for _ in range(data.draw(st.integers(0, 3))):
+            frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        damaged = decode_group(*frames)
+    except RemoteProtocolError:
+        return
+    assert all(np.isfinite(damaged.rewards))
+
+
+@fast
+@given(st.binary(max_size=60), st.binary(max_size=60))
+def test_a_group_of_arbitrary_bytes_is_a_remote_error(header: bytes, arrays: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_group(header, arrays)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"rewards": [float("nan")]}, "reward that is not finite"),
+        ({"rewards": [float("inf")]}, "reward that is not finite"),
+        ({"rewards": [1.0, 1.0]}, "disagree"),
+        ({"num_tokens": []}, "disagree"),
+        ({"num_tokens": [0]}, "empty prompt or completion"),
+        ({"num_tokens": [-1]}, "empty prompt or completion"),
+        ({"num_prompt_tokens": 0}, "empty prompt or completion"),
+        ({"num_tokens": [2**62]}, "bytes of arrays where its header needs"),
+        ({"finish_reasons": ["eos"]}, "'eos'; use stop, length or abort"),
+    ],
+)
+def test_a_group_header_that_lies_is_refused(changes: dict[str, Any], match: str) -> None:
+    header: dict[str, Any] = {
+        "group_id": 3, "attempt": 0, "worker_id": "w1", "num_prompt_tokens": 1,
+        "num_tokens": [1], "rewards": [1.0], "finish_reasons": ["stop"],
+    }  # fmt: skip
+    arrays = bytes(4 + 17)
+    assert decode_group(msgspec.msgpack.encode(header), arrays).group_id == 3
+    with pytest.raises(RemoteProtocolError, match=match):
+        decode_group(msgspec.msgpack.encode(header | changes), arrays)
