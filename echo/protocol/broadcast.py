@@ -5,13 +5,13 @@ no parent and gets its versions from `publish`. A node keeps a **store** of vers
 of the image's size with a record of the chunks it holds.
 
     child                         parent
-      Subscribe(newest held)  ->            once per link
+      Subscribe(newest held)  ->            once per link, and when something seems to be missing
                               <-  Announce  newest version known, and each newer one as it appears
       Fetch(missing, credit)  ->            one version at a time
                               <-  Chunk     ascending, as soon as the parent holds it
       Credit(bytes)           ->            every quarter of the window
-                              <-  Waiting   "I live, but wait for that chunk myself"
-                              <-  Gone      if the parent gave the version up
+                              <-  Waiting   "I live, but wait for that chunk (or version) myself"
+                              <-  Gone      the parent has newer versions only
 
 Rules
 * A parent announces a version as soon as it knows its manifest, before it holds all chunks: chains
@@ -20,30 +20,29 @@ Rules
 * A node finishes the version that it is fetching before it takes the newest one, skipping those
   between. (Taking each newer version at once would starve a link that is slower than the pace of
   publication; this way every node is at most two transfers behind.)
-* A version is kept while it is one of the newest `keep_versions`, or while a child is fetching it
-  and takes chunks. Everything else is dropped, so the store is bounded by the number of children.
-* Whatever is lost is asked for again: after `stall_s` without a chunk the child repeats its Fetch
-  with what is missing; after a second such silence, or too many bad chunks, it declares the parent
-  bad (`ParentFailed`) and the session gives it another one. The new Fetch names only what is
-  missing: no chunk that is held is requested again. A parent that merely waits for its own parent
-  says so (`Waiting`), so that one stall does not blame everybody below it.
+* A version is kept while it is one of the newest `keep_versions`, or while it is whole and a child
+  takes chunks of it. Everything else is dropped, so the store is bounded by the number of children.
+* Whatever is lost is asked for again: after `stall_s` without an answer, or without a chunk, the
+  child repeats its Subscribe, or its Fetch with what is missing; after a second such silence, or
+  too many bad chunks, it declares the parent bad (`ParentFailed`) and the session gives it another
+  one. The new Fetch names only what is missing: no chunk that is held is requested again. A parent
+  that merely waits for its own parent says so (`Waiting`), so that one stall does not blame
+  everybody below it.
 
-The file does no IO and reads no clock. Seams: `codec`/`base` of the manifest for deltas, `set_parent`
-for any topology, `Transfer.arena` for a store on disk.
+This file has the child's half, `serving.py` the parent's. Seams: `codec`/`base` of the manifest for
+deltas, `set_parent` for any topology, `Transfer.arena` for a store on disk.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from blake3 import blake3
 
 from echo.errors import LocalProtocolError, RemoteProtocolError
 from echo.protocol.actions import Action, Note, Send, VersionArrived
 from echo.protocol.codec import Frame, encode
-from echo.protocol.manifest import Manifest, SignedManifest, encode_signed, verify
+from echo.protocol.manifest import Manifest, SignedManifest, verify
 from echo.protocol.messages import (
     Announce,
     Chunk,
@@ -54,6 +53,8 @@ from echo.protocol.messages import (
     Subscribe,
     Waiting,
 )
+from echo.protocol.serving import Child, Serving
+from echo.protocol.transfer import Transfer as Transfer
 from echo.rollout import PolicyVersion
 
 MAX_BAD_CHUNKS = 3
@@ -66,50 +67,6 @@ class ParentFailed:
 
     peer: str
     reason: str
-
-
-@dataclass(slots=True)
-class Transfer:
-    """One version in the store: its manifest, its bytes, and which chunks are there."""
-
-    signed: SignedManifest
-    manifest: Manifest
-    arena: bytearray
-    has_chunk: bytearray
-    """One byte per chunk: 1 if held and verified."""
-    num_held: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every chunk is held."""
-        return self.num_held == self.manifest.num_chunks
-
-    def missing_ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return the half-open runs of chunk indices that are not held, ascending."""
-        runs, start, has_chunk = [], 0, self.has_chunk
-        while (start := has_chunk.find(0, start)) >= 0:
-            stop = has_chunk.find(1, start)
-            stop = len(has_chunk) if stop < 0 else stop
-            runs.append((start, stop))
-            start = stop
-        return tuple(runs)
-
-    def chunk(self, index: int) -> memoryview:
-        """Return the bytes of a chunk that is held, without copying."""
-        start, stop = self.manifest.chunk_range(index)
-        return memoryview(self.arena)[start:stop].toreadonly()
-
-
-@dataclass(slots=True)
-class Child:
-    """What a parent remembers of one child."""
-
-    is_subscribed: bool = False
-    announced: PolicyVersion | None = None
-    fetching: PolicyVersion | None = None
-    wanted: deque[int] = field(default_factory=deque)
-    credit_bytes: int = 0
-    active_at: float = 0.0
 
 
 class Broadcast:
@@ -133,11 +90,10 @@ class Broadcast:
         self.keep_versions = keep_versions
         self.stall_s = stall_s
         self.store: dict[PolicyVersion, Transfer] = {}
-        self.children: dict[str, Child] = {}
+        self._serving = Serving(self.store, node_id=node_id, stall_s=stall_s)
         self.parent: str | None = None
         self.fetching: PolicyVersion | None = None
         self.bytes_received = 0
-        self.bytes_sent = 0
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self._public_key: bytes | None = None
@@ -146,6 +102,7 @@ class Broadcast:
         self._unspent_bytes = 0
         self._progress_at = 0.0
         self._is_stalled = False
+        self._is_asking = False
         self._parent_bad_chunks = 0
 
     # --- state that others read ------------------------------------------------------------------
@@ -160,12 +117,22 @@ class Broadcast:
     @property
     def newest_known(self) -> PolicyVersion | None:
         """Newest version whose manifest is known."""
-        return max(self.store, default=None)
+        return self._serving.newest_known
+
+    @property
+    def children(self) -> dict[str, Child]:
+        """Who takes weights from this node, by peer."""
+        return self._serving.children
+
+    @property
+    def bytes_sent(self) -> int:
+        """Weight bytes sent to children."""
+        return self._serving.bytes_sent
 
     @property
     def deadline(self) -> float | None:
         """When `expire` should be called next; None while nothing is awaited."""
-        if self.parent is None or self.fetching is None:
+        if self.parent is None or (self.fetching is None and not self._is_asking):
             return None
         return self._progress_at + self.stall_s
 
@@ -193,8 +160,7 @@ class Broadcast:
         self.store[manifest.version] = Transfer(
             signed, manifest, image, bytearray(b"\1") * manifest.num_chunks, manifest.num_chunks
         )
-        actions = self._announce()
-        return actions + self._retire(now)
+        return [*self._serving.announce(now=now), *self._retire(now)]
 
     # --- links -----------------------------------------------------------------------------------
 
@@ -202,24 +168,22 @@ class Broadcast:
         """Take weights from `peer` from now on; what is held is kept."""
         self.parent = peer
         self._parent_bad_chunks = 0
-        self._is_stalled = False
-        if peer is None:
-            return []
-        actions: list[Action] = [self._send(peer, Subscribe(newest=self.newest_complete))]
-        if self.fetching is not None:
-            actions += self._request(now)
-        return actions
+        self._is_stalled = self._is_asking = False
+        return [*self.resubscribe(now=now), *self._request(now)]
 
     def remove_child(self, peer: str, *, now: float) -> list[Action]:
         """Forget a child whose link is gone."""
         self.children.pop(peer, None)
         return self._retire(now)
 
-    def resubscribe(self) -> list[Action]:
-        """Ask the parent once more what is newest, in case an Announce was lost."""
+    def resubscribe(self, *, now: float) -> list[Action]:
+        """Ask the parent what is newest: at first, and in case an Announce was lost."""
         if self.parent is None:
             return []
-        return [self._send(self.parent, Subscribe(newest=self.newest_known))]
+        if not self._is_asking and self.fetching is None:
+            self._progress_at = now
+        self._is_asking = True
+        return [self._send(self.parent, Subscribe(newest=self.newest_complete))]
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -231,13 +195,12 @@ class Broadcast:
         Raises:
             RemoteProtocolError: if the peer broke a rule; the state is unchanged.
         """
+        if peer == self.parent:
+            self._is_asking = False
+            self._is_stalled &= self.fetching is not None
         match message:
-            case Subscribe():
-                return [*self._on_subscribe(peer, message, now)]
-            case Fetch():
-                return [*self._on_fetch(peer, message, now)]
-            case Credit():
-                return [*self._on_credit(peer, message, now)]
+            case Subscribe() | Fetch() | Credit():
+                return [*self._serving.receive(peer, message, now)]
             case Announce():
                 return [*self._on_announce(peer, message, payload, now)]
             case Chunk():
@@ -251,81 +214,18 @@ class Broadcast:
         raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Repeat a Fetch that brought nothing; after a second silence report the parent."""
+        """Repeat what brought nothing; after a second silence report the parent."""
         if self.deadline is None or now < self.deadline:
             return [*self._retire(now)]
         assert self.parent is not None
         if self._is_stalled:
             peer, self.parent = self.parent, None
-            return [ParentFailed(peer, f"no chunk of {self.fetching} for {2 * self.stall_s:.1f} s")]
+            what = "no answer" if self.fetching is None else f"no chunk of {self.fetching}"
+            return [ParentFailed(peer, f"{what} for {2 * self.stall_s:.1f} s")]
         self._is_stalled = True
-        return [*self._request(now)]
-
-    # --- as a parent -----------------------------------------------------------------------------
-
-    def _on_subscribe(self, peer: str, message: Subscribe, now: float) -> list[Action]:
-        child = self.children.setdefault(peer, Child(active_at=now))
-        child.is_subscribed, child.announced = True, message.newest
-        return self._announce(peer)
-
-    def _announce(self, *peers: str) -> list[Action]:
-        newest = self.newest_known
-        if newest is None:
-            return []
-        frame = encode_signed(self.store[newest].signed)
-        actions: list[Action] = []
-        for peer in peers or tuple(self.children):
-            child = self.children[peer]
-            if child.is_subscribed and (child.announced is None or child.announced < newest):
-                child.announced = newest
-                actions.append(self._send(peer, Announce(version=newest), frame))
-        return actions
-
-    def _on_fetch(self, peer: str, message: Fetch, now: float) -> list[Action]:
-        child = self.children.setdefault(peer, Child())
-        item = self.store.get(message.version)
-        if item is None:
-            # The newest version is announced anew, so that the child is not left with nothing.
-            child.announced = None
-            return [self._send(peer, Gone(version=message.version)), *self._announce(peer)]
-        wanted: deque[int] = deque()
-        previous = 0
-        for start, stop in message.ranges:
-            if not previous <= start < stop <= item.manifest.num_chunks:
-                raise RemoteProtocolError(
-                    f"a Fetch of {message.version} with bad ranges {message.ranges!r:.80}"
-                )
-            wanted.extend(range(start, stop))
-            previous = stop
-        child.fetching, child.wanted, child.active_at = message.version, wanted, now
-        child.credit_bytes = max(0, message.credit_bytes)
-        if wanted and not item.has_chunk[wanted[0]]:
-            return [self._send(peer, Waiting(version=message.version))]
-        return self._serve(peer, child)
-
-    def _on_credit(self, peer: str, message: Credit, now: float) -> list[Action]:
-        child = self.children.get(peer)
-        if child is None or child.fetching != message.version:
-            return []
-        child.active_at = now
-        child.credit_bytes += max(0, message.credit_bytes)
-        return self._serve(peer, child)
-
-    def _serve(self, peer: str, child: Child) -> list[Action]:
-        """Send what the child wants, holds credit for, and this node has, in order."""
-        actions: list[Action] = []
-        if child.fetching is None:
-            return actions
-        item = self.store[child.fetching]
-        while child.wanted and child.credit_bytes > 0 and item.has_chunk[child.wanted[0]]:
-            index = child.wanted.popleft()
-            chunk = item.chunk(index)
-            child.credit_bytes -= len(chunk)
-            self.bytes_sent += len(chunk)
-            actions.append(self._send(peer, Chunk(version=child.fetching, index=index), chunk))
-        if not child.wanted:
-            child.fetching = None
-        return actions
+        self._progress_at = now
+        asking = self.resubscribe(now=now) if self._is_asking else []
+        return [*asking, *self._request(now)]
 
     def _retire(self, now: float) -> list[Action]:
         """Drop versions that are neither among the newest nor being fetched."""
@@ -334,23 +234,10 @@ class Broadcast:
         keep.update(
             version for version in (self.fetching, self.newest_known) if version is not None
         )
-        for child in self.children.values():
-            # A child that takes nothing for long does not pin a version; it gets Gone when it asks.
-            if child.fetching is not None and now - child.active_at <= 10 * self.stall_s:
-                keep.add(child.fetching)
-        return [action for v in list(self.store) if v not in keep for action in self._drop(v)]
-
-    def _drop(self, version: PolicyVersion) -> list[Action]:
-        """Remove a version from the store and tell the children that were fetching it."""
-        del self.store[version]
-        actions: list[Action] = []
-        for peer, child in self.children.items():
-            if child.fetching == version:
-                child.fetching, child.announced = None, None
-                child.wanted.clear()
-                actions.append(self._send(peer, Gone(version=version)))
-                actions += self._announce(peer)
-        return actions
+        keep |= self._serving.pinned(now)
+        self._serving.forget_silent(now)
+        dropped = [version for version in self.store if version not in keep]
+        return [action for v in dropped for action in self._serving.drop(v, now=now)]
 
     # --- as a child ------------------------------------------------------------------------------
 
@@ -379,7 +266,7 @@ class Broadcast:
         self.store[manifest.version] = Transfer(
             signed, manifest, bytearray(manifest.num_bytes), bytearray(manifest.num_chunks)
         )
-        actions = self._announce()
+        actions = self._serving.announce(now=now)
         if self.fetching is None:
             actions += self._fetch_newest(now)
         return actions + self._retire(now)
@@ -394,10 +281,10 @@ class Broadcast:
 
     def _request(self, now: float) -> list[Action]:
         """Ask the parent for everything that is missing, with a full window of credit."""
-        self._progress_at = now
-        self._unspent_bytes = 0
         if self.parent is None or self.fetching is None:
             return []
+        self._progress_at = now
+        self._unspent_bytes = 0
         ranges = self.store[self.fetching].missing_ranges()
         return [
             self._send(
@@ -426,11 +313,11 @@ class Broadcast:
             message.index
         ):
             return self._on_bad_chunk(peer, message, now)
-        item.arena[start:stop] = data
-        item.has_chunk[message.index] = 1
-        item.num_held += 1
+        item.hold(message.index, data)
         self._progress_at, self._is_stalled = now, False
-        actions: list[Action | ParentFailed] = [*self._forward(message.version, message.index)]
+        actions: list[Action | ParentFailed] = [
+            *self._serving.forward(message.version, message.index)
+        ]
         if item.is_complete:
             if self.fetching == message.version:
                 self.fetching = None
@@ -456,17 +343,12 @@ class Broadcast:
             return [Note("warning", text), ParentFailed(peer, text)]
         return [Note("warning", f"{text}; asking again"), *self._request(now)]
 
-    def _forward(self, version: PolicyVersion, index: int) -> Iterable[Action]:
-        for peer, child in self.children.items():
-            if child.fetching == version and child.wanted and child.wanted[0] == index:
-                yield from self._serve(peer, child)
-
     def _on_gone(self, peer: str, message: Gone, now: float) -> list[Action]:
-        """Give up a version that the parent no longer has; the Announce that follows names a newer one."""
+        """Give up a version that the parent has no more; an Announce of a newer one follows."""
         if peer != self.parent or self.fetching != message.version:
             return []
         self.fetching = None
-        return [*self._drop(message.version), *self._fetch_newest(now)]
+        return [*self._serving.drop(message.version, now=now), *self._fetch_newest(now)]
 
     def _send(self, peer: str, message: Message, *payload: Frame) -> Send:
         return Send(peer, encode(message, payload, source=self.node_id))

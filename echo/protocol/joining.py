@@ -1,4 +1,4 @@
-"""What a node must have in common with the learner before it may take part.
+"""A node's way in: hello, the settings and files that it inherits, hashes compared, ready.
 
 Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node that
 brings none of them inherits the files from the learner (configuration and tokenizer, never code
@@ -7,11 +7,29 @@ and never weights) and is right by construction.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
 
-from echo.errors import RemoteProtocolError
+from echo.errors import RefusedError, RemoteProtocolError
+from echo.protocol.actions import Action, Configure, Stop
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.codec import Frame
+from echo.protocol.messages import (
+    Admitted,
+    Asset,
+    AssetRequest,
+    Finish,
+    Hello,
+    Message,
+    Ready,
+    Refuse,
+    Rehello,
+    Welcome,
+)
+from echo.rollout import Lineage
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
@@ -69,3 +87,192 @@ class Assets:
         if len(data) != num_bytes or blake3(data).hexdigest() != digest:
             raise RemoteProtocolError(f"inherited file {name} does not match its announced hash")
         self.files[name] = data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What a node is told by its own configuration."""
+
+    node_id: str
+    role: str
+    incarnation: str
+    addresses: tuple[str, ...]
+    """Where to look for the learner, in order."""
+    advertise: str | None
+    """Where this node serves weights to others; None if it does not listen."""
+    echo_version: str
+    reconnect_for_s: float
+    max_image_bytes: int
+    digests: dict[str, str]
+    """Hashes of what the node has before it hears from the learner; empty if it inherits all."""
+    retry_s: float = 1.0
+    heartbeat_s: float = 5.0
+    """Until Welcome says otherwise."""
+    dead_after_s: float = 45.0
+
+
+class Joining:
+    """The states of a node between dialling and membership (`node_session.py` has the picture)."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        broadcast: Broadcast,
+        *,
+        send: Callable[[Message], list[Action]],
+    ) -> None:
+        """Start dialling.
+
+        Args:
+            settings: the node's own.
+            broadcast: is told whose manifests to trust.
+            send: returns the Send of a message to the learner.
+        """
+        self.settings = settings
+        self.broadcast = broadcast
+        self.state = "dialling"
+        self.retry_at = 0.0
+        self.run_id = ""
+        self.lineages: tuple[Lineage, ...] = ()
+        self.heartbeat_s = settings.heartbeat_s
+        self.dead_after_s = settings.dead_after_s
+        self._send = send
+        self._learner_key = b""
+        self._assets = Assets()
+        self._digests: dict[str, str] | None = None
+        self._is_building = False
+
+    def begin(self, now: float) -> list[Action]:
+        """Say hello: the link stands, or the learner has forgotten this node."""
+        self.state = "joining"
+        return self.repeat(now)
+
+    def repeat(self, now: float) -> list[Action]:
+        """Send what the present state waits to have answered."""
+        self.retry_at = now + self.settings.retry_s
+        match self.state:
+            case "joining":
+                return self._send(self._hello())
+            case "configuring" if self._assets.missing:
+                # One at a time, and not again soon: over a thin link a file takes a while.
+                self.retry_at = now + self.dead_after_s / 2
+                return self._send(AssetRequest(name=self._assets.missing[0]))
+            case "configuring":
+                self.retry_at = now + self.heartbeat_s
+                return self._send(self._hello())
+            case "readying":
+                incarnation = self.settings.incarnation
+                return self._send(Ready(incarnation=incarnation, digests=self._digests or {}))
+        return []
+
+    def _hello(self) -> Hello:
+        settings = self.settings
+        return Hello(
+            node_id=settings.node_id,
+            role=settings.role,
+            incarnation=settings.incarnation,
+            echo_version=settings.echo_version,
+            advertise=settings.advertise,
+            digests=settings.digests,
+        )
+
+    def receive(
+        self,
+        message: Welcome | Asset | Rehello | Refuse | Finish,
+        payload: list[Frame],
+        *,
+        now: float,
+    ) -> list[Action]:
+        """Handle an answer of the learner.
+
+        Raises:
+            RemoteProtocolError: if a file has an unsafe name or is not the one announced.
+        """
+        match message:
+            case Welcome():
+                return self._on_welcome(message, now)
+            case Asset():
+                return self._on_asset(message, payload, now)
+            case Rehello():
+                return self.begin(now) if self.state in ("readying", "admitted") else []
+            case Finish():
+                return [Stop(message.reason)]
+            case Refuse():
+                detail = f"the learner refused this node ({message.reason}): {message.detail}"
+                return [Stop(message.reason, RefusedError(detail))]
+
+    def _on_welcome(self, message: Welcome, now: float) -> list[Action]:
+        if self.state != "joining" or message.incarnation != self.settings.incarnation:
+            return []
+        fault = self._find_fault(message)
+        if fault is not None:
+            reason, detail = fault
+            return [Stop(reason, RefusedError(detail))]
+        self.run_id, self._learner_key = message.run_id, message.public_key
+        self.lineages = message.lineages
+        self.heartbeat_s, self.dead_after_s = message.heartbeat_s, message.dead_after_s
+        self.broadcast.trust(
+            public_key=message.public_key,
+            run_id=message.run_id,
+            max_image_bytes=self.settings.max_image_bytes,
+        )
+        if self._digests is not None:
+            self.state = "readying"
+            return self.repeat(now)
+        if not self._is_building:
+            wanted = {} if self.settings.role == "relay" else message.assets
+            self._assets = Assets(wanted, settings=message.settings)
+        self.state = "configuring"
+        return self.repeat(now) if self._assets.missing else self._configure(now)
+
+    def _find_fault(self, message: Welcome) -> tuple[str, str] | None:
+        """Return why this node cannot join this learner, as (reason, detail), or None."""
+        if self.run_id and (message.run_id, message.public_key) != (self.run_id, self._learner_key):
+            return (
+                "another_run",
+                f"this node belongs to run {self.run_id}, the learner now runs {message.run_id}; "
+                "restart the node to join it",
+            )
+        fault = digest_mismatch(ours=self.settings.digests, theirs=message.digests)
+        if fault is not None:
+            return "digest_mismatch", fault
+        old, new = self._assets.settings, message.settings
+        # A relay inherits nothing.
+        is_built = self.settings.role != "relay" and (
+            self._is_building or self._digests is not None
+        )
+        if is_built and old != new:
+            keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+            return (
+                "settings_changed",
+                f"the learner was resumed with other settings ({', '.join(keys)}); restart this "
+                "node so that it takes them",
+            )
+        return None
+
+    def _on_asset(self, message: Asset, payload: list[Frame], now: float) -> list[Action]:
+        is_wanted = self.state == "configuring" and message.name in self._assets.missing
+        if not is_wanted or len(payload) != 1:
+            return []
+        self._assets.add(message.name, bytes(payload[0]))
+        return self.repeat(now) if self._assets.missing else self._configure(now)
+
+    def _configure(self, now: float) -> list[Action]:
+        """Have task and engine built, once."""
+        self.retry_at = now + self.heartbeat_s
+        if self._is_building:
+            return []
+        self._is_building = True
+        return [Configure(self._assets.settings, self._assets.files)]
+
+    def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
+        """Note that task and engine are built, with these hashes."""
+        self._digests, self._is_building = digests, False
+        if self.state != "configuring":
+            return []
+        self.state = "readying"
+        return self.repeat(now)
+
+    def is_expected(self, message: Admitted) -> bool:
+        """Return whether an Admitted answers this node's Ready."""
+        return self.state == "readying" and message.incarnation == self.settings.incarnation

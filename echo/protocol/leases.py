@@ -2,14 +2,17 @@
 
 A lease is (group, attempt) given to one worker for a time; progress renews it. An expired lease
 returns its group to the front of the queue and the next attempt is granted to whoever asks; the
-first valid result of a group wins, whatever its attempt, so a late one is a benign duplicate.
+first valid result of a group wins, whatever its attempt, so a late one is a benign duplicate. An
+expired lease is remembered until its group ends, so that a worker which still lists it does not
+get it back.
 
 Admission (DESIGN.md 5): a lease is granted to a worker with installed step w while
 
     (S + w + 1) * B - (consumed + buffered + running) > 0        in groups
 
-consumed = B groups for each step done, so the rule says: what is already promised fits into the
-batches that may still train on samples of version w. A group that two workers run counts once.
+consumed = B groups for each step done; buffered includes those of a step that is being made. So the
+rule says: what is already promised fits into the batches that may still train on samples of version
+w. A group that two workers run counts once.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def num_admissible(
         installed_step: w, step of the weights that the worker samples from.
         step: t, optimizer steps done by the learner.
         groups_per_step: B.
-        num_buffered: groups accepted and not yet trained or discarded.
+        num_buffered: groups accepted and neither discarded nor part of a step done.
         num_running: distinct groups leased and not yet accepted.
     Source: AReaL's capacity rule with the worker's version in place of the learner's.
     """
@@ -71,6 +74,7 @@ class LeaseBook:
         self._by_worker: dict[str, list[LeaseRecord]] = {}
         self._attempts: dict[int, int] = {}
         self._returned: list[int] = []
+        self._expired: dict[int, set[tuple[int, str]]] = {}
 
     @property
     def num_running(self) -> int:
@@ -146,6 +150,7 @@ class LeaseBook:
             self._returned.remove(group_id)
             heapq.heapify(self._returned)
         self._attempts.pop(group_id, None)
+        self._expired.pop(group_id, None)
         return records
 
     def revoke(self, record: LeaseRecord) -> None:
@@ -167,7 +172,13 @@ class LeaseBook:
         ]
         for record in late:
             self.revoke(record)
+            expired = self._expired.setdefault(record.group_id, set())
+            expired.add((record.attempt, record.worker_id))
         return late
+
+    def has_expired(self, group_id: int, attempt: int, worker_id: str) -> bool:
+        """Return whether this lease of a group that has not ended is over."""
+        return (attempt, worker_id) in self._expired.get(group_id, ())
 
     def drop_worker(self, worker_id: str) -> list[LeaseRecord]:
         """End all leases of a worker that is gone; return them."""

@@ -36,7 +36,12 @@ class Member:
     stats: NodeStats = field(default_factory=NodeStats)
     tokens_sampled: int = -1
     """Counter at the last heartbeat: its growth renews waiting leases."""
-    rival_since: float | None = None
+    num_strays: int = 0
+    """Leases that the worker still holds although they have expired or are not wanted any more."""
+    is_stuck: bool = False
+    """Whether it holds such leases and nothing shows that it works."""
+    rival: tuple[str, float] | None = None
+    """(incarnation, first heard at) of another process that asks for this name."""
     parents: tuple[tuple[str, str], ...] = ()
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
     """(instant, tokens sampled, weight bytes received) of the last heartbeats."""
@@ -117,8 +122,9 @@ class Roster:
         elif now - known.heard_at >= 2 * self.heartbeat_s:
             outcome = "new"
         else:
-            known.rival_since = now if known.rival_since is None else known.rival_since
-            return "name_taken" if now - known.rival_since > self.dead_after_s else "wait"
+            if known.rival is None or known.rival[0] != message.incarnation:
+                known.rival = message.incarnation, now
+            return "name_taken" if now - known.rival[1] > self.dead_after_s else "wait"
         if outcome == "new":
             self.nodes[message.node_id] = Member(
                 message.node_id, message.role, message.incarnation, message.advertise, now

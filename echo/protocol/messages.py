@@ -59,7 +59,7 @@ class Greeted(Message, frozen=True):
 
 
 class Subscribe(Message, frozen=True):
-    """Child to parent: tell me of new versions; this is the newest that I hold whole."""
+    """Child to parent: tell me of versions newer than this; answered by Announce or Waiting."""
 
     newest: PolicyVersion | None
 
@@ -98,9 +98,10 @@ class Chunk(Message, frozen=True):
 
 
 class Waiting(Message, frozen=True):
-    """Parent to child: the chunk that you want next has not reached me yet."""
+    """Parent to child: I live, but what you want has not reached me yet."""
 
-    version: PolicyVersion
+    version: PolicyVersion | None
+    """The version of the chunk that is wanted; None if it is any newer version."""
 
 
 class Gone(Message, frozen=True):

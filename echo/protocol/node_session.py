@@ -11,95 +11,60 @@ Both are replaced independently, and neither loss stops the node's work.
         +------------------------- from any state ----------------- | Admitted
                                                                  admitted
 
-* Whatever is sent in a state is repeated every `retry_s` until the state is left.
+* Whatever is sent in a state is repeated every `retry_s` until the state is left. While task and
+  engine are being built (it can take minutes) Hello is repeated with the heartbeat's period, so
+  that both sides know of each other.
 * If the link is lost, or nothing was heard from the learner for `dead_after_s`, the next address
   is dialled: the configured ones in turn, and the learner's own where a Plan told it. So the
   workers of a dead relay find the learner without help.
 * After `reconnect_for_s` without the learner the node stops with an error that says what to do.
-* Welcome of another run, or hashes that differ, end the node: retrying cannot help.
-* The weights link follows the newest Plan: first choice first, the next one when a link is lost or
-  its parent failed. The old link is kept until the new one has answered.
+* Welcome of another run or with other settings, another protocol version, or hashes that differ end
+  the node: retrying cannot help.
+* The weights link follows the newest Plan (`weights_link.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from echo.errors import RefusedError, RemoteProtocolError, TransportError
 from echo.metrics import Counters
-from echo.protocol.actions import (
-    Action,
-    Configure,
-    Dial,
-    HangUp,
-    Note,
-    Send,
-    Stop,
-    VersionArrived,
-)
+from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, VersionArrived
 from echo.protocol.broadcast import Broadcast, ParentFailed
-from echo.protocol.codec import Envelope, Frame, decode_envelope, decode_message, encode
-from echo.protocol.joining import Assets, digest_mismatch
+from echo.protocol.codec import (
+    Envelope,
+    Frame,
+    decode_envelope,
+    decode_message,
+    encode,
+    other_protocol,
+)
+from echo.protocol.joining import Joining
+from echo.protocol.joining import NodeSettings as NodeSettings
 from echo.protocol.messages import (
     LEARNER_ID,
     Admitted,
     Asset,
-    AssetRequest,
     Finish,
     Goodbye,
     Greet,
     Greeted,
     Heartbeat,
-    Hello,
     LeaseState,
     Message,
     NodeStats,
     Plan,
     Pulse,
-    Ready,
     Refuse,
     Rehello,
     Welcome,
 )
-from echo.rollout import Lineage, PolicyVersion
+from echo.protocol.recent import RecentMap
+from echo.protocol.weights_link import CONNECT_TIMEOUT_S, Uplink, WeightsLink
+from echo.rollout import PolicyVersion
 
-CONNECT_TIMEOUT_S = 3.0
-"""Seconds to wait for a dialled address before the next is tried; a WAN handshake takes under 1."""
-
-
-@dataclass(slots=True)
-class Uplink:
-    """One outbound link."""
-
-    address: str
-    peer: str = ""
-    is_connected: bool = False
-    node_id: str = ""
-    """Who answered; empty until Greeted."""
-    dialled_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """What a node is told by its own configuration."""
-
-    node_id: str
-    role: str
-    incarnation: str
-    addresses: tuple[str, ...]
-    """Where to look for the learner, in order."""
-    advertise: str | None
-    """Where this node serves weights to others; None if it does not listen."""
-    echo_version: str
-    reconnect_for_s: float
-    max_image_bytes: int
-    digests: dict[str, str]
-    """Hashes of what the node has before it hears from the learner; empty if it inherits all."""
-    retry_s: float = 1.0
-    heartbeat_s: float = 5.0
-    """Until Welcome says otherwise."""
-    dead_after_s: float = 45.0
+MAX_PEER_NAMES = 10_000
+"""Inbound peers whose names are remembered, for messages to the operator."""
 
 
 class NodeSession:
@@ -110,31 +75,18 @@ class NodeSession:
         self.settings = settings
         self.broadcast = broadcast
         self.counters = Counters()
-        self.state = "dialling"
-        self.run_id = ""
-        self.lineages: tuple[Lineage, ...] = ()
-        self.learner_step = 0
-        self.learner_newest: PolicyVersion | None = None
-        self.heartbeat_s = settings.heartbeat_s
-        self.dead_after_s = settings.dead_after_s
         self.is_leaving = False
-        self._assets = Assets()
-        self._digests: dict[str, str] | None = None
-        self._learner_key = b""
+        self._joining = Joining(settings, broadcast, send=self.to_learner)
         self._learner_address = ""
         self._control: Uplink | None = None
-        self._weights: Uplink | None = None
-        self._next_weights: Uplink | None = None
         self._address_index = 0
-        self._plan = Plan(epoch=-1, parents=())
-        self._plan_index = 0
-        self._replan_at: float | None = None
         self._lost_at = now
         self._heard_at = now
-        self._retry_at = now
         self._heartbeat_at = now
         self._warned_at = now
-        self._peer_names: dict[str, str] = {}
+        self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
+        self._weights = WeightsLink(broadcast, retry_s=settings.retry_s)
+        self._weights.retry_preferred_s = settings.dead_after_s
 
     # --- what subclasses fill in -----------------------------------------------------------------
 
@@ -157,7 +109,7 @@ class NodeSession:
             state="relaying",
             bytes_received=self.broadcast.bytes_received,
             bytes_sent=self.broadcast.bytes_sent,
-            parent=self._weights.node_id if self._weights else "-",
+            parent=self._weights.parent,
             fetching=version,
             num_chunks_held=num_held,
             num_chunks=num_chunks,
@@ -181,6 +133,16 @@ class NodeSession:
     # --- links -----------------------------------------------------------------------------------
 
     @property
+    def state(self) -> str:
+        """One of "dialling", "joining", "configuring", "readying" and "admitted"."""
+        return self._joining.state
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between heartbeats."""
+        return self._joining.heartbeat_s
+
+    @property
     def is_admitted(self) -> bool:
         """Whether the learner has admitted this node and the link stands."""
         return self.state == "admitted"
@@ -192,15 +154,14 @@ class NodeSession:
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
         """Note which peer a Dial has become."""
-        link = self._control if purpose == "control" else self._next_weights
+        link = self._control if purpose == "control" else self._weights.next
         if link is not None and link.address == address and not link.peer:
             link.peer = peer
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
         """Handle that a dialled link stands (for the first time or again)."""
-        for link, purpose in ((self._control, "control"), (self._next_weights, "weights")):
+        for link, purpose in ((self._control, "control"), (self._weights.next, "weights")):
             if link is not None and link.peer == peer:
-                link.is_connected = True
                 return [self._greet(peer, purpose)]
         return []
 
@@ -211,10 +172,9 @@ class NodeSession:
                 Note("warning", f"lost the link to {self._control.address}: {reason}"),
                 *self._next_address(now),
             ]
-        for link in (self._weights, self._next_weights):
-            if link is not None and link.peer == peer:
-                return self._weights_failed(peer, reason, now)
-        self._peer_names.pop(peer, None)
+        if self._weights.has(peer):
+            return self._weights.failed(peer, reason, control=self._control, now=now)
+        self._peer_names.discard(peer)
         return self.broadcast.remove_child(peer, now=now)
 
     def _greet(self, peer: str, purpose: str) -> Send:
@@ -231,8 +191,8 @@ class NodeSession:
         addresses = self._addresses()
         address = addresses[self._address_index % len(addresses)]
         self._control = Uplink(address, dialled_at=now)
-        self.state = "dialling"
-        self._retry_at = now + CONNECT_TIMEOUT_S
+        self._joining.state = "dialling"
+        self._joining.retry_at = now + CONNECT_TIMEOUT_S
         return [Dial(address, "control")]
 
     def _next_address(self, now: float) -> list[Action]:
@@ -240,8 +200,6 @@ class NodeSession:
         actions: list[Action] = []
         if self._control is not None and self._control.peer:
             actions.append(HangUp(self._control.peer))
-        if self.state == "admitted":
-            self._lost_at = now
         self._address_index += 1
         return actions + self._dial_control(now)
 
@@ -250,20 +208,43 @@ class NodeSession:
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle one message; a peer's mistake is counted and noted, never raised."""
         try:
-            envelope = decode_envelope(frames)
-            if envelope.target and envelope.target != self.settings.node_id:
-                return self.forward(peer, envelope, frames)
-            message = decode_message(envelope)
-            if envelope.target:
-                return self._on_learner_message(message, frames[1:], now)
-            return self._on_link_message(peer, message, frames[1:], now)
+            return self._receive(peer, decode_envelope(frames), frames, now)
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
-            return [
-                Note(
-                    "warning", f"refused a message from {self._peer_names.get(peer, peer)}: {error}"
-                )
-            ]
+            name = self._peer_names.get(peer) or peer
+            return [Note("warning", f"refused a message from {name}: {error}")]
+
+    def _receive(
+        self, peer: str, envelope: Envelope, frames: list[Frame], now: float
+    ) -> list[Action]:
+        if envelope.target and envelope.target != self.settings.node_id:
+            return self.forward(peer, envelope, frames)
+        fault = other_protocol(envelope)
+        if fault is not None:
+            return self._on_other_protocol(peer, envelope.source, fault)
+        message = decode_message(envelope)
+        if not envelope.target:
+            return self._on_link_message(peer, message, frames[1:], now)
+        if not self.is_from_learner(peer):
+            raise RemoteProtocolError(
+                f"a {type(message).__name__} that did not come from the learner's side"
+            )
+        return self._on_learner_message(message, frames[1:], now)
+
+    def is_from_learner(self, peer: str) -> bool:
+        """Return whether messages of the learner come over this link."""
+        return self._control is not None and self._control.peer == peer
+
+    def _on_other_protocol(self, peer: str, source: str, fault: str) -> list[Action]:
+        """Stop if it is whom we dialled; answer in our version if it is who dialled us."""
+        if self.is_from_learner(peer):
+            return [Stop("protocol_version", RefusedError(fault))]
+        self.counters.add("refused/protocol_version")
+        if self._weights.has(peer):
+            return []
+        refuse = Refuse(reason="protocol_version", detail=fault)
+        frames = encode(refuse, source=self.settings.node_id, target=source)
+        return [Note("warning", fault), Send(peer, frames)]
 
     def _on_link_message(
         self, peer: str, message: Message, payload: list[Frame], now: float
@@ -282,7 +263,9 @@ class NodeSession:
         rest: list[Action] = []
         for action in actions:
             if isinstance(action, ParentFailed):
-                rest += self._weights_failed(action.peer, action.reason, now)
+                rest += self._weights.failed(
+                    action.peer, action.reason, control=self._control, now=now
+                )
             else:
                 rest.append(action)
                 if isinstance(action, VersionArrived):
@@ -292,44 +275,29 @@ class NodeSession:
     def _on_greeted(self, peer: str, message: Greeted, now: float) -> list[Action]:
         self._peer_names[peer] = message.node_id
         if self._control is not None and self._control.peer == peer:
+            if self._control.node_id:
+                return []
             self._control.node_id = message.node_id
-            self.state, self._retry_at, self._heard_at = "joining", now, now
-            return self._repeat(now)
-        link = self._next_weights
-        if link is not None and link.peer == peer:
-            link.node_id = message.node_id
-            old, self._weights, self._next_weights = self._weights, link, None
-            actions: list[Action] = [HangUp(old.peer)] if old is not None and old.peer else []
-            return actions + self.broadcast.set_parent(peer, now=now)
-        return []
+            self._heard_at = now
+            return self._joining.begin(now)
+        return self._weights.greeted(peer, message.node_id, now=now)
 
     def _on_learner_message(
         self, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        self._heard_at = now
+        self._heard_at = self._lost_at = now
         match message:
-            case Welcome():
-                return self._on_welcome(message, now)
-            case Asset():
-                return self._on_asset(message, payload, now)
+            case Welcome() | Asset() | Rehello() | Refuse() | Finish():
+                return self._joining.receive(message, payload, now=now)
             case Admitted():
                 return self._on_admitted(message, now)
-            case Rehello():
-                if self.is_admitted:
-                    self.state, self._lost_at = "joining", now
-                    return self._repeat(now)
-                return []
-            case Refuse():
-                error = RefusedError(
-                    f"the learner refused this node ({message.reason}): {message.detail}"
-                )
-                return [Stop(message.reason, error)]
-            case Finish():
-                return [Stop(message.reason)]
             case Plan():
-                return self._on_plan(message, now)
+                for node_id, address in message.parents:
+                    if node_id == LEARNER_ID and address:
+                        self._learner_address = address
+                return self._weights.on_plan(message, control=self._control, now=now)
             case Pulse():
-                return self._on_pulse(message)
+                return self._on_pulse(message, now)
         return self.on_routed(message, payload, now=now)
 
     # --- joining ---------------------------------------------------------------------------------
@@ -341,196 +309,59 @@ class NodeSession:
         frames = encode(message, payload, source=self.settings.node_id, target=LEARNER_ID)
         return [Send(self._control.peer, frames)]
 
-    def _repeat(self, now: float) -> list[Action]:
-        """Send what the present state waits to have answered."""
-        self._retry_at = now + self.settings.retry_s
-        settings = self.settings
-        match self.state:
-            case "joining":
-                hello = Hello(
-                    node_id=settings.node_id,
-                    role=settings.role,
-                    incarnation=settings.incarnation,
-                    echo_version=settings.echo_version,
-                    advertise=settings.advertise,
-                    digests=settings.digests,
-                )
-                return self.to_learner(hello)
-            case "configuring":
-                return [
-                    action
-                    for name in self._assets.missing
-                    for action in self.to_learner(AssetRequest(name=name))
-                ]
-            case "readying":
-                ready = Ready(incarnation=settings.incarnation, digests=self._digests or {})
-                return self.to_learner(ready)
-        return []
-
-    def _on_welcome(self, message: Welcome, now: float) -> list[Action]:
-        if self.state != "joining" or message.incarnation != self.settings.incarnation:
-            return []
-        if self.run_id and (message.run_id, message.public_key) != (self.run_id, self._learner_key):
-            detail = (
-                f"this node belongs to run {self.run_id}, the learner now runs {message.run_id}"
-            )
-            return [Stop("another_run", RefusedError(f"{detail}; restart the node to join it"))]
-        self.run_id, self._learner_key = message.run_id, message.public_key
-        self.lineages = message.lineages
-        self.heartbeat_s, self.dead_after_s = message.heartbeat_s, message.dead_after_s
-        self.broadcast.trust(
-            public_key=message.public_key,
-            run_id=message.run_id,
-            max_image_bytes=self.settings.max_image_bytes,
-        )
-        fault = digest_mismatch(ours=self.settings.digests, theirs=message.digests)
-        if fault is not None:
-            return [Stop("digest_mismatch", RefusedError(fault))]
-        if self._digests is not None:
-            self.state = "readying"
-            return self._repeat(now)
-        self.state = "configuring"
-        wanted = {} if self.settings.role == "relay" else message.assets
-        self._assets = Assets(wanted, settings=message.settings)
-        if not self._assets.missing:
-            return self._configure(now)
-        return self._repeat(now)
-
-    def _on_asset(self, message: Asset, payload: list[Frame], now: float) -> list[Action]:
-        if (
-            self.state != "configuring"
-            or len(payload) != 1
-            or message.name not in self._assets.missing
-        ):
-            return []
-        self._assets.add(message.name, bytes(payload[0]))
-        return self._configure(now) if not self._assets.missing else []
-
-    def _configure(self, now: float) -> list[Action]:
-        self._retry_at = now + self.settings.retry_s
-        return [Configure(self._assets.settings, self._assets.files)]
-
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
         """Note that task and engine are built, with these hashes."""
-        self._digests = digests
-        if self.state == "configuring":
-            self.state = "readying"
-            return self._repeat(now)
-        return []
+        return self._joining.configured(digests, now=now)
 
     def _on_admitted(self, message: Admitted, now: float) -> list[Action]:
-        if self.state != "readying" or message.incarnation != self.settings.incarnation:
+        if not self._joining.is_expected(message):
             return []
-        self.state, self._heartbeat_at = "admitted", now
+        self._joining.state, self._heartbeat_at = "admitted", now
+        self._weights.new_learner()
         assert self._control is not None
         where = f"{self._control.address} ({self._control.node_id})"
         return [
-            Note("info", f"joined run {self.run_id} through {where}"),
+            Note("info", f"joined run {self._joining.run_id} through {where}"),
             *self.on_admitted(now=now),
         ]
 
-    def _on_pulse(self, message: Pulse) -> list[Action]:
-        self.learner_step, self.learner_newest = message.step, message.newest
+    def _on_pulse(self, message: Pulse, now: float) -> list[Action]:
         known = self.broadcast.newest_known
         if message.newest is not None and (known is None or known < message.newest):
             # Either the Announce is still on its way down the chain, or it was lost on a link.
-            return self.broadcast.resubscribe()
+            return self.broadcast.resubscribe(now=now)
         return []
-
-    # --- weights link ----------------------------------------------------------------------------
-
-    def _on_plan(self, message: Plan, now: float) -> list[Action]:
-        if message.epoch <= self._plan.epoch and message.parents == self._plan.parents:
-            return []
-        self._plan, self._plan_index, self._replan_at = message, 0, None
-        for node_id, address in message.parents:
-            if node_id == LEARNER_ID and address:
-                self._learner_address = address
-        return self._follow_plan(now)
-
-    def _follow_plan(self, now: float) -> list[Action]:
-        """Dial the preferred parent unless the link to it stands already."""
-        actions: list[Action] = []
-        if self._next_weights is not None:
-            actions += [HangUp(self._next_weights.peer)] if self._next_weights.peer else []
-            self._next_weights = None
-        while self._plan_index < len(self._plan.parents):
-            node_id, address = self._plan.parents[self._plan_index]
-            if self._weights is not None and self._weights.node_id == node_id:
-                return actions
-            if not address and self._control is not None and self._control.node_id == node_id:
-                address = self._control.address
-            if address:
-                self._next_weights = Uplink(address, dialled_at=now)
-                return [*actions, Dial(address, "weights")]
-            self._plan_index += 1
-        self._plan_index, self._replan_at = 0, now + self.settings.retry_s
-        return actions
-
-    def _weights_failed(self, peer: str, reason: str, now: float) -> list[Action]:
-        """Go on with the next parent of the plan."""
-        actions: list[Action] = [HangUp(peer)]
-        for link in (self._weights, self._next_weights):
-            if link is not None and link.peer == peer:
-                name = link.node_id or link.address
-                actions.append(Note("warning", f"weights from {name} failed: {reason}"))
-        if self._weights is not None and self._weights.peer == peer:
-            self._weights = None
-            actions += self.broadcast.set_parent(None, now=now)
-            if self._next_weights is not None:
-                return actions
-        if self._next_weights is not None and self._next_weights.peer == peer:
-            self._next_weights = None
-        self._plan_index += 1
-        return actions + self._follow_plan(now)
 
     # --- time ------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
-        instants = [self._retry_at, self._lost_at + self.settings.reconnect_for_s]
+        instants = [self._joining.retry_at, self._lost_at + self.settings.reconnect_for_s]
         if self.is_admitted:
-            instants = [self._heartbeat_at, self._heard_at + self.dead_after_s]
-        instants += [t for t in (self.broadcast.deadline, self._replan_at) if t is not None]
-        if self._next_weights is not None:
-            instants.append(self._next_weights.dialled_at + CONNECT_TIMEOUT_S)
+            instants = [self._heartbeat_at, self._heard_at + self._joining.dead_after_s]
+        instants += [t for t in (self.broadcast.deadline, self._weights.deadline) if t is not None]
         return min(instants)
 
     def expire(self, *, now: float) -> list[Action]:
         """Do what has become due."""
         actions = self._perform(self.broadcast.expire(now=now), now)
-        if self._replan_at is not None and now >= self._replan_at:
-            self._replan_at = None
-            actions += self._follow_plan(now)
-        link = self._next_weights
-        if link is not None and not link.node_id and now >= link.dialled_at + CONNECT_TIMEOUT_S:
-            actions += self._weights_failed(link.peer, "no answer", now)
+        actions += self._weights.expire(control=self._control, now=now)
         if self.is_admitted:
             return actions + self._expire_admitted(now)
         return actions + self._expire_joining(now)
 
     def _expire_admitted(self, now: float) -> list[Action]:
-        if now >= self._heard_at + self.dead_after_s:
-            text = f"nothing heard from the learner for {self.dead_after_s:.0f} s"
+        if now >= self._heard_at + self._joining.dead_after_s:
+            text = f"nothing heard from the learner for {self._joining.dead_after_s:.0f} s"
             return [Note("warning", text), *self._next_address(now)]
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
 
     def _expire_joining(self, now: float) -> list[Action]:
         remaining_s = self._lost_at + self.settings.reconnect_for_s - now
         if remaining_s <= 0:
-            tried = ", ".join(self._addresses())
-            return [
-                Stop(
-                    "learner_unreachable",
-                    TransportError(
-                        f"no learner reached at {tried} for {self.settings.reconnect_for_s:.0f} s; check "
-                        "that it runs, that its port is open, and the addresses under "
-                        f"[{self.settings.role}] connect; network.reconnect_for_s sets how long to try"
-                    ),
-                )
-            ]
-        if now < self._retry_at:
+            return [Stop("learner_unreachable", TransportError(self._describe_failure()))]
+        if now < self._joining.retry_at:
             return []
         actions: list[Action] = []
         if now >= self._warned_at + 5:
@@ -538,12 +369,18 @@ class NodeSession:
             where = self._control.address if self._control is not None else "?"
             text = f"{self.state}: no learner at {where} yet; giving up in {remaining_s:.0f} s"
             actions.append(Note("warning", text))
-        waits_for_learner = self.state in ("joining", "readying")
-        if self.state == "dialling" or (
-            waits_for_learner and now >= self._heard_at + self.dead_after_s
-        ):
+        if self.state == "dialling" or now >= self._heard_at + self._joining.dead_after_s:
             return actions + self._next_address(now)
-        return actions + self._repeat(now)
+        return actions + self._joining.repeat(now)
+
+    def _describe_failure(self) -> str:
+        settings = self.settings
+        return (
+            f"no learner reached at {', '.join(self._addresses())} for "
+            f"{settings.reconnect_for_s:.0f} s; check that it runs, that its port is open, and the "
+            f"addresses under [{settings.role}] connect; network.reconnect_for_s sets how long to "
+            "try"
+        )
 
     def heartbeat(self, *, now: float) -> list[Action]:
         """Tell the learner this node's state, now."""

@@ -14,9 +14,10 @@ from echo.protocol.broadcast import Broadcast
 from echo.protocol.codec import Envelope, Frame
 from echo.protocol.messages import LEARNER_ID
 from echo.protocol.node_session import NodeSession, NodeSettings
+from echo.protocol.recent import RecentMap
 
 MAX_ROUTES = 100_000
-"""Nodes that a relay remembers at most; each costs some hundred bytes."""
+"""Nodes that are remembered at most, the newest; each costs some hundred bytes."""
 
 
 class RelaySession(NodeSession):
@@ -25,22 +26,23 @@ class RelaySession(NodeSession):
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         """Start without routes."""
         super().__init__(settings, broadcast, now=now)
-        self._routes: dict[str, str] = {}
+        self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
         """Pass a routed message on."""
-        routes = self._routes
         if envelope.target == LEARNER_ID:
-            if envelope.source not in routes and len(routes) >= MAX_ROUTES:
-                raise RemoteProtocolError(f"no room for a route to {envelope.source}")
-            routes[envelope.source] = peer
+            self._routes[envelope.source] = peer
             link = self._control
             if link is None or not link.node_id:
                 self.counters.add("dropped/no_uplink")
                 return []
             self.counters.add("forwarded/up")
             return [Send(link.peer, frames)]
-        next_peer = routes.get(envelope.target)
+        if not self.is_from_learner(peer):
+            raise RemoteProtocolError(
+                f"a message for {envelope.target} that did not come from the learner's side"
+            )
+        next_peer = self._routes.get(envelope.target)
         if next_peer is None:
             self.counters.add("dropped/no_route")
             return []
@@ -49,7 +51,5 @@ class RelaySession(NodeSession):
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Forget the routes over a link that is gone."""
-        routes = self._routes
-        for node_id in [n for n, p in routes.items() if p == peer]:
-            del routes[node_id]
+        self._routes.discard_value(peer)
         return super().disconnected(peer, reason, now=now)

@@ -95,6 +95,8 @@ class WorkerSession(NodeSession):
     def _on_ack(self, message: Ack, now: float) -> list[Action]:
         key = (message.group_id, message.attempt)
         was_full = self.outbox.is_full
+        # A lease that is acknowledged before it was begun is not wanted any more.
+        self.queue.pop(key, None)
         if not self.outbox.acknowledge(key):
             return []
         actions: list[Action] = []

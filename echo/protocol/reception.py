@@ -1,0 +1,159 @@
+"""The learner's door: who may come in, and what a node needs to know before it can.
+
+node: Hello  ->  learner: Welcome, or Refuse, or nothing while another process bears that name
+node: AssetRequest -> Asset        as often as it likes
+node: Ready  ->  Admitted, or Refuse, or Rehello if the node is not (any more) known
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from echo.errors import RemoteProtocolError
+from echo.metrics import Counters
+from echo.protocol.actions import Action, Note
+from echo.protocol.codec import Frame
+from echo.protocol.joining import describe_assets, digest_mismatch
+from echo.protocol.membership import Member, Roster
+from echo.protocol.messages import (
+    LEARNER_ID,
+    Admitted,
+    Asset,
+    AssetRequest,
+    Hello,
+    Message,
+    Ready,
+    Refuse,
+    Rehello,
+    Welcome,
+)
+from echo.rollout import Lineage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """What the learner's session is told by the configuration."""
+
+    run_id: str
+    public_key: bytes
+    advertise: str
+    """Address that other nodes may dial; empty for "as you reached it"."""
+    max_staleness: int
+    groups_per_step: int
+    group_size: int
+    max_completion_tokens: int
+    vocab_size: int
+    heartbeat_s: float
+    dead_after_s: float
+    settings: dict[str, Any]
+    """What workers inherit."""
+    assets: dict[str, bytes]
+    digests: dict[str, str]
+
+
+class SendTo(Protocol):
+    """How a message finds its way to a node."""
+
+    def __call__(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
+        """Return the Send of a message to a node, or nothing if no link leads to it."""
+
+
+class Reception:
+    """Admission of nodes to the learner's roster."""
+
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        *,
+        lineages: tuple[Lineage, ...],
+        roster: Roster,
+        counters: Counters,
+        send: SendTo,
+    ) -> None:
+        """Open the door; roster and counters are the session's."""
+        self.settings = settings
+        self.lineages = lineages
+        self.roster = roster
+        self.counters = counters
+        self._to = send
+
+    def on_hello(
+        self, source: str, message: Hello, *, now: float
+    ) -> tuple[list[Action], Member | None]:
+        """Answer a Hello; return also the member whose place the node takes, if any.
+
+        Raises:
+            RemoteProtocolError: if the node is not who it says.
+        """
+        if (
+            message.node_id != source
+            or source == LEARNER_ID
+            or message.role not in ("worker", "relay")
+        ):
+            raise RemoteProtocolError(
+                f"a Hello of {message.role} {message.node_id!r} from {source!r}"
+            )
+        fault = digest_mismatch(ours=message.digests, theirs=self.settings.digests)
+        if fault is not None:
+            return self._refuse(source, "digest_mismatch", fault), None
+        old = self.roster.nodes.get(source)
+        outcome = self.roster.hello(message, now=now)
+        if outcome == "wait":
+            return [], None
+        if outcome == "name_taken":
+            detail = (
+                f"another process is already called {source!r}; give this one a name of its own "
+                f"with --set {message.role}.name=..."
+            )
+            return self._refuse(source, "name_taken", detail), None
+        welcome = self._to(source, self._welcome(message))
+        if outcome == "again" or old is None:
+            return welcome, None
+        note = Note("warning", f"{source} was restarted; its leases are granted again")
+        return [note, *welcome], old
+
+    def _welcome(self, message: Hello) -> Welcome:
+        settings = self.settings
+        return Welcome(
+            run_id=settings.run_id,
+            incarnation=message.incarnation,
+            public_key=settings.public_key,
+            lineages=self.lineages,
+            settings=settings.settings,
+            assets=describe_assets(settings.assets),
+            digests=settings.digests,
+            heartbeat_s=settings.heartbeat_s,
+            dead_after_s=settings.dead_after_s,
+        )
+
+    def _refuse(self, source: str, reason: str, detail: str) -> list[Action]:
+        self.counters.add(f"refused/{reason}")
+        note = Note("warning", f"refused node {source} ({reason}): {detail}")
+        return [note, *self._to(source, Refuse(reason=reason, detail=detail))]
+
+    def on_asset_request(self, source: str, message: AssetRequest) -> list[Action]:
+        """Send a file that Welcome named.
+
+        Raises:
+            RemoteProtocolError: if it did not.
+        """
+        data = self.settings.assets.get(message.name)
+        if data is None:
+            raise RemoteProtocolError(f"{source} asked for the unknown file {message.name!r}")
+        return self._to(source, Asset(name=message.name), data)
+
+    def on_ready(self, source: str, message: Ready, *, now: float) -> tuple[list[Action], bool]:
+        """Admit a node whose hashes are right; return also whether it was not a member before."""
+        member = self.roster.nodes.get(source)
+        if member is None or member.incarnation != message.incarnation:
+            return self._to(source, Rehello()), False
+        fault = digest_mismatch(ours=message.digests, theirs=self.settings.digests)
+        if fault is not None:
+            del self.roster.nodes[source]
+            return self._refuse(source, "digest_mismatch", fault), False
+        was_member, member.is_member, member.heard_at = member.is_member, True, now
+        actions = self._to(source, Admitted(incarnation=message.incarnation))
+        if not was_member:
+            actions.append(Note("info", f"{member.role} {source} joined"))
+        return actions, not was_member

@@ -1,0 +1,673 @@
+"""A whole run on paper: real sessions on a simulated network, with one explicit clock.
+
+`World` carries out what sessions decide, as `runtime/node.py` does: it dials, sends, tells of lost
+links, and calls `expire` at each deadline. Beside it are a learner that journals, trains and
+checkpoints in no time to speak of, and workers whose engine needs `sample_s` per group. A journal
+is a list of records that survives its process, in the form of `ledger.jsonl`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from echo.buffer import StalenessBuffer
+from echo.protocol.actions import (
+    Action,
+    Configure,
+    Dial,
+    HangUp,
+    LeasesChanged,
+    Note,
+    RecordEnd,
+    RecordGrant,
+    Send,
+    Stop,
+    StoreGroup,
+    VersionArrived,
+)
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.codec import decode_envelope, decode_message
+from echo.protocol.delivery import Outbox
+from echo.protocol.joining import NodeSettings
+from echo.protocol.learner_session import LearnerSession
+from echo.protocol.leases import LeaseBook
+from echo.protocol.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
+from echo.protocol.messages import Lease
+from echo.protocol.node_session import NodeSession
+from echo.protocol.reception import LearnerSettings
+from echo.protocol.relay_session import RelaySession
+from echo.protocol.worker_session import WorkerSession
+from echo.rollout import Group, Lineage, PolicyVersion, Rollout
+from echo.runtime.ledger import read_history
+from echo.sim.network import Link, Network
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+PUBLIC_KEY = KEY.public_key().public_bytes_raw()
+CHUNK_BYTES = 1024
+LEARNER_ADDRESS = "tcp://learner:1"
+
+
+def make_image(version: PolicyVersion, *, num_chunks: int = 6) -> bytearray:
+    """Return the weights of a version: bytes that depend on nothing but its name."""
+    size = (num_chunks - 1) * CHUNK_BYTES + 100
+    return bytearray(random.Random(f"{version}").randbytes(size))
+
+
+def make_version(
+    lineage: int, step: int, *, num_chunks: int = 6, key: Ed25519PrivateKey = KEY, run: str = "run"
+) -> tuple[SignedManifest, Manifest, bytearray]:
+    """Return (signed manifest, manifest, image) of one version."""
+    version = PolicyVersion(lineage, step)
+    image = make_image(version, num_chunks=num_chunks)
+    manifest = build_manifest(
+        run_id=run,
+        version=version,
+        model_digest="model",
+        tensors=[TensorSpec("w", "uint8", (len(image),), 0, len(image))],
+        image=image,
+        chunk_bytes=CHUNK_BYTES,
+    )
+    return sign(manifest, key), manifest, image
+
+
+def make_lease(group_id: int, attempt: int) -> Lease:
+    """Return the lease of a group: its prompt depends on the id alone."""
+    return Lease(
+        group_id=group_id,
+        attempt=attempt,
+        seed=1000 * group_id + attempt,
+        prompt_ids=(1, 2, 3 + group_id % 7),
+        example={"index": group_id},
+    )
+
+
+def make_rollout(
+    versions: Sequence[PolicyVersion], *, reward: float = 1.0, masked: Iterable[int] = ()
+) -> Rollout:
+    """Return a rollout with one token per version; those at the indices `masked` are masked."""
+    mask = np.ones(len(versions), dtype=np.bool_)
+    mask[list(masked)] = False
+    return Rollout(
+        token_ids=np.arange(3, 3 + len(versions), dtype=np.int32),
+        sampler_logprobs=np.full(len(versions), -0.5, dtype=np.float32),
+        policy_versions=np.array([[v.lineage, v.step] for v in versions], dtype=np.int32),
+        completion_mask=mask,
+        reward=reward,
+        finish_reason="stop",
+    )
+
+
+def make_group(
+    group_id: int,
+    version: PolicyVersion,
+    *,
+    attempt: int = 0,
+    worker: str = "w1",
+    size: int = 2,
+    num_tokens: int = 3,
+) -> Group:
+    """Return a group that answers `make_lease`."""
+    return Group(
+        group_id=group_id,
+        attempt=attempt,
+        worker_id=worker,
+        prompt_ids=np.array(make_lease(group_id, attempt).prompt_ids, dtype=np.int32),
+        rollouts=tuple(make_rollout([version] * num_tokens, reward=float(i)) for i in range(size)),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One start of one node."""
+
+    name: str
+    session: Any
+    address: str | None
+    is_alive: bool = True
+    stop: Stop | None = None
+    notes: list[str] = field(default_factory=list)
+    on_action: Callable[[Action], None] = lambda action: None
+
+
+@dataclass(slots=True, eq=False)
+class Wire:
+    """One dialled connection, with the names that both ends have for each other."""
+
+    dialler: Process
+    listener: Process | None
+    address: str
+    peer_of_listener: str
+    """What the dialler calls the listener."""
+    peer_of_dialler: str
+    is_up: bool = False
+    is_hung_up: bool = False
+
+
+class World:
+    """Processes, the wires between them, and the time."""
+
+    def __init__(self, *, seed: int = 0, link: Link | None = None) -> None:
+        self.now = 0.0
+        self.network: Network[Callable[[], None]] = Network(
+            seed=seed, default=link or Link(delay_s=0.01)
+        )
+        self.processes: list[Process] = []
+        self.frames_sent: list[tuple[str, str, list[bytes]]] = []
+        self.drop: Callable[[str, str, list[bytes]], bool] = lambda source, target, frames: False
+        self._wires: dict[tuple[Process, str], Wire] = {}
+        self._serial = itertools.count()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def process(self, name: str) -> Process:
+        """Return the live process of that name."""
+        return next(p for p in self.processes if p.name == name and p.is_alive)
+
+    def add(self, process: Process) -> Process:
+        self.processes.append(process)
+        return process
+
+    def kill(self, process: Process, *, is_silent: bool = False) -> None:
+        """End a process; its peers are told at once unless `is_silent` (a black hole)."""
+        process.is_alive = False
+        for wire in list(self._wires.values()):
+            is_told = wire.is_up and not is_silent
+            if is_told and process in (wire.dialler, wire.listener):
+                self.later(0.02, lambda wire=wire: self._break(wire, "connection lost"))
+
+    def _break(self, wire: Wire, reason: str) -> None:
+        if not wire.is_up:
+            return
+        wire.is_up = False
+        ends = [(wire.dialler, wire.peer_of_listener), (wire.listener, wire.peer_of_dialler)]
+        for process, peer in ends:
+            if (
+                process is not None
+                and process.is_alive
+                and not (process is wire.dialler and wire.is_hung_up)
+            ):
+                self._tell_disconnected(process, peer, reason)
+
+    def _tell_disconnected(self, process: Process, peer: str, reason: str) -> None:
+        if isinstance(process.session, LearnerSession):
+            self.perform(process, process.session.disconnected(peer, now=self.now))
+        else:
+            self.perform(process, process.session.disconnected(peer, reason, now=self.now))
+
+    # --- actions ---------------------------------------------------------------------------------
+
+    def perform(self, process: Process, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if not process.is_alive:
+                return
+            match action:
+                case Send():
+                    self._send(process, action)
+                case Dial():
+                    self._dial(process, action)
+                case HangUp():
+                    wire = self._wires.get((process, action.peer))
+                    if wire is not None:
+                        wire.is_hung_up = True
+                        self.later(0.01, lambda wire=wire: self._break(wire, "hung up"))
+                case Note():
+                    process.notes.append(action.text)
+                case Stop():
+                    process.stop = process.stop or action
+                    self.kill(process)
+                case _:
+                    process.on_action(action)
+
+    def _dial(self, process: Process, action: Dial) -> None:
+        number = next(self._serial)
+        wire = Wire(process, None, action.address, f"out{number}", f"in{number}")
+        self._wires[process, wire.peer_of_listener] = wire
+        process.session.dialled(action.address, action.purpose, wire.peer_of_listener)
+        self.later(0.02, lambda: self._connect(wire))
+
+    def _connect(self, wire: Wire) -> None:
+        """Complete a dial, or try again later, as a transport does until it is told to hang up."""
+        if wire.is_hung_up or not wire.dialler.is_alive:
+            return
+        listener = next(
+            (p for p in self.processes if p.is_alive and p.address == wire.address), None
+        )
+        if listener is None or self.network.is_cut(wire.dialler.name, listener.name):
+            self.later(0.5, lambda: self._connect(wire))
+            return
+        wire.listener, wire.is_up = listener, True
+        self._wires[listener, wire.peer_of_dialler] = wire
+        peer = wire.peer_of_listener
+        self.perform(wire.dialler, wire.dialler.session.connected(peer, now=self.now))
+
+    def _send(self, process: Process, action: Send) -> None:
+        wire = self._wires.get((process, action.peer))
+        if wire is None or not wire.is_up:
+            return
+        is_dialler = process is wire.dialler
+        other = wire.listener if is_dialler else wire.dialler
+        assert other is not None
+        peer = wire.peer_of_dialler if is_dialler else wire.peer_of_listener
+        frames = [bytes(frame) for frame in action.frames]
+        self.frames_sent.append((process.name, other.name, frames))
+        if self.drop(process.name, other.name, frames):
+            return
+
+        def arrive() -> None:
+            if wire.is_up and other.is_alive:
+                actions = other.session.receive(peer, list(frames), now=self.now)
+                self.perform(other, actions)
+
+        size = sum(map(len, frames))
+        self.network.send(process.name, other.name, arrive, num_bytes=size, now=self.now)
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self.now + delay_s, next(self._serial), call))
+
+    def run(self, until: float) -> None:
+        """Let time pass up to `until`."""
+        while True:
+            instants = [self._timers[0][0]] if self._timers else []
+            if self.network.next_at is not None:
+                instants.append(self.network.next_at)
+            due = {}
+            for process in self.processes:
+                if process.is_alive and process.session.deadline is not None:
+                    due[process] = max(process.session.deadline, self.now + 0.001)
+            instants += due.values()
+            at = min(instants, default=until)
+            if at >= until:
+                self.now = until
+                return
+            self.now = max(at, self.now)
+            while self._timers and self._timers[0][0] <= self.now:
+                heapq.heappop(self._timers)[2]()
+            for packet in self.network.deliver(self.now):
+                packet.payload()
+            for process, instant in due.items():
+                if process.is_alive and instant <= self.now:
+                    self.perform(process, process.session.expire(now=self.now))
+
+    def run_until(self, is_done: Callable[[], bool], *, within_s: float) -> None:
+        """Let time pass until `is_done`, looking every 50 ms; fail after `within_s`."""
+        give_up_at = self.now + within_s
+        while not is_done():
+            assert self.now < give_up_at, f"not done after {within_s} s"
+            self.run(self.now + 0.05)
+
+
+# --- roles ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Numbers:
+    """What the run is configured with."""
+
+    max_staleness: int = 2
+    groups_per_step: int = 2
+    group_size: int = 2
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 4.0
+    lease_timeout_s: float = 6.0
+    reconnect_for_s: float = 300.0
+    sample_s: float = 0.3
+    train_s: float = 0.2
+    checkpoint_interval: int = 3
+    num_chunks: int = 6
+
+
+class Run:
+    """A learner that can be killed and resumed, relays, workers, and the journal of it all."""
+
+    def __init__(self, tmp_path: Path, *, seed: int = 0, link: Link | None = None, **numbers: Any):
+        self.world = World(seed=seed, link=link)
+        self.numbers = Numbers(**numbers)
+        self.ledger = tmp_path / "ledger.jsonl"
+        self.records: list[dict[str, Any]] = []
+        self.groups: dict[int, Group] = {}
+        """Accepted groups: the spool."""
+        self.acked: list[tuple[int, str]] = []
+        self.checkpoint = (1, 0)
+        self.is_training = True
+        self.max_steps = 10**9
+        self.learner: LearnerSession | None = None
+        self._numbers_of_starts = itertools.count()
+
+    def journal(self, kind: str, **fields: Any) -> None:
+        self.records.append({"kind": kind, **fields})
+
+    # --- learner ---------------------------------------------------------------------------------
+
+    def start_learner(self, **overrides: Any) -> Process:
+        """Start the learner, or resume it from its newest checkpoint."""
+        numbers = self.numbers
+        if not self.records:
+            lineages: tuple[Lineage, ...] = (Lineage(1, 0),)
+            step, next_group_id, settled, granted, waiting = 0, 0, set(), {}, {}
+        else:
+            self.ledger.write_text("".join(json.dumps(r) + "\n" for r in self.records))
+            lineage, step = self.checkpoint
+            history = read_history(self.ledger, lineage=lineage, step=step)
+            lineages = (*history.lineages, Lineage(history.lineages[-1].lineage + 1, step))
+            next_group_id, settled = history.next_group_id, history.settled
+            granted, waiting = history.granted, history.waiting
+        self.journal("lineage", lineage=lineages[-1].lineage, fork_step=lineages[-1].fork_step)
+        buffer = StalenessBuffer(max_staleness=numbers.max_staleness, lineages=lineages)
+        leases = LeaseBook(timeout_s=numbers.lease_timeout_s)
+        for group_id in waiting:
+            buffer.put(self.groups[group_id])
+        for group_id, num_attempts in granted.items():
+            leases.adopt(group_id, num_attempts - 1, "?", now=self.world.now)
+        settings: dict[str, Any] = {
+            "run_id": "run",
+            "public_key": PUBLIC_KEY,
+            "advertise": LEARNER_ADDRESS,
+            "max_staleness": numbers.max_staleness,
+            "groups_per_step": numbers.groups_per_step,
+            "group_size": numbers.group_size,
+            "max_completion_tokens": 16,
+            "vocab_size": 100,
+            "heartbeat_s": numbers.heartbeat_s,
+            "dead_after_s": numbers.dead_after_s,
+            "settings": {"sampling": {"temperature": 1.0}},
+            "assets": {"config.json": b"{}", "tokenizer.json": b"[1]"},
+            "digests": {"model": "aaaa", "tokenizer": "bbbb"},
+        }
+        session = LearnerSession(
+            LearnerSettings(**(settings | overrides)),
+            broadcast=make_broadcast("learner"),
+            buffer=buffer,
+            leases=leases,
+            make_lease=make_lease,
+            lineages=lineages,
+            step=step,
+            next_group_id=next_group_id,
+            settled=settled,
+        )
+        process = self.world.add(Process("learner", session, LEARNER_ADDRESS))
+        process.on_action = lambda action: self._on_learner_action(process, action)
+        self.learner = session
+        self._discard_unusable(session)
+        self._publish(process)
+        self._train(process)
+        return process
+
+    def _on_learner_action(self, process: Process, action: Action) -> None:
+        match action:
+            case RecordGrant():
+                lease = action.lease
+                self.journal(
+                    "granted", group=lease.group_id, attempt=lease.attempt, worker=action.worker_id
+                )
+            case StoreGroup():
+                group = action.group
+                self.groups[group.group_id] = group
+                self.journal(
+                    "accepted",
+                    group=group.group_id,
+                    attempt=group.attempt,
+                    worker=group.worker_id,
+                    spool=["mem", 0, 0],
+                )
+                self.world.later(0.01, lambda: self._stored(process, group))
+            case RecordEnd():
+                self.journal("discarded", group=action.group_id, reason=action.reason)
+            case _:
+                raise AssertionError(action)
+
+    def _stored(self, process: Process, group: Group) -> None:
+        if process.is_alive:
+            process.session.buffer.put(group)
+            self.acked.append((group.group_id, group.worker_id))
+            self.world.perform(process, process.session.stored(group.group_id, now=self.world.now))
+
+    def _discard_unusable(self, session: LearnerSession) -> None:
+        for evicted in session.buffer.evict(step=session.step):
+            self.journal("discarded", group=evicted.group.group_id, reason=evicted.reason)
+
+    def _publish(self, process: Process) -> None:
+        session = process.session
+        lineage = session.lineages[-1].lineage
+        parts = make_version(lineage, session.step, num_chunks=self.numbers.num_chunks)
+        self.world.perform(process, session.broadcast.publish(*parts, now=self.world.now))
+
+    def _train(self, process: Process) -> None:
+        """Train one step if there is a batch, and come back."""
+        if not process.is_alive:
+            return
+        session, delay_s = process.session, 0.05
+        self._discard_unusable(session)
+        if self.is_training and session.step < self.max_steps:
+            groups = session.buffer.take(self.numbers.groups_per_step, step=session.step)
+            if groups is not None:
+                self.world.perform(process, session.grant(now=self.world.now))
+                self.world.later(self.numbers.train_s, lambda: self._step(process, groups))
+                return
+        self.world.later(delay_s, lambda: self._train(process))
+
+    def _step(self, process: Process, groups: list[Group]) -> None:
+        if not process.is_alive:
+            return
+        session = process.session
+        lineage, step = session.lineages[-1].lineage, session.step
+        staleness = {str(step - v.step): 1 for group in groups for v in group.versions}
+        self.journal(
+            "trained",
+            lineage=lineage,
+            step=step + 1,
+            consumed_at=step,
+            groups=[group.group_id for group in groups],
+            staleness=staleness,
+        )
+        self.world.perform(process, session.advance(step + 1, now=self.world.now))
+        self._publish(process)
+        if session.step % self.numbers.checkpoint_interval == 0:
+            self.checkpoint = (lineage, session.step)
+        self._train(process)
+
+    # --- other nodes -----------------------------------------------------------------------------
+
+    def node_settings(self, name: str, role: str, addresses: Sequence[str], **overrides: Any):
+        numbers = self.numbers
+        settings: dict[str, Any] = {
+            "node_id": name,
+            "role": role,
+            "incarnation": f"{name}#{next(self._numbers_of_starts)}",
+            "addresses": tuple(addresses),
+            "advertise": None,
+            "echo_version": "0",
+            "reconnect_for_s": numbers.reconnect_for_s,
+            "max_image_bytes": 1 << 20,
+            "digests": {},
+            "heartbeat_s": numbers.heartbeat_s,
+            "dead_after_s": numbers.dead_after_s,
+        }
+        return NodeSettings(**(settings | overrides))
+
+    def start_relay(self, name: str, *, connect: Sequence[str] = (LEARNER_ADDRESS,)) -> Process:
+        address = f"tcp://{name}:1"
+        settings = self.node_settings(name, "relay", connect, advertise=address)
+        session = RelaySession(settings, make_broadcast(name), now=self.world.now)
+        process = self.world.add(Process(name, session, address))
+
+        def on_action(action: Action) -> None:
+            if isinstance(action, Configure):
+                self.world.perform(process, session.configured({}, now=self.world.now))
+            else:
+                assert isinstance(action, VersionArrived), action
+
+        process.on_action = on_action
+        self.world.perform(process, session.start(now=self.world.now))
+        return process
+
+    def start_worker(
+        self,
+        name: str,
+        *,
+        connect: Sequence[str] = (LEARNER_ADDRESS,),
+        address: str | None = None,
+        build_s: float = 0.1,
+        digests: dict[str, str] | None = None,
+        **overrides: Any,
+    ) -> Process:
+        settings = self.node_settings(name, "worker", connect, advertise=address, **overrides)
+        session = WorkerSession(
+            settings,
+            make_broadcast(name),
+            Outbox(max_parcels=8, retry_s=1.0),
+            now=self.world.now,
+        )
+        process = self.world.add(Process(name, session, address))
+        engine = SimEngine(self, process, session, build_s=build_s, digests=digests or {})
+        process.on_action = engine.on_action
+        self.world.perform(process, session.start(now=self.world.now))
+        return process
+
+    # --- the independent check -------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Check promises 1 and 2 from the journal alone."""
+        forks = [(r["lineage"], r["fork_step"]) for r in self.records if r["kind"] == "lineage"]
+        ends: dict[int, list[str]] = {}
+        accepted: set[int] = set()
+        for record in self.records:
+            match record["kind"]:
+                case "accepted":
+                    assert record["group"] not in accepted, f"{record} accepted twice"
+                    accepted.add(record["group"])
+                case "discarded":
+                    ends.setdefault(record["group"], []).append(record["reason"])
+                case "trained":
+                    is_void = any(
+                        lineage > record["lineage"] and record["step"] > fork_step
+                        for lineage, fork_step in forks
+                    )
+                    for group_id in record["groups"]:
+                        assert group_id in accepted, f"{group_id} trained before accepted"
+                        oldest = min(v.step for v in self.groups[group_id].versions)
+                        staleness = record["consumed_at"] - oldest
+                        assert 0 <= staleness <= self.numbers.max_staleness, record
+                        if not is_void:
+                            ends.setdefault(group_id, []).append(f"step {record['step']}")
+        twice = {group_id: found for group_id, found in ends.items() if len(found) > 1}
+        assert not twice, twice
+        lost = {group_id for group_id, _ in self.acked} - accepted
+        assert not lost, lost
+        assert self.learner is not None
+        # What is in the step being made has no end yet, and there is at most one such step.
+        open_groups = {g for g in accepted - ends.keys() if g not in self.learner.buffer}
+        assert len(open_groups) <= self.numbers.groups_per_step + 2, open_groups
+
+    def trained(self) -> list[int]:
+        return [g for r in self.records if r["kind"] == "trained" for g in r["groups"]]
+
+
+class SimEngine:
+    """The worker's own work: build, install, sample one group after the other."""
+
+    def __init__(
+        self,
+        run: Run,
+        process: Process,
+        session: WorkerSession,
+        *,
+        build_s: float,
+        digests: dict[str, str],
+    ) -> None:
+        self.run, self.process, self.session = run, process, session
+        self.build_s, self.digests = build_s, digests
+        self.num_configured = 0
+        self.fail_with: str | None = None
+        self.is_hung = False
+        self._is_busy = False
+
+    def on_action(self, action: Action) -> None:
+        world = self.run.world
+        match action:
+            case Configure():
+                self.num_configured += 1
+                self.process.notes.append(f"configured with {sorted(action.assets)}")
+                world.later(self.build_s, self._configured)
+            case VersionArrived():
+                self._install(action.version)
+            case LeasesChanged():
+                self._sample()
+            case _:
+                raise AssertionError(action)
+
+    def _configured(self) -> None:
+        if self.process.is_alive:
+            self.session.max_groups = 3
+            actions = self.session.configured(self.digests, now=self.run.world.now)
+            self.run.world.perform(self.process, actions)
+
+    def _install(self, version: PolicyVersion) -> None:
+        item = self.session.broadcast.store[version]
+        assert item.arena == make_image(version, num_chunks=self.run.numbers.num_chunks)
+        assert blake3(item.arena).digest() == item.manifest.image_hash
+        if self.session.installed_version is None or version > self.session.installed_version:
+            self.session.installed_version = version
+            self.run.world.perform(self.process, self.session.heartbeat(now=self.run.world.now))
+        self._sample()
+
+    def _sample(self) -> None:
+        if self._is_busy or self.session.installed_version is None:
+            return
+        leases = self.session.take_leases(1)
+        if leases:
+            self._is_busy = True
+            if self.is_hung:
+                return
+            version = self.session.installed_version
+            delay_s = self.run.numbers.sample_s
+            self.run.world.later(delay_s, lambda: self._sampled(leases[0], version))
+
+    def _sampled(self, lease: Lease, version: PolicyVersion) -> None:
+        if not self.process.is_alive:
+            return
+        self._is_busy = False
+        session, now = self.session, self.run.world.now
+        if self.fail_with is not None:
+            actions = session.failed(lease, self.fail_with, "it raised", now=now)
+        else:
+            group = make_group(
+                lease.group_id,
+                version,
+                attempt=lease.attempt,
+                worker=session.settings.node_id,
+                size=self.run.numbers.group_size,
+            )
+            session.tokens_sampled += group.num_tokens
+            actions = session.finished(group, now=now)
+        self.run.world.perform(self.process, actions)
+        self._sample()
+
+
+def make_broadcast(node_id: str, **overrides: Any) -> Broadcast:
+    settings: dict[str, Any] = {"window_bytes": 4096, "keep_versions": 2, "stall_s": 0.5}
+    return Broadcast(node_id=node_id, **(settings | overrides))
+
+
+def state_of(process: Process) -> str:
+    session = process.session
+    assert isinstance(session, NodeSession)
+    return session.state
+
+
+def message_of(frames: Sequence[bytes]) -> Any:
+    """Return the message inside the frames of one of our nodes."""
+    return decode_message(decode_envelope(list(frames)))
