@@ -1,0 +1,101 @@
+"""Run the quickstart with several seeds and report what it learned, how stale, and how fast.
+
+Every run is the real one: four processes over sockets. The seeds share the warmed-up model; they
+differ in prompts and sampling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+
+from echo.ui.plots import learning_curve
+from echo.ui.summary import summarise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--task", default="addition")
+    parser.add_argument("--timeout-s", type=float, default=300, help="for one run")
+    parser.add_argument("--keep", type=Path, help="directory for the runs, kept afterwards")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        where = arguments.keep or Path(scratch)
+        runs = [run(where, arguments.task, seed, arguments.timeout_s) for seed in arguments.seeds]
+        report(arguments.task, runs, [where / f"seed-{seed}" for seed in arguments.seeds])
+
+
+def run(where: Path, task: str, seed: int, timeout_s: float) -> dict[str, Any]:
+    """Run one seed and return its figures."""
+    started_at = time.monotonic()
+    command = [sys.executable, "-m", "echo.cli.quickstart", "--task", task, "--seed", str(seed)]
+    command += [
+        "--set",
+        "ui.live=off",
+        "--set",
+        f"run.dir={where}",
+        "--set",
+        f"run.name=seed-{seed}",
+    ]
+    subprocess.run(command, check=True, timeout=timeout_s, env=os.environ)
+    wall_s = time.monotonic() - started_at
+    summary = summarise(where / f"seed-{seed}")
+    rows = read_evaluations(where / f"seed-{seed}" / "metrics.jsonl")
+    staleness = {str(lag): count for lag, count in sorted(summary.staleness_tokens.items())}
+    return {
+        "seed": seed,
+        "wall_s_with_start": round(wall_s, 1),
+        "run_s": round(summary.wall_time_s, 1),
+        "tokens_per_s": round(summary.tokens_per_s),
+        "evaluations": rows,
+        "staleness_tokens": staleness,
+        "staleness_mean": round(summary.mean_staleness, 3),
+    }
+
+
+def read_evaluations(path: Path) -> list[dict[str, float]]:
+    """Return step and pass rates of every evaluation."""
+    found = []
+    for row in map(json.loads, path.read_text().splitlines()):
+        sampled = [value for key, value in row.items() if key.endswith("/pass@1")]
+        greedy = [value for key, value in row.items() if key.endswith("/greedy")]
+        if sampled and greedy:
+            found.append({"step": row["step"], "sampled": sampled[0], "greedy": greedy[0]})
+    return found
+
+
+def report(task: str, runs: list[dict[str, Any]], run_dirs: list[Path]) -> None:
+    """Print the table and write JSON and PNG."""
+    print(f"{'seed':>4} {'before':>14} {'after':>14} {'staleness':>9} {'tokens/s':>8} {'run s':>6}")
+    for one in runs:
+        first, last = one["evaluations"][0], one["evaluations"][-1]
+        before = f"{first['sampled']:.3f} / {first['greedy']:.3f}"
+        after = f"{last['sampled']:.3f} / {last['greedy']:.3f}"
+        print(
+            f"{one['seed']:>4} {before:>14} {after:>14} {one['staleness_mean']:>9.2f} "
+            f"{one['tokens_per_s']:>8} {one['run_s']:>6}"
+        )
+    finals = [one["evaluations"][-1]["sampled"] for one in runs]
+    result = {
+        "task": task,
+        "runs": runs,
+        "final_sampled_mean": round(statistics.mean(finals), 4),
+        "final_sampled_stdev": round(statistics.stdev(finals), 4) if len(finals) > 1 else None,
+    }
+    print(f"wrote {harness.save(f'quickstart_{task}', result)}")
+    print(f"wrote {learning_curve(run_dirs, harness.result_path(f'quickstart_{task}', '.png'))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What every benchmark shares: the environment that a result belongs to, and where results go."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("torch", "transformers", "pyzmq", "uvloop", "numpy", "msgspec", "blake3")
+
+
+def environment() -> dict[str, Any]:
+    """Return hardware, versions, commit and command of this measurement."""
+    return {
+        "cpu": _cpu_model(),
+        "num_cpus": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    }
+
+
+def hardware_name() -> str:
+    """Return a short name of this machine for file names."""
+    return f"{os.cpu_count()}cpu"
+
+
+def result_path(what: str, suffix: str) -> Path:
+    """Return where a result of today belongs."""
+    RESULTS.mkdir(exist_ok=True)
+    day = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d")
+    return RESULTS / f"{what}_{hardware_name()}_{day}{suffix}"
+
+
+def save(what: str, result: dict[str, Any]) -> Path:
+    """Write a result with its environment and return the file."""
+    path = result_path(what, ".json")
+    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+    return path
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
+    return done.stdout.strip() or "unknown"
