@@ -140,7 +140,7 @@ def free_settings(config: Config) -> list[str]:
         f"learner.listen={up}",
         f'relay.connect=["{up}"]',
         f"relay.listen={down}",
-        f'worker.connect=["{down}", "{up}"]',
+        f'worker.connect=["{down}"]',
     ]
 
 

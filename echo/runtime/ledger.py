@@ -37,6 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from echo.errors import RemoteProtocolError, StorageError
 from echo.protocol.codec import Frame, decode_group
 from echo.rollout import Group, Lineage, PolicyVersion, is_surviving
@@ -317,11 +319,10 @@ class Ledger:
             consumed_at: optimizer steps done before this one.
         """
         staleness: dict[int, int] = {}
-        for group in groups:
-            for rollout in group.rollouts:
-                for _, version_step in rollout.policy_versions[rollout.completion_mask].tolist():
-                    lag = consumed_at - version_step
-                    staleness[lag] = staleness.get(lag, 0) + 1
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            steps = rollout.policy_versions[rollout.completion_mask, 1]
+            for lag, count in zip(*np.unique(consumed_at - steps, return_counts=True), strict=True):
+                staleness[int(lag)] = staleness.get(int(lag), 0) + int(count)
         self.append(
             "trained",
             lineage=lineage,
