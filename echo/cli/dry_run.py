@@ -32,9 +32,8 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
         return None
     device = config.learner.device if role == "learner" else config.worker.device
     try:
-        import torch
+        # Imported here: a relay's machine, where a dry run must work too, has no torch.
+        from echo.engine.device import free_gpu_bytes
     except ImportError:
         return None
-    if device == "cpu" or not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.mem_get_info()[0])
+    return free_gpu_bytes(device)

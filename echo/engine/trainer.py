@@ -33,6 +33,7 @@ from echo.algo.batching import MicroBatch, Sample, collate, pack_micro_batches
 from echo.algo.losses import Loss, LossInputs
 from echo.algo.mismatch import mismatch_metrics
 from echo.engine import trainer_state
+from echo.engine.device import pick_device
 from echo.engine.policy import Policy
 from echo.errors import DataError
 from echo.rollout import Group
@@ -105,10 +106,8 @@ class Trainer:
         """
         if not 0.0 < temperature < math.inf:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(seed)
-        self.device = torch.device(device)
+        self.device = torch.device(pick_device(device))
         self._policy = Policy(
             model_dir,
             device=self.device,

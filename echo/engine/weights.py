@@ -13,7 +13,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from echo.errors import ConfigError, DataError, EngineError, StorageError
 from echo.protocol.manifest import TensorSpec
+
+Weights: TypeAlias = Mapping[str, Tensor]
+"""Tensors by name, tied ones once."""
 
 ALIGNMENT_BYTES = 16
 """A multiple of every element size; usual shapes leave no gap at it."""

@@ -7,13 +7,13 @@ weights it was given.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import Tensor
 
 from echo.engine.engine import Engine, Request, Sampling
+from echo.engine.weights import Weights
 from echo.rollout import PolicyVersion
 from echo.tasks.scoring import RewardError, score
 from echo.tasks.task import Example, Task
@@ -66,7 +66,7 @@ class Evaluator:
     def evaluate(
         self,
         version: PolicyVersion,
-        tensors: Mapping[str, Tensor],
+        tensors: Weights,
         *,
         should_stop: Callable[[], bool],
     ) -> EvalResult | None:

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from echo.buffer import StalenessBuffer
 from echo.engine.trainer import Trainer
+from echo.engine.weights import Weights
 from echo.errors import LocalProtocolError, StorageError
 from echo.metrics import Snapshot
 from echo.protocol.actions import Action, RecordEnd, RecordGrant, StoreGroup
@@ -75,9 +74,9 @@ class LearnerNode(Node):
         pace: PublishPace,
         progress: Progress,
         evaluations: Evaluations | None,
-        publish: Callable[[Mapping[str, Tensor], PolicyVersion], Publication],
-        tensors_of: Callable[[Manifest, bytearray], dict[str, Tensor]],
-        export: Callable[[Path, Mapping[str, Tensor]], None],
+        publish: Callable[[Weights, PolicyVersion], Publication],
+        tensors_of: Callable[[Manifest, bytearray], Weights],
+        export: Callable[[Path, Weights], None],
         write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
         show: Callable[[Snapshot], None],
         faults: Faults,
@@ -261,7 +260,7 @@ class LearnerNode(Node):
             task = self.spawn(self._evaluate(version, tensors), name="evaluation")
             self._evaluations.started(task)
 
-    async def _evaluate(self, version: PolicyVersion, tensors: dict[str, Tensor]) -> None:
+    async def _evaluate(self, version: PolicyVersion, tensors: Weights) -> None:
         assert self._evaluations is not None
         evaluate = self._evaluations.evaluate
         result = await self.in_thread(

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from echo.algo.losses import make_loss
 from echo.buffer import StalenessBuffer
 from echo.config.inherit import inherited_settings
 from echo.config.load import save_resolved
 from echo.config.schema import Config
+from echo.engine.device import pick_device, set_num_threads
 from echo.engine.trainer import OptimizerSettings, Trainer
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.weights import (
+    Weights,
     load_directory,
     resolve_model,
     save_hf,
@@ -46,7 +47,6 @@ from echo.runtime.worker_setup import (
     make_sampling,
     model_digest,
     model_digests,
-    pick_device,
 )
 from echo.tasks import tokenization
 from echo.tasks.loading import load_task, task_digests
@@ -190,10 +190,7 @@ def _check_window(config: Config, model_dir: Path, prompts: PromptSource) -> Non
 def build_trainer(config: Config, model_dir: Path, start: StartingPoint) -> Trainer:
     """Return the trainer at the starting point."""
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
-    if learner.num_threads:
-        import torch
-
-        torch.set_num_threads(learner.num_threads)
+    set_num_threads(learner.num_threads)
     tensors = None
     if learner.init_from is not None and start.checkpoint is None:
         tensors = load_directory(Path(learner.init_from), "float32")
@@ -276,8 +273,6 @@ def build_session(
 
 def vocab_size(model_dir: Path) -> int:
     """Return the rows of the model's embedding: token ids are below it."""
-    import json
-
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return int({**fields, **fields.get("text_config", {})}["vocab_size"])
 
@@ -321,11 +316,11 @@ def _make_plan(config: Config) -> LearnerPlan:
     )
 
 
-def _tensors_of(manifest: Manifest, image: bytearray) -> dict[str, Tensor]:
+def _tensors_of(manifest: Manifest, image: bytearray) -> Weights:
     return tensors_from_image(manifest.tensors, memoryview(image).toreadonly())
 
 
-def _export(model_dir: Path, dtype: str, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+def _export(model_dir: Path, dtype: str, directory: Path, tensors: Weights) -> None:
     """Write the weights as they are published, as a Hugging Face directory."""
     rounded = {
         name: tensor.to(torch_dtype(dtype)) if tensor.is_floating_point() else tensor

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch import Tensor
 
 from echo.config.profiles import auto_publish_period
-from echo.engine.weights import publish_image
+from echo.engine.weights import Weights, publish_image
 from echo.protocol.manifest import Manifest, SignedManifest, build_manifest, sign
 from echo.rollout import PolicyVersion
 
@@ -27,7 +26,7 @@ class Publication:
 
 
 def make_publication(
-    tensors: Mapping[str, Tensor],
+    tensors: Weights,
     version: PolicyVersion,
     *,
     run_id: str,

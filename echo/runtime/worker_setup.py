@@ -16,6 +16,7 @@ from echo.config.inherit import apply_inherited, check_inherited
 from echo.config.load import keys_set_by_user
 from echo.config.machine import read_machine
 from echo.config.schema import Config
+from echo.engine.device import pick_device
 from echo.engine.engine import Engine, Sampling
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.weights import resolve_model
@@ -119,15 +120,6 @@ def make_engine(config: Config, model_dir: Path) -> Engine:
         attn_implementation=config.model.attn_implementation,
         num_threads=section.num_threads,
     )
-
-
-def pick_device(name: str) -> str:
-    """Return torch's name of a device; "auto" is the first GPU where there is one."""
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_sampling(config: Config, stop_ids: list[int]) -> Sampling:
