@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from echo.cli.node import run_loop, run_node
 from echo.cli.output import make_log
+from echo.cli.process import run_loop, run_node
 from echo.config.load import resolved
 from echo.config.schema import Config
 from echo.metrics import Snapshot

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
-import os
-import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from echo import __version__
 from echo.cli.dry_run import dry_run
-from echo.cli.output import exit_code, fail, make_log
+from echo.cli.output import fail, make_log
+from echo.cli.process import run_loop, run_node
 from echo.config.describe import schema_help
 from echo.config.diff import diff_configs
 from echo.config.load import load_config, load_resolved
@@ -22,9 +19,6 @@ from echo.config.schema import ROLES, Config
 from echo.errors import ConfigError, EchoError
 from echo.runtime import wiring
 from echo.runtime.node import Node
-
-INTERRUPTED = 130
-"""Exit code after a second Ctrl-C, as shells use it."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -154,36 +148,6 @@ async def _run_dialing(config: Config, role: str, log: logging.Logger) -> str:
 
         node = await build_worker(config, log=log)
     return await run_node(node)
-
-
-async def run_node(node: Node) -> str:
-    """Run a node with Ctrl-C and SIGTERM handled: the first drains, the second ends at once."""
-    num_signals = 0
-
-    def on_signal() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals > 1:
-            os._exit(INTERRUPTED)
-        node.interrupt()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    return await node.run()
-
-
-def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:
-    """Run a node's coroutine on uvloop; log how it ends and return the exit code."""
-    import uvloop
-
-    try:
-        reason = uvloop.run(main_coroutine)
-    except EchoError as error:
-        log.error("%s", error)  # noqa: TRY400 - the message is for the user, the trace is not
-        return exit_code(error)
-    log.info("ended: %s", reason)
-    return 0
 
 
 if __name__ == "__main__":
