@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: a model small enough to run anywhere, in the format of a real one."""
+"""Fixtures shared by all tests: a model small enough to run anywhere, in a real one's format."""
 
 from __future__ import annotations
 

@@ -46,4 +46,4 @@ def test_the_quickstart_is_the_measured_recipe() -> None:
     assert (config.optimizer.weight_decay, config.eval.interval_steps) == (0.0, 20)
     assert config.learner.listen == "tcp://127.0.0.1:7700"
     assert config.relay.listen == "tcp://127.0.0.1:7701"
-    assert config.worker.connect == (config.relay.listen, config.learner.listen)
+    assert config.worker.connect == (config.relay.listen,)
