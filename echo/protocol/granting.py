@@ -43,7 +43,7 @@ class SettledGroups:
             self.add(group_id)
 
     def __contains__(self, group_id: int) -> bool:
-        return group_id < self._all_below or group_id in self._others
+        return 0 <= group_id < self._all_below or group_id in self._others
 
     def add(self, group_id: int) -> None:
         """Settle a group."""

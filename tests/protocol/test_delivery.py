@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from echo.protocol.delivery import Outbox
+from echo.protocol.messages import Deliver
+
+
+def fill(outbox: Outbox, *group_ids: int) -> None:
+    for group_id in group_ids:
+        message = Deliver(group_id=group_id, attempt=0)
+        outbox.put((group_id, 0), message, b"header", b"arrays")
+
+
+def due(outbox: Outbox, now: float) -> list[int]:
+    return [parcel.message.group_id for parcel in outbox.take_due(now=now)]  # type: ignore[attr-defined]
+
+
+def test_parcels_are_sent_at_once_and_again_until_they_are_acknowledged() -> None:
+    outbox = Outbox(max_parcels=3, retry_s=5.0)
+    assert outbox.deadline is None
+    fill(outbox, 4, 2)
+    assert outbox.deadline == 0.0
+    assert due(outbox, 1.0) == [4, 2]
+    assert outbox.deadline == 6.0
+    assert due(outbox, 5.9) == []
+    assert due(outbox, 6.0) == [4, 2]
+    assert outbox.acknowledge((4, 0))
+    assert not outbox.acknowledge((4, 0))
+    assert due(outbox, 11.0) == [2]
+    assert outbox.keys == [(2, 0)]
+
+
+def test_after_a_reconnection_everything_is_due() -> None:
+    outbox = Outbox(max_parcels=3, retry_s=5.0)
+    fill(outbox, 1, 2)
+    due(outbox, 1.0)
+    outbox.resend_all()
+    assert due(outbox, 1.1) == [1, 2]
+
+
+def test_it_is_full_at_its_bound_and_drops_nothing() -> None:
+    outbox = Outbox(max_parcels=2, retry_s=5.0)
+    fill(outbox, 1)
+    assert not outbox.is_full
+    fill(outbox, 2, 3)
+    assert outbox.is_full
+    assert len(outbox) == 3
+    outbox.acknowledge((1, 0))
+    outbox.acknowledge((2, 0))
+    assert not outbox.is_full
+
+
+def test_a_parcel_with_the_same_key_is_replaced() -> None:
+    outbox = Outbox(max_parcels=2, retry_s=5.0)
+    fill(outbox, 1, 1)
+    assert len(outbox) == 1
+    [parcel] = outbox.take_due(now=0.0)
+    assert parcel.payload == (b"header", b"arrays")

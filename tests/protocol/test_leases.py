@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.protocol.leases import LeaseBook, num_admissible
+
+
+def admissible(**numbers: int) -> int:
+    defaults = {
+        "max_staleness": 2, "installed_step": 0, "step": 0, "groups_per_step": 4,
+        "num_buffered": 0, "num_running": 0,
+    }  # fmt: skip
+    return num_admissible(**(defaults | numbers))
+
+
+def test_the_worked_example() -> None:
+    # S = 2, B = 4, the worker holds v5, the learner has done 6 steps: samples of v5 may be trained
+    # in the steps that make v6, v7 and v8. 8 steps take 32 groups; 24 are consumed, 3 wait, 2 run.
+    assert admissible(installed_step=5, step=6, num_buffered=3, num_running=2) == 3
+
+
+def test_without_staleness_there_is_room_for_one_batch() -> None:
+    assert admissible(max_staleness=0) == 4
+    assert admissible(max_staleness=0, installed_step=3, step=4) == 0
+
+
+def room_by_hand(
+    *, max_staleness: int, installed_step: int, step: int, groups_per_step: int, promised: int
+) -> int:
+    """Fill the batches yet to be made, first come first served; count the places that are left.
+
+    The batch that is consumed when `at` steps are done may use samples of the installed version
+    while at - installed_step <= max_staleness.
+    """
+    horizon = range(step, step + max_staleness + installed_step + 2)
+    usable = [at for at in horizon if at - installed_step <= max_staleness]
+    places = [(at, place) for at in usable for place in range(groups_per_step)]
+    return len(places[promised:])
+
+
+@given(
+    max_staleness=st.integers(0, 5),
+    installed_step=st.integers(0, 12),
+    lag=st.integers(0, 8),
+    groups_per_step=st.integers(1, 5),
+    num_buffered=st.integers(0, 30),
+    num_running=st.integers(0, 30),
+)
+def test_the_rule_is_that_of_filling_batches_in_order(
+    lag: int, num_buffered: int, num_running: int, **numbers: int
+) -> None:
+    numbers["step"] = numbers["installed_step"] + lag
+    room = num_admissible(**numbers, num_buffered=num_buffered, num_running=num_running)
+    assert room == room_by_hand(**numbers, promised=num_buffered + num_running)
+
+
+# --- the book ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def book() -> LeaseBook:
+    return LeaseBook(timeout_s=10.0)
+
+
+def test_attempts_are_counted_per_group(book: LeaseBook) -> None:
+    first, hedge = book.grant(7, "w1", now=0.0), book.grant(7, "w2", now=1.0)
+    assert (first.attempt, hedge.attempt) == (0, 1)
+    assert book.num_attempts(7) == 2
+    assert book.num_attempts(8) == 0
+    assert book.workers_of(7) == ["w1", "w2"]
+    assert book.num_running == 1
+    assert (book.num_leases("w1"), book.num_leases("w9")) == (1, 0)
+
+
+def test_a_lease_expires_without_progress_and_its_group_waits(book: LeaseBook) -> None:
+    record = book.grant(3, "w1", now=0.0)
+    assert book.deadline == 10.0
+    assert book.expire(now=9.9) == []
+    book.renew(record, num_tokens=5, now=9.9)
+    assert book.deadline == 19.9
+    assert book.expire(now=10.0) == []
+    assert book.expire(now=19.9) == [record]
+    assert book.num_running == 0
+    assert book.deadline is None
+    assert book.has_expired(3, 0, "w1")
+    assert not book.has_expired(3, 1, "w1")
+    assert not book.has_expired(3, 0, "w2")
+    assert book.next_returned() == 3
+    assert book.next_returned() is None
+    assert book.grant(3, "w2", now=20.0).attempt == 1
+
+
+def test_a_group_with_another_lease_does_not_wait(book: LeaseBook) -> None:
+    book.grant(3, "w1", now=0.0)
+    book.grant(3, "w2", now=5.0)
+    assert [record.worker_id for record in book.expire(now=10.0)] == ["w1"]
+    assert (book.num_running, book.num_returned) == (1, 0)
+    assert [record.worker_id for record in book.expire(now=15.0)] == ["w2"]
+    assert (book.num_running, book.num_returned) == (0, 1)
+
+
+def test_the_oldest_returned_group_goes_first(book: LeaseBook) -> None:
+    for group_id in (5, 2, 9):
+        book.grant(group_id, "w1", now=0.0)
+    assert [record.group_id for record in book.worker_leases("w1")] == [2, 5, 9]
+    assert len(book.drop_worker("w1")) == 3
+    assert book.drop_worker("w1") == []
+    assert [book.next_returned() for _ in range(4)] == [2, 5, 9, None]
+
+
+def test_a_group_waits_once_and_not_while_it_is_leased(book: LeaseBook) -> None:
+    book.return_group(4)
+    book.return_group(4)
+    book.grant(6, "w1", now=0.0)
+    book.return_group(6)
+    assert book.num_returned == 1
+
+
+def test_a_lease_from_before_a_restart_is_taken_up(book: LeaseBook) -> None:
+    for group_id in (4, 5):
+        book.return_group(group_id)
+    record = book.adopt(4, 2, "w1", now=3.0)
+    assert (record.granted_at, record.attempt) == (3.0, 2)
+    assert book.num_returned == 1
+    assert book.grant(4, "w2", now=4.0).attempt == 3
+    book.adopt(4, 0, "w3", now=5.0)
+    assert book.num_attempts(4) == 4
+
+
+def test_a_finished_group_leaves_nothing_behind(book: LeaseBook) -> None:
+    first, second = book.grant(1, "w1", now=0.0), book.grant(1, "w2", now=0.0)
+    assert book.finish(1) == [first, second]
+    assert (book.num_running, book.num_leases("w1"), book.num_attempts(1)) == (0, 0, 0)
+    book.grant(2, "w1", now=0.0)
+    book.expire(now=10.0)
+    assert book.finish(2) == []
+    assert book.num_returned == 0
+    assert not book.has_expired(2, 0, "w1")
+    assert book.finish(99) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4), st.integers(0, 2)), max_size=60))
+def test_every_open_group_is_leased_or_waits_and_never_both(
+    events: list[tuple[int, int, int]],
+) -> None:
+    book, open_groups, now = LeaseBook(timeout_s=10.0), set[int](), 0.0
+    for kind, group_id, worker in events:
+        now += 1.5
+        name = f"w{worker}"
+        match kind:
+            case 0 | 1:
+                book.grant(group_id, name, now=now)
+                open_groups.add(group_id)
+            case 2:
+                book.expire(now=now)
+            case 3:
+                book.drop_worker(name)
+            case 4:
+                book.finish(group_id)
+                open_groups.discard(group_id)
+            case 5:
+                taken = book.next_returned()
+                if taken is not None:
+                    book.grant(taken, name, now=now)
+            case 6:
+                for record in book.worker_leases(name):
+                    book.renew(record, num_tokens=1, now=now)
+        leased = {group_id for group_id in range(5) if book.workers_of(group_id)}
+        assert book.num_running == len(leased)
+        assert book.num_running + book.num_returned == len(open_groups)
+        per_worker = sum(book.num_leases(f"w{i}") for i in range(3))
+        assert per_worker == sum(len(book.workers_of(group_id)) for group_id in range(5))

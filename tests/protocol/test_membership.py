@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+
+from echo.protocol.membership import Roster
+from echo.protocol.messages import Heartbeat, Hello, NodeStats
+from echo.protocol.topology import Site
+from echo.rollout import PolicyVersion
+
+
+@pytest.fixture
+def roster() -> Roster:
+    return Roster(heartbeat_s=2.0, dead_after_s=10.0)
+
+
+def hello(roster: Roster, incarnation: str, *, now: float, name: str = "w1") -> str:
+    message = Hello(
+        node_id=name,
+        role="worker",
+        incarnation=incarnation,
+        echo_version="0",
+        advertise=None,
+        digests={},
+    )
+    return roster.hello(message, now=now)
+
+
+def beat(tokens: int = 0, num_bytes: int = 0) -> Heartbeat:
+    stats = NodeStats(state="sampling", tokens_sampled=tokens, bytes_received=num_bytes)
+    return Heartbeat(installed=PolicyVersion(1, 4), capacity=3, leases=(), stats=stats)
+
+
+def test_a_node_is_known_then_a_member_then_gone(roster: Roster) -> None:
+    assert roster.deadline is None
+    assert hello(roster, "i1", now=0.0) == "new"
+    assert roster.members() == []
+    assert hello(roster, "i1", now=1.0) == "again"
+    member = roster.nodes["w1"]
+    member.is_member = True
+    assert roster.members("worker") == [member]
+    assert roster.members("relay") == []
+    assert roster.sites() == [Site("w1", "worker", None)]
+    assert roster.deadline == 11.0
+    assert roster.expire(now=10.9) == []
+    assert roster.expire(now=11.0) == [member]
+    assert not roster.nodes
+
+
+def test_a_restart_waits_until_the_old_process_is_silent_for_two_heartbeats(roster: Roster) -> None:
+    hello(roster, "i1", now=0.0)
+    roster.nodes["w1"].is_member = True
+    assert hello(roster, "i2", now=3.9) == "wait"
+    assert roster.nodes["w1"].incarnation == "i1"
+    assert hello(roster, "i2", now=4.0) == "new"
+    assert roster.nodes["w1"].incarnation == "i2"
+    assert not roster.nodes["w1"].is_member
+
+
+def test_two_processes_that_keep_speaking_share_a_name_and_the_second_is_told(
+    roster: Roster,
+) -> None:
+    hello(roster, "i1", now=0.0)
+    for now in range(1, 13):
+        roster.nodes["w1"].beat(beat(), now=float(now))
+        outcome = hello(roster, "i2", now=now + 0.5)
+        assert outcome == ("name_taken" if now + 0.5 > 1.5 + 10.0 else "wait")
+
+
+def test_a_rival_of_long_ago_does_not_count_against_another_one(roster: Roster) -> None:
+    hello(roster, "i1", now=0.0)
+    assert hello(roster, "i2", now=1.0) == "wait"
+    roster.nodes["w1"].beat(beat(), now=99.0)
+    assert hello(roster, "i3", now=100.0) == "wait"
+    assert hello(roster, "i3", now=103.0) == "new"
+
+
+def test_rates_are_of_the_last_ten_seconds(roster: Roster) -> None:
+    hello(roster, "i1", now=0.0)
+    member = roster.nodes["w1"]
+    assert member.rates() == (0.0, 0.0)
+    assert member.beat(beat(tokens=100), now=0.0)
+    assert member.rates() == (0.0, 0.0)
+    assert not member.beat(beat(tokens=100), now=5.0)
+    assert member.beat(beat(tokens=300, num_bytes=1000), now=10.0)
+    assert member.rates() == (20.0, 100.0)
+    for now in range(12, 30, 2):
+        member.beat(beat(tokens=300, num_bytes=1000), now=float(now))
+    assert member.rates() == (0.0, 0.0)
+
+
+def test_a_node_is_shown_as_it_was_last_heard(roster: Roster) -> None:
+    hello(roster, "i1", now=0.0)
+    member = roster.nodes["w1"]
+    view = member.view(step=6, num_leases=0, now=1.0)
+    assert (view.state, view.version, view.staleness) == ("joining", "-", None)
+    member.is_member = True
+    member.beat(beat(), now=2.0)
+    view = member.view(step=6, num_leases=2, now=5.0)
+    assert (view.state, view.version, view.staleness) == ("sampling", "v4", 2)
+    assert (view.num_leases, view.seen_s) == (2, 3.0)
+    stats = NodeStats(
+        state="sampling", fetching=PolicyVersion(1, 5), num_chunks_held=2, num_chunks=9, parent="r1"
+    )
+    member.beat(Heartbeat(installed=None, capacity=0, leases=(), stats=stats), now=6.0)
+    view = member.view(step=6, num_leases=2, now=6.0)
+    assert (view.state, view.parent) == ("sampling, fetching v5 2/9", "r1")
