@@ -15,7 +15,7 @@ from echo.cli.process import run_loop, run_node
 from echo.config.describe import schema_help
 from echo.config.diff import diff_configs
 from echo.config.load import load_config, load_resolved
-from echo.config.schema import ROLES, Config
+from echo.config.schema import ROLES, Config, Role
 from echo.errors import ConfigError, EchoError
 from echo.runtime import wiring
 from echo.runtime.node import Node
@@ -29,7 +29,12 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="The keys of the configuration: echo-node --role ROLE --help-config",
     )
     parser.add_argument("--role", choices=ROLES, required=True, help="what this node does")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, the same for all roles")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML, the same for all roles; or a run's config.json",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -96,12 +101,19 @@ def read_config(arguments: argparse.Namespace) -> Config:
         overrides.append(f"learner.init_from={arguments.init_from}")
     if arguments.config is None:
         raise ConfigError("--config FILE is missing; configs/quickstart.toml is one to start from")
-    config, notices = load_config(arguments.config, overrides, role)
+    config, notices = read_file(arguments.config, overrides, role)
     for notice in notices:
         print(f"notice: {notice}", file=sys.stderr)
     if arguments.resume:
         _check_changes(config, accept_unsafe=arguments.yes)
     return config
+
+
+def read_file(path: Path, overrides: Sequence[str], role: Role | None) -> tuple[Config, list[str]]:
+    """Read a configuration: TOML as written by hand, or a run's resolved config.json."""
+    if path.suffix == ".json":
+        return load_resolved(path, overrides, role), []
+    return load_config(path, overrides, role)
 
 
 def _check_changes(config: Config, *, accept_unsafe: bool) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from echo.cli.node import read_file
 from echo.cli.output import fail
 from echo.config.load import load_config
 from echo.config.schema import Config
@@ -48,6 +49,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="echo-quickstart", description=__doc__)
     parser.add_argument("--task", choices=CONFIGS, default="addition", help="what to learn")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="continue a run, for example runs/quickstart"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the run")
     parser.add_argument(
         "--set",
@@ -66,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.workers < 1:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
+        if arguments.resume is not None:
+            config_path = arguments.resume / "config.json"
+            config, _ = read_file(config_path, arguments.set, "learner")
+            return run_nodes(config_path, config, arguments.set, arguments, console)
         config_path = find_config(CONFIGS[arguments.task])
         model = make_model(arguments.task, console)
         overrides = [f"model.name={model}", f"run.seed={arguments.seed}", *arguments.set]
@@ -168,7 +176,8 @@ def run_nodes(
 
     nodes = []
     try:
-        learner = start_node("learner", "learner", config_path, overrides, quiet=False)
+        extra = ["--no-report", *(["--resume"] if arguments.resume is not None else [])]
+        learner = start_node("learner", "learner", config_path, overrides, extra=extra)
         nodes.append(start_node("relay", "relay", config_path, [*overrides, "relay.name=relay"]))
         for number in range(1, arguments.workers + 1):
             name = f"w{number}"
@@ -182,9 +191,7 @@ def run_nodes(
         console.print(f"[red]the learner ended with code {code}[/]; its log: {run_dir}/logs")
         return code
     if not (run_dir / "final").exists():
-        command = f"bin/echo-node --role learner --config {config_path} --resume"
-        sets = " ".join(f"--set '{item}'" for item in overrides)
-        console.print(f"stopped before the end; to continue: {command} {sets}")
+        console.print(f"stopped before the end; to go on: bin/echo-quickstart --resume {run_dir}")
         return 0
     report(run_dir, console, commands=next_commands(arguments.task))
     return 0
@@ -201,13 +208,13 @@ def next_commands(task: str) -> list[str]:
 
 
 def start_node(
-    name: str, role: str, config_path: Path, overrides: Sequence[str], *, quiet: bool = True
+    name: str, role: str, config_path: Path, overrides: Sequence[str], *, extra: Sequence[str] = ()
 ) -> NodeProcess:
     """Start one node; all but the learner write to their log files only."""
+    quiet = role != "learner"
     command = [sys.executable, "-m", "echo.cli.node", "--role", role, "--config", str(config_path)]
     command += [part for item in overrides for part in ("--set", item)]
-    if role == "learner":
-        command.append("--no-report")
+    command += extra
     output = subprocess.DEVNULL if quiet else None
     # A session of its own: Ctrl-C in the terminal reaches the learner, which drains, and not the
     # workers that it drains into; they are told when it has ended.
