@@ -1,0 +1,316 @@
+"""Real processes of `python -m echo.cli.node`, started, killed, waited for and always cleaned up.
+
+A `Cluster` is one directory with one configuration, and the nodes that a test starts in it. They
+talk over loopback on ports that were free a moment ago. Every wait is bounded; one that fails shows
+the end of every log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from tests.e2e.audit import Audit, Record, audit, read_ledger
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STARTS_WITHIN_S = 60.0
+"""Seconds for a process to import torch and to do its first work, on a busy machine."""
+TAIL_LINES = 40
+
+CONFIG = """
+[run]
+max_steps = 10
+
+[model]
+name = "{model}"
+
+[task]
+kind = "digits:DigitsTask"
+
+[sampling]
+max_completion_tokens = 8
+
+[sync]
+max_staleness = 3
+publish_period = 1
+
+[batch]
+group_size = 4
+groups_per_step = 4
+
+[optimizer]
+learning_rate = 1e-2
+warmup_steps = 0
+
+[learner]
+listen = "{learner}"
+num_threads = 1
+
+[relay]
+listen = "{relay}"
+connect = ["{learner}"]
+
+[worker]
+connect = ["{learner}"]
+listen = "tcp://127.0.0.1:0"
+num_threads = 1
+max_concurrent_rollouts = 8
+
+[checkpoint]
+interval_steps = 3
+
+[eval]
+interval_steps = 0
+
+[network]
+heartbeat_s = 0.2
+dead_after_s = 2
+lease_timeout_s = 10
+reconnect_for_s = 60
+chunk_bytes = "16KiB"
+window_bytes = "64KiB"
+
+[limits]
+min_free_disk_bytes = 0
+
+[ui]
+live = "off"
+"""
+
+TASK = '''"""A task whose rewards differ within a group and whose pace the environment sets."""
+
+import os
+import time
+
+from echo.tasks.task import Example, Task
+
+
+class DigitsTask(Task):
+    """The share of digits; REWARD_S makes each reward take a while, so that a run has a middle."""
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt=f"{index % 1000:03d}=")
+
+    def reward(self, example: Example, completion: str) -> float:
+        time.sleep(float(os.environ.get("REWARD_S", "0")))
+        return sum(character.isdigit() for character in completion) / 8
+'''
+
+Result = TypeVar("Result")
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class NodeProcess:
+    """One process of a cluster."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], output_path: Path) -> None:
+        self.name = name
+        self.process = process
+        self.output_path = output_path
+
+    @property
+    def output(self) -> str:
+        """What it has written to its terminal so far."""
+        return self.output_path.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """Kill it at once, as `kill -9` does."""
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+
+class Cluster:
+    """A directory, a configuration, and the nodes started with it."""
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        self.directory = directory
+        self.learner_address = f"tcp://127.0.0.1:{free_port()}"
+        self.relay_address = f"tcp://127.0.0.1:{free_port()}"
+        self.run_dir = directory / "runs" / "run"
+        self.nodes: list[NodeProcess] = []
+        self.config_path = directory / "config.toml"
+        directory.mkdir(parents=True, exist_ok=True)
+        self.config_path.write_text(
+            CONFIG.format(model=model, learner=self.learner_address, relay=self.relay_address)
+        )
+        (directory / "digits.py").write_text(TASK)
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def start(
+        self,
+        role: str,
+        *arguments: str,
+        name: str = "",
+        settings: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
+        program: tuple[str, ...] = ("-m", "echo.cli.node"),
+    ) -> NodeProcess:
+        """Start a node.
+
+        Args:
+            role: learner, worker or relay.
+            arguments: more of the command line.
+            name: of a worker or relay.
+            settings: `--set` for each; a value is written as JSON, which TOML reads alike.
+            env: more environment.
+            program: what python is to run.
+        """
+        overrides = dict(settings or {})
+        if name:
+            overrides[f"{role}.name"] = name
+        command = [sys.executable, *program, "--role", role]
+        if role == "learner":
+            command.append("--no-report")
+        if "--config" not in arguments:
+            command += ["--config", str(self.config_path)]
+        for key, value in overrides.items():
+            command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+        output_path = self.directory / f"{len(self.nodes):02d}-{name or role}.out"
+        with output_path.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, *arguments],
+                cwd=self.directory,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        node = NodeProcess(name or role, process, output_path)
+        self.nodes.append(node)
+        return node
+
+    def close(self) -> None:
+        """Kill whatever still runs."""
+        for node in self.nodes:
+            if node.is_running:
+                node.kill()
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def wait_for(
+        self,
+        condition: Callable[[], Result],
+        what: str,
+        *,
+        alive: NodeProcess | None = None,
+        within_s: float = STARTS_WITHIN_S,
+    ) -> Result:
+        """Look until `condition` is true and return its value; `alive` must not end before."""
+        give_up_at = time.monotonic() + within_s
+        while True:
+            # In this order, so that what a process did last is seen.
+            is_gone = alive is not None and not alive.is_running
+            result = condition()
+            if result:
+                return result
+            if is_gone and alive is not None:
+                code = alive.process.returncode
+                raise AssertionError(f"{alive.name} ended with {code} before: {what}\n{self.logs}")
+            if time.monotonic() > give_up_at:
+                raise AssertionError(f"not within {within_s:.0f} s: {what}\n{self.logs}")
+            time.sleep(0.02)
+
+    def wait_for_end(self, node: NodeProcess, *, within_s: float = STARTS_WITHIN_S) -> int:
+        """Wait until a process has ended and return its exit code."""
+        self.wait_for(lambda: not node.is_running, f"{node.name} ends", within_s=within_s)
+        return int(node.process.returncode)
+
+    def wait_for_step(self, step: int, learner: NodeProcess) -> None:
+        """Wait until the learner, which must not end before, has made a step."""
+        self.wait_for(
+            lambda: any(record["step"] >= step for record in self.records("trained")),
+            f"step {step} is trained",
+            alive=learner,
+        )
+
+    def finish(self, *nodes: NodeProcess) -> None:
+        """Wait until all of these have ended by themselves, without an error."""
+        for node in nodes:
+            code = self.wait_for_end(node)
+            assert code == 0, f"{node.name} ended with {code}\n{self.logs}"
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def records(self, kind: str | None = None) -> list[Record]:
+        """Return the ledger's records so far, or those of one kind."""
+        path = self.run_dir / "ledger.jsonl"
+        records = read_ledger(path) if path.exists() else []
+        return [record for record in records if kind in (None, record["kind"])]
+
+    def audit(self, *, max_staleness: int = 3, is_finished: bool = True) -> Audit:
+        """Audit the ledger; any problem fails the test."""
+        result = audit(
+            self.records(),
+            max_staleness=max_staleness,
+            groups_per_step=4,
+            is_finished=is_finished,
+        )
+        problems = "\n".join(result.problems)
+        assert not problems, f"the ledger in {self.run_dir} breaks the promises:\n{problems}"
+        return result
+
+    def metrics(self) -> list[Record]:
+        """Return the rows of metrics.jsonl."""
+        return read_ledger(self.run_dir / "metrics.jsonl")
+
+    def count(self, counter: str) -> float:
+        """Return the largest value that a counter of the learner ever had."""
+        return max((row.get(f"count/{counter}", 0) for row in self.metrics()), default=0)
+
+    def installed(self, worker: str) -> list[Record]:
+        """Return what a worker has installed."""
+        return read_ledger(self.run_dir / "workers" / worker / "installed.jsonl")
+
+    def open_groups(self, worker: str) -> set[int]:
+        """Return the groups that a worker was granted and that have not come to an end."""
+        ended = {record["group"] for record in self.records() if _is_result(record)}
+        granted = {r["group"] for r in self.records("granted") if r["worker"] == worker}
+        return granted - ended
+
+    def log(self, name: str) -> str:
+        """Return a node's log file."""
+        path = self.run_dir / "logs" / f"{name}.log"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    @property
+    def logs(self) -> str:
+        """The end of every log, for the message of a failure."""
+        paths = [
+            *sorted(self.directory.glob("*.out")),
+            *sorted(self.directory.glob("runs/*/logs/*")),
+        ]
+        tails = []
+        for path in paths:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+            tails.append(f"--- {path.name}\n" + "\n".join(lines))
+        last = "\n".join(json.dumps(record) for record in self.records()[-5:])
+        return "\n".join([*tails, f"--- ledger.jsonl\n{last}"])
+
+
+def _is_result(record: Record) -> bool:
+    return record["kind"] in ("accepted", "discarded")

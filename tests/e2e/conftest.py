@@ -1,0 +1,57 @@
+"""Fixtures of the end-to-end tests: a random model, and clusters that leave no process behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the quickstart's model with random weights: enough for everything but learning."""
+    from echo.engine.tiny_model import build_model, save_tiny_model
+
+    directory = tmp_path_factory.mktemp("models") / "random"
+    save_tiny_model(directory, build_model(seed=0))
+    return directory
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, random_model: Path) -> Iterator[Cluster]:
+    """Return a cluster without nodes; those that a test starts are gone after it."""
+    cluster = Cluster(tmp_path / "site", random_model)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def make_cluster(
+    tmp_path_factory: pytest.TempPathFactory, random_model: Path
+) -> Iterator[Callable[[], Cluster]]:
+    """Return a maker of clusters that live as long as the module's tests."""
+    clusters: list[Cluster] = []
+
+    def make() -> Cluster:
+        clusters.append(Cluster(tmp_path_factory.mktemp("site"), random_model))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        cluster.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the end of every log to the report of a failed test."""
+    report = yield
+    if report.failed:
+        for value in getattr(item, "funcargs", {}).values():
+            if isinstance(value, Cluster):
+                report.sections.append((f"logs in {value.directory}", value.logs))
+    return report

@@ -1,0 +1,220 @@
+"""The auditor itself: silent on an honest ledger, loud on each planted violation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.audit import Audit, Record, audit, read_ledger
+
+Ledger = list[Record]
+
+
+def granted(group: int, attempt: int = 0, worker: str = "w1") -> Record:
+    return {
+        "kind": "granted", "group": group, "attempt": attempt, "worker": worker, "version": [1, 0]
+    }  # fmt: skip
+
+
+def accepted(group: int, *versions: list[int], attempt: int = 0, worker: str = "w1") -> Record:
+    return {
+        "kind": "accepted", "group": group, "attempt": attempt, "worker": worker,
+        "versions": list(versions), "tokens": 10, "rewards": [0.0, 1.0], "spool": ["1.bin", 0, 1],
+    }  # fmt: skip
+
+
+def trained(lineage: int, step: int, groups: list[int], staleness: dict[str, int]) -> Record:
+    return {
+        "kind": "trained", "lineage": lineage, "step": step, "consumed_at": step - 1,
+        "groups": groups, "staleness": staleness,
+    }  # fmt: skip
+
+
+def published(lineage: int, step: int) -> Record:
+    return {"kind": "published", "version": [lineage, step], "root": "00"}
+
+
+def discarded(group: int, reason: str = "stale") -> Record:
+    return {"kind": "discarded", "group": group, "reason": reason, "step": 1}
+
+
+def honest_ledger() -> Ledger:
+    """Two steps of two groups; the second is lost in a crash and made again from other groups."""
+    return [
+        {"kind": "lineage", "lineage": 1, "fork_step": 0},
+        published(1, 0),
+        *(granted(group) for group in range(5)),
+        accepted(0, [1, 0]),
+        accepted(1, [1, 0]),
+        trained(1, 1, [0, 1], {"0": 20}),
+        published(1, 1),
+        {"kind": "checkpoint", "lineage": 1, "step": 1},
+        accepted(2, [1, 0]),
+        accepted(3, [1, 1]),
+        trained(1, 2, [2, 3], {"1": 10, "0": 10}),
+        published(1, 2),
+        {"kind": "lineage", "lineage": 2, "fork_step": 1},
+        published(2, 1),
+        granted(5),
+        granted(4, attempt=1, worker="w2"),
+        accepted(4, [2, 1], attempt=1, worker="w2"),
+        trained(2, 2, [2, 4], {"1": 10, "0": 10}),
+        discarded(3, "run_finished"),
+    ]
+
+
+def examine(records: Ledger, **overrides: Any) -> Audit:
+    settings = {"max_staleness": 1, "groups_per_step": 2, "is_finished": True, **overrides}
+    return audit(records, **settings)
+
+
+def index_of(records: Ledger, kind: str, **fields: Any) -> int:
+    return next(
+        index
+        for index, record in enumerate(records)
+        if record["kind"] == kind and fields.items() <= record.items()
+    )
+
+
+def test_an_honest_ledger_with_a_lost_step_passes() -> None:
+    result = examine(honest_ledger())
+
+    assert result.problems == []
+    assert result.num_steps == 2
+    assert result.trained == {0: [1], 1: [1], 2: [2], 4: [2]}
+    assert result.staleness == {0: 30, 1: 10}
+    assert result.discard_reasons == {"run_finished": 1}
+    assert result.fork_steps == {1: 0, 2: 1}
+
+
+def test_an_unfinished_run_may_have_groups_without_an_end() -> None:
+    records = honest_ledger()[:-1]
+
+    assert examine(records, is_finished=False).problems == []
+    assert examine(records).problems == ["group 3 was accepted and has no end"]
+
+
+def delete(kind: str, **fields: Any) -> Callable[[Ledger], None]:
+    return lambda records: records.pop(index_of(records, kind, **fields)) and None
+
+
+def change(kind: str, fields: Record, **new: Any) -> Callable[[Ledger], None]:
+    return lambda records: records[index_of(records, kind, **fields)].update(new)
+
+
+def append(*new: Record) -> Callable[[Ledger], None]:
+    return lambda records: records.extend(copy.deepcopy(list(new)))
+
+
+VIOLATIONS = {
+    "a group trained twice on the surviving line": (
+        change("trained", {"lineage": 2}, groups=[0, 4]),
+        "group 0: trained at [1, 2], discarded 0 times",
+    ),
+    "a group trained twice in one step": (
+        change("trained", {"lineage": 2}, groups=[4, 4], staleness={"0": 20}),
+        "group 4: trained at [2, 2], discarded 0 times",
+    ),
+    "a group trained and discarded": (
+        append(discarded(0)),
+        "group 0: trained at [1], discarded 1 times",
+    ),
+    "a group discarded twice": (
+        append(discarded(3)),
+        "group 3: trained at [], discarded 2 times",
+    ),
+    "a discard forgotten in a later lineage": (
+        lambda records: records.insert(index_of(records, "lineage", lineage=2), discarded(2)),
+        "group 2 was trained at step 2 after its discard",
+    ),
+    "a group lost": (delete("discarded", group=3), "group 3 was accepted and has no end"),
+    "a group accepted twice": (append(accepted(3, [1, 1])), "group 3 was accepted twice"),
+    "a group trained that was never accepted": (
+        delete("accepted", group=4),
+        "group 4 was trained at step 2 before acceptance",
+    ),
+    "a group from a worker that never had it": (
+        change("accepted", {"group": 4}, worker="w3"),
+        "group 4 was accepted from w3 (attempt 1), to whom it was not granted",
+    ),
+    "a gap in the group ids": (
+        change("granted", {"group": 5}, group=6),
+        "groups [5] were never granted, later ones were",
+    ),
+    "a step missing": (delete("trained", step=1), "the surviving steps are [2]"),
+    "a step made twice": (
+        append(trained(2, 2, [2, 4], {"1": 10, "0": 10})),
+        "the surviving steps are [1, 2, 2]",
+    ),
+    "a step that goes on in the old lineage": (
+        change("trained", {"lineage": 2}, lineage=1),
+        "step 2 of lineage 1 in lineage 2",
+    ),
+    "a step of too few groups": (
+        change("trained", {"step": 1}, groups=[0], staleness={"0": 10}),
+        "step 1 is made of 1 groups",
+    ),
+    "a wrong instant of consumption": (
+        change("trained", {"step": 1}, consumed_at=1),
+        "step 1 was consumed at 1",
+    ),
+    "a histogram that flatters": (
+        change("trained", {"lineage": 2}, staleness={"0": 20}),
+        "step 2 says staleness {0: 20}, it was {1: 10, 0: 10}",
+    ),
+    "a sample of an abandoned version": (
+        change("accepted", {"group": 4}, versions=[[1, 2]]),
+        "group 4 was trained with the abandoned [1, 2]",
+    ),
+    "a sample of a version that nobody published": (
+        change("accepted", {"group": 4}, versions=[[2, 0]]),
+        "group 4 has samples of [2, 0], which nobody published",
+    ),
+    "a sample from the future": (
+        change("accepted", {"group": 0}, versions=[[1, 3]]),
+        "group 0 was trained with staleness -3",
+    ),
+    "a trained group without a trainable token": (
+        change("accepted", {"group": 0}, versions=[]),
+        "group 0 was sampled by 0 versions",
+    ),
+    "a version published twice": (append(published(2, 1)), "version (2, 1) was published twice"),
+    "a version of an old lineage": (
+        append(published(1, 3)),
+        "version (1, 3) was published in lineage 2",
+    ),
+    "a lineage skipped": (
+        change("lineage", {"lineage": 2}, lineage=3),
+        "lineage 3 follows lineage 1",
+    ),
+    "a lineage that forks off in the future": (
+        change("lineage", {"lineage": 2}, fork_step=5),
+        "lineage 2 forks at 5, but only 2 steps exist",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_a_planted_violation_is_found(name: str) -> None:
+    plant, problem = VIOLATIONS[name]
+    records = honest_ledger()
+    plant(records)
+
+    assert problem in examine(records).problems
+
+
+def test_a_token_beyond_the_bound_is_found_in_every_step_abandoned_ones_too() -> None:
+    problems = examine(honest_ledger(), max_staleness=0).problems
+
+    assert problems == ["group 2 was trained with staleness 1"] * 2
+
+
+def test_a_line_without_its_end_is_not_a_record_yet(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"kind":"lineage","lineage":1,"fork_step":0}\n{"kind":"gran')
+
+    assert read_ledger(path) == [{"kind": "lineage", "lineage": 1, "fork_step": 0}]
