@@ -99,6 +99,7 @@ class Broadcast:
         self._public_key: bytes | None = None
         self._run_id = ""
         self._max_image_bytes = 0
+        self._local_image: tuple[bytearray, bytes] | None = None
         self._unspent_bytes = 0
         self._progress_at = 0.0
         self._is_stalled = False
@@ -142,6 +143,18 @@ class Broadcast:
             return None, 0, 0
         item = self.store[self.fetching]
         return self.fetching, item.num_held, item.manifest.num_chunks
+
+    def offer(self, image: bytearray, image_hash: bytes) -> None:
+        """Offer bytes that lie on this machine already, as of the model's own directory.
+
+        If the first version announced has this image by its signed hash, nothing is transferred;
+        otherwise the offer is dropped and the version fetched.
+
+        Args:
+            image: laid out as a version's image; not changed any more.
+            image_hash: BLAKE3-256 of it, computed here and now.
+        """
+        self._local_image = (image, image_hash)
 
     def trust(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
         """Accept manifests of this run signed by this key, up to this size."""
@@ -263,13 +276,24 @@ class Broadcast:
         newest = self.newest_complete
         if newest is not None and manifest.version < newest:
             return []
-        self.store[manifest.version] = Transfer(
-            signed, manifest, bytearray(manifest.num_bytes), bytearray(manifest.num_chunks)
-        )
+        transfer = self._new_transfer(signed, manifest)
+        self.store[manifest.version] = transfer
         actions = self._serving.announce(now=now)
-        if self.fetching is None:
+        if transfer.is_complete:
+            actions.append(VersionArrived(manifest.version))
+        elif self.fetching is None:
             actions += self._fetch_newest(now)
         return actions + self._retire(now)
+
+    def _new_transfer(self, signed: SignedManifest, manifest: Manifest) -> Transfer:
+        """Return an empty transfer, or a whole one if this machine has the image already."""
+        local, self._local_image = self._local_image, None
+        if local is not None and local[1] == manifest.image_hash:
+            has_chunk = bytearray(b"\1") * manifest.num_chunks
+            return Transfer(signed, manifest, local[0], has_chunk, manifest.num_chunks)
+        return Transfer(
+            signed, manifest, bytearray(manifest.num_bytes), bytearray(manifest.num_chunks)
+        )
 
     def _fetch_newest(self, now: float) -> list[Action]:
         newest = self.newest_known

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -673,3 +674,29 @@ def test_every_broadcast_begins_alone() -> None:
     assert (node.newest_known, node.newest_complete, node.deadline) == (None, None, None)
     assert node.progress() == (None, 0, 0)
     assert node.resubscribe(now=0.0) == node.expire(now=9.0) == []
+
+
+def test_bytes_that_lie_here_already_are_not_transferred() -> None:
+    mesh = Mesh("a", "b", "c")
+    signed, manifest, image = make_version(1, 1)
+    mesh.nodes["b"].offer(bytearray(image), manifest.image_hash)
+    mesh.attach("b", "a")
+    mesh.attach("c", "b")
+    mesh.perform("a", mesh.nodes["a"].publish(signed, manifest, image, now=0.0))
+    mesh.settle()
+    assert mesh.arrived == [("b", V1), ("c", V1)]
+    assert not [m for source, _, m in mesh.log if source == "a" and isinstance(m, Chunk)]
+    assert bytes(mesh.nodes["c"].store[V1].arena) == bytes(image)
+
+
+def test_an_offer_that_is_not_the_version_is_dropped_and_the_version_fetched() -> None:
+    mesh = Mesh("a", "b")
+    other = bytearray(make_image(V2))
+    mesh.nodes["b"].offer(other, blake3(other).digest())
+    mesh.attach("b", "a")
+    mesh.publish(1, 1)
+    mesh.settle()
+    assert bytes(mesh.nodes["b"].store[V1].arena) == bytes(make_image(V1))
+    mesh.publish(1, 2)  # the offer would fit now, but it was of the first version only
+    mesh.settle()
+    assert mesh.nodes["b"].bytes_received == len(make_image(V1)) + len(make_image(V2))
