@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from echo.errors import StorageError
+from echo.runtime.durable import write_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,9 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
         run_id = f"{run_name}-{secrets.token_hex(4)}"
         key_path.parent.mkdir(parents=True, exist_ok=True)
         raw = key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
-        descriptor = os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(raw)
-        id_path.write_text(json.dumps({"run_id": run_id}))
-    except (OSError, ValueError, KeyError, UnsupportedAlgorithm) as error:
+        # The key first: a run with an id has its key, whenever the process was killed.
+        write_file(key_path, raw, mode=0o600)
+        write_file(id_path, json.dumps({"run_id": run_id}).encode())
+    except (OSError, ValueError, KeyError, TypeError, UnsupportedAlgorithm) as error:
         raise StorageError(f"cannot read or make the identity of {run_dir}: {error}") from error
     return Identity(run_id, key)

@@ -1,0 +1,36 @@
+"""Files that are there whole or not at all, whatever happens to the process or the machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write a file atomically and force it onto the disk; one of the same name is replaced.
+
+    Args:
+        path: where to.
+        data: its bytes.
+        mode: permissions before the umask.
+
+    Raises:
+        OSError: if it cannot be written; what was there before is kept.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync_path(path.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Force a file's bytes, or the names in a directory, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
