@@ -107,9 +107,9 @@ class Node:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.transport.close()
             for executor in self._executors:
                 executor.shutdown(wait=False, cancel_futures=True)
+            await self.transport.close()
 
     def interrupt(self) -> None:
         """Handle Ctrl-C or SIGTERM: the first drains, the caller lets the second kill."""
@@ -122,9 +122,14 @@ class Node:
         await self.drain()
         self.stop("interrupted")
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the node is over, so that work in its threads is of no use any more."""
+        return self._stopped is not None and self._stopped.done()
+
     def stop(self, reason: str, error: BaseException | None = None) -> None:
         """End `run`, cleanly or with an error."""
-        if self._stopped is None or self._stopped.done():
+        if self._stopped is None or self.has_ended:
             return
         if error is not None:
             self._stopped.set_exception(error)
@@ -196,7 +201,7 @@ class Node:
             self._timer.cancel()
             self._timer = None
         deadline = self._session.deadline
-        if deadline is not None and self._stopped is not None and not self._stopped.done():
+        if deadline is not None and self._stopped is not None and not self.has_ended:
             loop = asyncio.get_running_loop()
             # Never sooner than a millisecond: a deadline that stays in the past must not spin.
             self._timer = loop.call_at(max(deadline, loop.time() + 0.001), self._on_timer)
@@ -210,6 +215,8 @@ class Node:
             return
         try:
             self.perform(self._session.expire(now=self.now))
+        except EchoError as error:
+            self.stop("failed", error)
         except Exception as error:
             self.log.exception("internal error")
             self.stop("failed", error)

@@ -51,6 +51,8 @@ class WorkerParts:
     groups_per_batch: int
     """Groups sampled at once."""
     digests: dict[str, str]
+    read_local_image: Callable[[], bytearray | None]
+    """Lays out the weights of the worker's own model directory as a version's image; slow."""
 
 
 class WorkerNode(DialingNode):
@@ -83,7 +85,7 @@ class WorkerNode(DialingNode):
         self._parts: WorkerParts | None = None
         self._configure: Configure | None = None
         self._refused_version: PolicyVersion | None = None
-        self._num_token_steps = 0
+        self._num_done = 0
         self._is_stopping = False
 
     # --- actions ---------------------------------------------------------------------------------
@@ -117,6 +119,9 @@ class WorkerNode(DialingNode):
             return
         settings, assets = self._configure.settings, self._configure.assets
         parts = await self.in_thread(self._engine_thread, lambda: self._build(settings, assets))
+        image = await self.in_thread(self._engine_thread, parts.read_local_image)
+        if image is not None:
+            self.session.broadcast.offer(image, blake3(image).digest())
         self._parts = parts
         # As many groups again wait in the queue, so that the engine never waits for the network.
         self.session.max_groups = 2 * parts.groups_per_batch
@@ -196,34 +201,32 @@ class WorkerNode(DialingNode):
             for lease in fitting
             for member in range(parts.group_size)
         ]
-        self._num_token_steps = 0
+        self._num_done = 0
         reporter = asyncio.create_task(self._report_progress(fitting), name="progress")
         try:
             completions = await self.in_thread(
                 self._engine_thread,
-                lambda: parts.engine.generate(
-                    requests, parts.sampling, should_stop=self._count_token_step
-                ),
+                lambda: parts.engine.generate(requests, parts.sampling, should_stop=self._count),
             )
+            self.session.tokens_sampled += sum(len(c.token_ids) for c in completions)
+            self.session.activity = "scoring"
+            size = parts.group_size
+            for index, lease in enumerate(fitting):
+                own = completions[index * size : (index + 1) * size]
+                await self._deliver(parts, lease, own, version)
         finally:
             reporter.cancel()
-        self.session.tokens_sampled += sum(len(c.token_ids) for c in completions)
-        self.session.activity = "scoring"
-        size = parts.group_size
-        for index, lease in enumerate(fitting):
-            own = completions[index * size : (index + 1) * size]
-            await self._deliver(parts, lease, own, version)
 
-    def _count_token_step(self) -> bool:
-        """Count one decoding step (called by the engine's thread); return whether to stop."""
-        self._num_token_steps += 1
-        return False
+    def _count(self) -> bool:
+        """Count a decoding step or a reward (called by other threads); return whether to stop."""
+        self._num_done += 1
+        return self.has_ended
 
     async def _report_progress(self, leases: list[Lease]) -> None:
         while True:
             await asyncio.sleep(self.session.heartbeat_s / 2)
             for lease in leases:
-                self.session.progress(lease, self._num_token_steps)
+                self.session.progress(lease, self._num_done)
 
     async def _deliver(
         self,
@@ -234,7 +237,7 @@ class WorkerNode(DialingNode):
     ) -> None:
         example = Example(**lease.example)
         try:
-            rewards = await asyncio.to_thread(_score_all, parts, example, completions)
+            rewards = await asyncio.to_thread(self._score_all, parts, example, completions)
         except RewardError as error:
             self.perform(self.session.failed(lease, "reward_error", str(error), now=self.now))
             return
@@ -249,6 +252,18 @@ class WorkerNode(DialingNode):
             ),
         )
         self.perform(self.session.finished(group, now=self.now))
+
+    def _score_all(
+        self, parts: WorkerParts, example: Example, completions: Sequence[Completion]
+    ) -> list[float]:
+        """Return one reward per completion; runs in another thread."""
+        rewards: list[float] = []
+        for completion in completions:
+            text = parts.decode(completion.token_ids.tolist())
+            rewards.append(score(parts.task, example, text, parts.reward_timeout_s))
+            if self._count():
+                break  # Nobody waits for these any more.
+        return rewards
 
     # --- stopping --------------------------------------------------------------------------------
 
@@ -275,20 +290,6 @@ def _install(engine: Engine, transfer: Transfer) -> str:
     image = memoryview(transfer.arena).toreadonly()
     engine.load(tensors_from_image(manifest.tensors, image))
     return digest.hexdigest()
-
-
-def _score_all(
-    parts: WorkerParts, example: Example, completions: Sequence[Completion]
-) -> list[float]:
-    return [
-        score(
-            parts.task,
-            example,
-            parts.decode(completion.token_ids.tolist()),
-            parts.reward_timeout_s,
-        )
-        for completion in completions
-    ]
 
 
 def _make_rollout(completion: Completion, version: PolicyVersion, reward: float) -> Rollout:
