@@ -84,10 +84,10 @@ class Evaluator:
                 for index, (_, token_ids) in enumerate(self._prompts)
             ]
             completions = self._engine.generate(requests, sampling, should_stop=should_stop)
-            if should_stop():
-                return None
             rewards = []
             for (example, _), completion in zip(self._prompts, completions, strict=True):
+                if should_stop():
+                    return None
                 text = self._decode(completion.token_ids.tolist())
                 try:
                     rewards.append(score(self._task, example, text, self._reward_timeout_s))
@@ -103,7 +103,9 @@ class Evaluator:
 class Evaluations:
     """Which versions are evaluated, one at a time, without making the training wait.
 
-    The last version always is; of the others one is skipped if the evaluation before still runs.
+    The last version always is. Of the others one is due where a multiple of the interval was
+    reached since the version before, for not every step is published; it is skipped if the
+    evaluation before still runs.
     """
 
     def __init__(self, evaluator: Evaluator, *, interval_steps: int, max_steps: int) -> None:
@@ -112,14 +114,17 @@ class Evaluations:
         self.num_skipped = 0
         self._interval_steps = interval_steps
         self._max_steps = max_steps
+        self._seen_step: int | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def is_due(self, version: PolicyVersion) -> bool:
-        """Return whether to evaluate this version now."""
+        """Return whether to evaluate this version now; ask once for each, in order."""
+        seen_step = version.step - 1 if self._seen_step is None else self._seen_step
+        self._seen_step = version.step
         if version.step >= self._max_steps:
             await self.wait()
             return True
-        if version.step % self._interval_steps:
+        if version.step // self._interval_steps == seen_step // self._interval_steps:
             return False
         if self._task is not None and not self._task.done():
             self.num_skipped += 1

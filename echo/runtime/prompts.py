@@ -66,7 +66,14 @@ class PromptSource:
         return lease
 
     def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
-        """Return the held-out examples of an evaluation with their token ids, always the same."""
+        """Return the held-out examples of an evaluation with their token ids, always the same.
+
+        Args:
+            num_prompts: how many; fewer if the task has no more, none of them twice.
+        """
+        num_examples = self._task.num_examples(split="heldout")
+        if num_examples is not None:
+            num_prompts = min(num_prompts, num_examples)
         examples = [self._task.example(index, split="heldout") for index in range(num_prompts)]
         return [(example, self._encode(example)) for example in examples]
 
