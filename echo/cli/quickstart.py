@@ -175,6 +175,7 @@ def run_nodes(
     from echo.cli.learner import report
 
     nodes = []
+    final = config.run_dir / "final"
     try:
         extra = ["--no-report", *(["--resume"] if arguments.resume is not None else [])]
         learner = start_node("learner", "learner", config_path, overrides, extra=extra)
@@ -185,12 +186,13 @@ def run_nodes(
             nodes.append(start_node(name, "worker", config_path, own))
         code = wait_for(learner, nodes, console)
     finally:
-        stop(nodes)
+        # After the last step every node ends by itself; otherwise they would wait for the learner.
+        stop(nodes, grace_s=GRACE_S if final.exists() else 0.0)
     run_dir = config.run_dir
     if code:
         console.print(f"[red]the learner ended with code {code}[/]; its log: {run_dir}/logs")
         return code
-    if not (run_dir / "final").exists():
+    if not final.exists():
         console.print(f"stopped before the end; to go on: bin/echo-quickstart --resume {run_dir}")
         return 0
     report(run_dir, console, commands=next_commands(arguments.task))
@@ -239,12 +241,12 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
         signal.signal(signal.SIGINT, previous)
 
 
-def stop(nodes: Sequence[NodeProcess]) -> None:
-    """Let the nodes end by themselves, then ask them, then insist."""
-    give_up_at = time.monotonic() + GRACE_S
+def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
+    """Let the nodes end by themselves for so long, then ask them, then insist."""
+    give_up_at = time.monotonic() + grace_s
     for node in nodes:
         try:
-            node.process.wait(timeout=max(0.1, give_up_at - time.monotonic()))
+            node.process.wait(timeout=max(0.01, give_up_at - time.monotonic()))
         except subprocess.TimeoutExpired:
             node.process.terminate()
     for node in nodes:
