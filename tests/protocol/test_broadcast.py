@@ -319,28 +319,24 @@ def test_a_link_slower_than_the_pace_of_publication_is_not_starved() -> None:
     assert not mesh.sent(Gone)
 
 
-def test_a_version_that_the_parent_passed_over_is_given_up() -> None:
+def test_a_version_that_the_parent_passes_over_does_not_hold_its_children_up() -> None:
     mesh = Mesh("a", "b", "c")
     mesh.attach("b", "a")
-    mesh.attach("c", "b")
     mesh.publish(1, 1)
     partial(mesh, "b", "a", 2)
     mesh.attach("b", "a")
     mesh.publish(1, 2)
-    # The announcement of v2 reaches c while b is busy with v1; c has v1 from elsewhere.
-    mesh.nodes["c"].set_parent("b", now=0.0)
+    # b learns of v2 while it is busy with v1; c, which comes now, asks b for v2 and waits.
+    while V2 not in mesh.nodes["b"].store:
+        mesh.deliver(*next(way for way, queue in mesh.queues.items() if queue))
+    mesh.attach("c", "b")
     mesh.settle(but=(("a", "b"),))
-    for _ in range(3):
-        mesh.publish(1, 3)
-        mesh.settle()
-        mesh.wait(0.3)
-    mesh.publish(1, 4)
-    for _ in range(6):
-        mesh.settle()
-        mesh.wait(0.3)
-    assert mesh.holds("b", V4)
-    assert mesh.holds("c", V4)
-    assert all(item.is_complete for item in mesh.nodes["b"].store.values())
+    assert mesh.nodes["c"].progress() == (V2, 0, 6)
+    mesh.publish(1, 3)
+    mesh.queues["a", "b"].rotate(1)  # the announcement of v3, in front of the rest of v1
+    mesh.settle()
+    assert mesh.arrived == [("b", V1), ("b", V3), ("c", V3)]
+    assert sorted(mesh.nodes["b"].store) == [V1, V3]
 
 
 def test_a_child_pins_what_it_takes_until_it_stops_taking() -> None:
@@ -455,6 +451,23 @@ def test_a_parent_that_does_not_answer_a_subscription_is_reported() -> None:
     mesh.cut("a", "b")
     mesh.wait(0.5)
     assert mesh.failed == [("b", "a", "no answer for 1.0 s")]
+
+
+def test_an_answer_clears_the_first_silence() -> None:
+    mesh = chain("a", "b")
+    mesh.publish(1, 1)
+    mesh.settle()
+    announcement = Announce(version=V1), [encode_signed(make_version(1, 1)[0])]
+    for answer in (announcement, (Waiting(version=None), [])):
+        mesh.perform("b", mesh.nodes["b"].resubscribe(now=mesh.now))
+        mesh.cut("a", "b")
+        mesh.wait(0.5)
+        mesh.deliver("a", "b", answer)
+        mesh.perform("b", mesh.nodes["b"].resubscribe(now=mesh.now))
+        mesh.cut("a", "b")
+        mesh.wait(0.5)
+        assert not mesh.failed
+        mesh.deliver("a", "b", answer)
 
 
 def test_a_parent_with_nothing_new_answers_and_is_left_in_peace() -> None:
