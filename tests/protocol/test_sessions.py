@@ -13,7 +13,17 @@ import pytest
 from echo.errors import RefusedError, TransportError
 from echo.protocol import codec
 from echo.protocol.actions import Send
-from echo.protocol.messages import Ack, Deliver, Finish, Grant, Heartbeat, NodeStats
+from echo.protocol.messages import (
+    Ack,
+    Deliver,
+    Finish,
+    Grant,
+    Heartbeat,
+    Hello,
+    NodeStats,
+    Ready,
+    Rehello,
+)
 from echo.rollout import PolicyVersion
 from echo.sim.network import Link
 from tests.protocol.harness import (
@@ -289,7 +299,7 @@ def test_finish_reaches_the_workers_behind_a_relay_before_the_relay_stops(tmp_pa
     learner, relay, workers = start_all(run, workers=2)
     run.world.run(5.0)
     run.world.perform(learner, learner.session.finish("done"))
-    run.world.run(6.0)
+    run.world.run(5.1)
     for node in (relay, *workers):
         assert node.stop is not None
         assert (node.stop.reason, node.stop.error) == ("done", None)
@@ -698,6 +708,30 @@ def test_a_node_that_is_not_known_is_told_to_say_hello(tmp_path: Path) -> None:
     frames = codec.encode(beat, source="w7", target="learner")
     [answer] = learner.session.receive("in0", frames, now=0.0)
     assert type(message_of(answer.frames)).__name__ == "Rehello"
+
+
+def test_the_ready_of_a_process_that_was_replaced_does_not_admit_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    learner = run.start_learner()
+    run.start_worker("w1")
+    run.world.run(3.0)
+    ready = codec.encode(Ready(incarnation="older", digests={}), source="w1", target="learner")
+    [answer] = learner.session.receive("in9", ready, now=3.0)
+    assert isinstance(message_of(answer.frames), Rehello)
+
+
+def test_a_node_that_was_forgotten_while_it_waited_says_hello_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.world.drop = lambda source, target, frames: isinstance(message_of(frames), Ready)
+    learner = run.start_learner()
+    worker = run.start_worker("w1")
+    run.world.run(2.0)
+    assert state_of(worker) == "readying"
+    learner.session.roster.nodes.clear()
+    rehello = codec.encode(Rehello(), source="learner", target="w1")
+    [answer] = worker.session.receive(worker.session._control.peer, rehello, now=2.0)
+    assert isinstance(message_of(answer.frames), Hello)
+    assert state_of(worker) == "joining"
 
 
 def test_a_grant_is_journalled_before_it_is_sent(tmp_path: Path) -> None:
