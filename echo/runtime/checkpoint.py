@@ -11,13 +11,14 @@ What is not in a checkpoint (prompt cursor, buffer, leases) is in the ledger.
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from echo.errors import StorageError
+from echo.runtime.durable import sync_path, write_file
 
 FORMAT = 1
 
@@ -30,6 +31,74 @@ class CheckpointInfo:
     lineage: int
     step: int
     format: int = FORMAT
+
+
+class Checkpoints:
+    """When the learner saves, and what it has saved."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        interval_steps: int,
+        interval_s: float | None,
+        keep_last: int,
+        min_free_bytes: int,
+        saved_step: int | None,
+        now: float,
+    ) -> None:
+        """Start counting from now.
+
+        Args:
+            directory: the run's `checkpoints`.
+            run_id: the run's id.
+            interval_steps: steps between checkpoints.
+            interval_s: seconds after which one is due even so; None for no such rule.
+            keep_last: checkpoints to keep, at least 1.
+            min_free_bytes: free disk below which nothing is written.
+            saved_step: step of the checkpoint that the run was resumed from; None without one.
+            now: the loop's clock, seconds.
+        """
+        self.saved_step = saved_step
+        self._directory = directory
+        self._run_id = run_id
+        self._interval_steps = interval_steps
+        self._interval_s = interval_s
+        self._keep_last = keep_last
+        self._min_free_bytes = min_free_bytes
+        self._tried_at = now
+
+    def is_due(self, step: int, *, now: float) -> bool:
+        """Return whether to save after `step`."""
+        elapsed_s = now - self._tried_at
+        is_late = self._interval_s is not None and elapsed_s >= self._interval_s
+        return step % self._interval_steps == 0 or is_late
+
+    def save(
+        self, *, lineage: int, step: int, write_state: Callable[[Path], None], now: float
+    ) -> int:
+        """Save; return the step of the oldest checkpoint kept.
+
+        Args:
+            lineage: the present lineage.
+            step: optimizer steps done.
+            write_state: fills a directory with the trainer's state.
+            now: the loop's clock, seconds. A save that fails is tried again an interval later.
+
+        Raises:
+            StorageError: if it could not be written; older checkpoints are untouched.
+        """
+        self._tried_at = now
+        oldest_step = save_checkpoint(
+            self._directory,
+            CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step),
+            write_state=write_state,
+            keep_last=self._keep_last,
+            min_free_bytes=self._min_free_bytes,
+        )
+        self.saved_step = step
+        return oldest_step
 
 
 def save_checkpoint(
@@ -60,24 +129,44 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         write_state(temporary)
-        (temporary / "checkpoint.json").write_text(json.dumps(asdict(info)))
+        (temporary / "checkpoint.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync_path(path)
         final = directory / name
+        # Of another lineage if it exists: a step is saved once in each.
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        _sync(directory)
-        _point_latest(directory, name)
+        sync_path(directory)
+        write_file(directory / "latest", f"{name}\n".encode())
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(f"no checkpoint of step {info.step} in {directory}: {error}") from error
     except StorageError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    kept = sorted(directory.glob("step_*"))[-keep_last:]
-    for path in set(directory.glob("step_*")) - set(kept):
-        shutil.rmtree(path, ignore_errors=True)
-    return min(int(path.name.removeprefix("step_")) for path in kept)
+    steps = list_checkpoints(directory)
+    # Not only the highest steps: one above this belongs to a history that was left.
+    kept = [step for step in steps if step <= info.step][-keep_last:]
+    for step in steps.keys() - set(kept):
+        shutil.rmtree(steps[step], ignore_errors=True)
+    return kept[0]
+
+
+def list_checkpoints(directory: Path) -> dict[int, Path]:
+    """Return the complete checkpoints by step, ascending."""
+    found = {
+        int(match[1]): path
+        for path in directory.glob("step_*")
+        if (match := re.fullmatch(r"step_(\d{6,})", path.name)) is not None
+    }
+    return dict(sorted(found.items()))
+
+
+def drop_later(directory: Path, step: int) -> None:
+    """Delete the checkpoints after `step`: the run continues from there without them."""
+    for later, path in list_checkpoints(directory).items():
+        if later > step:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def find_latest(directory: Path) -> tuple[Path, CheckpointInfo] | None:
@@ -87,14 +176,17 @@ def find_latest(directory: Path) -> tuple[Path, CheckpointInfo] | None:
         StorageError: if it is damaged; the message names the others.
     """
     pointer = directory / "latest"
-    if not pointer.exists():
+    complete = list_checkpoints(directory)
+    if not complete and not pointer.exists():
         return None
     try:
-        path = directory / pointer.read_text().strip()
-        fields = json.loads((path / "checkpoint.json").read_text())
+        # Killed before the very first pointer was written, a run has a checkpoint without one.
+        newest = complete[max(complete)].name if complete else ""
+        path = directory / (pointer.read_text("utf-8").strip() if pointer.exists() else newest)
+        fields = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
         info = CheckpointInfo(**fields)
     except (OSError, ValueError, TypeError) as error:
-        others = ", ".join(sorted(p.name for p in directory.glob("step_*"))) or "none"
+        others = ", ".join(path.name for path in complete.values()) or "none"
         raise StorageError(
             f"the newest checkpoint in {directory} cannot be read ({error}); to continue from an "
             f"older one write its name into {pointer}; there are: {others}"
@@ -111,19 +203,3 @@ def _check_space(directory: Path, min_free_bytes: int) -> None:
             f"no checkpoint: {directory} has {free_bytes} bytes free, limits.min_free_disk_bytes "
             f"asks for {min_free_bytes}; free some space"
         )
-
-
-def _point_latest(directory: Path, name: str) -> None:
-    temporary = directory / ".latest.tmp"
-    temporary.write_text(name + "\n")
-    _sync(temporary)
-    temporary.rename(directory / "latest")
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

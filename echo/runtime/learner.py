@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from echo.protocol.actions import Action, RecordEnd, RecordGrant, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import Manifest
 from echo.rollout import Group, PolicyVersion
-from echo.runtime.checkpoint import CheckpointInfo, save_checkpoint
+from echo.runtime.checkpoint import Checkpoints
 from echo.runtime.evaluation import Evaluations
 from echo.runtime.faults import Faults
 from echo.runtime.ledger import Ledger
@@ -40,6 +39,9 @@ from echo.runtime.node import LINGER_S, Node
 from echo.runtime.progress import Progress
 from echo.runtime.publication import Publication, PublishPace
 from echo.runtime.transport import Transport
+
+ARRIVAL_LOOK_S = 0.1
+"""Seconds between looks at who holds the newest version: how finely a broadcast is timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +53,6 @@ class LearnerPlan:
     task_name: str
     max_steps: int
     groups_per_step: int
-    checkpoint_interval_steps: int
-    checkpoint_interval_s: float | None
-    keep_checkpoints: int
-    min_free_disk_bytes: int
     refresh_s: float
     """Seconds between snapshots for the display."""
 
@@ -71,6 +69,7 @@ class LearnerNode(Node):
         buffer: StalenessBuffer,
         trainer: Trainer,
         ledger: Ledger,
+        checkpoints: Checkpoints,
         pace: PublishPace,
         progress: Progress,
         evaluations: Evaluations | None,
@@ -91,6 +90,7 @@ class LearnerNode(Node):
             buffer: the session's, of groups accepted and not yet trained.
             trainer: model and optimizer, at the session's step.
             ledger: the journal, open.
+            checkpoints: when and where to save.
             pace: when to publish.
             progress: running totals for metrics and display.
             evaluations: held-out evaluation; None for none.
@@ -108,6 +108,7 @@ class LearnerNode(Node):
         self._buffer = buffer
         self._trainer = trainer
         self._ledger = ledger
+        self._checkpoints = checkpoints
         self._pace = pace
         self._progress = progress
         self._evaluations = evaluations
@@ -122,15 +123,17 @@ class LearnerNode(Node):
         self._eval_thread = self.new_thread("evaluation")
         self._groups_arrived = asyncio.Event()
         self._store_wanted = asyncio.Event()
+        self._store_task: asyncio.Task[None] | None = None
         self._unsynced: list[Group] = []
-        self._checkpointed_at = time.monotonic()
-        self._checkpointed_step = -1
+        self._published_step = -1
         self._train_s: float | None = None
-        self._image_bytes = 0
-        self._bytes_reported = 0
         self._is_stopping = False
-        self._is_closed = False
-        self._is_training_over = asyncio.Event()
+        self._takes_groups = True
+        self._is_work_over = asyncio.Event()
+
+    def release(self) -> None:
+        """Let go of the journal; where the end was not a clean one it is still open."""
+        self._ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
 
@@ -142,9 +145,8 @@ class LearnerNode(Node):
         """Carry out what concerns the learner."""
         match action:
             case RecordGrant():
-                installed = action.installed
+                installed, lease = action.installed, action.lease
                 version = None if installed is None else [installed.lineage, installed.step]
-                lease = action.lease
                 self._ledger.append(
                     "granted",
                     group=lease.group_id,
@@ -152,9 +154,10 @@ class LearnerNode(Node):
                     worker=action.worker_id,
                     version=version,
                 )
+            case StoreGroup() | RecordEnd() if not self._takes_groups:
+                # Too late: it is not acknowledged, or was never accepted, so it needs no end.
+                pass
             case StoreGroup():
-                if self._is_closed:
-                    return  # Too late to be acknowledged, so it needs no end.
                 self._ledger.store(action.group, action.header, action.arrays)
                 self._unsynced.append(action.group)
                 self._store_wanted.set()
@@ -165,7 +168,7 @@ class LearnerNode(Node):
 
     async def _store_loop(self) -> None:
         """Force written groups onto the disk, many at once, then acknowledge them."""
-        while True:
+        while self._takes_groups or self._unsynced:
             await self._store_wanted.wait()
             self._store_wanted.clear()
             groups, self._unsynced = self._unsynced, []
@@ -179,19 +182,29 @@ class LearnerNode(Node):
                 self.perform(self.session.stored(group.group_id, now=self.now))
             self._groups_arrived.set()
 
+    async def _take_no_more_groups(self) -> None:
+        """End the store loop, once everything that was written is on the disk and in the buffer."""
+        self._takes_groups = False
+        self._store_wanted.set()
+        assert self._store_task is not None
+        await self._store_task
+
     # --- the training loop -----------------------------------------------------------------------
 
     async def work(self) -> None:
         """Train until the last step, then tell everybody and end."""
-        self.spawn(self._store_loop(), name="store")
+        self._store_task = self.spawn(self._store_loop(), name="store")
         self.spawn(self._show_loop(), name="display")
+        self.spawn(self._watch_arrivals(), name="arrivals")
         try:
             await self._train()
+            if self._is_stopping:
+                await self._save()
+            else:
+                await self._finish()
+                self.stop("finished")
         finally:
-            self._is_training_over.set()
-        if not self._is_stopping:
-            await self._finish()
-            self.stop("finished")
+            self._is_work_over.set()
 
     async def _train(self) -> None:
         plan, session = self._plan, self.session
@@ -214,12 +227,12 @@ class LearnerNode(Node):
             self._discard_unusable()
             if self._pace.is_due(session.step):
                 await self._publish()
-                self._faults.reach("published", session.step)
             self._progress.stepped(
                 waited_s=started_at - waited_from, trained_s=self._train_s, staleness=staleness
             )
             self._write_step(result.metrics, staleness)
-            await self._checkpoint_if_due()
+            if self._checkpoints.is_due(session.step, now=self.now):
+                await self._checkpoint()
 
     async def _next_batch(self) -> list[Group] | None:
         """Wait for a full batch of groups within the bound; None when stopping."""
@@ -236,9 +249,13 @@ class LearnerNode(Node):
         return None
 
     def _discard_unusable(self) -> None:
-        for evicted in self._buffer.evict(step=self.session.step):
-            self._ledger.discarded(evicted.group.group_id, evicted.reason, step=self.session.step)
-            self.session.counters.add(f"discarded/{evicted.reason}")
+        evicted = self._buffer.evict(step=self.session.step)
+        for each in evicted:
+            self._ledger.discarded(each.group.group_id, each.reason, step=self.session.step)
+            self.session.counters.add(f"discarded/{each.reason}")
+        if evicted:
+            # Others may be granted in their place, now and not at the next heartbeat.
+            self.perform(self.session.grant(now=self.now))
 
     async def _publish(self) -> None:
         """Hand the present weights to the broadcast, and to the evaluation when it is due."""
@@ -247,14 +264,19 @@ class LearnerNode(Node):
         publication = await self.in_thread(
             self._model_thread, lambda: self._publish_version(self._trainer.snapshot(), version)
         )
-        self._ledger.published(version, publication.signed.root)
-        self._pace.published(version, now=self.now)
-        self._image_bytes = publication.manifest.num_bytes
+        self._ledger.published(
+            version,
+            root=publication.signed.root,
+            image_hash=publication.manifest.image_hash,
+        )
+        self._pace.published(version, num_bytes=publication.manifest.num_bytes, now=self.now)
+        self._published_step = session.step
         self.perform(
             session.broadcast.publish(
                 publication.signed, publication.manifest, publication.image, now=self.now
             )
         )
+        self._faults.reach("published", session.step)
         if self._evaluations is not None and await self._evaluations.is_due(version):
             tensors = self._tensors_of(publication.manifest, publication.image)
             task = self.spawn(self._evaluate(version, tensors), name="evaluation")
@@ -265,7 +287,9 @@ class LearnerNode(Node):
         evaluate = self._evaluations.evaluate
         result = await self.in_thread(
             self._eval_thread,
-            lambda: evaluate(version, tensors, should_stop=lambda: self._is_stopping),
+            lambda: evaluate(
+                version, tensors, should_stop=lambda: self._is_stopping or self.has_ended
+            ),
         )
         if result is None:
             return
@@ -276,107 +300,90 @@ class LearnerNode(Node):
 
     # --- checkpoints and the end -----------------------------------------------------------------
 
-    async def _checkpoint_if_due(self) -> None:
-        plan, step = self._plan, self.session.step
-        elapsed_s = time.monotonic() - self._checkpointed_at
-        is_late = plan.checkpoint_interval_s is not None and elapsed_s >= plan.checkpoint_interval_s
-        if step % plan.checkpoint_interval_steps == 0 or is_late:
-            await self._checkpoint()
-
     async def _checkpoint(self) -> None:
         """Save the whole state; a full disk is reported and survived."""
-        session, plan = self.session, self._plan
-        if self._checkpointed_step == session.step:
+        session, checkpoints = self.session, self._checkpoints
+        lineage, step, now = session.lineages[-1].lineage, session.step, self.now
+        if checkpoints.saved_step == step:
             return
-        info = CheckpointInfo(
-            run_id=session.settings.run_id,
-            lineage=session.lineages[-1].lineage,
-            step=session.step,
-        )
 
         def write_state(directory: Path) -> None:
             self._ledger.sync()
             self._trainer.save_state(directory)
-            self._faults.reach("checkpoint", info.step)
+            self._faults.reach("checkpoint", step)
 
         try:
             oldest_step = await self.in_thread(
                 self._model_thread,
-                lambda: save_checkpoint(
-                    plan.run_dir / "checkpoints",
-                    info,
-                    write_state=write_state,
-                    keep_last=plan.keep_checkpoints,
-                    min_free_bytes=plan.min_free_disk_bytes,
+                lambda: checkpoints.save(
+                    lineage=lineage, step=step, write_state=write_state, now=now
                 ),
             )
         except StorageError as error:
             session.counters.add("checkpoints_failed")
-            self.log.warning("%s; the run goes on with the checkpoint before", error)
+            self.log.warning("%s; the checkpoint before stays the newest", error)
             return
-        self._checkpointed_at, self._checkpointed_step = time.monotonic(), info.step
-        self._ledger.checkpointed(lineage=info.lineage, step=info.step, oldest_step=oldest_step)
-        self._faults.reach("checkpointed", info.step)
-        self.log.info("checkpoint of step %d saved", info.step)
+        self._ledger.checkpointed(lineage=lineage, step=step, oldest_step=oldest_step)
+        self._faults.reach("checkpointed", step)
+        self.log.info("checkpoint of step %d saved", step)
 
     async def _finish(self) -> None:
-        """Save, evaluate, export, give every remaining group its end, tell every node."""
-        if self._pace.period > 1 and self.session.step % self._pace.period:
+        """Evaluate, give every remaining group its end, save, export, tell every node."""
+        self.session.is_granting = False
+        if self._published_step != self.session.step:
             # The last weights are evaluated and exported even if no worker will use them.
             await self._publish()
         if self._evaluations is not None:
             await self._evaluations.wait()
-        self.session.is_granting = False
-        await asyncio.sleep(0)
+        await self._take_no_more_groups()
         for group in self._buffer.clear():
             self._ledger.discarded(group.group_id, "run_finished", step=self.session.step)
         await self._checkpoint()
         tensors = await self.in_thread(self._model_thread, self._trainer.snapshot)
         final = self._plan.run_dir / "final"
         await self.in_thread(self._disk_thread, lambda: self._export(final, tensors))
+        await self.in_thread(self._disk_thread, self._ledger.close)
         self.perform(self.session.finish("the run is finished"))
-        await self._wait_for_farewells()
-        for group in [*self._unsynced, *self._buffer.clear()]:
-            self._ledger.discarded(group.group_id, "run_finished", step=self.session.step)
-        self._is_closed = True
-        self._display()
-        self._ledger.close()
-
-    async def _wait_for_farewells(self) -> None:
-        """Give the nodes a moment to hear that the run is over (each heartbeat is told again)."""
+        # A moment for the nodes to hear it: each heartbeat is told again.
         grace_s = max(LINGER_S, 2 * self.session.settings.heartbeat_s)
         await self.wait_until(lambda: not self.session.roster.nodes, within_s=grace_s)
+        self._display()
+
+    async def _save(self) -> None:
+        """Save after an interrupt, so that --resume goes on from here."""
+        await self._take_no_more_groups()
+        await self._checkpoint()
+        await self.in_thread(self._disk_thread, self._ledger.close)
+        self.log.info(
+            "stopped at step %d; --resume continues from step %d, workers wait for it",
+            self.session.step, self._checkpoints.saved_step or 0,
+        )  # fmt: skip
 
     async def drain(self) -> None:
-        """Finish the running step and save, so that --resume goes on from here."""
+        """Let the running step come to its end and the state be saved."""
         self._is_stopping = True
         self.session.is_granting = False
         self._groups_arrived.set()
-        await self._is_training_over.wait()
-        await self._checkpoint()
-        self._is_closed = True
-        await self.in_thread(self._disk_thread, self._ledger.close)
-        self.log.info(
-            "stopped at step %d; continue with --resume, workers wait for it", self.session.step
-        )
+        await self._is_work_over.wait()
 
     # --- metrics and display ---------------------------------------------------------------------
 
     def _write_step(self, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> None:
         """Append one row of metrics."""
-        session, pace = self.session, self._pace
-        installed = [member.installed for member in session.roster.members("worker")]
-        if installed:
-            pace.received(installed, now=self.now, train_s=self._train_s)
-        row = self._progress.step_metrics(metrics, staleness, now=self.now)
-        row["publish_period"] = pace.period
-        row["broadcast/bytes"] = session.broadcast.bytes_sent - self._bytes_reported
-        self._bytes_reported = session.broadcast.bytes_sent
-        if pace.broadcast_s is not None:
-            row["broadcast/seconds"] = pace.broadcast_s
-            row["broadcast/goodput"] = self._image_bytes / max(pace.broadcast_s, 1e-6)
+        session = self.session
+        row = self._progress.step_metrics(
+            metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=self.now
+        )
+        row |= self._pace.metrics()
         row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
         self._write_metrics(session.step, row)
+
+    async def _watch_arrivals(self) -> None:
+        """Time the broadcasts: look often when a version has reached every worker."""
+        while True:
+            await asyncio.sleep(ARRIVAL_LOOK_S)
+            installed = [member.installed for member in self.session.roster.members("worker")]
+            self._pace.received(installed, now=self.now, train_s=self._train_s)
 
     async def _show_loop(self) -> None:
         while True:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -21,50 +20,36 @@ from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.weights import (
     Weights,
     load_directory,
-    resolve_model,
     save_hf,
     tensors_from_image,
     torch_dtype,
 )
-from echo.errors import ConfigError
+from echo.errors import DataError
 from echo.metrics import Snapshot
 from echo.protocol.learner_session import LearnerSession, LearnerSettings
 from echo.protocol.leases import LeaseBook
 from echo.protocol.manifest import Manifest
 from echo.protocol.messages import LEARNER_ID
 from echo.runtime import wiring
+from echo.runtime.checkpoint import Checkpoints
+from echo.runtime.data_plane import Data, load_data
 from echo.runtime.evaluation import Evaluations, Evaluator
 from echo.runtime.faults import Faults
 from echo.runtime.identity import Identity, load_or_create_identity
 from echo.runtime.learner import LearnerNode, LearnerPlan
 from echo.runtime.ledger import Ledger
 from echo.runtime.progress import Progress
-from echo.runtime.prompts import PromptSource
 from echo.runtime.publication import PublishPace, make_publication
-from echo.runtime.recovery import StartingPoint, begin, recover
+from echo.runtime.recovery import StartingPoint, begin, enter, recover
+from echo.runtime.transport import Transport
 from echo.runtime.worker_setup import (
     context_window,
     make_sampling,
-    model_digest,
-    model_digests,
 )
 from echo.tasks import tokenization
-from echo.tasks.loading import load_task, task_digests
-from echo.tasks.task import Example, Task
 
 LOST_WORKER = "(before the restart)"
 """Holder of leases that were out when the learner died, until their worker claims them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """The data plane of a run: task, tokenizer and prompts."""
-
-    task: Task
-    prompts: PromptSource
-    decode: Callable[[Sequence[int]], str]
-    stop_ids: list[int]
-    digests: dict[str, str]
 
 
 async def build_learner(
@@ -75,7 +60,7 @@ async def build_learner(
     show: Callable[[Snapshot], None],
     log: logging.Logger,
 ) -> LearnerNode:
-    """Return a learner that is ready to run, listening already if it listens at all.
+    """Return a learner that is ready to run, listening already.
 
     Args:
         config: the whole configuration.
@@ -87,32 +72,54 @@ async def build_learner(
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.
     """
-    model_dir = resolve_model(
-        config.model.name or "", config.model.revision, config.model.cache_dir
-    )
-    data = load_data(config, model_dir)
+    data = load_data(config)
     # Bound before anything is written: a port that is taken must not open a lineage.
     transport = await wiring.start_transport(config.network, config.learner.listen)
+    try:
+        return assemble_learner(
+            config,
+            data,
+            transport,
+            resume=resume,
+            write_metrics=write_metrics,
+            show=show,
+            log=log,
+        )
+    except BaseException:
+        await transport.close()
+        raise
+
+
+def assemble_learner(
+    config: Config,
+    data: Data,
+    transport: Transport,
+    *,
+    resume: bool,
+    write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
+    show: Callable[[Snapshot], None],
+    log: logging.Logger,
+) -> LearnerNode:
+    """Join a learner on a transport that has been started; otherwise as `build_learner`."""
+    faults = Faults(config.faults.kill_at, role="learner")
+    evaluations = build_evaluations(config, data, log=log)
     run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     identity = load_or_create_identity(run_dir, run_name=config.run.name)
-    ledger = Ledger(run_dir, spool_bytes=config.limits.spool_bytes)
-    if resume:
-        start = recover(ledger, run_id=identity.run_id, max_staleness=config.sync.max_staleness)
-        log.info(
-            "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
-            start.step, start.lineage, len(start.buffered), len(start.open_attempts),
-            start.num_discarded,
-        )  # fmt: skip
-    else:
-        start = begin(ledger)
-    save_resolved(config, run_dir / "config.json")
-    trainer = build_trainer(config, model_dir, start)
-    buffer = StalenessBuffer(max_staleness=config.sync.max_staleness, lineages=start.lineages)
-    for group in start.buffered:
-        buffer.put(group)
-    advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
-    session = build_session(config, model_dir, identity, data, start, buffer, advertise)
+    now = asyncio.get_running_loop().time()
+    with ExitStack() as on_failure:
+        ledger = Ledger(run_dir, spool_bytes=config.limits.spool_bytes)
+        on_failure.callback(ledger.close)
+        start = find_start(config, ledger, identity, resume=resume, log=log)
+        trainer = build_trainer(config, data.model_dir, start)
+        buffer = StalenessBuffer(max_staleness=config.sync.max_staleness, lineages=start.lineages)
+        for group in start.buffered:
+            buffer.put(group)
+        advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
+        session = build_session(config, identity, data, start, buffer, advertise)
+        save_resolved(config, run_dir / "config.json")
+        enter(ledger, start)
+        on_failure.pop_all()
     return LearnerNode(
         session,
         transport,
@@ -120,71 +127,54 @@ async def build_learner(
         buffer=buffer,
         trainer=trainer,
         ledger=ledger,
+        checkpoints=Checkpoints(
+            run_dir / "checkpoints",
+            run_id=identity.run_id,
+            interval_steps=config.checkpoint.interval_steps,
+            interval_s=config.checkpoint.interval_s,
+            keep_last=config.checkpoint.keep_last,
+            min_free_bytes=config.limits.min_free_disk_bytes,
+            saved_step=None if start.checkpoint is None else start.step,
+            now=now,
+        ),
         pace=PublishPace(
             period=config.sync.initial_publish_period,
             is_auto=config.sync.publish_period == "auto",
             max_staleness=config.sync.max_staleness,
         ),
-        progress=Progress(
-            staleness_tokens=start.staleness_tokens, now=asyncio.get_running_loop().time()
-        ),
-        evaluations=build_evaluations(config, model_dir, data),
+        progress=Progress(staleness_tokens=start.staleness_tokens, now=now),
+        evaluations=evaluations,
         publish=partial(
             make_publication,
             run_id=identity.run_id,
-            model_digest=model_digest(model_dir),
+            model_digest=data.digests["model"],
             dtype=config.model.dtype,
             chunk_bytes=config.network.chunk_bytes,
             key=identity.key,
         ),
         tensors_of=_tensors_of,
-        export=partial(_export, model_dir, config.model.dtype),
+        export=partial(_export, data.model_dir, config.model.dtype),
         write_metrics=write_metrics,
         show=show,
-        faults=Faults(config.faults.kill_at),
+        faults=faults,
         log=log,
     )
 
 
-def load_data(config: Config, model_dir: Path) -> Data:
-    """Load task and tokenizer, and check that they go together."""
-    settings = inherited_settings(config)
-    template: str | None = settings["model.chat_template"]
-    tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
-    stop_ids = tokenization.stop_ids(tokenizer, model_dir)
-    task = load_task(config.task.kind, config.task.options)
-
-    def encode(example: Example) -> list[int]:
-        return tokenization.encode_prompt(
-            tokenizer, example.prompt, chat_template_kwargs=config.model.chat_template_kwargs
-        )
-
-    prompts = PromptSource(
-        task,
-        encode=encode,
-        seed=config.run.seed,
-        num_examples=task.num_examples(split="train"),
-    )
-    _check_window(config, model_dir, prompts)
-    return Data(
-        task,
-        prompts,
-        lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
-        stop_ids,
-        model_digests(config, model_dir, template) | task_digests(task),
-    )
-
-
-def _check_window(config: Config, model_dir: Path, prompts: PromptSource) -> None:
-    """Refuse a run whose first prompt leaves no room for a completion."""
-    window, max_new = context_window(model_dir), config.sampling.max_completion_tokens
-    num_prompt_tokens = len(prompts.lease(0, 0).prompt_ids)
-    if num_prompt_tokens + max_new > window:
-        raise ConfigError(
-            f"the model's window holds {window} tokens; the first prompt has {num_prompt_tokens} "
-            f"and sampling.max_completion_tokens = {max_new} does not fit beside it; lower it to "
-            f"at most {max(1, window - num_prompt_tokens)}"
-        )
+def find_start(
+    config: Config, ledger: Ledger, identity: Identity, *, resume: bool, log: logging.Logger
+) -> StartingPoint:
+    """Return where the learner starts: a new run, or where a killed one can go on."""
+    if not resume:
+        return begin(ledger)
+    start = recover(ledger, run_id=identity.run_id, max_staleness=config.sync.max_staleness)
+    log.info(
+        "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
+        start.step, start.lineage, len(start.buffered), len(start.open_attempts), len(start.ends),
+    )  # fmt: skip
+    for loss in start.losses:
+        log.warning("lost: %s", loss)
+    return start
 
 
 def build_trainer(config: Config, model_dir: Path, start: StartingPoint) -> Trainer:
@@ -193,7 +183,7 @@ def build_trainer(config: Config, model_dir: Path, start: StartingPoint) -> Trai
     set_num_threads(learner.num_threads)
     tensors = None
     if learner.init_from is not None and start.checkpoint is None:
-        tensors = load_directory(Path(learner.init_from), "float32")
+        tensors = load_directory(Path(learner.init_from).expanduser(), "float32")
     trainer = Trainer(
         model_dir,
         loss=make_loss(
@@ -228,7 +218,6 @@ def build_trainer(config: Config, model_dir: Path, start: StartingPoint) -> Trai
 
 def build_session(
     config: Config,
-    model_dir: Path,
     identity: Identity,
     data: Data,
     start: StartingPoint,
@@ -250,14 +239,11 @@ def build_session(
             groups_per_step=config.batch.groups_per_step,
             group_size=config.batch.group_size,
             max_completion_tokens=config.sampling.max_completion_tokens,
-            vocab_size=vocab_size(model_dir),
+            vocab_size=data.vocab_size,
             heartbeat_s=network.heartbeat_s,
             dead_after_s=network.dead_after_s,
             settings=inherited_settings(config),
-            assets={
-                name: path.read_bytes()
-                for name, path in tokenization.asset_files(model_dir).items()
-            },
+            assets=data.read_assets(),
             digests=data.digests,
         ),
         broadcast=wiring.make_broadcast(LEARNER_ID, network),
@@ -271,26 +257,37 @@ def build_session(
     )
 
 
-def vocab_size(model_dir: Path) -> int:
-    """Return the rows of the model's embedding: token ids are below it."""
-    fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    return int({**fields, **fields.get("text_config", {})}["vocab_size"])
+def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Evaluations | None:
+    """Return the held-out evaluation, or None if it is off.
 
-
-def build_evaluations(config: Config, model_dir: Path, data: Data) -> Evaluations | None:
-    """Return the held-out evaluation, or None if it is off."""
+    Raises:
+        DataError: if there is no held-out prompt that the model can take.
+    """
     section = config.eval
     if not section.interval_steps:
         return None
+    found = data.prompts.heldout(section.num_prompts)
+    max_tokens = context_window(data.model_dir) - config.sampling.max_completion_tokens
+    prompts = [(example, ids) for example, ids in found if len(ids) <= max_tokens]
+    if len(prompts) < len(found):
+        log.warning(
+            "%d of %d held-out prompts have more than %d tokens and are left out",
+            len(found) - len(prompts), len(found), max_tokens,
+        )  # fmt: skip
+    if not prompts:
+        raise DataError(
+            f"the task {config.task.kind} has no held-out prompt of at most {max_tokens} tokens to "
+            "evaluate on; give it some, or set eval.interval_steps=0"
+        )
     engine = TransformersEngine(
-        model_dir,
+        data.model_dir,
         device=pick_device(config.learner.device),
         attn_implementation=config.model.attn_implementation,
     )
     evaluator = Evaluator(
         engine,
         data.task,
-        prompts=data.prompts.heldout(section.num_prompts),
+        prompts=prompts,
         decode=data.decode,
         sampling=make_sampling(config, data.stop_ids),
         reward_timeout_s=config.task.reward_timeout_s,
@@ -308,10 +305,6 @@ def _make_plan(config: Config) -> LearnerPlan:
         task_name=config.task.kind.rpartition(":")[2],
         max_steps=config.run.max_steps,
         groups_per_step=config.batch.groups_per_step,
-        checkpoint_interval_steps=config.checkpoint.interval_steps,
-        checkpoint_interval_s=config.checkpoint.interval_s,
-        keep_checkpoints=config.checkpoint.keep_last,
-        min_free_disk_bytes=config.limits.min_free_disk_bytes,
         refresh_s=1 / config.ui.refresh_per_s,
     )
 

@@ -14,7 +14,7 @@ Records, in the order in which they happen (`kind` and its fields):
     accepted    group, attempt, worker, versions, tokens, rewards, spool [file, offset, length]
     trained     lineage, step, consumed_at, groups, staleness {"0": tokens, ...}
     discarded   group, reason, step
-    published   version, root
+    published   version, root, image_hash
     checkpoint  lineage, step
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
@@ -28,11 +28,13 @@ power cut leaves it, is cut off when the ledger is opened again; damage anywhere
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,6 +44,7 @@ import numpy as np
 from echo.errors import RemoteProtocolError, StorageError
 from echo.protocol.codec import Frame, decode_group
 from echo.rollout import Group, Lineage, PolicyVersion, is_surviving
+from echo.runtime.durable import sync_path
 
 SPOOL_FILE_BYTES = 64 << 20
 """Size at which a new spool file is begun; small enough to be freed soon."""
@@ -177,25 +180,44 @@ class Ledger:
         Args:
             run_dir: the run's directory.
             spool_bytes: bytes that the spool may take; beyond that storing a group fails.
+
+        Raises:
+            StorageError: if it cannot be opened, is damaged, or another process writes it.
         """
         self.path = run_dir / "ledger.jsonl"
         self.spool_dir = run_dir / "spool"
         self.spool_bytes = spool_bytes
         self._unended: dict[str, set[int]] = {}
         self._ended_at: dict[int, int] = {}
+        # Held while the spool's file changes, so that `sync` in another thread has an open one.
+        self._spool_lock = threading.Lock()
         try:
             self.spool_dir.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                *_, end_offset = [0, *(offset for offset, _ in read_records(self.path))]
-                os.truncate(self.path, end_offset)
             self._file: BinaryIO = self.path.open("ab", buffering=0)
-            _sync_directory(run_dir)
+            with ExitStack() as on_failure:
+                on_failure.callback(self._file.close)
+                self._take_over()
+                sync_path(run_dir)
+                on_failure.pop_all()
         except OSError as error:
             raise StorageError(f"cannot open the journal in {run_dir}: {error}") from error
         spool_files = list(self.spool_dir.glob("*.bin"))
         self._spool_number = max((int(p.stem) for p in spool_files), default=0)
         self._used_bytes = sum(p.stat().st_size for p in spool_files)
         self._spool: BinaryIO | None = None
+
+    def _take_over(self) -> None:
+        """Keep other processes out, then cut off a torn last line."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            *_, end_offset = [0, *(offset for offset, _ in read_records(self.path))]
+            self._file.truncate(end_offset)
+            self._file.seek(end_offset)
+        except BlockingIOError as error:
+            raise StorageError(
+                f"{self.path.parent} is in use: another learner writes this run; stop it first, "
+                "or choose another name with --set run.name=..."
+            ) from error
 
     # --- records ---------------------------------------------------------------------------------
 
@@ -208,8 +230,9 @@ class Ledger:
     def sync(self) -> None:
         """Force everything written so far onto the disk."""
         try:
-            if self._spool is not None:
-                os.fdatasync(self._spool.fileno())
+            with self._spool_lock:
+                if self._spool is not None:
+                    os.fdatasync(self._spool.fileno())
             os.fdatasync(self._file.fileno())
         except OSError as error:
             raise StorageError(f"cannot write the journal {self.path}: {error}") from error
@@ -265,14 +288,15 @@ class Ledger:
         return name, offset, len(data)
 
     def _next_spool_file(self) -> None:
-        if self._spool is not None:
-            os.fdatasync(self._spool.fileno())
-            self._spool.close()
-        self._spool_number += 1
+        path = self.spool_dir / f"{self._spool_number + 1:06d}.bin"
         try:
-            path = self.spool_dir / f"{self._spool_number:06d}.bin"
-            self._spool = path.open("ab", buffering=0)
-            _sync_directory(self.spool_dir)
+            with self._spool_lock:
+                if self._spool is not None:
+                    os.fdatasync(self._spool.fileno())
+                    self._spool.close()
+                self._spool = path.open("ab", buffering=0)
+                self._spool_number += 1
+            sync_path(self.spool_dir)
         except OSError as error:
             raise StorageError(f"cannot begin a spool file in {self.spool_dir}: {error}") from error
 
@@ -340,9 +364,14 @@ class Ledger:
         self.append("discarded", group=group_id, reason=reason, step=step)
         self._ended_at[group_id] = 0
 
-    def published(self, version: PolicyVersion, root: bytes) -> None:
-        """Record a publication."""
-        self.append("published", version=[version.lineage, version.step], root=root.hex())
+    def published(self, version: PolicyVersion, *, root: bytes, image_hash: bytes) -> None:
+        """Record a publication; workers note the hash of the image that they have installed."""
+        self.append(
+            "published",
+            version=[version.lineage, version.step],
+            root=root.hex(),
+            image_hash=image_hash.hex(),
+        )
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
         """Record a durable checkpoint and free the spool of what has become final.
@@ -364,15 +393,10 @@ class Ledger:
     def close(self) -> None:
         """Force everything onto the disk and close the files."""
         self.sync()
+        self.release()
+
+    def release(self) -> None:
+        """Close the files, if they are open, as they are: the system has what was written."""
         self._file.close()
         if self._spool is not None:
             self._spool.close()
-
-
-def _sync_directory(path: Path) -> None:
-    """Force the names of new files onto the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -82,6 +82,9 @@ class Node:
     async def drain(self) -> None:
         """Finish what must not be lost, after the first interrupt."""
 
+    def release(self) -> None:
+        """Let go of what the role holds, however the node has ended."""
+
     # --- running ---------------------------------------------------------------------------------
 
     @property
@@ -109,6 +112,7 @@ class Node:
             await asyncio.gather(*tasks, return_exceptions=True)
             for executor in self._executors:
                 executor.shutdown(wait=False, cancel_futures=True)
+            self.release()
             await self.transport.close()
 
     def interrupt(self) -> None:

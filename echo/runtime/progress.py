@@ -33,6 +33,7 @@ class Progress:
         self._step_times: tuple[float, float] = (0.0, 0.0)
         self._accepted: deque[tuple[float, int]] = deque()
         self._tokens_since_step = 0
+        self._bytes_reported = 0
         self._staleness_tokens = dict(staleness_tokens)
         self._rewards: deque[float] = deque(maxlen=MAX_HISTORY)
         self._evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
@@ -58,9 +59,21 @@ class Progress:
         self._evals.append((step, sampled, greedy))
 
     def step_metrics(
-        self, metrics: Mapping[str, float], staleness: Mapping[int, int], *, now: float
+        self,
+        metrics: Mapping[str, float],
+        staleness: Mapping[int, int],
+        *,
+        bytes_sent: int,
+        now: float,
     ) -> dict[str, float | Mapping[str, float]]:
-        """Return one row: the trainer's metrics with times, rates and staleness of this step."""
+        """Return one row: the trainer's metrics with times, rates and staleness of this step.
+
+        Args:
+            metrics: what the trainer reports.
+            staleness: trained tokens of the step by staleness.
+            bytes_sent: weights sent since the start, bytes.
+            now: the loop's clock, seconds.
+        """
         self._rewards.append(metrics.get("reward/mean", 0.0))
         num_tokens = sum(staleness.values())
         waited_s, trained_s = self._step_times
@@ -72,13 +85,14 @@ class Progress:
             "time/wait_for_batch": waited_s,
             "learner/idle_ratio": self.idle_ratio,
             "perf/tokens_per_s": self._tokens_since_step / step_s,
+            "broadcast/bytes": bytes_sent - self._bytes_reported,
         }
         if num_tokens:
             total = sum(lag * count for lag, count in staleness.items())
             row["staleness/mean"] = total / num_tokens
             row["staleness/max"] = max(staleness)
             row["staleness/hist"] = {str(lag): n for lag, n in sorted(staleness.items())}
-        self._stepped_at, self._tokens_since_step = now, 0
+        self._stepped_at, self._tokens_since_step, self._bytes_reported = now, 0, bytes_sent
         return row
 
     @property

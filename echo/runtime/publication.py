@@ -52,11 +52,18 @@ class PublishPace:
     """When to publish: a fixed period, or one that follows what was measured."""
 
     def __init__(self, *, period: int, is_auto: bool, max_staleness: int) -> None:
-        """Start with `period` steps between publications."""
+        """Start with `period` steps between publications.
+
+        Args:
+            period: kappa, or where to begin if it is measured.
+            is_auto: whether it follows what is measured.
+            max_staleness: S, which bounds it.
+        """
         self.period = period
         self._is_auto = is_auto
         self._max_staleness = max_staleness
         self._published_at: dict[PolicyVersion, float] = {}
+        self._num_bytes = 0
         self.broadcast_s: float | None = None
         """Seconds that the last fully received version took to reach every node."""
 
@@ -64,8 +71,9 @@ class PublishPace:
         """Return whether the weights after `step` are to be published."""
         return step % self.period == 0
 
-    def published(self, version: PolicyVersion, *, now: float) -> None:
-        """Note when a version was published."""
+    def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
+        """Note when a version of this size was published."""
+        self._num_bytes = num_bytes
         self._published_at[version] = now
         if len(self._published_at) > MAX_PENDING:
             del self._published_at[min(self._published_at)]
@@ -86,3 +94,11 @@ class PublishPace:
         if self._is_auto and train_s is not None:
             self.period = auto_publish_period(train_s, self.broadcast_s, self._max_staleness)
         return True
+
+    def metrics(self) -> dict[str, float]:
+        """Return the period, and what the last measured broadcast took."""
+        row: dict[str, float] = {"publish_period": self.period}
+        if self.broadcast_s is not None:
+            row["broadcast/seconds"] = self.broadcast_s
+            row["broadcast/goodput"] = self._num_bytes / max(self.broadcast_s, 1e-6)
+        return row

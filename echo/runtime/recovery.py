@@ -4,7 +4,8 @@ After a crash the run continues from the newest checkpoint in a new lineage. The
 groups were accepted and not trained on the surviving line; those that may still be trained return
 to the buffer, the others end with their reason. Groups that were granted and not delivered are
 entered as leases of an unknown worker: the worker that has them claims them with its next
-heartbeat, otherwise they expire and are granted again.
+heartbeat, otherwise they expire and are granted again. Checkpoints after the one that the run
+continues from are deleted: their steps are on no history any more.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echo.errors import ConfigError
+from echo.errors import ConfigError, StorageError
 from echo.rollout import Group, Lineage, find_fault
-from echo.runtime.checkpoint import CheckpointInfo, find_latest
+from echo.runtime.checkpoint import CheckpointInfo, drop_later, find_latest
 from echo.runtime.ledger import Ledger, read_history
 
 
@@ -32,7 +33,10 @@ class StartingPoint:
     """Granted groups without a result: id -> attempts so far."""
     buffered: list[Group] = field(default_factory=list)
     staleness_tokens: dict[int, int] = field(default_factory=dict)
-    num_discarded: int = 0
+    ends: dict[int, str] = field(default_factory=dict)
+    """Accepted groups that cannot be trained any more: id -> reason."""
+    losses: list[str] = field(default_factory=list)
+    """What could not be read back, one line per group; they end as "lost"."""
 
     @property
     def lineage(self) -> int:
@@ -41,7 +45,7 @@ class StartingPoint:
 
 
 def begin(ledger: Ledger) -> StartingPoint:
-    """Start a new run in an empty ledger.
+    """Return the start of a new run in an empty ledger; nothing is written before `enter`.
 
     Raises:
         ConfigError: if a run lives there already.
@@ -51,13 +55,11 @@ def begin(ledger: Ledger) -> StartingPoint:
             f"{ledger.path.parent} holds a run already; continue it with --resume, or choose "
             "another name with --set run.name=..."
         )
-    ledger.append("lineage", lineage=1, fork_step=0)
-    ledger.sync()
     return StartingPoint(lineages=(Lineage(1, 0),))
 
 
 def recover(ledger: Ledger, *, run_id: str, max_staleness: int) -> StartingPoint:
-    """Continue a run from its newest checkpoint, opening a new lineage.
+    """Return where a run continues from its newest checkpoint; nothing is written before `enter`.
 
     Args:
         ledger: the run's journal.
@@ -86,17 +88,34 @@ def recover(ledger: Ledger, *, run_id: str, max_staleness: int) -> StartingPoint
         open_attempts=history.granted,
         staleness_tokens=history.staleness_tokens,
     )
-    ledger.append("lineage", lineage=lineage.lineage, fork_step=lineage.fork_step)
     for group_id, place in sorted(history.waiting.items()):
-        group = ledger.load(group_id, place)
+        try:
+            group = ledger.load(group_id, place)
+        except StorageError as error:
+            # Such as one from before a checkpoint that was left for an older one: it was freed.
+            start.losses.append(str(error))
+            start.ends[group_id] = "lost"
+            continue
         fault = find_fault(
             group, step=info.step, max_staleness=max_staleness, lineages=start.lineages
         )
         if fault is None:
             start.buffered.append(group)
         else:
-            ledger.discarded(group_id, fault, step=info.step)
-            start.num_discarded += 1
-    ledger.free_unused()
-    ledger.sync()
+            start.ends[group_id] = fault
     return start
+
+
+def enter(ledger: Ledger, start: StartingPoint) -> None:
+    """Open the lineage in the journal, once everything else is ready for it.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    ledger.append("lineage", lineage=start.lineage, fork_step=start.step)
+    for group_id, reason in start.ends.items():
+        ledger.discarded(group_id, reason, step=start.step)
+    ledger.sync()
+    # Only now: the journal has left these files and steps for good.
+    ledger.free_unused()
+    drop_later(ledger.path.parent / "checkpoints", start.step)

@@ -9,13 +9,29 @@ from echo.config.machine import read_machine
 from echo.config.schema import Config
 from echo.protocol.relay_session import RelaySession
 from echo.runtime import wiring
+from echo.runtime.faults import Faults
 from echo.runtime.relay import RelayNode
+from echo.runtime.transport import Transport
 
 
 async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:
-    """Return a relay that is ready to run, listening already if it listens at all."""
+    """Return a relay that is ready to run, listening already.
+
+    Raises:
+        EchoError: if something does not fit; the message is for the user.
+    """
+    transport = await wiring.start_transport(config.network, config.relay.listen)
+    try:
+        return assemble_relay(config, transport, log=log)
+    except BaseException:
+        await transport.close()
+        raise
+
+
+def assemble_relay(config: Config, transport: Transport, *, log: logging.Logger) -> RelayNode:
+    """Join a relay on a transport that has been started; otherwise as `build_relay`."""
+    Faults(config.faults.kill_at, role="relay")
     section = config.relay
-    transport = await wiring.start_transport(config.network, section.listen)
     node_id = wiring.node_name("relay", section.name)
     settings = wiring.node_settings(
         config,

@@ -15,6 +15,8 @@ from echo.runtime.transport_zmq import ZmqTransport
 
 HEADROOM_BYTES = 1 << 20
 """Room beside a chunk in the largest message, for headers and for manifests of small chunks."""
+MAX_ASSET_BYTES = 64 << 20
+"""Largest file that a worker may inherit; the largest tokenizers in use have some 35 MB."""
 MAX_IMAGE_SHARE = 0.9
 """Share of a node's memory that one version of the weights may take at most."""
 
@@ -25,7 +27,7 @@ async def start_transport(network: NetworkSection, listen: str | None) -> ZmqTra
     Raises:
         TransportError: if the address is taken or is not this machine's.
     """
-    max_message_bytes = max(16 << 20, network.chunk_bytes) + HEADROOM_BYTES
+    max_message_bytes = max(MAX_ASSET_BYTES, network.chunk_bytes) + HEADROOM_BYTES
     options = TransportOptions(
         max_message_bytes=max_message_bytes,
         max_unsent_bytes=max(64 << 20, 4 * network.window_bytes, 2 * max_message_bytes),

@@ -19,12 +19,14 @@ from echo.config.schema import Config
 from echo.engine.device import pick_device
 from echo.engine.engine import Engine, Sampling
 from echo.engine.transformers_engine import TransformersEngine
-from echo.engine.weights import resolve_model
-from echo.errors import ConfigError
+from echo.engine.weights import load_directory, publish_image, resolve_model
+from echo.errors import ConfigError, StorageError
 from echo.protocol.delivery import Outbox
 from echo.protocol.worker_session import WorkerSession
 from echo.rollout import PolicyVersion
 from echo.runtime import wiring
+from echo.runtime.faults import Faults
+from echo.runtime.transport import Transport
 from echo.runtime.worker import WorkerNode, WorkerParts
 from echo.tasks import tokenization
 from echo.tasks.loading import load_task, task_digests
@@ -34,9 +36,23 @@ DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
 
 
 async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
-    """Return a worker that is ready to run, listening already if it listens at all."""
+    """Return a worker that is ready to run, listening already if it listens at all.
+
+    Raises:
+        EchoError: if something does not fit; the message is for the user.
+    """
+    transport = await wiring.start_transport(config.network, config.worker.listen)
+    try:
+        return assemble_worker(config, transport, log=log)
+    except BaseException:
+        await transport.close()
+        raise
+
+
+def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger) -> WorkerNode:
+    """Join a worker on a transport that has been started; otherwise as `build_worker`."""
+    Faults(config.faults.kill_at, role="worker")
     section, network = config.worker, config.network
-    transport = await wiring.start_transport(network, section.listen)
     node_id = wiring.node_name("worker", section.name)
     settings = wiring.node_settings(
         config,
@@ -52,7 +68,10 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
         now=asyncio.get_running_loop().time(),
     )
     node_dir = config.run_dir / "workers" / node_id
-    node_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        node_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {node_dir}: {error}; set run.dir elsewhere") from error
     return WorkerNode(
         session,
         transport,
@@ -102,6 +121,7 @@ def build_parts(
         reward_timeout_s=config.task.reward_timeout_s,
         max_prompt_tokens=max(1, window - max_new),
         groups_per_batch=max(1, num_rollouts // config.batch.group_size),
+        read_local_image=lambda: read_local_image(config),
         digests=model_digests(config, model_dir, template) | task_digests(task),
     )
 
@@ -159,8 +179,25 @@ def context_window(model_dir: Path) -> int:
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
     """Append which bytes are installed, so that anyone can compare them with the published ones."""
     record = {"version": [version.lineage, version.step], "image_hash": image_hash}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}; free some disk space") from error
+
+
+def read_local_image(config: Config) -> bytearray | None:
+    """Return the weights of the worker's own model as the learner would publish them.
+
+    They are used if they are, by hash, the first version that is announced; None if the worker
+    names no model or has only its configuration.
+    """
+    if config.model.name is None:
+        return None
+    model_dir = resolve_model(config.model.name, config.model.revision, config.model.cache_dir)
+    if not any(model_dir.glob("*.safetensors")):
+        return None
+    return publish_image(load_directory(model_dir, config.model.dtype), config.model.dtype)[1]
 
 
 def _model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
