@@ -1,9 +1,9 @@
 """Bytes to messages and back, with every bound checked before anything is believed.
 
-The header frame is msgpack: [protocol version, source node, target node, message]. A link message
-has an empty target. The message itself is decoded in a second step, so that a node of another
-protocol version is recognised and told so instead of failing to decode. Payload frames follow
-unchanged and uncopied.
+The header frame is msgpack: [protocol version, source node, target node, message, hops]. A link
+message has an empty target. The message itself is decoded in a second step, so that a node of
+another protocol version is recognised and told so instead of failing to decode. Payload frames
+follow unchanged and uncopied.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ Frame = bytes | bytearray | memoryview
 MAX_HEADER_BYTES = 8 << 20
 """Largest header accepted; a Welcome with its settings is the largest honest one by far."""
 MAX_NODE_ID_LENGTH = 64
+MAX_HOPS = 16
+"""Relays between a node and the learner at most; more can only be a circle."""
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises on bytes that are not what they should be; endless nesting is the last."""
 
@@ -37,6 +39,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     target: str
     """Node id for a routed message, empty for a link message."""
     body: msgspec.Raw
+    num_hops: int = 0
+    """Relays that have forwarded it."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -72,6 +76,21 @@ def decode_envelope(frames: Sequence[Frame]) -> Envelope:
     if not envelope.source or max(len(envelope.source), len(envelope.target)) > MAX_NODE_ID_LENGTH:
         raise RemoteProtocolError("an envelope whose node ids are empty or too long")
     return envelope
+
+
+def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
+    """Return the frames that a relay passes on: the same message with one hop more.
+
+    Raises:
+        RemoteProtocolError: if relays that dial each other have it going round.
+    """
+    if envelope.num_hops >= MAX_HOPS:
+        raise RemoteProtocolError(
+            f"a message from {envelope.source} to {envelope.target} after {MAX_HOPS} relays; check "
+            "that no relays are configured to connect to each other in a circle"
+        )
+    onward = msgspec.structs.replace(envelope, num_hops=envelope.num_hops + 1)
+    return [_encoder.encode(onward), *payload]
 
 
 def other_protocol(envelope: Envelope) -> str | None:

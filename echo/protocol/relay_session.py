@@ -11,7 +11,7 @@ from __future__ import annotations
 from echo.errors import RemoteProtocolError
 from echo.protocol.actions import Action, Send
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.codec import Envelope, Frame
+from echo.protocol.codec import Envelope, Frame, forwarded
 from echo.protocol.messages import LEARNER_ID
 from echo.protocol.node_session import NodeSession, NodeSettings
 from echo.protocol.recent import RecentMap
@@ -30,6 +30,7 @@ class RelaySession(NodeSession):
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
         """Pass a routed message on."""
+        onward = forwarded(envelope, frames[1:])
         if envelope.target == LEARNER_ID:
             self._routes[envelope.source] = peer
             link = self._control
@@ -37,7 +38,7 @@ class RelaySession(NodeSession):
                 self.counters.add("dropped/no_uplink")
                 return []
             self.counters.add("forwarded/up")
-            return [Send(link.peer, frames)]
+            return [Send(link.peer, onward)]
         if not self.is_from_learner(peer):
             raise RemoteProtocolError(
                 f"a message for {envelope.target} that did not come from the learner's side"
@@ -47,7 +48,7 @@ class RelaySession(NodeSession):
             self.counters.add("dropped/no_route")
             return []
         self.counters.add("forwarded/down")
-        return [Send(next_peer, frames)]
+        return [Send(next_peer, onward)]
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Forget the routes over a link that is gone."""

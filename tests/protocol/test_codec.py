@@ -14,12 +14,14 @@ from echo.errors import RemoteProtocolError
 from echo.protocol import messages
 from echo.protocol.codec import (
     MAX_HEADER_BYTES,
+    MAX_HOPS,
     MAX_NODE_ID_LENGTH,
     decode_envelope,
     decode_group,
     decode_message,
     encode,
     encode_group,
+    forwarded,
     other_protocol,
 )
 from echo.rollout import Group, Lineage, PolicyVersion, Rollout
@@ -265,3 +267,15 @@ def test_a_group_header_that_lies_is_refused(changes: dict[str, Any], match: str
     assert decode_group(msgspec.msgpack.encode(header), arrays).group_id == 3
     with pytest.raises(RemoteProtocolError, match=match):
         decode_group(msgspec.msgpack.encode(header | changes), arrays)
+
+
+def test_a_message_that_goes_round_between_relays_is_stopped() -> None:
+    frames = encode(messages.Finish(reason="over"), [b"payload"], source="w1", target="learner")
+    for hop in range(MAX_HOPS):
+        envelope = decode_envelope(frames)
+        assert envelope.num_hops == hop
+        frames = forwarded(envelope, frames[1:])
+    assert decode_message(decode_envelope(frames)) == messages.Finish(reason="over")
+    assert frames[1:] == [b"payload"]
+    with pytest.raises(RemoteProtocolError, match="w1 to learner after 16 relays; check.*circle"):
+        forwarded(decode_envelope(frames), frames[1:])
