@@ -277,5 +277,5 @@ def test_a_message_that_goes_round_between_relays_is_stopped() -> None:
         frames = forwarded(envelope, frames[1:])
     assert decode_message(decode_envelope(frames)) == messages.Finish(reason="over")
     assert frames[1:] == [b"payload"]
-    with pytest.raises(RemoteProtocolError, match="w1 to learner after 16 relays; check.*circle"):
+    with pytest.raises(RemoteProtocolError, match=r"w1 to learner after 16 relays; check.*circle"):
         forwarded(decode_envelope(frames), frames[1:])
