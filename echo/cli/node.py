@@ -10,7 +10,7 @@ from pathlib import Path
 
 from echo import __version__
 from echo.cli.dry_run import dry_run
-from echo.cli.output import fail, make_log
+from echo.cli.output import fail, make_log, show
 from echo.cli.process import run_loop, run_node
 from echo.config.describe import schema_help
 from echo.config.diff import diff_configs
@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     if arguments.help_config:
-        print(schema_help(arguments.role))
+        show(schema_help(arguments.role))
         return 0
     try:
         config = read_config(arguments)
         if arguments.dry_run:
-            print(dry_run(config, arguments.role))
+            show(dry_run(config, arguments.role))
             return 0
         return run_role(
             config, arguments.role, resume=arguments.resume, has_report=not arguments.no_report

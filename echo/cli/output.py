@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
         handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
         log.addHandler(handler)
     return log
+
+
+def show(text: str) -> None:
+    """Print a text that may be piped into a program that stops reading, such as `head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(error: EchoError) -> int:
