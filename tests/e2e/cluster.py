@@ -151,6 +151,8 @@ class Cluster:
         self.relay_address = f"tcp://127.0.0.1:{free_port()}"
         self.run_dir = directory / "runs" / "run"
         self.nodes: list[NodeProcess] = []
+        self.settings: dict[str, object] = {}
+        """Settings of every node, besides those in the file."""
         self.config_path = directory / "config.toml"
         directory.mkdir(parents=True, exist_ok=True)
         self.config_path.write_text(
@@ -179,7 +181,7 @@ class Cluster:
             env: more environment.
             program: what python is to run.
         """
-        overrides = dict(settings or {})
+        overrides = {**self.settings, **(settings or {})}
         if name:
             overrides[f"{role}.name"] = name
         command = [sys.executable, *program, "--role", role]
@@ -250,9 +252,14 @@ class Cluster:
 
     def finish(self, *nodes: NodeProcess) -> None:
         """Wait until all of these have ended by themselves, without an error."""
-        for node in nodes:
-            code = self.wait_for_end(node)
-            assert code == 0, f"{node.name} ended with {code}\n{self.logs}"
+
+        def have_ended() -> bool:
+            for node in nodes:
+                code = node.process.poll()
+                assert not code, f"{node.name} ended with {code}\n{self.logs}"
+            return not any(node.is_running for node in nodes)
+
+        self.wait_for(have_ended, f"{', '.join(node.name for node in nodes)} end")
 
     # --- reading ---------------------------------------------------------------------------------
 

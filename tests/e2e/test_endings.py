@@ -1,0 +1,89 @@
+"""How nodes are stopped on purpose, and how a run goes on afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+INTERRUPTED = 130
+PACE = {"REWARD_S": "0.02"}
+
+
+def test_an_interrupted_run_is_saved_and_resumed_with_changes(cluster: Cluster) -> None:
+    """Ctrl-C, a refused unsafe change, and a resumption with a safe one, under a living worker."""
+    learner = cluster.start("learner", settings={"checkpoint.interval_steps": 100})
+    worker = cluster.start("worker", name="w1", env=PACE)
+    cluster.wait_for_step(3, learner)
+
+    learner.interrupt()
+
+    assert cluster.wait_for_end(learner, within_s=10) == 0
+    step = cluster.records("trained")[-1]["step"]
+    assert cluster.records("checkpoint")[-1]["step"] == step
+    assert f"stopped at step {step}; --resume continues from step {step}" in cluster.log("learner")
+    assert worker.is_running
+    cluster.audit(is_finished=False)
+
+    num_records = len(cluster.records())
+    refused = cluster.start(
+        "learner", "--resume", settings={"batch.group_size": 8, "optimizer.learning_rate": 5e-3}
+    )
+    assert cluster.wait_for_end(refused, within_s=10) == 2
+    assert "UNSAFE batch.group_size: 4 -> 8" in refused.output
+    assert "safe   optimizer.learning_rate: 0.01 -> 0.005" in refused.output
+    assert "batch.group_size is not safe for this run" in refused.output
+    assert "--yes" in refused.output
+    assert len(cluster.records()) == num_records, "a refused change must leave no trace"
+
+    settings = {"run.max_steps": step + 4, "optimizer.learning_rate": 5e-3}
+    resumed = cluster.start("learner", "--resume", settings=settings)
+    cluster.finish(resumed, worker)
+    assert "UNSAFE" not in resumed.output
+    assert f"run.max_steps: 10 -> {step + 4}" in resumed.output
+    result = cluster.audit()
+    assert result.fork_steps == {1: 0, 2: step}
+    assert result.num_steps == step + 4
+
+
+def test_a_worker_drains_at_the_first_interrupt_and_stops_at_the_second(cluster: Cluster) -> None:
+    learner = cluster.start("learner", settings={"run.max_steps": 1000})
+    polite = cluster.start("worker", name="polite", env=PACE)
+    stuck = cluster.start("worker", name="stuck", env={"REWARD_S": "9"})
+    cluster.wait_for_step(1, learner)
+    cluster.wait_for(lambda: cluster.open_groups("stuck"), "stuck holds groups", alive=learner)
+
+    stuck.interrupt()
+    polite.interrupt()
+
+    assert cluster.wait_for_end(polite, within_s=15) == 0
+    assert "polite left: stopped by its operator" in cluster.log("learner")
+    assert stuck.is_running, "it should wait for its running batch"
+    assert "again to stop at once" in stuck.output
+    stuck.interrupt()
+    assert cluster.wait_for_end(stuck, within_s=2) == INTERRUPTED
+    cluster.audit(is_finished=False)
+
+
+def test_an_existing_run_is_neither_overwritten_nor_changed_by_accident(cluster: Cluster) -> None:
+    learner = cluster.start("learner")
+    cluster.wait_for(lambda: cluster.records("published"), "v0 is published", alive=learner)
+    learner.kill()
+    num_records = len(cluster.records())
+
+    again = cluster.start("learner")
+
+    assert cluster.wait_for_end(again) == 2
+    assert "holds a run already; continue it with --resume" in again.output
+    assert len(cluster.records()) == num_records
+
+    # Another order of prompts is not safe, and works: who says --yes takes the consequences.
+    cluster.settings["run.seed"] = 5
+    resumed = cluster.start("learner", "--resume", "--yes", settings={"run.max_steps": 2})
+    cluster.finish(resumed, cluster.start("worker", name="w1"))
+    assert "UNSAFE run.seed: 0 -> 5" in resumed.output
+    result = cluster.audit()
+    assert result.fork_steps == {1: 0, 2: 0}
+    assert result.num_steps == 2
