@@ -217,7 +217,7 @@ class LearnerNode(Node):
             started_at = self.now
             self._progress.is_training = True
             result = await self.in_thread(self._model_thread, partial(self._trainer.step, groups))
-            self._train_s = self.now - started_at
+            trained_s = self._train_s = self.now - started_at
             self._faults.reach("stepped", session.step + 1)
             staleness = self._ledger.trained(
                 groups, lineage=session.lineages[-1].lineage, consumed_at=session.step
@@ -227,9 +227,8 @@ class LearnerNode(Node):
             self._discard_unusable()
             if self._pace.is_due(session.step):
                 await self._publish()
-            self._progress.stepped(
-                waited_s=started_at - waited_from, trained_s=self._train_s, staleness=staleness
-            )
+            waited_s = started_at - waited_from
+            self._progress.stepped(waited_s=waited_s, trained_s=trained_s, staleness=staleness)
             self._write_step(result.metrics, staleness)
             if self._checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
@@ -264,21 +263,16 @@ class LearnerNode(Node):
         publication = await self.in_thread(
             self._model_thread, lambda: self._publish_version(self._trainer.snapshot(), version)
         )
-        self._ledger.published(
-            version,
-            root=publication.signed.root,
-            image_hash=publication.manifest.image_hash,
-        )
-        self._pace.published(version, num_bytes=publication.manifest.num_bytes, now=self.now)
+        manifest, root = publication.manifest, publication.signed.root
+        self._ledger.published(version, root=root, image_hash=manifest.image_hash)
+        self._pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
         self.perform(
-            session.broadcast.publish(
-                publication.signed, publication.manifest, publication.image, now=self.now
-            )
+            session.broadcast.publish(publication.signed, manifest, publication.image, now=self.now)
         )
         self._faults.reach("published", session.step)
         if self._evaluations is not None and await self._evaluations.is_due(version):
-            tensors = self._tensors_of(publication.manifest, publication.image)
+            tensors = self._tensors_of(manifest, publication.image)
             task = self.spawn(self._evaluate(version, tensors), name="evaluation")
             self._evaluations.started(task)
 

@@ -34,7 +34,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -194,11 +194,16 @@ class Ledger:
         try:
             self.spool_dir.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = self.path.open("ab", buffering=0)
-            with ExitStack() as on_failure:
-                on_failure.callback(self._file.close)
+            try:
                 self._take_over()
                 sync_path(run_dir)
-                on_failure.pop_all()
+            except BaseException:
+                self._file.close()
+                raise
+        except BlockingIOError as error:
+            raise StorageError(
+                f"{run_dir} is in use: another learner writes this run; stop it first"
+            ) from error
         except OSError as error:
             raise StorageError(f"cannot open the journal in {run_dir}: {error}") from error
         spool_files = list(self.spool_dir.glob("*.bin"))
@@ -208,16 +213,10 @@ class Ledger:
 
     def _take_over(self) -> None:
         """Keep other processes out, then cut off a torn last line."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            *_, end_offset = [0, *(offset for offset, _ in read_records(self.path))]
-            self._file.truncate(end_offset)
-            self._file.seek(end_offset)
-        except BlockingIOError as error:
-            raise StorageError(
-                f"{self.path.parent} is in use: another learner writes this run; stop it first, "
-                "or choose another name with --set run.name=..."
-            ) from error
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        *_, end_offset = [0, *(offset for offset, _ in read_records(self.path))]
+        self._file.truncate(end_offset)
+        self._file.seek(end_offset)
 
     # --- records ---------------------------------------------------------------------------------
 
