@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from echo.engine.tiny_model import build_model, save_tiny_model
+from echo.runtime.transport_memory import MemoryNetwork
+from tests.runtime.harness import Play, Run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the tiny model with its tokenizer."""
+    path = tmp_path_factory.mktemp("runtime") / "model"
+    save_tiny_model(path, build_model(seed=0))
+    return path
+
+
+@pytest.fixture
+def play(tmp_path: Path, model_dir: Path) -> Play:
+    """Return a function that plays a scenario, a coroutine function of a `Run`."""
+
+    def run_scenario(scenario: Callable[[Run], Awaitable[None]], *, limit_s: float = 10) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(limit_s):
+                await scenario(Run(tmp_path, model_dir, MemoryNetwork()))
+
+        asyncio.run(main())
+
+    return run_scenario

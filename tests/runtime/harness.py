@@ -1,0 +1,151 @@
+"""A whole run in one process and one loop: learner, relay and workers on the memory network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echo.config.load import parse_config
+from echo.config.schema import Config
+from echo.metrics import Snapshot
+from echo.runtime.data_plane import load_data
+from echo.runtime.learner import LearnerNode
+from echo.runtime.learner_setup import assemble_learner
+from echo.runtime.node import Node
+from echo.runtime.relay import RelayNode
+from echo.runtime.relay_setup import assemble_relay
+from echo.runtime.transport import TransportOptions
+from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
+from echo.runtime.worker import WorkerNode
+from echo.runtime.worker_setup import assemble_worker
+
+Play = Callable[..., None]
+"""Plays a scenario, a coroutine function of a `Run`, within `limit_s` seconds."""
+
+LEARNER, RELAY = "tcp://learner:7700", "tcp://relay:7701"
+
+OPTIONS = TransportOptions(
+    heartbeat_s=0.1, dead_after_s=0.5, min_redial_s=0.02, max_redial_s=0.1, linger_s=0.2
+)
+
+SETTINGS: dict[str, Any] = {
+    "run": {"name": "run", "max_steps": 3},
+    "sampling": {"max_completion_tokens": 6},
+    "sync": {"max_staleness": 1, "publish_period": 1},
+    "batch": {"group_size": 2, "groups_per_step": 2},
+    "learner": {"listen": LEARNER, "device": "cpu", "num_threads": 1},
+    "relay": {"listen": RELAY, "connect": [LEARNER]},
+    "worker": {"connect": [LEARNER], "device": "cpu", "num_threads": 1},
+    "checkpoint": {"interval_steps": 2, "keep_last": 2},
+    "eval": {"interval_steps": 2, "num_prompts": 4},
+    "limits": {"min_free_disk_bytes": 0},
+    "network": {
+        "heartbeat_s": 0.05,
+        "dead_after_s": 0.5,
+        "lease_timeout_s": 5.0,
+        "reconnect_for_s": 5.0,
+        "chunk_bytes": 65536,
+    },
+}
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@dataclass
+class Run:
+    """One run directory, and the nodes that were started in it."""
+
+    directory: Path
+    model_dir: Path
+    network: MemoryNetwork
+    rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    def config(self, role: str, **sections: dict[str, Any]) -> Config:
+        table: dict[str, Any] = {name: dict(section) for name, section in SETTINGS.items()}
+        table["run"]["dir"] = str(self.directory)
+        if role == "learner":
+            table["model"] = {"name": str(self.model_dir)}
+        else:
+            for name in ("sampling", "sync", "batch"):
+                del table[name]  # inherited
+        for name, section in sections.items():
+            table.setdefault(name, {}).update(section)
+        return parse_config(table, role=role)[0]
+
+    async def transport(self, name: str, listen: str | None) -> MemoryTransport:
+        transport = MemoryTransport(self.network, name, listen, OPTIONS)
+        await transport.start()
+        return transport
+
+    async def learner(self, *, resume: bool = False, **sections: dict[str, Any]) -> LearnerNode:
+        config = self.config("learner", **sections)
+        data = load_data(config)
+        transport = await self.transport("learner", config.learner.listen)
+        try:
+            return assemble_learner(
+                config,
+                data,
+                transport,
+                resume=resume,
+                write_metrics=lambda step, row: self.rows.append((step, dict(row))),
+                show=self.snapshots.append,
+                log=logging.getLogger("test.learner"),
+            )
+        except BaseException:
+            await transport.close()
+            raise
+
+    async def relay(self, **sections: dict[str, Any]) -> RelayNode:
+        config = self.config("relay", **{"relay": {"name": "relay"}, **sections})
+        transport = await self.transport("relay", config.relay.listen)
+        return assemble_relay(config, transport, log=logging.getLogger("test.relay"))
+
+    async def worker(self, name: str, **sections: dict[str, Any]) -> WorkerNode:
+        worker = {"name": name, **sections.pop("worker", {})}
+        config = self.config("worker", worker=worker, **sections)
+        transport = await self.transport(name, config.worker.listen)
+        return assemble_worker(config, transport, log=logging.getLogger(f"test.{name}"))
+
+    def ledger(self, kind: str | None = None) -> list[dict[str, Any]]:
+        records = read_jsonl(self.run_dir / "ledger.jsonl")
+        return [record for record in records if kind in (None, record["kind"])]
+
+
+@asynccontextmanager
+async def running(*nodes: Node) -> AsyncIterator[list[asyncio.Task[str]]]:
+    """Run nodes beside the block; those still running at its end are killed."""
+    tasks = [asyncio.create_task(node.run()) for node in nodes]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def ends(records: Sequence[dict[str, Any]]) -> dict[int, list[str]]:
+    """Return how each accepted group ended on the surviving line, read from the journal alone."""
+    lineages = [(r["lineage"], r["fork_step"]) for r in records if r["kind"] == "lineage"]
+    found: dict[int, list[str]] = {r["group"]: [] for r in records if r["kind"] == "accepted"}
+    for record in records:
+        if record["kind"] == "trained" and all(
+            record["step"] <= fork for lineage, fork in lineages if lineage > record["lineage"]
+        ):
+            for group in record["groups"]:
+                found[group].append(f"trained at {record['step']}")
+        elif record["kind"] == "discarded" and record["group"] in found:
+            found[record["group"]].append(record["reason"])
+    return found

@@ -1,0 +1,320 @@
+"""Whole runs in one process: the real parts of all roles on the memory network."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from echo.errors import ConfigError, DataError, StorageError
+from echo.runtime.learner import LearnerNode
+from echo.sim.network import Link
+from tests.runtime.harness import LEARNER, RELAY, Play, Run, ends, read_jsonl, running
+
+MANY = {"max_steps": 1000}
+
+
+async def reach_step(learner: LearnerNode, step: int) -> None:
+    assert await learner.wait_until(lambda: learner.session.step >= step, within_s=10)
+
+
+def assert_every_group_ended_once(run: Run) -> None:
+    assert [end for end in ends(run.ledger()).values() if len(end) != 1] == []
+
+
+def test_a_run_trains_evaluates_saves_and_ends_everybody(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner, worker = await run.learner(), await run.worker("w1")
+        async with running(learner, worker) as (learning, working):
+            assert await learning == "finished"
+            assert await working == "the run is finished"
+        assert [row["step"] for row in run.ledger("trained")] == [1, 2, 3]
+        assert_every_group_ended_once(run)
+        evals = [row["eval/version"] for _, row in run.rows if "eval/version" in row]
+        assert (evals[0], evals[-1]) == (0, 3)
+        assert (run.run_dir / "checkpoints" / "latest").read_text() == "step_000003\n"
+        AutoModelForCausalLM.from_pretrained(run.run_dir / "final")
+        assert run.snapshots[-1].step == 3
+
+    play(scenario)
+
+
+def test_what_a_worker_installs_is_what_was_published(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner, worker = await run.learner(), await run.worker("w1")
+        async with running(learner, worker) as (learning, _):
+            await learning
+        published = {tuple(r["version"]): r["image_hash"] for r in run.ledger("published")}
+        installed = read_jsonl(run.run_dir / "workers" / "w1" / "installed.jsonl")
+        assert [1, 0] in [record["version"] for record in installed]
+        for record in installed:
+            assert record["image_hash"] == published[tuple(record["version"])]
+
+    play(scenario)
+
+
+def test_workers_behind_a_relay_survive_loss_delay_and_a_cut(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        for name in ("w1", "w2"):
+            run.network.links.set_link(name, "relay", Link(delay_s=0.002, loss=0.002))
+            run.network.links.set_link("relay", name, Link(delay_s=0.002, loss=0.002))
+        learner = await run.learner(run={"max_steps": 8}, sync={"max_staleness": 2})
+        relay = await run.relay()
+        behind = {"connect": [RELAY, LEARNER]}
+        workers = [await run.worker(name, worker=behind) for name in ("w1", "w2")]
+        async with running(learner, relay, *workers) as (learning, *_):
+            await reach_step(learner, 3)
+            run.network.cut("w1", "relay")
+            assert await learning == "finished"
+        assert [row["step"] for row in run.ledger("trained")] == list(range(1, 9))
+        assert max(int(lag) for r in run.ledger("trained") for lag in r["staleness"]) <= 2
+        assert_every_group_ended_once(run)
+
+    play(scenario)
+
+
+def test_staleness_zero_is_on_policy(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(sync={"max_staleness": 0})
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            await learning
+        assert [list(r["staleness"]) for r in run.ledger("trained")] == [["0"]] * 3
+
+    play(scenario)
+
+
+def test_the_last_weights_are_published_and_evaluated_whatever_the_period(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(sync={"max_staleness": 2, "publish_period": 2})
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            await learning
+        assert [r["version"] for r in run.ledger("published")] == [[1, 0], [1, 2], [1, 3]]
+        evals = [row["eval/version"] for _, row in run.rows if "eval/version" in row]
+        assert evals[-1] == 3
+
+    play(scenario)
+
+
+def test_auto_follows_what_a_broadcast_takes(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            run={"max_steps": 12}, sync={"max_staleness": 3, "publish_period": "auto"}
+        )
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            await learning
+        periods = [row["publish_period"] for _, row in run.rows if "publish_period" in row]
+        assert periods[0] == 2  # the preset, S - 1
+        assert all(1 <= period <= 4 for period in periods)
+        assert any("broadcast/seconds" in row for _, row in run.rows)
+        gaps = [r["version"][1] for r in run.ledger("published")]
+        assert max(b - a for a, b in itertools.pairwise(gaps)) <= 4
+
+    play(scenario)
+
+
+def test_an_interrupt_saves_and_a_resume_goes_on_in_a_new_lineage(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        worker = await run.worker("w1")
+        async with running(worker) as (working,):
+            learner = await run.learner(run=MANY)
+            async with running(learner) as (learning,):
+                await reach_step(learner, 3)
+                learner.interrupt()
+                assert await learning == "interrupted"
+            step = learner.session.step
+            [checkpoint] = run.ledger("checkpoint")[-1:]
+            assert checkpoint["step"] == step
+            assert not (run.run_dir / "final").exists()
+            learner = await run.learner(resume=True, run={"max_steps": step + 2})
+            async with running(learner) as (learning,):
+                assert await learning == "finished"
+            assert await working == "the run is finished"
+        assert [(r["lineage"], r["fork_step"]) for r in run.ledger("lineage")] == [
+            (1, 0),
+            (2, step),
+        ]
+        assert [r["step"] for r in run.ledger("trained")] == list(range(1, step + 3))
+        assert_every_group_ended_once(run)
+
+    play(scenario)
+
+
+def test_a_killed_learner_forgets_the_steps_after_its_checkpoint(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        worker = await run.worker("w1")
+        checkpoint = {"interval_steps": 4}
+        async with running(worker):
+            learner = await run.learner(run=MANY, checkpoint=checkpoint)
+            async with running(learner):
+                await reach_step(learner, 6)
+            learner = await run.learner(resume=True, run={"max_steps": 8}, checkpoint=checkpoint)
+            fork_step = learner.session.lineages[-1].fork_step
+            assert fork_step % 4 == 0
+            assert fork_step < run.ledger("trained")[-1]["step"]
+            async with running(learner) as (learning,):
+                assert await learning == "finished"
+        assert run.ledger("lineage")[-1]["fork_step"] == fork_step
+        assert_every_group_ended_once(run)
+        surviving = [r["step"] for r in run.ledger("trained") if r["lineage"] == 2]
+        assert surviving == list(range(fork_step + 1, 9))
+
+    play(scenario)
+
+
+def test_a_resume_at_the_last_step_only_finishes(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        for resume in (False, True):
+            learner = await run.learner(
+                resume=resume, sync={"max_staleness": 3, "publish_period": 2}
+            )
+            async with running(learner, await run.worker("w1")) as (learning, _):
+                assert await learning == "finished"
+            shutil.rmtree(run.run_dir / "final")
+        assert [r["step"] for r in run.ledger("trained")] == [1, 2, 3]
+        assert [r["version"] for r in run.ledger("published")][-1] == [2, 3]
+        assert len([r for r in run.ledger("published") if r["version"] == [2, 3]]) == 1
+        assert_every_group_ended_once(run)
+
+    play(scenario)
+
+
+def test_an_interrupt_before_the_first_worker_ends_at_once(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner()
+        async with running(learner) as (learning,):
+            await asyncio.sleep(0.05)
+            learner.interrupt()
+            assert await learning == "interrupted"
+        assert run.ledger("checkpoint")[-1]["step"] == 0
+
+    play(scenario)
+
+
+def test_an_interrupt_during_the_end_lets_it_finish(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(eval={"num_prompts": 256})
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            await reach_step(learner, 3)
+            assert await learner.wait_until(lambda: not learner.session.is_granting, within_s=10)
+            learner.interrupt()
+            assert await learning == "finished"
+        assert [r["step"] for r in run.ledger("checkpoint")].count(3) == 1
+        assert (run.run_dir / "final").exists()
+        assert_every_group_ended_once(run)
+
+    play(scenario)
+
+
+def test_a_failed_checkpoint_is_survived(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(limits={"min_free_disk_bytes": 1 << 60})
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        assert run.ledger("checkpoint") == []
+        assert learner.session.counters.as_dict()["checkpoints_failed"] == 2
+
+    with caplog.at_level(logging.WARNING):
+        play(scenario)
+    assert "limits.min_free_disk_bytes" in caplog.text
+
+
+def test_a_journal_that_cannot_be_written_ends_the_run(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(run=MANY, limits={"spool_bytes": 1 << 20})
+        learner._ledger.spool_bytes = 100
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            with pytest.raises(StorageError, match=r"limits\.spool_bytes"):
+                await learning
+
+    play(scenario)
+
+
+def test_a_second_learner_is_kept_out(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        first = await run.learner()
+        with pytest.raises(StorageError, match="another learner writes this run"):
+            await run.learner(resume=True, learner={"listen": "tcp://other:7700"})
+        async with running(first, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+
+    play(scenario)
+
+
+def test_a_run_is_not_started_twice(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner()
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            await learning
+        before = (run.run_dir / "ledger.jsonl").read_bytes()
+        with pytest.raises(ConfigError, match="holds a run already"):
+            await run.learner()
+        assert (run.run_dir / "ledger.jsonl").read_bytes() == before
+
+    play(scenario)
+
+
+def test_nothing_is_written_before_everything_is_built(play: Play, tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        missing = str(tmp_path / "nothing")
+        with pytest.raises(DataError, match="nothing"):
+            await run.learner(learner={"init_from": missing})
+        assert run.ledger() == []
+        assert not (run.run_dir / "config.json").exists()
+        async with running(await run.learner(), await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+
+    play(scenario)
+
+
+def test_a_run_can_start_from_the_weights_of_another(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        async with running(await run.learner(), await run.worker("w1")) as (learning, _):
+            await learning
+        start = {"init_from": str(run.run_dir / "final")}
+        learner = await run.learner(learner=start, run={"name": "second", "max_steps": 1})
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            await learning
+        published = read_jsonl(run.directory / "second" / "ledger.jsonl")
+        first = next(r for r in published if r["kind"] == "published")
+        # What was exported is what was published, bit by bit.
+        assert first["image_hash"] == run.ledger("published")[-1]["image_hash"]
+
+    play(scenario)
+
+
+def test_a_prompt_without_room_is_refused(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        with pytest.raises(ConfigError, match="max_completion_tokens = 500"):
+            await run.learner(sampling={"max_completion_tokens": 500})
+
+    play(scenario)
+
+
+def test_points_that_do_not_exist_are_refused_at_the_start(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        with pytest.raises(ConfigError, match="no such point; a learner has stored"):
+            await run.learner(faults={"kill_at": ["publish:7"]})
+        with pytest.raises(ConfigError, match="a worker has no such points"):
+            await run.worker("w1", faults={"kill_at": ["published:7"]})
+
+    play(scenario)
+
+
+def test_the_ledger_says_who_was_granted_what(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        async with running(await run.learner(), await run.worker("w1")) as (learning, _):
+            await learning
+        granted = {(r["group"], r["attempt"]): r for r in run.ledger("granted")}
+        for record in run.ledger("accepted"):
+            grant = granted[record["group"], record["attempt"]]
+            assert grant["worker"] == record["worker"] == "w1"
+        config = json.loads((run.run_dir / "config.json").read_text())
+        assert config["run"]["max_steps"] == 3
+
+    play(scenario)
