@@ -35,7 +35,11 @@ async def start_transport(network: NetworkSection, listen: str | None) -> ZmqTra
         dead_after_s=network.dead_after_s,
     )
     transport = ZmqTransport(listen, options)
-    await transport.start()
+    try:
+        await transport.start()
+    except BaseException:
+        await transport.close()
+        raise
     return transport
 
 
