@@ -97,6 +97,8 @@ def read_config(arguments: argparse.Namespace) -> Config:
     if role != "learner" and (arguments.resume or arguments.init_from):
         option = "--resume" if arguments.resume else "--init-from"
         raise ConfigError(f"{option} is for the learner; a {role} joins whatever the learner runs")
+    if arguments.yes and not arguments.resume:
+        raise ConfigError("--yes accepts changes to a run that is resumed; it needs --resume")
     if arguments.init_from:
         overrides.append(f"learner.init_from={arguments.init_from}")
     if arguments.config is None:

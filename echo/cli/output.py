@@ -7,7 +7,14 @@ import os
 import sys
 from pathlib import Path
 
-from echo.errors import ConfigError, DataError, EchoError, RefusedError, TransportError
+from echo.errors import (
+    ConfigError,
+    DataError,
+    EchoError,
+    RefusedError,
+    StorageError,
+    TransportError,
+)
 
 EXIT_CODES: dict[type[EchoError], int] = {
     ConfigError: 2,
@@ -21,14 +28,24 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
-    """Return a node's log: into a file, onto standard error, or both."""
+    """Return a node's log: into a file, onto standard error, or both.
+
+    Raises:
+        StorageError: if the file cannot be written.
+    """
     log = logging.getLogger(f"echo.{name}")
     log.setLevel(logging.INFO)
     log.propagate = False
     handlers: list[logging.Handler] = []
     if to_file is not None:
-        to_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(to_file, encoding="utf-8"))
+        try:
+            to_file.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(logging.FileHandler(to_file, encoding="utf-8"))
+        except OSError as error:
+            raise StorageError(
+                f"{to_file} cannot be written: {error.strerror}; set run.dir to a directory that "
+                "can be"
+            ) from error
     if to_terminal:
         handlers.append(logging.StreamHandler(sys.stderr))
     for handler in handlers:
