@@ -189,7 +189,7 @@ class Ledger:
         self.spool_bytes = spool_bytes
         self._unended: dict[str, set[int]] = {}
         self._ended_at: dict[int, int] = {}
-        # Held while the spool's file changes, so that `sync` in another thread has an open one.
+        # `sync` runs in other threads: never while the spool's file changes.
         self._spool_lock = threading.Lock()
         try:
             self.spool_dir.mkdir(parents=True, exist_ok=True)
@@ -201,9 +201,7 @@ class Ledger:
                 self._file.close()
                 raise
         except BlockingIOError as error:
-            raise StorageError(
-                f"{run_dir} is in use: another learner writes this run; stop it first"
-            ) from error
+            raise StorageError(f"{run_dir} is in use by another learner; stop it first") from error
         except OSError as error:
             raise StorageError(f"cannot open the journal in {run_dir}: {error}") from error
         spool_files = list(self.spool_dir.glob("*.bin"))

@@ -238,7 +238,7 @@ def test_a_journal_that_cannot_be_written_ends_the_run(play: Play) -> None:
 def test_a_second_learner_is_kept_out(play: Play) -> None:
     async def scenario(run: Run) -> None:
         first = await run.learner()
-        with pytest.raises(StorageError, match="another learner writes this run"):
+        with pytest.raises(StorageError, match="is in use by another learner"):
             await run.learner(resume=True, learner={"listen": "tcp://other:7700"})
         async with running(first, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"

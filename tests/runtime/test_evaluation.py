@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.rollout import PolicyVersion
+from echo.runtime.evaluation import Evaluations, Evaluator
+from echo.tasks.task import Example, Task
+
+
+class EchoEngine(Engine):
+    """Answers with the prompt's last token; sampled ones with that plus the seed's parity."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        pass
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, *, should_stop: Callable[[], bool]
+    ) -> list[Completion]:
+        ids = [int(r.prompt_ids[-1]) + (0 if sampling.greedy else r.seed % 2) for r in requests]
+        return [
+            Completion(r.request_id, np.array([i], np.int32), np.zeros(1, np.float32), "stop")
+            for r, i in zip(requests, ids, strict=True)
+        ]
+
+    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
+        return 8
+
+    def close(self) -> None:
+        pass
+
+
+class Same(Task):
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt=str(index), answer=str(index))
+
+    def reward(self, example: Example, completion: str) -> float:
+        if example.answer == "3":
+            raise RuntimeError("no idea")
+        return float(completion == example.answer)
+
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_completion_tokens=4, stop_ids=())
+
+
+def make_evaluator() -> Evaluator:
+    task = Same()
+    prompts = [(task.example(i, split="heldout"), [0, i]) for i in range(4)]
+    return Evaluator(
+        EchoEngine(),
+        task,
+        prompts=prompts,
+        decode=lambda ids: str(ids[0]),
+        sampling=SAMPLING,
+        reward_timeout_s=5.0,
+        seed=0,
+    )
+
+
+def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
+    result = make_evaluator().evaluate(PolicyVersion(1, 7), {}, should_stop=lambda: False)
+    assert result is not None
+    assert result.metrics("same") == {
+        "eval/same/pass@1": 0.5,  # 0 and 2 of four: odd seeds answer one too many
+        "eval/same/greedy": 0.75,
+        "eval/version": 7,
+        "eval/reward_errors": 2,
+    }
+
+
+@pytest.mark.parametrize("after", [0, 3, 6])
+def test_it_stops_wherever_it_is(after: int) -> None:
+    asked = iter(range(100))
+    stop = lambda: next(asked) >= after  # noqa: E731
+    assert make_evaluator().evaluate(PolicyVersion(1, 0), {}, should_stop=stop) is None
+
+
+def due_steps(published: Sequence[int], *, max_steps: int = 1000) -> list[int]:
+    async def ask() -> list[int]:
+        evaluations = Evaluations(make_evaluator(), interval_steps=20, max_steps=max_steps)
+        return [s for s in published if await evaluations.is_due(PolicyVersion(1, s))]
+
+    return asyncio.run(ask())
+
+
+def test_every_interval_is_evaluated_once_whatever_the_publish_period() -> None:
+    assert due_steps(range(61)) == [0, 20, 40, 60]
+    assert due_steps(range(0, 70, 3)) == [0, 21, 42, 60]
+    assert due_steps(range(0, 100, 30)) == [0, 30, 60, 90]
+
+
+def test_a_resume_between_two_intervals_waits_for_the_next() -> None:
+    assert due_steps(range(25, 62)) == [40, 60]
+
+
+def test_the_last_version_is_always_evaluated() -> None:
+    assert due_steps(range(34), max_steps=33) == [0, 20, 33]
+
+
+def test_one_runs_at_a_time_and_the_last_waits_for_it() -> None:
+    async def scenario() -> None:
+        evaluations = Evaluations(make_evaluator(), interval_steps=1, max_steps=3)
+        finished = asyncio.Event()
+        assert await evaluations.is_due(PolicyVersion(1, 0))
+        evaluations.started(asyncio.ensure_future(finished.wait()))  # type: ignore[arg-type]
+        assert not await evaluations.is_due(PolicyVersion(1, 1))
+        assert evaluations.num_skipped == 1
+        last = asyncio.ensure_future(evaluations.is_due(PolicyVersion(1, 3)))
+        await asyncio.sleep(0)
+        assert not last.done()
+        finished.set()
+        assert await last
+
+    asyncio.run(scenario())

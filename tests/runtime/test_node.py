@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from echo.errors import StorageError
+from echo.protocol.actions import Action, Dial, LeasesChanged, Note, Send, Stop
+from echo.protocol.codec import Frame
+from echo.runtime.node import Node
+from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
+
+
+class Script:
+    """A session that answers what it is told to."""
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None
+        self.on_message: Callable[[str, list[Frame]], list[Action]] = lambda peer, frames: []
+        self.on_expire: Callable[[], list[Action]] = list
+
+    def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        return self.on_message(peer, frames)
+
+    def expire(self, *, now: float) -> list[Action]:
+        self.deadline = None
+        return self.on_expire()
+
+
+def fail() -> list[Action]:
+    raise StorageError("the disk is full")
+
+
+def play(scenario: Callable[[Node, Script, MemoryNetwork], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(5):
+            network, script = MemoryNetwork(), Script()
+            transport = MemoryTransport(network, "node", "tcp://node:1")
+            await transport.start()
+            await scenario(Node(script, transport, log=logging.getLogger("test")), script, network)
+
+    asyncio.run(main())
+
+
+def test_stop_ends_it_with_the_reason_and_the_first_one_counts() -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        assert not node.has_ended
+        node.perform([Stop("first"), Stop("second", StorageError("late"))])
+        assert node.has_ended
+        assert await running == "first"
+        assert network.listener("tcp://node:1") is None
+
+    play(scenario)
+
+
+def test_an_error_of_the_timer_ends_it_without_a_trace(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        script.on_expire = fail
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        script.deadline = 0.0
+        node.perform([])
+        with pytest.raises(StorageError, match="the disk is full"):
+            await running
+
+    play(scenario)
+    assert "internal error" not in caplog.text
+
+
+def test_an_error_of_a_task_ends_it_and_everything_beside_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        async def broken() -> None:
+            raise KeyError("bug")
+
+        async def endless() -> None:
+            await asyncio.Event().wait()
+
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        beside = node.spawn(endless(), name="endless")
+        node.spawn(broken(), name="broken")
+        with pytest.raises(KeyError):
+            await running
+        assert beside.cancelled()
+
+    play(scenario)
+    assert "internal error" in caplog.text
+
+
+def test_a_message_is_answered_and_the_timer_fires() -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        fired = asyncio.Event()
+
+        def expire() -> list[Action]:
+            fired.set()
+            return []
+
+        def answer(peer: str, frames: list[Frame]) -> list[Action]:
+            script.deadline = node.now
+            return [Note("info", "heard"), Send(peer, [b"answer"])]
+
+        script.on_message, script.on_expire = answer, expire
+        running = asyncio.create_task(node.run())
+        other = MemoryTransport(network, "other")
+        await other.start()
+        peer = other.dial("tcp://node:1")
+        await other.receive()
+        other.send(peer, [b"question"])
+        [event] = await other.receive()
+        assert event.frames == [b"answer"]  # type: ignore[union-attr]
+        await fired.wait()
+        node.stop("done")
+        await running
+        await other.close()
+
+    play(scenario)
+
+
+def test_an_address_that_cannot_be_dialled_is_survived(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        node.perform([Dial("nonsense", "weights")])
+        await node.transport.close()
+
+    play(scenario)
+    assert "'nonsense' is not an address" in caplog.text
+
+
+def test_an_action_of_another_role_is_a_bug() -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        with pytest.raises(TypeError, match="LeasesChanged is not for Node"):
+            node.perform([LeasesChanged()])
+        await node.transport.close()
+
+    play(scenario)
+
+
+def test_an_interrupt_drains_once() -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        drained = []
+
+        async def drain() -> None:
+            drained.append(1)
+
+        node.drain = drain  # type: ignore[method-assign]
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        node.interrupt()
+        node.interrupt()
+        assert await running == "interrupted"
+        assert drained == [1]
+
+    play(scenario)
+
+
+def test_waiting_gives_up() -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        assert await node.wait_until(lambda: True, within_s=0.0)
+        assert not await node.wait_until(lambda: False, within_s=0.0)
+        await node.transport.close()
+
+    play(scenario)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from echo.runtime.prompts import CACHED_LEASES, PromptSource
+from echo.tasks.task import Example, Task
+
+
+class Counting(Task):
+    def __init__(self, num_heldout: int | None = None) -> None:
+        self.num_heldout = num_heldout
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt=f"{split} {index}")
+
+    def reward(self, example: Example, completion: str) -> float:
+        return 0.0
+
+    def num_examples(self, *, split: str) -> int | None:
+        return self.num_heldout if split == "heldout" else None
+
+
+def make(
+    *, seed: int = 0, num_examples: int | None = None, task: Task | None = None
+) -> PromptSource:
+    return PromptSource(
+        task or Counting(),
+        encode=lambda example: [1, example.index],
+        seed=seed,
+        num_examples=num_examples,
+    )
+
+
+def test_a_group_has_the_same_prompt_in_every_process_and_attempt() -> None:
+    source = make(num_examples=50)
+    lease, again = source.lease(17, 0), source.lease(17, 3)
+    assert lease == make(num_examples=50).lease(17, 0)
+    assert (again.prompt_ids, again.example) == (lease.prompt_ids, lease.example)
+    assert (again.attempt, lease.attempt) == (3, 0)
+    assert again.seed != lease.seed
+    assert source.lease(17, 0) == lease
+
+
+def test_an_epoch_visits_every_example_once_in_an_order_of_its_own() -> None:
+    source = make(num_examples=20)
+    epochs = [[source.lease(e * 20 + i, 0).example["index"] for i in range(20)] for e in range(2)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 2
+    assert epochs[0] != epochs[1]
+    assert [
+        make(num_examples=20, seed=1).lease(i, 0).example["index"] for i in range(20)
+    ] != epochs[0]
+    # Asked for out of order, as when an old lease is granted again.
+    assert source.lease(3, 1).example["index"] == epochs[0][3]
+
+
+def test_an_endless_task_is_walked_in_order() -> None:
+    assert [make().lease(i, 0).example["index"] for i in (0, 1, 10**9)] == [0, 1, 10**9]
+
+
+def test_the_cache_is_bounded() -> None:
+    source = make()
+    for group_id in range(CACHED_LEASES + 100):
+        source.lease(group_id, 0)
+    assert len(source._cache) == CACHED_LEASES
+    assert source.lease(0, 0) == make().lease(0, 0)
+
+
+@pytest.mark.parametrize(("num_heldout", "expected"), [(None, 8), (3, 3), (0, 0), (100, 8)])
+def test_no_heldout_prompt_is_used_twice(num_heldout: int | None, expected: int) -> None:
+    found = make(task=Counting(num_heldout)).heldout(8)
+    assert [example.prompt for example, _ in found] == [f"heldout {i}" for i in range(expected)]
+    assert [ids for _, ids in found] == [[1, i] for i in range(expected)]
