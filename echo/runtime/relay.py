@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from echo.errors import LocalProtocolError
 from echo.protocol.actions import Action, Configure, VersionArrived
 from echo.protocol.node_session import NodeSession
 from echo.protocol.relay_session import RelaySession
-from echo.runtime.node import LINGER_S, Node
+from echo.runtime.node import Node
 from echo.runtime.transport import Transport
 
 
@@ -31,10 +30,9 @@ class DialingNode(Node):
         self.session.dialled(address, purpose, peer)
 
     async def drain(self) -> None:
-        """Say goodbye, so that nobody waits for this node."""
+        """Say goodbye, so that nobody waits for this node; the transport delivers it."""
         self.session.is_leaving = True
         self.perform(self.session.leave("stopped by its operator"))
-        await asyncio.sleep(min(LINGER_S, 0.2))
 
 
 class RelayNode(DialingNode):
