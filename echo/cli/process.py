@@ -33,7 +33,12 @@ async def run_node(node: Node) -> str:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    return await node.run()
+    try:
+        return await node.run()
+    finally:
+        # Or the process could not be stopped while threads of the node still work.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:

@@ -179,12 +179,13 @@ def run_nodes(
     try:
         extra = ["--no-report", *(["--resume"] if arguments.resume is not None else [])]
         learner = start_node("learner", "learner", config_path, overrides, extra=extra)
+        nodes.append(learner)
         nodes.append(start_node("relay", "relay", config_path, [*overrides, "relay.name=relay"]))
         for number in range(1, arguments.workers + 1):
             name = f"w{number}"
             own = [*overrides, f"worker.name={name}"]
             nodes.append(start_node(name, "worker", config_path, own))
-        code = wait_for(learner, nodes, console)
+        code = wait_for(learner, nodes[1:], console)
     finally:
         # After the last step every node ends by itself; otherwise they would wait for the learner.
         stop(nodes, grace_s=GRACE_S if final.exists() else 0.0)
@@ -225,8 +226,12 @@ def start_node(
 
 
 def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:
-    """Wait for the learner to end; Ctrl-C goes to it, not to us."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Wait for the learner to end; who stops us stops it."""
+    # The terminal sends Ctrl-C to the learner as well, everybody else only to us.
+    previous = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: learner.process.terminate()),
+    }
     reported = set()
     try:
         while (code := learner.process.poll()) is None:
@@ -238,7 +243,8 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
             time.sleep(0.1)
         return code
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
