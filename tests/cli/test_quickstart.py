@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from echo.cli.quickstart import (
+    CONFIGS,
+    TASKS,
+    NodeProcess,
+    find_config,
+    free_settings,
+    main,
+    next_commands,
+    stop,
+    wait_for,
+)
+from echo.config.load import load_config, parse_config
+
+PATIENT = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def start(name: str, program: str) -> NodeProcess:
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout:
+        process.stdout.readline()
+    return NodeProcess(name, process)
+
+
+def test_no_worker_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--workers", "0"]) == 2
+    assert "--workers 0" in capsys.readouterr().err
+
+
+def test_a_directory_without_a_run_cannot_be_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--resume", str(tmp_path / "none")]) == 2
+    assert "config.json: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_its_configuration_and_next_steps(task: str) -> None:
+    config, _ = load_config(find_config(CONFIGS[task]), ["model.name=x"], "learner")
+    assert config.task.kind == task
+    assert len(next_commands(task)) == 3
+
+
+def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run-2").mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        table = {
+            "run": {"dir": str(tmp_path)},
+            "learner": {"listen": f"tcp://127.0.0.1:{port}"},
+            "model": {"name": "x"},
+        }
+        config, _ = parse_config(table, role="learner")
+        overrides = free_settings(config)
+    config, _ = parse_config(table, overrides, "learner")
+    assert config.run.name == "run-3"
+    assert config.learner.listen != f"tcp://127.0.0.1:{port}"
+    assert config.relay.connect == (config.learner.listen,)
+    assert config.worker.connect[0] == config.relay.listen
+
+
+def test_nodes_end_by_themselves_are_asked_and_then_made_to() -> None:
+    done, asked = start("done", "print()"), start("asked", PATIENT)
+    stop([done, asked], grace_s=0.2)
+    assert (done.process.returncode, asked.process.returncode) == (0, 7)
+
+
+def test_who_ends_the_quickstart_ends_its_learner() -> None:
+    learner, node = start("learner", PATIENT), start("w1", "import sys\nprint()\nsys.exit(3)")
+    node.process.wait()
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    console = Console(record=True, width=80, quiet=False, stderr=True)
+    assert wait_for(learner, [node], console) == 7
+    assert time.monotonic() - began < 10
+    assert "w1 ended with code 3" in console.export_text()
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from echo.errors import ConfigError, StorageError
+from echo.protocol.codec import encode_group
+from echo.rollout import Group, Lineage, Rollout
+from echo.runtime.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
+from echo.runtime.ledger import Ledger
+from echo.runtime.recovery import StartingPoint, begin, enter, recover
+
+
+def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:
+    rollout = Rollout(
+        token_ids=np.array([4, 2], np.int32),
+        sampler_logprobs=np.array([-0.5, -0.5], np.float32),
+        policy_versions=np.array([[lineage, step]] * 2, np.int32),
+        completion_mask=np.ones(2, np.bool_),
+        reward=1.0,
+        finish_reason="stop",
+    )
+    return Group(
+        group_id=group_id,
+        attempt=0,
+        worker_id="w1",
+        prompt_ids=np.array([1, 3], np.int32),
+        rollouts=(rollout, rollout),
+    )
+
+
+def checkpoint(run_dir: Path, step: int, *, lineage: int = 1, run_id: str = "toy") -> None:
+    save_checkpoint(
+        run_dir / "checkpoints",
+        CheckpointInfo(run_id=run_id, lineage=lineage, step=step),
+        write_state=lambda path: None,
+        keep_last=9,
+        min_free_bytes=0,
+    )
+
+
+@contextmanager
+def opened(run_dir: Path) -> Iterator[Ledger]:
+    ledger = Ledger(run_dir, spool_bytes=1 << 20)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def store(ledger: Ledger, group: Group) -> Group:
+    ledger.append("granted", group=group.group_id, attempt=0, worker="w1", version=[1, 0])
+    ledger.store(group, *encode_group(group))
+    return group
+
+
+def resume(run_dir: Path, *, max_staleness: int = 2) -> StartingPoint:
+    with opened(run_dir) as ledger:
+        start = recover(ledger, run_id="toy", max_staleness=max_staleness)
+        enter(ledger, start)
+        return start
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Return a run that was killed at step 3, with a checkpoint of step 1."""
+    with opened(tmp_path) as ledger:
+        enter(ledger, begin(ledger))
+        groups = [store(ledger, make_group(i, step=step)) for i, step in enumerate([0, 0, 1, 2])]
+        ledger.trained(groups[:1], lineage=1, consumed_at=0)
+        checkpoint(tmp_path, 1)
+        ledger.trained(groups[1:2], lineage=1, consumed_at=1)
+        ledger.trained(groups[2:3], lineage=1, consumed_at=2)
+        ledger.append("granted", group=4, attempt=1, worker="w2", version=[1, 2])
+        ledger.discarded(5, "reward_error", step=3)
+    return tmp_path
+
+
+def test_a_run_begins_once_and_not_before_it_is_entered(tmp_path: Path) -> None:
+    with opened(tmp_path) as ledger:
+        begin(ledger)
+        enter(ledger, begin(ledger))
+        with pytest.raises(ConfigError, match="--resume"):
+            begin(ledger)
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+    with opened(tmp_path) as ledger, pytest.raises(ConfigError, match="no run to resume"):
+        recover(ledger, run_id="toy", max_staleness=2)
+
+
+def test_what_was_trained_after_the_checkpoint_waits_again(run_dir: Path) -> None:
+    start = resume(run_dir)
+    assert (start.step, start.lineage) == (1, 2)
+    assert start.lineages == (Lineage(1, 0), Lineage(2, 1))
+    assert [group.group_id for group in start.buffered] == [1, 2]
+    # Sampled by weights that are gone.
+    assert start.ends == {3: "abandoned_version"}
+    assert start.open_attempts == {4: 2}
+    assert start.settled == {0, 1, 2, 3, 5}
+    assert start.next_group_id == 5
+    assert start.staleness_tokens == {0: 4}
+
+
+def test_what_is_too_old_by_then_ends_as_stale(run_dir: Path) -> None:
+    start = resume(run_dir, max_staleness=0)
+    assert start.ends == {1: "stale", 3: "abandoned_version"}
+    assert [group.group_id for group in resume(run_dir, max_staleness=0).buffered] == [2]
+
+
+def test_two_crashes_from_one_checkpoint_are_two_lineages(run_dir: Path) -> None:
+    resume(run_dir)
+    start = resume(run_dir)
+    assert start.lineages == (Lineage(1, 0), Lineage(2, 1), Lineage(3, 1))
+    assert [group.group_id for group in start.buffered] == [1, 2]
+    assert start.ends == {}  # final from the first time
+
+
+def test_recovering_writes_nothing_by_itself(run_dir: Path) -> None:
+    before = (run_dir / "ledger.jsonl").read_bytes()
+    with opened(run_dir) as ledger:
+        recover(ledger, run_id="toy", max_staleness=2)
+    assert (run_dir / "ledger.jsonl").read_bytes() == before
+
+
+def test_without_a_checkpoint_it_starts_over(run_dir: Path) -> None:
+    for path in list_checkpoints(run_dir / "checkpoints").values():
+        (path / "checkpoint.json").unlink()
+        path.rmdir()
+    (run_dir / "checkpoints" / "latest").unlink()
+    start = resume(run_dir)
+    assert (start.step, start.checkpoint) == (0, None)
+    assert [group.group_id for group in start.buffered] == [0, 1]
+
+
+def test_going_back_to_an_older_checkpoint_drops_the_later_ones(run_dir: Path) -> None:
+    checkpoint(run_dir, 3)
+    (run_dir / "checkpoints" / "latest").write_text("step_000001\n")
+    assert resume(run_dir).step == 1
+    assert list(list_checkpoints(run_dir / "checkpoints")) == [1]
+
+
+def test_a_group_that_is_gone_ends_as_lost(run_dir: Path) -> None:
+    for path in (run_dir / "spool").glob("*.bin"):
+        path.unlink()
+    start = resume(run_dir)
+    assert start.ends == {1: "lost", 2: "lost", 3: "lost"}
+    assert len(start.losses) == 3
+    assert "group 1 cannot be read back" in start.losses[0]
+    assert resume(run_dir).ends == {}
+
+
+def test_a_checkpoint_of_another_run_is_refused(run_dir: Path) -> None:
+    checkpoint(run_dir, 3, run_id="other")
+    with pytest.raises(ConfigError, match="belongs to run other"):
+        resume(run_dir)
+
+
+def test_a_checkpoint_of_an_abandoned_history_is_refused(run_dir: Path) -> None:
+    resume(run_dir)
+    checkpoint(run_dir, 2, lineage=1)
+    with pytest.raises(StorageError, match="not on the run's history"):
+        resume(run_dir)
