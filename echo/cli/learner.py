@@ -26,16 +26,28 @@ MAX_NOTICES = 6
 
 
 class NoticeBoard(logging.Handler):
-    """Keeps the newest log lines for the live view."""
+    """Keeps the newest log lines for the live view, and knows which it has not shown."""
 
     def __init__(self) -> None:
         """Start empty."""
         super().__init__()
         self.lines: list[str] = []
+        self._num_unseen = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take a line."""
         self.lines = [*self.lines, self.format(record)][-MAX_NOTICES:]
+        self._num_unseen += 1
+
+    def show(self) -> tuple[str, ...]:
+        """Return the lines for the view, which shows them now."""
+        self._num_unseen = 0
+        return tuple(self.lines)
+
+    @property
+    def unseen(self) -> list[str]:
+        """The lines that came after the view's last look."""
+        return self.lines[-self._num_unseen :] if self._num_unseen else []
 
 
 def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
@@ -70,13 +82,16 @@ def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
         print(f"error: {board.lines[-1] if board.lines else 'see the log'}", file=sys.stderr)
         print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
         return code
+    for line in board.unseen:
+        # Above all what Ctrl-C has saved and how to go on: it is told after the view has ended.
+        print(line, file=sys.stderr)
     if has_report and (run_dir / "final").exists():
         report(run_dir, console)
     return 0
 
 
 def _show_on(view: LiveView, board: NoticeBoard) -> Callable[[Snapshot], None]:
-    return lambda snapshot: view.update(replace(snapshot, notices=tuple(board.lines)))
+    return lambda snapshot: view.update(replace(snapshot, notices=board.show()))
 
 
 async def _run(

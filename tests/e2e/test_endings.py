@@ -23,7 +23,7 @@ def test_an_interrupted_run_is_saved_and_resumed_with_changes(cluster: Cluster) 
     assert cluster.wait_for_end(learner, within_s=10) == 0
     step = cluster.records("trained")[-1]["step"]
     assert cluster.records("checkpoint")[-1]["step"] == step
-    assert f"stopped at step {step}; --resume continues from step {step}" in cluster.log("learner")
+    assert f"stopped at step {step}; --resume continues from step {step}" in learner.output
     assert worker.is_running
     cluster.audit(is_finished=False)
 
