@@ -12,15 +12,19 @@ STD_FLOOR = 1e-4
 """Added to the standard deviation, as in TRL, so that near-equal rewards stay finite."""
 
 
-def group_advantages(rewards: Tensor, *, normalize_by_std: bool) -> Tensor:
+def group_advantages(
+    rewards: Tensor, *, normalize_by_std: bool, leave_one_out: bool = False
+) -> Tensor:
     """Return each rollout's reward relative to its group's mean reward.
 
-    A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. A group
-    whose rewards are all equal gets exactly 0, whatever rounding does to its mean.
+    A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. With
+    leave-one-out the mean is over the others: r_ng - mean_{h != g}(r_nh), G / (G - 1) times as
+    much. A group whose rewards are all equal gets exactly 0, whatever rounding does to its mean.
 
     Args:
         rewards: [N, G] floating point, G >= 2.
         normalize_by_std: whether to divide by the group's standard deviation.
+        leave_one_out: whether a rollout's own reward stays out of its baseline.
 
     Returns:
         [N, G] in the dtype of `rewards`; computed in float64.
@@ -28,7 +32,8 @@ def group_advantages(rewards: Tensor, *, normalize_by_std: bool) -> Tensor:
     Raises:
         ValueError: if G < 2, the dtype cannot hold fractions, or a reward is not finite.
 
-    Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783.
+    Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783;
+    leave-one-out: RLOO, arXiv:2402.14740.
     Differs from the paper: nothing but the floor of the standard deviation.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
@@ -44,7 +49,36 @@ def group_advantages(rewards: Tensor, *, normalize_by_std: bool) -> Tensor:
         raise ValueError(f"rewards of row {row} are not all finite: {rewards[row].tolist()}")
     values = rewards.double()
     advantages = values - values.mean(1, keepdim=True)
+    if leave_one_out:
+        advantages = advantages * (values.shape[1] / (values.shape[1] - 1))
     if normalize_by_std:
         advantages = advantages / (values.std(1, keepdim=True) + STD_FLOOR)
     is_equal = values.amax(1, keepdim=True) == values.amin(1, keepdim=True)
     return torch.where(is_equal, 0.0, advantages).to(rewards.dtype)
+
+
+def overlong_penalties(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
+    """Return what to add to the rewards of completions that come close to the limit.
+
+    0 up to max - buffer tokens, then falling in a straight line to -1 at the limit.
+
+    Args:
+        num_tokens: any shape, completion tokens, 0..max_tokens.
+        max_tokens: the limit.
+        buffer_tokens: tokens before it in which the penalty grows, 1..max_tokens.
+
+    Returns:
+        float64 in the shape of `num_tokens`.
+
+    Raises:
+        ValueError: if the buffer does not fit.
+
+    Source: DAPO, arXiv:2503.14476, eq. 13.
+    Differs from the paper: nothing.
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise ValueError(
+            f"buffer_tokens = {buffer_tokens}: must lie in 1..max_tokens = {max_tokens}"
+        )
+    over = num_tokens.double() - (max_tokens - buffer_tokens)
+    return -(over / buffer_tokens).clamp(0.0, 1.0)

@@ -31,6 +31,10 @@ class Sample:
     """[P]"""
     rollout: Rollout
     advantage: float
+    group_index: int = 0
+    """Which group of its batch it belongs to."""
+    log_expectation: float = 0.0
+    """Log of the group expectation of the sampler's probability, where a loss needs it."""
 
     @property
     def num_inputs(self) -> int:
@@ -59,6 +63,12 @@ class MicroBatch:
     """[B, T] bool, False in padding."""
     advantages: Tensor
     """[B] float32."""
+    version_steps: Tensor
+    """[B, T] int64, step of the policy version that sampled the token; 0 in padding."""
+    group_index: Tensor
+    """[B] int64, equal within a group."""
+    log_expectations: Tensor
+    """[B] float32."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on `device`."""
@@ -67,28 +77,35 @@ class MicroBatch:
         )
 
 
-def pack_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+def pack_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, group_index: Sequence[int] | None = None
+) -> list[list[int]]:
     """Divide rows into micro-batches of at most `max_tokens` tokens, padding counted.
 
     Rows of similar length go together, longest first, so little is padded and a lack of memory
     shows in the first micro-batch. A row longer than the budget gets a micro-batch of its own: it
-    cannot be cut.
+    cannot be cut. Neither can a group, where rows of one group are asked to stay together.
 
     Args:
         lengths: tokens of each row, >= 1.
         max_tokens: bound on rows times longest row of a micro-batch, inclusive.
+        group_index: group of each row, to keep groups whole; None lets rows go anywhere.
 
     Returns:
         Indices of `lengths`, each exactly once. The same for the same arguments.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
-    batches: list[list[int]] = []
+    units: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
-            batches[-1].append(index)
+        units.setdefault(index if group_index is None else group_index[index], []).append(index)
+    batches: list[list[int]] = []
+    # In the order of their longest rows, so the first row of a micro-batch is its longest too.
+    for unit in units.values():
+        if batches and (len(batches[-1]) + len(unit)) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1] += unit
         else:
-            batches.append([index])
+            batches.append(unit)
     return batches
 
 
@@ -106,6 +123,7 @@ def collate(samples: Sequence[Sample], *, score_all: bool = False) -> MicroBatch
     token_ids = np.full((num_rows, num_tokens), PAD_ID, dtype=np.int64)
     predictors = np.zeros((num_rows, num_tokens), dtype=np.int64)
     logprobs = np.zeros((num_rows, num_tokens), dtype=np.float32)
+    version_steps = np.zeros((num_rows, num_tokens), dtype=np.int64)
     mask = np.zeros((num_rows, num_tokens), dtype=np.bool_)
     for row, sample in enumerate(samples):
         rollout = sample.rollout
@@ -116,6 +134,7 @@ def collate(samples: Sequence[Sample], *, score_all: bool = False) -> MicroBatch
         first = row * num_inputs + num_prompt - 1
         predictors[row, :num_completion] = np.arange(first, first + num_completion)
         logprobs[row, :num_completion] = rollout.sampler_logprobs
+        version_steps[row, :num_completion] = rollout.policy_versions[:, 1]
         mask[row, :num_completion] = True if score_all else rollout.completion_mask
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -124,4 +143,9 @@ def collate(samples: Sequence[Sample], *, score_all: bool = False) -> MicroBatch
         sampler_logprobs=torch.from_numpy(logprobs),
         completion_mask=torch.from_numpy(mask),
         advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
+        version_steps=torch.from_numpy(version_steps),
+        group_index=torch.tensor([sample.group_index for sample in samples]),
+        log_expectations=torch.tensor(
+            [sample.log_expectation for sample in samples], dtype=torch.float32
+        ),
     )

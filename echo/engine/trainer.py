@@ -2,8 +2,12 @@
 
 A step: advantages per group, rollouts packed into micro-batches, log-probabilities of the trained
 tokens at the sampling temperature, loss, gradients accumulated, norm clipped, AdamW. Every loss is
-divided by the token count of the whole batch, so how it was cut into micro-batches does not matter,
-and rollouts whose advantage is 0 are left out of the forward and backward pass exactly.
+divided by counts of the whole batch, so how it was cut into micro-batches does not matter, and
+rollouts whose advantage is 0 are left out of the forward and backward pass exactly. A loss that
+needs more than that declares it (algo/loss.py), and gets it here: rollouts without an advantage,
+whole groups in a micro-batch, the group's expectation, a first pass over the batch. The proximal
+policy, the one at the start of the step, costs nothing: a batch makes one optimizer step, so it is
+the policy that the gradient is taken at.
 
 `step_count` grows by one with every batch consumed, so that each makes one policy version. Its
 weights equal the previous ones if no rollout had an advantage (momentum and weight decay rest too)
@@ -28,18 +32,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echo.algo.advantages import group_advantages
 from echo.algo.batching import MicroBatch, Sample, collate, pack_micro_batches
-from echo.algo.losses import Loss, LossInputs
+from echo.algo.loss import BatchScores, Loss, LossInputs, needs_of
 from echo.algo.mismatch import mismatch_metrics
 from echo.engine import trainer_state
 from echo.engine.device import pick_device
 from echo.engine.policy import Policy
-from echo.errors import DataError
+from echo.engine.trainer_batch import AdvantageSettings, StepBatch, prepare_batch, refusal
 from echo.rollout import Group
-
-MAX_LOGPROB = 1e-3
-"""Log-probabilities above this are none; a little above 0 is rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Trainer:
         loss: Loss,
         optimizer: OptimizerSettings,
         temperature: float = 1.0,
-        normalize_by_std: bool = True,
+        advantages: AdvantageSettings | None = None,
         device: str = "auto",
         init_tensors: Mapping[str, Tensor] | None = None,
         micro_batch_tokens: int = 16384,
@@ -91,7 +91,7 @@ class Trainer:
             loss: the policy loss, for example from `make_loss`.
             optimizer: its settings.
             temperature: of sampling, > 0.
-            normalize_by_std: whether advantages are divided by their group's standard deviation.
+            advantages: how rewards become advantages; None takes the defaults.
             device: torch's name of it, or "auto" for CUDA where there is a GPU, else the CPU.
             init_tensors: weights to start from instead of the directory's.
             micro_batch_tokens: padded tokens that go through the model at once.
@@ -116,9 +116,10 @@ class Trainer:
             gradient_checkpointing=gradient_checkpointing,
         )
         self._loss = loss
+        self._needs = needs_of(loss)
+        self._advantages = advantages or AdvantageSettings()
         self._settings = optimizer
         self._inv_temperature = 1.0 / temperature
-        self._normalize_by_std = normalize_by_std
         self._micro_batch_tokens = micro_batch_tokens
         self._vocab_chunk = vocab_chunk
         self._parameters = self._policy.parameters()
@@ -147,19 +148,25 @@ class Trainer:
         Raises:
             DataError: if a group cannot be trained on; it is named, and nothing was changed.
         """
-        samples = self._samples(groups)
-        num_tokens = sum(sample.num_trained for sample in samples)
-        live = [sample for sample in samples if sample.advantage != 0 and sample.num_trained]
-        metrics = _batch_metrics(groups, samples)
-        metrics |= self._accumulate_gradients(live, num_tokens)
+        batch = prepare_batch(
+            groups,
+            settings=self._advantages,
+            needs=self._needs,
+            vocab_size=self._policy.vocab_size,
+        )
+        metrics = batch.metrics | self._accumulate_gradients(batch)
         metrics["lr"] = self._learning_rate()
-        if live:
+        if batch.samples:
             metrics |= self._update_weights()
         metrics["optimizer/skipped_nonfinite"] = self._num_skipped_nonfinite
         self._step_count += 1
         return StepResult(
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)}
         )
+
+    def refusal(self, group: Group) -> str | None:
+        """Return why `step` would leave a sound group out, or None if it would train on it."""
+        return refusal(group, self._needs)
 
     @torch.no_grad()
     def score(self, groups: Sequence[Group]) -> list[list[npt.NDArray[np.float32]]]:
@@ -218,24 +225,18 @@ class Trainer:
         self._step_count = state.counters["step_count"]
         self._num_skipped_nonfinite = state.counters["num_skipped_nonfinite"]
 
-    def _samples(self, groups: Sequence[Group]) -> list[Sample]:
-        samples = []
-        for group in groups:
-            _check_group(group, self._policy.vocab_size)
-            rewards = torch.tensor([group.rewards], dtype=torch.float64)
-            advantages = group_advantages(rewards, normalize_by_std=self._normalize_by_std)
-            samples += [
-                Sample(prompt_ids=group.prompt_ids, rollout=rollout, advantage=advantage)
-                for rollout, advantage in zip(group.rollouts, advantages[0].tolist(), strict=True)
-            ]
-        return samples
-
     def _micro_batches(
         self, samples: Sequence[Sample], *, score_all: bool = False
     ) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield indices of `samples` and their micro-batch on the device."""
-        lengths = [sample.num_inputs for sample in samples]
-        for indices in pack_micro_batches(lengths, max_tokens=self._micro_batch_tokens):
+        packed = pack_micro_batches(
+            [sample.num_inputs for sample in samples],
+            max_tokens=self._micro_batch_tokens,
+            group_index=[sample.group_index for sample in samples]
+            if self._needs.whole_groups and not score_all
+            else None,
+        )
+        for indices in packed:
             batch = collate([samples[index] for index in indices], score_all=score_all)
             yield indices, batch.to(self.device)
 
@@ -244,34 +245,56 @@ class Trainer:
             batch, inv_temperature=self._inv_temperature, vocab_chunk=self._vocab_chunk
         )
 
-    def _accumulate_gradients(self, live: Sequence[Sample], num_tokens: int) -> dict[str, float]:
+    def _loss_inputs(
+        self, micro: MicroBatch, logprobs: Tensor, batch: StepBatch, scores: BatchScores | None
+    ) -> LossInputs:
+        return LossInputs(
+            learner_logprobs=logprobs,
+            sampler_logprobs=micro.sampler_logprobs,
+            advantages=micro.advantages,
+            completion_mask=micro.completion_mask,
+            num_tokens=batch.num_tokens,
+            num_rollouts=batch.num_rollouts,
+            group_index=micro.group_index,
+            proximal_logprobs=logprobs.detach(),
+            staleness=self._step_count - micro.version_steps,
+            log_expectation=micro.log_expectations if self._needs.group_expectation else None,
+            batch_scores=scores,
+        )
+
+    @torch.no_grad()
+    def _score_batch(self, samples: Sequence[Sample]) -> BatchScores:
+        """Return every trained token's log-ratio and advantage, by a pass without gradient."""
+        log_ratios: list[Tensor] = []
+        advantages: list[Tensor] = []
+        for _, micro in self._micro_batches(samples):
+            mask = micro.completion_mask
+            logprobs, _ = self._logprobs(micro)
+            log_ratios.append((logprobs - micro.sampler_logprobs)[mask])
+            advantages.append(micro.advantages[:, None].expand(mask.shape)[mask])
+        return BatchScores(log_ratios=torch.cat(log_ratios), advantages=torch.cat(advantages))
+
+    def _accumulate_gradients(self, batch: StepBatch) -> dict[str, float]:
         """Run forward and backward over the samples; return the metrics of loss and ratios."""
         self._optimizer.zero_grad()
+        if not batch.samples:
+            return {"loss/policy": 0.0}
+        scores = self._score_batch(batch.samples) if self._needs.batch_scores else None
         losses: list[Tensor] = []
         token_counts: dict[str, list[Tensor]] = {}
         learner: list[Tensor] = []
         sampler: list[Tensor] = []
         entropies: list[Tensor] = []
-        for _, batch in self._micro_batches(live):
-            logprobs, entropy = self._logprobs(batch)
-            output = self._loss(
-                LossInputs(
-                    learner_logprobs=logprobs,
-                    sampler_logprobs=batch.sampler_logprobs,
-                    advantages=batch.advantages,
-                    completion_mask=batch.completion_mask,
-                    num_tokens=num_tokens,
-                )
-            )
+        for _, micro in self._micro_batches(batch.samples):
+            logprobs, entropy = self._logprobs(micro)
+            output = self._loss(self._loss_inputs(micro, logprobs, batch, scores))
             output.loss.backward()  # type: ignore[no-untyped-call]
             losses.append(output.loss.detach())
             for name, count in output.token_counts.items():
                 token_counts.setdefault(name, []).append(count)
-            learner.append(logprobs.detach()[batch.completion_mask])
-            sampler.append(batch.sampler_logprobs[batch.completion_mask])
+            learner.append(logprobs.detach()[micro.completion_mask])
+            sampler.append(micro.sampler_logprobs[micro.completion_mask])
             entropies.append(entropy)
-        if not live:
-            return {"loss/policy": 0.0}
         # Read back only here: every number fetched from a GPU makes the CPU wait for it.
         num_scored = sum(len(part) for part in learner)
         metrics = mismatch_metrics(torch.cat(learner), torch.cat(sampler))
@@ -301,52 +324,3 @@ class Trainer:
             self._num_skipped_nonfinite += 1
         self._optimizer.zero_grad()
         return {"grad_norm": grad_norm}
-
-
-def _batch_metrics(groups: Sequence[Group], samples: Sequence[Sample]) -> dict[str, float]:
-    """The metrics that need no model: all rollouts, also those without an advantage.
-
-    A group is all_right or all_wrong if its rewards are equal, and above 0 or not; else useful.
-    """
-    rewards = np.array([reward for group in groups for reward in group.rewards], dtype=np.float64)
-    rollouts = [sample.rollout for sample in samples]
-    is_equal = np.array([min(group.rewards) == max(group.rewards) for group in groups])
-    is_positive = np.array([max(group.rewards) > 0 for group in groups])
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "completions/mean_length": float(np.mean([rollout.num_tokens for rollout in rollouts])),
-        "completions/clipped_ratio": float(
-            np.mean([rollout.finish_reason == "length" for rollout in rollouts])
-        ),
-        "groups/all_right": float((is_equal & is_positive).mean()),
-        "groups/all_wrong": float((is_equal & ~is_positive).mean()),
-        "groups/useful": float((~is_equal).mean()),
-    }
-
-
-def _check_group(group: Group, vocab_size: int) -> None:
-    """Refuse what would poison the weights or stop the process inside a GPU kernel."""
-    where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
-    if len(group.rollouts) < 2:
-        raise DataError(f"{where} has one rollout: advantages need two or more of each prompt")
-    if not np.isfinite(group.rewards).all():
-        raise DataError(f"{where}: rewards are not all finite: {group.rewards}")
-    ids = [("prompt", group.prompt_ids)]
-    for index, rollout in enumerate(group.rollouts):
-        ids.append((f"rollout {index}", rollout.token_ids))
-        logprobs = rollout.sampler_logprobs
-        is_bad = rollout.completion_mask & ~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))
-        if is_bad.any():
-            token = int(is_bad.argmax())
-            raise DataError(
-                f"{where}, rollout {index}: sampler log-prob of token {token} is "
-                f"{logprobs[token]}, expected a finite number of at most 0; the group cannot be "
-                "trained on, and its worker's sampler is at fault"
-            )
-    for name, token_ids in ids:
-        if token_ids.min() < 0 or token_ids.max() >= vocab_size:
-            raise DataError(
-                f"{where}, {name}: token ids span {token_ids.min()}..{token_ids.max()}, outside "
-                f"the model's vocabulary of {vocab_size}; the worker has another tokenizer"
-            )

@@ -16,6 +16,7 @@ from echo.config.load import save_resolved
 from echo.config.schema import Config
 from echo.engine.device import pick_device, set_num_threads
 from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.engine.trainer_batch import AdvantageSettings
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.weights import (
     Weights,
@@ -202,7 +203,7 @@ def build_trainer(config: Config, model_dir: Path, start: StartingPoint) -> Trai
             max_grad_norm=optimizer.max_grad_norm,
         ),
         temperature=config.sampling.temperature,
-        normalize_by_std=loss.normalize_by_std,
+        advantages=AdvantageSettings(normalize_by_std=loss.normalize_by_std),
         device=pick_device(learner.device),
         init_tensors=tensors,
         micro_batch_tokens=learner.micro_batch_tokens,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.algo.advantages import group_advantages
+from echo.algo.advantages import group_advantages, overlong_penalties
 
 torch.set_num_threads(1)
 
@@ -70,3 +70,31 @@ def test_integer_rewards_are_refused() -> None:
 def test_a_reward_that_is_not_finite_is_named() -> None:
     with pytest.raises(ValueError, match=r"rewards of row 1 .*\[1\.0, nan\]"):
         group_advantages(torch.tensor([[0.0, 1.0], [1.0, math.nan]]), normalize_by_std=True)
+
+
+def test_leave_one_out_by_hand() -> None:
+    """The others' means are 0, .5 and .5."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
+    found = group_advantages(rewards, normalize_by_std=False, leave_one_out=True)
+    assert found.tolist()[0] == pytest.approx([1.0, -0.5, -0.5])
+    plain = group_advantages(rewards, normalize_by_std=True)
+    scaled = group_advantages(rewards, normalize_by_std=True, leave_one_out=True)
+    assert torch.allclose(scaled, 1.5 * plain)
+
+
+def test_leave_one_out_of_equal_rewards_is_exactly_zero() -> None:
+    rewards = torch.full((1, 7), 0.1)
+    assert not group_advantages(rewards, normalize_by_std=False, leave_one_out=True).any()
+
+
+def test_overlong_penalties_by_hand() -> None:
+    """A limit of 100 with a buffer of 20: nothing up to 80, half at 90, all of it at 100."""
+    lengths = torch.tensor([1, 80, 85, 90, 100])
+    found = overlong_penalties(lengths, max_tokens=100, buffer_tokens=20)
+    assert found.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]
+
+
+@pytest.mark.parametrize("buffer_tokens", [0, 101])
+def test_a_buffer_that_does_not_fit_is_refused(buffer_tokens: int) -> None:
+    with pytest.raises(ValueError, match=rf"buffer_tokens = {buffer_tokens}: must lie in 1\.\.max"):
+        overlong_penalties(torch.tensor([1]), max_tokens=100, buffer_tokens=buffer_tokens)

@@ -51,6 +51,22 @@ def test_every_row_once_and_within_the_budget(lengths: list[int], max_tokens: in
         assert padded <= max_tokens or len(batch) == 1
 
 
+@pytest.mark.parametrize(
+    ("lengths", "groups", "max_tokens", "expected"),
+    [
+        ([4, 1, 3, 3], [0, 0, 1, 1], 16, [[0, 1, 2, 3]]),
+        ([4, 1, 3, 3], [0, 0, 1, 1], 15, [[0, 1], [2, 3]]),
+        ([3, 4, 3, 1], [0, 1, 0, 1], 8, [[1, 3], [0, 2]]),
+        ([4, 4, 4, 1], [0, 0, 0, 1], 4, [[0, 1, 2], [3]]),  # too large for the budget: alone
+    ],
+)
+def test_groups_stay_whole(
+    lengths: list[int], groups: list[int], max_tokens: int, expected: list[list[int]]
+) -> None:
+    packed = pack_micro_batches(lengths, max_tokens=max_tokens, group_index=groups)
+    assert packed == expected
+
+
 def test_a_budget_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens = 0"):
         pack_micro_batches([1], max_tokens=0)
@@ -69,6 +85,9 @@ def test_layout_of_a_micro_batch() -> None:
     assert batch.completion_mask.tolist() == [[True, False, True], [True, False, False]]
     assert batch.sampler_logprobs.tolist() == [[-1.0, -2.0, -3.0], [-1.0, 0.0, 0.0]]
     assert batch.advantages.tolist() == [0.5, -0.5]
+    assert batch.version_steps.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch.group_index.tolist() == [0, 0]
+    assert batch.log_expectations.tolist() == [0.0, 0.0]
     # Token 21 is predicted at input 12, 22 at 21, 23 at 22; token 24 at input 16 of the second row.
     assert batch.predictors.tolist() == [[1, 2, 3], [7, 0, 0]]
 

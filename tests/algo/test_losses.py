@@ -1,216 +1,279 @@
-"""GRPO against numbers worked out by hand, finite differences, and its invariances."""
+"""What holds for every loss: its paper's formula, finite differences, invariances, refusals."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from echo.algo.losses import LOSSES, GrpoLoss, LossInputs, LossOutput, make_loss
+from echo.algo.corrections import MaskedLoss, RolloutMasks
+from echo.algo.loss import Loss, needs_of
+from echo.algo.losses import LOSSES, make_loss
 from echo.errors import ConfigError
+from tests.algo import slow_losses as slow
+from tests.algo.batches import (
+    GROUP_SIZE,
+    LENGTHS,
+    counts,
+    doubles,
+    gradient,
+    make_inputs,
+    random_inputs,
+    rows_of,
+)
 
 torch.set_num_threads(1)
 
+Slow = Callable[[Sequence[slow.SlowRollout]], float]
 
-def make_inputs(
-    learner: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor | None = None, **counts: int
-) -> LossInputs:
-    mask = torch.ones_like(learner, dtype=torch.bool) if mask is None else mask
-    return LossInputs(
-        learner_logprobs=learner,
-        sampler_logprobs=sampler,
-        advantages=advantages,
-        completion_mask=mask,
-        num_tokens=counts.get("num_tokens", int(mask.sum())),
+CASES: dict[str, tuple[Loss, Slow]] = {
+    "grpo": (make_loss("grpo"), slow.grpo),
+    "grpo without dual clip": (make_loss("grpo", dual_clip=None), slow.dapo),
+    "grpo by rollout": (
+        make_loss("grpo", aggregation="sequence_mean"),
+        slow.grpo_sequence_mean,
+    ),
+    "dapo": (make_loss("dapo"), slow.dapo),
+    "dr_grpo": (
+        make_loss("dr_grpo", max_completion_tokens=7),
+        lambda rollouts: slow.dr_grpo(rollouts, 7),
+    ),
+    "cispo": (make_loss("cispo"), slow.cispo),
+    "sapo": (make_loss("sapo"), slow.sapo),
+    "dppo_tv": (make_loss("dppo_tv"), slow.dppo_tv),
+    "dppo_tv with its term": (
+        make_loss("dppo_tv", sampler_kl_coef=0.1),
+        lambda rollouts: slow.dppo_tv(rollouts, kl=0.1),
+    ),
+    "m2po": (make_loss("m2po"), slow.m2po),
+    "m2po wide": (
+        make_loss("m2po", max_second_moment=0.5),
+        lambda rollouts: slow.m2po(rollouts, 0.5),
+    ),
+    "decoupled_ppo": (make_loss("decoupled_ppo"), slow.decoupled_ppo),
+    "decoupled_ppo loglinear": (
+        make_loss("decoupled_ppo", proximal="loglinear"),
+        lambda rollouts: slow.decoupled_ppo(rollouts, loglinear=True),
+    ),
+    "gspo": (make_loss("gspo"), slow.gspo),
+    "gspo wide": (
+        make_loss("gspo", clip_low=0.2, clip_high=0.28),
+        lambda rollouts: slow.gspo(rollouts, 0.2, 0.28),
+    ),
+    "gepo": (make_loss("gepo"), slow.gepo),
+    "gepo without clip": (
+        make_loss("gepo", clip_low=None, clip_high=None),
+        lambda rollouts: slow.gepo(rollouts, None),
+    ),
+    "gepo+": (make_loss("gepo", gate_kl=0.1), lambda rollouts: slow.gepo(rollouts, gate=0.1)),
+    "gepo with kl": (
+        make_loss("gepo", sampler_kl_coef=0.3),
+        lambda rollouts: slow.gepo(rollouts, kl=0.3),
+    ),
+    "gepo over the micro-batch": (
+        make_loss("gepo", scope="micro_batch"),
+        lambda rollouts: slow.gepo(rollouts, one_group=True),
+    ),
+}
+for _kind in ("token_tis", "sequence_tis", "token_mis", "sequence_mis"):
+    _floor = {"importance_floor": 0.5} if _kind.endswith("mis") else {}
+    CASES[f"decoupled_ppo {_kind}"] = (
+        make_loss("decoupled_ppo", importance_weight=_kind, importance_cap=5.0, **_floor),
+        partial(slow.decoupled_ppo, kind=_kind, floor=0.5, cap=5.0),
     )
 
-
-def random_inputs(seed: int = 0, *, spread: float = 0.5) -> LossInputs:
-    generator = torch.Generator().manual_seed(seed)
-    sampler = -3.0 * torch.rand(6, 5, dtype=torch.float64, generator=generator)
-    noise = torch.randn(6, 5, dtype=torch.float64, generator=generator)
-    lengths = torch.tensor([5, 4, 3, 2, 1, 5])
-    return make_inputs(
-        (sampler + spread * noise).requires_grad_(),
-        sampler,
-        torch.randn(6, dtype=torch.float64, generator=generator),
-        torch.arange(5)[None] < lengths[:, None],
-    )
+PENALISED = {name for name in CASES if "term" in name or "kl" in name}
+STOPPED = {"cispo", "decoupled_ppo loglinear"}
+"""Their gradient stops at part of their value: finite differences do not apply, see by hand."""
+EXPECTATION = {name for name in CASES if name.startswith("gepo") and name != "gepo+"}
+"""Their ratio is not 1 on-policy, and may be clipped even there."""
+EACH_LOSS = pytest.mark.parametrize("name", CASES)
 
 
-def gradient(loss: GrpoLoss, inputs: LossInputs) -> Tensor:
-    (grad,) = torch.autograd.grad(loss(inputs).loss, inputs.learner_logprobs)
-    return grad
+def loss_of(name: str) -> Loss:
+    return CASES[name][0]
 
 
-def test_each_branch_by_hand() -> None:
-    # Ratios per row: inside, below, above the range, and above the dual clip.
-    ratios = torch.tensor([[1.1, 0.5, 2.0, 4.0], [1.1, 0.5, 2.0, 4.0]], dtype=torch.float64)
-    learner = ratios.log().requires_grad_()
-    inputs = make_inputs(learner, torch.zeros_like(learner), torch.tensor([2.0, -1.0]))
-    output = GrpoLoss()(inputs)
-    #        A = 2: -min(2 r, 2 clip(r))        A = -1: -min(-r, -clip(r)), at most 3
-    losses = [-2.2, -1.0, -2.56, -2.56, 1.1, 0.8, 2.0, 3.0]
-    assert output.loss.item() == pytest.approx(sum(losses) / 8)
-    assert {name: int(count) for name, count in output.token_counts.items()} == {
-        "clip_ratio/low": 1,
-        "clip_ratio/high": 2,
-        "clip_ratio/dual": 1,
-        "clip_ratio/mean": 4,
-    }
-    output.loss.backward()
-    assert learner.grad is not None
-    # -A r / 8 where the ratio still counts, nothing where it is clipped.
-    assert (8 * learner.grad).flatten().tolist() == pytest.approx(
-        [-2.2, -1.0, 0.0, 0.0, 1.1, 0.0, 2.0, 0.0]
-    )
+def test_every_registered_loss_is_tried() -> None:
+    assert {name.split(maxsplit=1)[0].rstrip("+") for name in CASES} == set(LOSSES)
 
 
-def test_without_dual_clip_a_bad_token_pulls_without_bound() -> None:
-    learner = torch.tensor([[math.log(50.0)]], dtype=torch.float64, requires_grad=True)
-    inputs = make_inputs(learner, torch.zeros_like(learner), torch.tensor([-1.0]))
-    assert GrpoLoss(dual_clip=None)(inputs).loss.item() == pytest.approx(50.0)
-    assert GrpoLoss(dual_clip=10.0)(inputs).loss.item() == pytest.approx(10.0)
+# ---------------------------------------------------------------------------------- the formula
 
 
-def test_published_vector() -> None:
-    """ALGORITHMS.md 4.4 with the proximal policy as sampler: u = [1.105, 1.221, .607, 1]."""
-    learner = torch.tensor([[-1.0, -0.5, -2.0, -0.1]], dtype=torch.float64)
-    sampler = torch.tensor([[-1.1, -0.7, -1.5, -0.1]], dtype=torch.float64)
-    output = GrpoLoss()(make_inputs(learner, sampler, torch.tensor([1.0])))
-    assert output.loss.item() == pytest.approx(-0.9832760840, abs=1e-10)
+@EACH_LOSS
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.5, 2.0])
+def test_agrees_with_the_paper_token_by_token(name: str, spread: float) -> None:
+    loss, slow_loss = CASES[name]
+    inputs = random_inputs(3, spread=spread)
+    expected = slow_loss(slow.rollouts_of(inputs))
+    assert loss(inputs).loss.item() == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
-def slow_grpo(inputs: LossInputs, low: float, high: float, dual: float | None) -> float:
-    """The same equation, one token at a time."""
-    total = 0.0
-    for row, column in inputs.completion_mask.nonzero().tolist():
-        advantage = float(inputs.advantages[row])
-        ratio = math.exp(
-            float(inputs.learner_logprobs[row, column].detach())
-            - float(inputs.sampler_logprobs[row, column])
-        )
-        surrogate = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
-        if dual is not None and advantage < 0:
-            surrogate = max(surrogate, dual * advantage)
-        total -= surrogate
-    return total / inputs.num_tokens
-
-
-@pytest.mark.parametrize("dual_clip", [3.0, None])
-@pytest.mark.parametrize("spread", [0.05, 0.5, 2.0])
-def test_agrees_with_the_equation_token_by_token(dual_clip: float | None, spread: float) -> None:
-    inputs = random_inputs(spread=spread)
-    output = GrpoLoss(dual_clip=dual_clip)(inputs)
-    assert output.loss.item() == pytest.approx(slow_grpo(inputs, 0.2, 0.28, dual_clip), abs=1e-12)
-
-
-@pytest.mark.parametrize("dual_clip", [3.0, None])
-def test_gradcheck_in_float64(dual_clip: float | None) -> None:
-    inputs = random_inputs(spread=1.0)
-    loss = GrpoLoss(dual_clip=dual_clip)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - STOPPED))
+@pytest.mark.parametrize("spread", [0.05, 1.0])
+def test_gradcheck_in_float64(name: str, spread: float) -> None:
+    inputs = random_inputs(5, spread=spread)
+    loss = loss_of(name)
 
     def function(learner: Tensor) -> Tensor:
-        return loss(
-            make_inputs(learner, inputs.sampler_logprobs, inputs.advantages, inputs.completion_mask)
-        ).loss
+        return loss(replace(inputs, learner_logprobs=learner)).loss
 
     assert torch.autograd.gradcheck(function, inputs.learner_logprobs)
 
 
-def test_without_staleness_it_is_the_plain_policy_gradient() -> None:
-    inputs = random_inputs(spread=0.0)
-    expected = -inputs.advantages[:, None].expand(6, 5) / inputs.num_tokens
-    expected = torch.where(inputs.completion_mask, expected, 0.0)
-    assert torch.allclose(gradient(GrpoLoss(), inputs), expected, atol=0, rtol=1e-15)
-    assert not any(GrpoLoss()(inputs).token_counts.values())
+# ----------------------------------------------------------------------------------- invariances
 
 
-def test_no_advantage_gives_exactly_no_gradient() -> None:
-    inputs = random_inputs()
-    zero = make_inputs(
-        inputs.learner_logprobs, inputs.sampler_logprobs, torch.zeros(6), inputs.completion_mask
-    )
-    assert not gradient(GrpoLoss(), zero).any()
-    assert GrpoLoss()(zero).loss == 0
+@EACH_LOSS
+def test_padding_changes_nothing_whatever_it_holds(name: str) -> None:
+    loss, inputs = loss_of(name), random_inputs()
 
-
-def test_padding_changes_nothing_whatever_it_holds() -> None:
-    inputs = random_inputs()
-
-    def pad(tensor: Tensor, value: float) -> Tensor:
+    def pad(tensor: Tensor | None, value: float) -> Tensor:
+        assert tensor is not None
         return torch.nn.functional.pad(tensor, (0, 3), value=value)
 
-    learner = pad(inputs.learner_logprobs.detach(), math.nan).requires_grad_()
-    mask = torch.nn.functional.pad(inputs.completion_mask, (0, 3))
-    padded = make_inputs(learner, pad(inputs.sampler_logprobs, -math.inf), inputs.advantages, mask)
-    assert torch.equal(GrpoLoss()(padded).loss, GrpoLoss()(inputs).loss)
-    assert torch.equal(gradient(GrpoLoss(), padded)[:, :5], gradient(GrpoLoss(), inputs))
-    assert not gradient(GrpoLoss(), padded)[:, 5:].any()
+    def spoil(tensor: Tensor | None) -> Tensor:
+        assert tensor is not None
+        return torch.where(inputs.completion_mask, tensor.detach(), math.nan)
 
-
-def test_the_order_of_rollouts_does_not_matter() -> None:
-    inputs = random_inputs()
-    order = torch.tensor([3, 1, 5, 0, 4, 2])
-    learner = inputs.learner_logprobs.detach()[order].requires_grad_()
-    shuffled = make_inputs(
-        learner,
-        inputs.sampler_logprobs[order],
-        inputs.advantages[order],
-        inputs.completion_mask[order],
+    padded = replace(
+        inputs,
+        learner_logprobs=pad(spoil(inputs.learner_logprobs), math.nan),
+        sampler_logprobs=pad(spoil(inputs.sampler_logprobs), -math.inf),
+        proximal_logprobs=pad(spoil(inputs.proximal_logprobs), math.inf),
+        completion_mask=torch.nn.functional.pad(inputs.completion_mask, (0, 3)),
+        staleness=torch.nn.functional.pad(inputs.staleness, (0, 3)),
     )
-    assert torch.allclose(GrpoLoss()(shuffled).loss, GrpoLoss()(inputs).loss, rtol=1e-14)
-    assert torch.equal(gradient(GrpoLoss(), shuffled), gradient(GrpoLoss(), inputs)[order])
+    # Sums over wider rows round differently in the last place, nothing else may change.
+    assert torch.allclose(loss(padded).loss, loss(inputs).loss, rtol=1e-14, atol=0)
+    assert counts(loss(padded)) == counts(loss(inputs))
+    expected = gradient(loss, inputs)
+    assert torch.allclose(gradient(loss, padded)[:, :5], expected, rtol=1e-14, atol=0)
+    assert not gradient(loss, padded)[:, 5:].any()
+    assert not expected[~inputs.completion_mask].any()
 
 
-def test_parts_of_a_batch_add_up_to_the_whole() -> None:
-    inputs = random_inputs()
+@EACH_LOSS
+def test_the_order_of_rollouts_does_not_matter(name: str) -> None:
+    loss, inputs = loss_of(name), random_inputs()
+    order = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(1))
+    shuffled = rows_of(inputs, order)
+    assert torch.allclose(loss(shuffled).loss, loss(inputs).loss, rtol=1e-12)
+    assert torch.allclose(gradient(loss, shuffled), gradient(loss, inputs)[order], rtol=1e-12)
 
-    def part(rows: slice) -> LossOutput:
-        return GrpoLoss()(
-            make_inputs(
-                inputs.learner_logprobs[rows],
-                inputs.sampler_logprobs[rows],
-                inputs.advantages[rows],
-                inputs.completion_mask[rows],
-                num_tokens=inputs.num_tokens,
-            )
+
+@EACH_LOSS
+def test_parts_of_a_batch_add_up_to_the_whole(name: str) -> None:
+    loss, inputs = loss_of(name), random_inputs()
+    parts = [rows_of(inputs, rows) for rows in torch.arange(len(LENGTHS)).split([1, 3, 6, 2])]
+    if name == "gepo over the micro-batch":
+        assert sum(loss(part).loss.item() for part in parts) != pytest.approx(
+            loss(inputs).loss.item()
         )
+        return
+    total = sum(loss(part).loss.item() for part in parts)
+    assert total == pytest.approx(loss(inputs).loss.item(), abs=1e-13)
+    together = torch.cat([gradient(loss, part) for part in parts])
+    assert torch.allclose(together, gradient(loss, inputs), rtol=1e-13, atol=0)
+    for metric, count in counts(loss(inputs)).items():
+        assert sum(counts(loss(part))[metric] for part in parts) == count
 
-    parts = [part(slice(0, 1)), part(slice(1, 4)), part(slice(4, 6))]
-    whole = GrpoLoss()(inputs)
-    assert sum(one.loss.item() for one in parts) == pytest.approx(whole.loss.item(), abs=1e-14)
-    for name, count in whole.token_counts.items():
-        assert sum(int(one.token_counts[name]) for one in parts) == int(count)
+
+@EACH_LOSS
+def test_equal_rewards_give_exactly_no_gradient(name: str) -> None:
+    loss, inputs = loss_of(name), random_inputs()
+    zero = replace(inputs, advantages=torch.zeros_like(inputs.advantages))
+    grad = gradient(loss, zero)
+    if name in PENALISED:
+        assert needs_of(loss).every_rollout
+        assert grad.any()
+        return
+    assert not grad.any()
+    assert loss(zero).loss == 0
 
 
-def test_a_fully_masked_row_contributes_nothing() -> None:
-    inputs = random_inputs()
+@pytest.mark.parametrize("name", sorted(CASES.keys() - EXPECTATION))
+def test_without_staleness_it_is_the_policy_gradient(name: str) -> None:
+    """Each token's share of A differs only by how the loss averages."""
+    loss, inputs = loss_of(name), random_inputs(spread=0.0)
+    shares = torch.full((len(LENGTHS), 1), 1 / inputs.num_tokens, dtype=torch.float64)
+    if name == "dr_grpo":
+        shares = torch.full_like(shares, 1 / (len(LENGTHS) * 7))
+    if name in ("sapo", "grpo by rollout", "gepo+") or name.startswith("gspo"):
+        shares = 1 / (len(LENGTHS) * doubles(LENGTHS)[:, None])
+    expected = torch.where(inputs.completion_mask, -shares * inputs.advantages[:, None], 0.0)
+    assert torch.allclose(gradient(loss, inputs), expected, rtol=1e-13, atol=0)
+    found = counts(loss(inputs))
+    assert all(found[metric] == 0 for metric in found if metric != "gepo/gated")
+
+
+def test_without_staleness_gepo_weighs_by_the_group() -> None:
+    """w = q / E, whose mean under q / sum(q) is 1 in every group."""
+    loss, inputs = loss_of("gepo without clip"), random_inputs(spread=0.0)
+    lengths = doubles(LENGTHS)
+    means = torch.where(inputs.completion_mask, inputs.sampler_logprobs, 0.0).sum(1) / lengths
+    q = means.exp().view(3, GROUP_SIZE)
+    ratio = q * q.sum(1, keepdim=True) / q.square().sum(1, keepdim=True)
+    assert torch.allclose((q * ratio).sum(1) / q.sum(1), doubles([1.0, 1.0, 1.0]))
+    shares = (ratio.flatten() / (len(LENGTHS) * lengths))[:, None]
+    expected = torch.where(inputs.completion_mask, -shares * inputs.advantages[:, None], 0.0)
+    assert torch.allclose(gradient(loss, inputs), expected, rtol=1e-13, atol=0)
+
+
+@EACH_LOSS
+def test_a_rollout_masked_throughout_contributes_nothing(name: str) -> None:
+    loss, inputs = loss_of(name), random_inputs()
     mask = inputs.completion_mask.clone()
     mask[0] = False
-    masked = make_inputs(
-        inputs.learner_logprobs, inputs.sampler_logprobs, inputs.advantages, mask, num_tokens=15
-    )
-    assert not gradient(GrpoLoss(), masked)[0].any()
-    assert gradient(GrpoLoss(), masked)[1:].any()
+    grad = gradient(loss, replace(inputs, completion_mask=mask))
+    assert grad.isfinite().all()
+    assert not grad[0].any()
+    assert grad[1:].any()
 
 
-def test_an_extreme_ratio_stays_finite() -> None:
-    learner = torch.tensor([[-0.1, -500.0]], requires_grad=True)
-    sampler = torch.tensor([[-500.0, -0.1]])
-    for advantage in (1.0, -1.0):
-        inputs = make_inputs(learner, sampler, torch.tensor([advantage]))
-        assert GrpoLoss(dual_clip=None)(inputs).loss.isfinite()
-        assert gradient(GrpoLoss(dual_clip=None), inputs).isfinite().all()
+@EACH_LOSS
+def test_an_extreme_ratio_stays_finite(name: str) -> None:
+    learner = torch.tensor([[-0.1, -500.0], [-500.0, -500.0]])
+    sampler = torch.tensor([[-500.0, -0.1], [-0.1, -0.2]])
+    for sign in (1.0, -1.0):
+        inputs = make_inputs(learner, sampler, torch.tensor([sign, -sign]))
+        assert loss_of(name)(inputs).loss.isfinite()
+        assert gradient(loss_of(name), inputs).isfinite().all()
+
+
+@EACH_LOSS
+def test_float32_stays_float32(name: str) -> None:
+    inputs = random_inputs()
+    changed = {
+        field: getattr(inputs, field).detach().float()
+        for field in ("learner_logprobs", "sampler_logprobs", "proximal_logprobs", "advantages")
+    }
+    assert inputs.log_expectation is not None
+    single = replace(inputs, log_expectation=inputs.log_expectation.float(), **changed)
+    output = loss_of(name)(single)
+    assert output.loss.dtype == torch.float32
+    assert output.loss.item() == pytest.approx(loss_of(name)(inputs).loss.item(), rel=1e-4)
+
+
+# -------------------------------------------------------------------------------------- registry
 
 
 def test_the_registry_builds_what_it_names() -> None:
     loss = make_loss("grpo", clip_low=0.1, clip_high=0.3, dual_clip=None)
-    assert loss == GrpoLoss(clip_low=0.1, clip_high=0.3, dual_clip=None)
-    assert set(LOSSES) == {"grpo"}
+    assert loss == LOSSES["grpo"](clip_low=0.1, clip_high=0.3, dual_clip=None)
+
+
+def test_masks_are_put_around_any_loss() -> None:
+    loss = make_loss("cispo", clip_high=3.0, veto=1e-4)
+    assert loss == MaskedLoss(loss=make_loss("cispo", clip_high=3.0), masks=RolloutMasks(veto=1e-4))
+    assert make_loss("cispo", veto=None) == make_loss("cispo")
 
 
 def test_an_unknown_loss_gets_the_nearest_name() -> None:
@@ -219,14 +282,53 @@ def test_an_unknown_loss_gets_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "options", "message"),
     [
-        ({"clip_low": 1.5}, r"loss\.clip_low = 1\.5"),
-        ({"clip_low": math.nan}, r"loss\.clip_low = nan"),
-        ({"clip_high": -0.1}, r"loss\.clip_high = -0\.1"),
-        ({"dual_clip": 1.2}, r"loss\.dual_clip = 1\.2: must be above .* 1\.28"),
+        ("grpo", {"clip_low": 1.5}, r"loss\.clip_low = 1\.5: must lie in 0\.\.1"),
+        ("grpo", {"clip_low": math.nan}, r"loss\.clip_low = nan"),
+        ("grpo", {"clip_high": -0.1}, r"loss\.clip_high = -0\.1: must be 0 or more"),
+        ("grpo", {"clip_high": math.inf}, r"loss\.clip_high = inf: must be finite"),
+        ("grpo", {"dual_clip": 1.2}, r"loss\.dual_clip = 1\.2: must be above .* 1\.28"),
+        ("grpo", {"clip_high": None}, r"loss\.dual_clip = 3\.0: must be above .* inf"),
+        ("grpo", {"aggregation": "sum"}, r"loss\.aggregation = 'sum': must be one of token_mean"),
+        ("grpo", {"importance_cap": 2.0}, r"loss\.importance_cap has no effect .* 'grpo'"),
+        ("dr_grpo", {"max_completion_tokens": 0}, "max_completion_tokens = 0"),
+        ("gspo", {"clip_low": 2.0}, r"loss\.clip_low = 2\.0"),
+        ("gepo", {"scope": "batch"}, r"loss\.scope = 'batch': must be one of group, micro_batch"),
+        ("gepo", {"gate_kl": -1.0}, r"loss\.gate_kl = -1\.0"),
+        ("gepo", {"sampler_kl_coef": math.nan}, r"loss\.sampler_kl_coef = nan"),
+        ("gepo", {"veto": 0.1}, "defined over complete groups"),
+        ("cispo", {"clip_high": -1.0}, r"loss\.clip_high = -1\.0"),
+        ("sapo", {"tau_negative": 0.0}, r"loss\.tau_negative = 0\.0"),
+        ("m2po", {"max_second_moment": -0.1}, r"loss\.max_second_moment = -0\.1"),
+        ("dppo_tv", {"max_probability_gap": 1.1}, r"loss\.max_probability_gap = 1\.1"),
+        ("decoupled_ppo", {"proximal": "old"}, r"loss\.proximal = 'old'"),
+        ("decoupled_ppo", {"importance_weight": "tis"}, r"loss\.importance_weight = 'tis'"),
+        ("decoupled_ppo", {"importance_cap": 0.5}, r"loss\.importance_cap = 0\.5"),
+        ("decoupled_ppo", {"importance_floor": 0.5}, "token_tis has no lower bound"),
     ],
 )
-def test_unusable_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_unusable_options_are_named(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_loss("grpo", **options)
+        make_loss(kind, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("gepo", "log_expectation"),
+        ("m2po", "batch_scores"),
+        ("decoupled_ppo", "proximal_logprobs"),
+    ],
+)
+def test_a_missing_input_is_named(kind: str, missing: str) -> None:
+    inputs = replace(random_inputs(), **{missing: None})
+    with pytest.raises(
+        ValueError, match=rf"LossInputs\.{missing} is missing, and \w+Loss needs it"
+    ):
+        make_loss(kind)(inputs)
+
+
+def test_loglinear_needs_the_staleness() -> None:
+    with pytest.raises(ValueError, match=r"LossInputs\.staleness is missing"):
+        make_loss("decoupled_ppo", proximal="loglinear")(replace(random_inputs(), staleness=None))

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
-from echo.algo.losses import GrpoLoss
+from echo.algo.ppo_losses import GrpoLoss
 from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.engine.trainer_batch import AdvantageSettings
 from echo.errors import DataError, StorageError
 from echo.rollout import Group, Rollout
 
@@ -35,7 +36,7 @@ def make_trainer(tiny_model_dir: Path) -> MakeTrainer:
             "loss": GrpoLoss(),
             "optimizer": FAST,
             "device": "cpu",
-            "normalize_by_std": False,
+            "advantages": AdvantageSettings(normalize_by_std=False),
             **options,
         }
         return Trainer(settings.pop("model_dir", tiny_model_dir), **settings)

@@ -1,0 +1,175 @@
+"""Weights and masks that correct for samples of another policy, to be combined with a loss.
+
+Weights multiply a token's loss by a bounded ratio of a proximal policy to the sampler. They belong
+to losses whose own ratio starts at that proximal policy; multiplied onto a ratio against the
+sampler they would count it twice, so only decoupled PPO takes them.
+
+Masks take whole rollouts out of a loss. They look at the ratio and do not multiply it, so any loss
+over rollouts can wear them. What they drop stays in the normaliser, as in AReaL: dropping must not
+scale up the rest.
+
+Shapes: B rollouts of this micro-batch, T completion tokens (padded).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from echo.algo.loss import (
+    MAX_LOG_RATIO,
+    Loss,
+    LossInputs,
+    LossNeeds,
+    LossOutput,
+    masked_log_ratio,
+    needs_of,
+    sequence_mean,
+)
+from echo.errors import ConfigError
+
+ImportanceWeight = Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"]
+IMPORTANCE_WEIGHTS: tuple[str, ...] = ("token_tis", "sequence_tis", "token_mis", "sequence_mis")
+
+
+def importance_weights(
+    log_ratio: Tensor, mask: Tensor, kind: ImportanceWeight, *, floor: float, cap: float
+) -> Tensor:
+    """Return the bounded importance weight of every token, without gradient.
+
+    token_tis     min(r_t, cap)                    truncated importance sampling
+    sequence_tis  min(prod_t r_t, cap)             the same for every token of a rollout
+    token_mis     r_t where floor <= r_t <= cap    masked importance sampling, IcePop; else 0
+    sequence_mis  prod_t r_t where in range        else 0 for the whole rollout
+
+    Args:
+        log_ratio: [B, T] log(proximal / sampler), nats.
+        mask: [B, T] bool, trained tokens.
+        kind: which.
+        floor: lower bound of a mask, >= 0.
+        cap: upper bound, > 0.
+
+    Returns:
+        [B, T], 1 outside the mask.
+
+    Source: token TIS: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training" (2025); MIS/IcePop: arXiv:2510.18855; bounds as in verl and slime.
+    Differs from the paper: the log-ratio is limited to 20 before exp.
+    Limits: the product over a long rollout leaves every range; prefer the token forms.
+    """
+    log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
+    if kind.startswith("sequence"):
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if kind.endswith("tis"):
+        weights = ratio.clamp(max=cap)
+    else:
+        weights = torch.where((ratio >= floor) & (ratio <= cap), ratio, 0.0)
+    return torch.where(mask, weights, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutMasks:
+    """Which rollouts are left out of a loss; None is off.
+
+    geometric   keep where low <= exp(mean_t log r_t) <= high
+    veto        keep where min_t r_t >= veto
+    opsm        keep where A >= 0 or mean_t(-log r_t) <= opsm
+
+    r = learner / sampler, before the step and without gradient.
+
+    Source: geometric mask and veto: verl and slime; off-policy sequence masking: DeepSeek-V3.2,
+    arXiv:2512.02556.
+    Differs from the paper: nothing; OPSM's divergence is taken against the policy that sampled.
+    Limits: the geometric bounds in use (.99 to 1.01) mean engines that round differently, not
+    versions that differ: under staleness they drop nearly everything, so that mask is off by
+    default. Where an engine's numerics cause the mismatch, a veto of one token drops a whole
+    rollout, so long rollouts suffer most.
+    """
+
+    geometric_low: float | None = None
+    """Lower bound on the geometric mean of a rollout's token ratios, 0..1."""
+    geometric_high: float | None = None
+    """Upper bound, >= 1."""
+    veto: float | None = None
+    """Smallest ratio that one token may have, 0..1; 1e-4 in the field."""
+    opsm: float | None = None
+    """Mean log-ratio sampler over learner, nats, up to which bad rollouts are kept; >= 0."""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "geometric_low": (0.0, 1.0),
+            "geometric_high": (1.0, math.inf),
+            "veto": (0.0, 1.0),
+            "opsm": (0.0, math.inf),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not (low <= value <= high and math.isfinite(value)):
+                raise ConfigError(
+                    f"loss.{name} = {value}: must be finite and lie in {low:g}..{high:g}"
+                )
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is ever left out."""
+        return self == RolloutMasks()
+
+    def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
+        """Return [B] bool by reason: which rollouts each mask that is on takes out."""
+        mask = inputs.completion_mask
+        log_ratio = masked_log_ratio(inputs).detach()
+        mean = sequence_mean(log_ratio, mask)
+        found: dict[str, Tensor] = {}
+        if self.geometric_low is not None or self.geometric_high is not None:
+            ratio = mean.exp()
+            low = 0.0 if self.geometric_low is None else self.geometric_low
+            high = math.inf if self.geometric_high is None else self.geometric_high
+            found["geometric"] = (ratio < low) | (ratio > high)
+        if self.veto is not None:
+            found["veto"] = log_ratio.amin(1).exp() < self.veto
+        if self.opsm is not None:
+            found["opsm"] = (inputs.advantages < 0) & (-mean > self.opsm)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedLoss:
+    """A loss that sees only the rollouts its masks let through.
+
+    `dropped/<reason>` counts the tokens of rollouts each mask takes out; a rollout may have several
+    reasons.
+    """
+
+    loss: Loss
+    masks: RolloutMasks
+
+    def __post_init__(self) -> None:
+        needs = needs_of(self.loss)
+        if needs.group_expectation or needs.whole_groups:
+            raise ConfigError(
+                "loss: geometric_low, geometric_high, veto and opsm take single rollouts out, and "
+                "this loss is defined over complete groups; remove them"
+            )
+
+    @property
+    def needs(self) -> LossNeeds:
+        """What the loss inside needs."""
+        return needs_of(self.loss)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of the rollouts that are kept, in the normaliser of them all."""
+        mask = inputs.completion_mask
+        dropped = self.masks.dropped(inputs)
+        keep = torch.ones_like(mask[:, 0])
+        for rows in dropped.values():
+            keep = keep & ~rows
+        output = self.loss(replace(inputs, completion_mask=mask & keep[:, None]))
+        counts = {
+            f"dropped/{reason}": (mask & rows[:, None]).sum() for reason, rows in dropped.items()
+        }
+        return LossOutput(loss=output.loss, token_counts=output.token_counts | counts)
