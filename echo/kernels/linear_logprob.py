@@ -1,29 +1,33 @@
 """Log-probabilities straight from hidden states and the LM head, never [N, V] at once.
 
 The obvious path (logits, log_softmax, gather) holds several [N, V] float32 matrices; at 16,384
-tokens and a vocabulary of 151,936 each takes 10 GB. Here the vocabulary is walked in chunks. The
-forward keeps three numbers per row: the running maximum, the sum of exponentials and, for the
-entropy, their weighted sum. The backward computes each chunk of logits again and turns it into
-gradients at once. One matrix product more than the obvious path, a fraction of its memory.
+tokens and a vocabulary of 151,936 each takes 10 GB. Here logits live for the moment in which they
+are used, and the backward computes them again: one matrix product more than the obvious path, a
+fraction of its memory. Two backends compute it under this one signature: torch_kernels.py anywhere,
+triton_kernels.py on GPUs. The obvious path is linear_logprob_reference.py.
 
 Numerics, against the defects found elsewhere:
-- Products and statistics are float32 whatever the input. The rounding of bfloat16 logits alone is
-  as large as the clip range of GSPO.
-- The last, ragged chunk is a true slice, so no phantom column counts as a logit of 0.
-- Each row of the weight's gradient is written once, from one float32 product.
+- Products are summed in float32 and statistics are float32, whatever the input. The rounding of
+  bfloat16 logits alone is as large as the clip range of GSPO.
+- No phantom column counts as a logit of 0 where the vocabulary is not a multiple of a tile.
+- Each row of the weight's gradient is written once, from one float32 sum.
 - Rows whose gradient is zero (clipped tokens, ignored ids) are dropped before the backward: exact.
 
-Shapes: N tokens, D model width, V vocabulary. This is the form for any device, and the reference
-of fused ones, which have to keep this signature. The obvious path is linear_logprob_reference.py.
+Shapes: N tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from echo.kernels.backend import load_kernels
+from echo.kernels.contract import BackendName, Kernels, LiveRows, PolicyRows, RatioClip
+from echo.kernels.policy_coefficient import check_policy_rows
 
 IGNORE_INDEX = -100
 """Id of a row that is not scored, as in PyTorch: its outputs and gradients are 0."""
@@ -40,6 +44,7 @@ def linear_logprob(
     *,
     entropy: EntropyMode = "none",
     vocab_chunk: int = 8192,
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each id under softmax(hidden @ weight.T * inv_temperature).
 
@@ -49,36 +54,118 @@ def linear_logprob(
         ids: [N] integer in 0..V-1, or IGNORE_INDEX.
         inv_temperature: 1 / temperature, > 0; one number or [N], a constant for autograd.
         entropy: "value" returns the entropy as a constant, "grad" as a differentiable output.
-        vocab_chunk: columns of logits held at a time; N * vocab_chunk floats, twice with entropy.
+        vocab_chunk: columns of logits or of their gradient held at a time; N * vocab_chunk numbers,
+            in the torch backend twice with entropy.
+        backend: "triton", "torch", or "auto" for Triton where it is both possible and faster:
+            bfloat16 on an NVIDIA GPU.
 
     Returns:
         Log-probabilities and entropy (None unless asked for), both [N] in nats; float32, or float64
         if `hidden` is float64. Both are 0 on ignored rows.
 
     Raises:
-        ValueError: if shapes disagree, an id is outside the vocabulary, or a setting is unusable.
+        ValueError: if shapes disagree, an id is outside the vocabulary, a setting is unusable, or
+            the backend that was named cannot compute this input.
     """
-    _check_shapes(hidden, weight, ids)
-    if entropy not in ("none", "value", "grad"):
-        raise ValueError(f"entropy = {entropy!r}: use 'none', 'value' or 'grad'")
-    if vocab_chunk < 1:
-        raise ValueError(f"vocab_chunk = {vocab_chunk}: must be at least 1")
+    options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
     scale = _row_scale(hidden, inv_temperature)
+    logprobs, entropies, _, _ = _score(hidden, weight, ids, scale, None, options)
+    return logprobs, entropies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLosses:
+    """What `linear_policy_loss` returns; [N] each, 0 on ignored rows."""
+
+    losses: Tensor
+    """Clipped surrogate of each token, before any normaliser; carries the gradient."""
+    logprobs: Tensor
+    """Nats; differentiable too."""
+    ratios: Tensor
+    """Learner over sampler; a constant."""
+    entropies: Tensor | None
+    """Nats; None unless asked for."""
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    inv_temperature: float | Tensor = 1.0,
+    *,
+    clip: RatioClip,
+    entropy: EntropyMode = "none",
+    vocab_chunk: int = 8192,
+    backend: BackendName = "auto",
+) -> TokenLosses:
+    """Return each token's clipped policy loss along with what `linear_logprob` returns.
+
+    The same numbers as the loss of policy_coefficient.py on top of `linear_logprob`, with ratio,
+    clip and coefficient computed where the log-probability is. The loss of a batch is the sum of
+    `losses` over its trained tokens (others carry IGNORE_INDEX) divided by their number.
+
+    Args:
+        hidden: as for `linear_logprob`, like all that is not named here.
+        weight: same.
+        ids: same.
+        sampler_logprobs: [N] nats under the policy that sampled; a constant.
+        advantages: [N], that of the token's rollout; a constant.
+        inv_temperature: same.
+        clip: the bounds of the ratio.
+        entropy: same.
+        vocab_chunk: same.
+        backend: same.
+
+    Raises:
+        ValueError: as `linear_logprob`.
+    """
+    options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
+    scale = _row_scale(hidden, inv_temperature)
+    policy = check_policy_rows(sampler_logprobs, advantages, clip, like=scale)
+    logprobs, entropies, losses, ratios = _score(hidden, weight, ids, scale, policy, options)
+    assert losses is not None, "there were policy rows"
+    assert ratios is not None, "there were policy rows"
+    return TokenLosses(losses, logprobs, ratios, entropies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    kernels: Kernels
+    entropy: EntropyMode
+    vocab_chunk: int
+
+
+_Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _score(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    scale: Tensor,
+    policy: PolicyRows | None,
+    options: _Options,
+) -> _Outputs:
+    """Return log-probabilities, entropies, losses and ratios, 0 on ignored rows."""
     is_scored = ids != IGNORE_INDEX
-    if not bool(is_scored.all()):
-        rows = is_scored.nonzero().squeeze(1)
-        logprobs, entropies = linear_logprob(
-            hidden[rows], weight, ids[rows], scale[rows], entropy=entropy, vocab_chunk=vocab_chunk
+    if bool(is_scored.all()):
+        _check_ids(ids, num_columns=weight.shape[0])
+        outputs: _Outputs = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, ids.long(), scale, policy, options
         )
-        scattered = logprobs.new_zeros(ids.shape).index_copy(0, rows, logprobs)
-        if entropies is None:
-            return scattered, None
-        return scattered, entropies.new_zeros(ids.shape).index_copy(0, rows, entropies)
-    _check_ids(ids, num_columns=weight.shape[0])
-    outputs: tuple[Tensor, Tensor | None] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, ids.long(), scale, entropy, vocab_chunk
+        return outputs
+    rows = is_scored.nonzero().squeeze(1)
+    if policy is not None:
+        policy = PolicyRows(policy.sampler_logprobs[rows], policy.advantages[rows], policy.clip)
+    scored = _score(hidden[rows], weight, ids[rows], scale[rows], policy, options)
+    logprobs, *others = (
+        None if part is None else part.new_zeros(ids.shape).index_copy(0, rows, part)
+        for part in scored
     )
-    return outputs
+    assert logprobs is not None, "log-probabilities are always there"
+    return logprobs, others[0], others[1], others[2]
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -91,119 +178,94 @@ class _LinearLogprob(torch.autograd.Function):
         weight: Tensor,
         ids: Tensor,
         scale: Tensor,
-        entropy: EntropyMode,
-        vocab_chunk: int,
-    ) -> tuple[Tensor, Tensor | None]:
-        dtype = scale.dtype
-        # A finite start value: -inf would give inf - inf in the first rescaling.
-        peak = torch.full_like(scale, torch.finfo(dtype).min)
-        total = torch.zeros_like(scale)
-        weighted = torch.zeros_like(scale)
-        target = torch.zeros_like(scale)
-        states = hidden.to(dtype)
-        for start in range(0, weight.shape[0], vocab_chunk):
-            logits = _scaled_logits(states, weight[start : start + vocab_chunk], scale)
-            target += _pick(logits, ids - start)
-            new_peak = torch.maximum(peak, logits.amax(1))
-            # Everything is kept relative to the peak: a shift common to all logits cancels exactly.
-            drop = peak - new_peak
-            keep = drop.exp()
-            logits -= new_peak[:, None]
-            if entropy == "none":
-                total = total * keep + logits.exp_().sum(1)
-            else:
-                exponentials = logits.exp()
-                weighted = (weighted + total * drop) * keep + torch.linalg.vecdot(
-                    exponentials, logits
-                )
-                total = total * keep + exponentials.sum(1)
-            peak = new_peak
-        log_total = total.log()
-        logprobs = (target - peak) - log_total
-        entropies = None if entropy == "none" else log_total - weighted / total
+        policy: PolicyRows | None,
+        options: _Options,
+    ) -> _Outputs:
+        scores = options.kernels.forward(
+            hidden,
+            weight,
+            ids,
+            scale,
+            with_entropy=options.entropy != "none",
+            policy=policy,
+            vocab_chunk=options.vocab_chunk,
+        )
+        terms, entropies = scores.terms, scores.entropies
         ctx.set_materialize_grads(False)
-        ctx.vocab_chunk = vocab_chunk
-        ctx.save_for_backward(hidden, weight, ids, scale, peak, total, entropies)
-        if entropies is not None and entropy == "value":
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+        ctx.options = options
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            ids,
+            scale,
+            scores.peak,
+            scores.total,
+            entropies,
+            None if terms is None else terms.coefficients,
+        )
+        constants = [] if terms is None else [terms.ratios]
+        if entropies is not None and options.entropy == "value":
+            constants.append(entropies)
+        ctx.mark_non_differentiable(*constants)
+        if terms is None:
+            return scores.logprobs, entropies, None, None
+        return scores.logprobs, entropies, terms.losses, terms.ratios
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_losses: Tensor | None,
+        _grad_ratios: None,
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, ids, scale, peak, total, entropies = ctx.saved_tensors
+        hidden, weight, ids, scale, peak, total, entropies, coefficients = ctx.saved_tensors
         grad = torch.zeros_like(scale) if grad_logprobs is None else grad_logprobs
+        if grad_losses is not None:
+            grad = grad + grad_losses * coefficients
         is_live = grad != 0
         if grad_entropy is not None:
             is_live |= grad_entropy != 0
         rows = is_live.nonzero().squeeze(1)
-        states = hidden[rows].to(scale.dtype)
-        ids, scale, peak, total = ids[rows], scale[rows], peak[rows], total[rows]
-        grad = grad[rows]
-        if grad_entropy is not None:
-            grad_entropy, entropies = grad_entropy[rows], entropies[rows]
-
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_states = torch.zeros_like(states)
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        for start in range(0, weight.shape[0], ctx.vocab_chunk):
-            chunk = weight[start : start + ctx.vocab_chunk]
-            logits = _scaled_logits(states, chunk, scale).sub_(peak[:, None])
-            grad_logits = _logit_gradient(logits, total, grad, grad_entropy, entropies)
-            _add_at(grad_logits, ids - start, grad)
-            grad_logits *= scale[:, None]
-            if needs_hidden:
-                grad_states.addmm_(grad_logits, chunk.to(scale.dtype))
-            if grad_weight is not None:
-                grad_weight[start : start + len(chunk)] = grad_logits.T @ states
+        grad_states, grad_weight = ctx.options.kernels.backward(
+            LiveRows(
+                states=hidden[rows],
+                ids=ids[rows],
+                scale=scale[rows],
+                peak=peak[rows],
+                total=total[rows],
+                grad=grad[rows],
+                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+                entropies=None if grad_entropy is None else entropies[rows],
+            ),
+            weight,
+            needs_states=needs_hidden,
+            needs_weight=needs_weight,
+            vocab_chunk=ctx.options.vocab_chunk,
+        )
         grad_hidden = None
-        if needs_hidden:
+        if grad_states is not None:
             grad_hidden = torch.zeros_like(hidden)
             grad_hidden[rows] = grad_states.to(hidden.dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _scaled_logits(states: Tensor, chunk: Tensor, scale: Tensor) -> Tensor:
-    """[N, columns] logits over temperature, in the dtype of the statistics."""
-    return (states @ chunk.to(states.dtype).T).mul_(scale[:, None])
-
-
-def _logit_gradient(
-    logits: Tensor,
-    total: Tensor,
-    grad: Tensor,
-    grad_entropy: Tensor | None,
-    entropies: Tensor | None,
-) -> Tensor:
-    """Overwrite logits relative to their peak with their gradient, but for the target's own term.
-
-    d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), where
-    p_j = exp(z_j) / total. What is constant in a row is folded into its factors: fewer passes, and
-    exact where logits are large, because no logarithm is added to their peak.
-    """
-    if grad_entropy is None or entropies is None:
-        return logits.exp_().mul_(-(grad / total)[:, None])
-    exponentials = logits.exp()
-    logits += (entropies - total.log())[:, None]
-    logits *= (grad_entropy / total)[:, None]
-    logits += (grad / total)[:, None]
-    return logits.mul_(exponentials).neg_()
-
-
-def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """[N] the logit of each row's column, 0 where the column is in another chunk."""
-    is_inside = (columns >= 0) & (columns < logits.shape[1])
-    picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
-    return torch.where(is_inside, picked, 0.0)
-
-
-def _add_at(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add one value per row at its column, nothing where the column is in another chunk."""
-    is_inside = (columns >= 0) & (columns < matrix.shape[1])
-    columns = columns.clamp(0, matrix.shape[1] - 1)[:, None]
-    matrix.scatter_add_(1, columns, torch.where(is_inside, values, 0.0)[:, None])
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    entropy: EntropyMode,
+    vocab_chunk: int,
+    backend: BackendName,
+) -> _Options:
+    _check_shapes(hidden, weight, ids)
+    if entropy not in ("none", "value", "grad"):
+        raise ValueError(f"entropy = {entropy!r}: use 'none', 'value' or 'grad'")
+    if vocab_chunk < 1:
+        raise ValueError(f"vocab_chunk = {vocab_chunk}: must be at least 1")
+    return _Options(load_kernels(backend, hidden, weight), entropy, vocab_chunk)
 
 
 def _row_scale(hidden: Tensor, inv_temperature: float | Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def evaluate(function: Any, case: Case, **options: Any) -> Results:
     weight = case.weight.clone().requires_grad_()
     logprobs, entropies = function(hidden, weight, case.ids, case.inv_temperature, **options)
     generator = torch.Generator().manual_seed(99)
-    coefficients = torch.randn(2, len(case.ids), generator=generator).to(logprobs.dtype)
+    coefficients = torch.randn(2, len(case.ids), generator=generator).to(logprobs)
     loss = (coefficients[0] * logprobs).sum() + 0.3 * (coefficients[1] * entropies).sum()
     loss.backward()
     assert hidden.grad is not None

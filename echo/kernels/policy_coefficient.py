@@ -1,0 +1,70 @@
+"""The policy loss of single tokens with its derivative: GRPO's ratio, clip-higher and dual clip.
+
+With r = exp(learner logprob - sampler logprob), where the log ratio is bounded by
+RatioClip.MAX_LOG_RATIO, and advantage A of the token's rollout:
+
+    l = -min(r A, clip(r, 1 - low, 1 + high) A);   for A < 0 with dual clip c also  l <= -c A.
+
+    coefficient = dl / d logprob = -r A, or 0 where a clip is active: where A < 0 and r < 1 - low,
+    A > 0 and r > 1 + high, A < 0 and r > c, or |log r| > MAX_LOG_RATIO. On a bound itself, as in
+    PyTorch's clamp, the gradient flows.
+
+Contract: this is the loss of echo.algo.losses.GrpoLoss before its mask and its normaliser. The
+caller leaves masked tokens out and weighs the sum with 1 / (tokens of the whole batch). A NaN comes
+out as a NaN, never as a clipped token.
+
+The derivative needs nothing but the token's own log-probability, so a kernel that has just computed
+this can give both at once (linear_policy_loss). Losses on whole rollouts or groups (GSPO, GEPO)
+need their sums first and stay with autograd.
+
+Source: GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from echo.kernels.backend import load_kernels
+from echo.kernels.contract import BackendName, PolicyRows, PolicyTerms, RatioClip
+
+
+def policy_coefficient(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    clip: RatioClip,
+    *,
+    backend: BackendName = "auto",
+) -> PolicyTerms:
+    """Return each token's loss, its derivative by the log-probability, and the ratio.
+
+    Args:
+        logprobs: [N] nats under the policy being trained; taken as a constant.
+        sampler_logprobs: [N] nats under the policy that sampled.
+        advantages: [N], that of the token's rollout.
+        clip: the bounds of the ratio.
+        backend: "triton" or "torch"; "auto" is Triton on an NVIDIA GPU.
+
+    Raises:
+        ValueError: if shapes disagree or the backend cannot be used.
+    """
+    policy = check_policy_rows(sampler_logprobs, advantages, clip, like=logprobs)
+    detached = logprobs.detach().contiguous()
+    return load_kernels(backend, detached).policy_terms(detached, policy)
+
+
+def check_policy_rows(
+    sampler_logprobs: Tensor, advantages: Tensor, clip: RatioClip, *, like: Tensor
+) -> PolicyRows:
+    """Return the rows in the dtype of `like` [N], as constants.
+
+    Raises:
+        ValueError: if a shape differs from that of `like`.
+    """
+    for name, values in (("sampler_logprobs", sampler_logprobs), ("advantages", advantages)):
+        if values.shape != like.shape:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, expected {list(like.shape)}: one per token"
+            )
+    sampler_logprobs = sampler_logprobs.detach().to(like.dtype).contiguous()
+    return PolicyRows(sampler_logprobs, advantages.detach().to(like.dtype).contiguous(), clip)

@@ -1,0 +1,132 @@
+"""The kernels in plain PyTorch: for any device, and the reference of fused ones.
+
+The vocabulary is walked in chunks. The forward keeps three numbers per row: the running maximum,
+the sum of exponentials and, for the entropy, their weighted sum. The backward computes each chunk
+of logits again and turns it into gradients at once. `Scores.peak` is in nats.
+
+Shapes: N tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from echo.kernels.contract import LiveRows, PolicyRows, PolicyTerms, Scores
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    scale: Tensor,
+    *,
+    with_entropy: bool,
+    policy: PolicyRows | None,
+    vocab_chunk: int,
+) -> Scores:
+    """Score the ids; statistics in the dtype of `scale`, N * vocab_chunk of them at a time."""
+    dtype = scale.dtype
+    # A finite start value: -inf would give inf - inf in the first rescaling.
+    peak = torch.full_like(scale, torch.finfo(dtype).min)
+    total = torch.zeros_like(scale)
+    weighted = torch.zeros_like(scale)
+    target = torch.zeros_like(scale)
+    states = hidden.to(dtype)
+    for start in range(0, weight.shape[0], vocab_chunk):
+        logits = _scaled_logits(states, weight[start : start + vocab_chunk], scale)
+        target += _pick(logits, ids - start)
+        new_peak = torch.maximum(peak, logits.amax(1))
+        # Everything is kept relative to the peak: a shift common to all logits cancels exactly.
+        drop = peak - new_peak
+        keep = drop.exp()
+        logits -= new_peak[:, None]
+        if with_entropy:
+            exponentials = logits.exp()
+            weighted = (weighted + total * drop) * keep + torch.linalg.vecdot(exponentials, logits)
+            total = total * keep + exponentials.sum(1)
+        else:
+            total = total * keep + logits.exp_().sum(1)
+        peak = new_peak
+    log_total = total.log()
+    logprobs = (target - peak) - log_total
+    entropies = log_total - weighted / total if with_entropy else None
+    terms = None if policy is None else policy_terms(logprobs, policy)
+    return Scores(logprobs, entropies, peak, total, terms)
+
+
+def backward(
+    rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return both gradients; every row of the weight's is written once, from one product."""
+    scale = rows.scale
+    states = rows.states.to(scale.dtype)
+    grad_states = torch.zeros_like(states) if needs_states else None
+    grad_weight = torch.empty_like(weight) if needs_weight else None
+    for start in range(0, weight.shape[0], vocab_chunk):
+        chunk = weight[start : start + vocab_chunk]
+        logits = _scaled_logits(states, chunk, scale).sub_(rows.peak[:, None])
+        grad_logits = _logit_gradient(logits, rows)
+        _add_at(grad_logits, rows.ids - start, rows.grad)
+        grad_logits *= scale[:, None]
+        if grad_states is not None:
+            grad_states.addmm_(grad_logits, chunk.to(scale.dtype))
+        if grad_weight is not None:
+            grad_weight[start : start + len(chunk)] = grad_logits.T @ states
+    return grad_states, grad_weight
+
+
+def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
+    """Return losses, coefficients and ratios by their definition (policy_coefficient.py)."""
+    clip, advantages = policy.clip, policy.advantages
+    log_ratio = logprobs - policy.sampler_logprobs
+    ratios = log_ratio.clamp(-clip.MAX_LOG_RATIO, clip.MAX_LOG_RATIO).exp()
+    surrogate = ratios * advantages
+    losses = -torch.minimum(
+        surrogate, ratios.clamp(1.0 - clip.clip_low, 1.0 + clip.clip_high) * advantages
+    )
+    is_negative = advantages < 0
+    is_flat = log_ratio.abs() > clip.MAX_LOG_RATIO
+    is_flat |= is_negative & (ratios < 1.0 - clip.clip_low)
+    is_flat |= (advantages > 0) & (ratios > 1.0 + clip.clip_high)
+    if clip.dual_clip is not None:
+        is_dual = is_negative & (ratios > clip.dual_clip)
+        losses = torch.where(is_dual, -clip.dual_clip * advantages, losses)
+        is_flat |= is_dual
+    return PolicyTerms(losses, torch.where(is_flat, 0.0, -surrogate), ratios)
+
+
+def _scaled_logits(states: Tensor, chunk: Tensor, scale: Tensor) -> Tensor:
+    """[N, columns] logits over temperature, in the dtype of the statistics."""
+    return (states @ chunk.to(states.dtype).T).mul_(scale[:, None])
+
+
+def _logit_gradient(logits: Tensor, rows: LiveRows) -> Tensor:
+    """Overwrite logits relative to their peak with their gradient, but for the target's own term.
+
+    d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), where
+    p_j = exp(z_j) / total. What is constant in a row is folded into its factors: fewer passes, and
+    exact where logits are large, because no logarithm is added to their peak.
+    """
+    grad, total = rows.grad, rows.total
+    if rows.grad_entropy is None or rows.entropies is None:
+        return logits.exp_().mul_(-(grad / total)[:, None])
+    exponentials = logits.exp()
+    logits += (rows.entropies - total.log())[:, None]
+    logits *= (rows.grad_entropy / total)[:, None]
+    logits += (grad / total)[:, None]
+    return logits.mul_(exponentials).neg_()
+
+
+def _pick(logits: Tensor, columns: Tensor) -> Tensor:
+    """[N] the logit of each row's column, 0 where the column is in another chunk."""
+    is_inside = (columns >= 0) & (columns < logits.shape[1])
+    picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+    return torch.where(is_inside, picked, 0.0)
+
+
+def _add_at(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Add one value per row at its column, nothing where the column is in another chunk."""
+    is_inside = (columns >= 0) & (columns < matrix.shape[1])
+    columns = columns.clamp(0, matrix.shape[1] - 1)[:, None]
+    matrix.scatter_add_(1, columns, torch.where(is_inside, values, 0.0)[:, None])

@@ -1,0 +1,397 @@
+"""The kernels in Triton: the logits of a tile are used where they are made and never stored.
+
+Forward: one program scores a tile of rows against one part (split) of the vocabulary, in the
+accumulator of the product: running maximum, sum of exponentials, weighted sum for the entropy, and
+the target's own logit. A second kernel combines the splits; there the log-probability of a token
+is known for the first time, so its ratio, clip and policy coefficient are computed at once.
+Backward: per chunk of the vocabulary one kernel makes the gradient of the logits again, in the
+dtype of the states, and cuBLAS turns it into the two gradients. No atomics, and every sum in a
+fixed order: the same input gives the same bits.
+
+Exponentials are powers of 2, which the hardware computes: `Scores.peak` is in units of log 2.
+Operands come through tensor descriptors (TMA on Hopper). Those read zeros outside of the matrix,
+and a zero is a logit like any other: columns past the vocabulary are masked in the accumulator.
+
+Shapes: N tokens, D model width, V vocabulary. This is the only file that imports triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from echo.kernels.contract import LiveRows, PolicyRows, PolicyTerms, RatioClip, Scores, aligned
+from echo.kernels.launch_configs import MAX_SPLITS, KernelName, LaunchConfig, launch_config
+
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether TRITON_INTERPRET=1 was set at import: tensors on the CPU, for tests."""
+
+_ROWS_PER_PROGRAM = 32
+_LN2 = tl.constexpr(0.6931471805599453)
+_LOG2E = tl.constexpr(1.4426950408889634)
+# Finite, so that 0 * (masked - peak) stays 0; -inf would make it NaN.
+_MASKED = tl.constexpr(-1.0e30)
+
+
+# ---- kernels
+
+
+@triton.jit
+def _grouped_tile(program, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
+    """Return (row tile, column tile) of a program: GROUP row tiles walk the columns together."""
+    group_size = GROUP * num_column_tiles
+    first = (program // group_size) * GROUP
+    num_rows = tl.minimum(num_row_tiles - first, GROUP)
+    within = program % group_size
+    return first + within % num_rows, within // num_rows
+
+
+@triton.jit
+def _logits_tile(
+    states_desc, weight_desc, row, column,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] float32 of states @ weight.T, from `row` and `column` on."""
+    logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, WIDTH, DEPTH):
+        states = states_desc.load([row, k])
+        weight = weight_desc.load([column, k])
+        if UPCAST:
+            states = states.to(tl.float32)
+            weight = weight.to(tl.float32)
+        logits = tl.dot(states, weight.T, logits, input_precision="ieee")
+    return logits
+
+
+@triton.jit
+def scores_kernel(
+    states_desc, weight_desc, ids_ptr, scale_ptr,
+    peak_ptr, total_ptr, weighted_ptr, target_ptr,
+    num_rows, num_columns, columns_per_split, num_splits,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Statistics [num_splits, num_rows] of one row tile x one split, and the targets' logits."""
+    row_tile, split = _grouped_tile(tl.program_id(0), tl.cdiv(num_rows, ROWS), num_splits, GROUP)
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    ids = tl.load(ids_ptr + rows, mask=is_row, other=-1)
+    scale = tl.load(scale_ptr + rows, mask=is_row, other=1.0) * _LOG2E
+    first = split * columns_per_split
+    end = tl.minimum(first + columns_per_split, num_columns)
+
+    peak = tl.full((ROWS,), _MASKED, dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    weighted = tl.zeros((ROWS,), dtype=tl.float32)
+    target = tl.zeros((ROWS,), dtype=tl.float32)
+    for column in range(first, end, COLUMNS):
+        logits = _logits_tile(
+            states_desc, weight_desc, row_tile * ROWS, column, WIDTH, ROWS, COLUMNS, DEPTH, UPCAST
+        )
+        columns = column + tl.arange(0, COLUMNS)
+        logits = tl.where((columns < end)[None, :], logits * scale[:, None], _MASKED)
+        target += tl.sum(tl.where(columns[None, :] == ids[:, None], logits, 0.0), axis=1)
+        # Everything is kept relative to the peak: a shift common to all logits cancels exactly.
+        new_peak = tl.maximum(peak, tl.max(logits, axis=1))
+        drop = peak - new_peak
+        keep = tl.exp2(drop)
+        logits -= new_peak[:, None]
+        exponentials = tl.exp2(logits)
+        if ENTROPY:
+            weighted = (weighted + total * drop) * keep + tl.sum(exponentials * logits, axis=1)
+        total = total * keep + tl.sum(exponentials, axis=1)
+        peak = new_peak
+
+    at = split.to(tl.int64) * num_rows + rows
+    tl.store(peak_ptr + at, peak, mask=is_row)
+    tl.store(total_ptr + at, total, mask=is_row)
+    if ENTROPY:
+        tl.store(weighted_ptr + at, weighted, mask=is_row)
+    # Every id lies in exactly one split, which alone writes its logit.
+    tl.store(target_ptr + rows, target, mask=is_row & (ids >= first) & (ids < end))
+
+
+@triton.jit
+def _store_policy_terms(
+    logprobs, rows, is_row, sampler_ptr, advantage_ptr, loss_ptr, coefficient_ptr, ratio_ptr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
+):  # fmt: skip
+    """Loss, coefficient, ratio of each row; comparisons are such that a NaN comes out as a NaN."""
+    sampler_logprobs = tl.load(sampler_ptr + rows, mask=is_row, other=0.0)
+    advantages = tl.load(advantage_ptr + rows, mask=is_row, other=0.0)
+    log_ratio = logprobs - sampler_logprobs
+    is_flat = tl.abs(log_ratio) > MAX_LOG
+    log_ratio = tl.where(log_ratio > MAX_LOG, MAX_LOG, log_ratio)
+    log_ratio = tl.where(log_ratio < -MAX_LOG, -MAX_LOG, log_ratio)
+    ratios = tl.exp(log_ratio)
+    surrogate = ratios * advantages
+    is_low = (advantages < 0.0) & (ratios < LOW)
+    is_high = (advantages > 0.0) & (ratios > HIGH)
+    losses = tl.where(is_low, -LOW * advantages, tl.where(is_high, -HIGH * advantages, -surrogate))
+    is_flat = is_flat | is_low | is_high
+    if DUAL is not None:
+        is_dual = (advantages < 0.0) & (ratios > DUAL)
+        losses = tl.where(is_dual, -DUAL * advantages, losses)
+        is_flat = is_flat | is_dual
+    tl.store(loss_ptr + rows, losses, mask=is_row)
+    tl.store(coefficient_ptr + rows, tl.where(is_flat, 0.0, -surrogate), mask=is_row)
+    tl.store(ratio_ptr + rows, ratios, mask=is_row)
+
+
+@triton.jit
+def policy_kernel(
+    logprob_ptr, sampler_ptr, advantage_ptr, loss_ptr, coefficient_ptr, ratio_ptr, num_rows,
+    ROWS: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
+):  # fmt: skip
+    """The policy part of combine_kernel, for log-probabilities that are there already."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    _store_policy_terms(
+        tl.load(logprob_ptr + rows, mask=is_row, other=0.0), rows, is_row, sampler_ptr,
+        advantage_ptr, loss_ptr, coefficient_ptr, ratio_ptr, LOW, HIGH, DUAL, MAX_LOG,
+    )  # fmt: skip
+
+
+@triton.jit
+def combine_kernel(
+    peak_ptr, total_ptr, weighted_ptr, target_ptr, sampler_ptr, advantage_ptr,
+    row_peak_ptr, row_total_ptr, logprob_ptr, entropy_ptr, loss_ptr, coefficient_ptr, ratio_ptr,
+    num_rows, num_splits,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, ENTROPY: tl.constexpr, POLICY: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
+):  # fmt: skip
+    """Combine the statistics of all splits, and derive what a token's loss needs at once."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    splits = tl.arange(0, SPLITS)
+    is_split = (splits < num_splits)[:, None] & is_row[None, :]
+    at = splits.to(tl.int64)[:, None] * num_rows + rows[None, :]
+    peaks = tl.load(peak_ptr + at, mask=is_split, other=_MASKED)
+    totals = tl.load(total_ptr + at, mask=is_split, other=0.0)
+    peak = tl.max(peaks, axis=0)
+    drop = peaks - peak[None, :]
+    keep = tl.exp2(drop)
+    total = tl.where(is_row, tl.sum(totals * keep, axis=0), 1.0)
+    log_total = tl.log2(total)
+    target = tl.load(target_ptr + rows, mask=is_row, other=0.0)
+    logprobs = ((target - peak) - log_total) * _LN2
+    tl.store(row_peak_ptr + rows, peak, mask=is_row)
+    tl.store(row_total_ptr + rows, total, mask=is_row)
+    tl.store(logprob_ptr + rows, logprobs, mask=is_row)
+    if ENTROPY:
+        weighted = tl.load(weighted_ptr + at, mask=is_split, other=0.0)
+        weighted = tl.sum((weighted + totals * drop) * keep, axis=0)
+        tl.store(entropy_ptr + rows, (log_total - weighted / total) * _LN2, mask=is_row)
+    if POLICY:
+        _store_policy_terms(
+            logprobs, rows, is_row, sampler_ptr, advantage_ptr, loss_ptr, coefficient_ptr,
+            ratio_ptr, LOW, HIGH, DUAL, MAX_LOG,
+        )  # fmt: skip
+
+
+@triton.jit
+def grad_logits_kernel(
+    states_desc, weight_desc, grad_desc, ids_ptr, rate_ptr, peak_ptr, base_ptr, slope_ptr, hit_ptr,
+    num_rows, num_columns,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one tile of a chunk's logits; `_row_factors` gives the equation.
+
+    Ids count from the chunk's first column. What lies outside of the chunk is computed and not
+    stored: the descriptor of the output ends where the chunk does.
+    """
+    row_tile, column_tile = _grouped_tile(
+        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), GROUP
+    )
+    row, column = row_tile * ROWS, column_tile * COLUMNS
+    logits = _logits_tile(
+        states_desc, weight_desc, row, column, WIDTH, ROWS, COLUMNS, DEPTH, UPCAST
+    )
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    is_row = rows < num_rows
+    ids = tl.load(ids_ptr + rows, mask=is_row, other=-1)
+    rate = tl.load(rate_ptr + rows, mask=is_row, other=0.0)
+    peak = tl.load(peak_ptr + rows, mask=is_row, other=0.0)
+    base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
+    hit = tl.load(hit_ptr + rows, mask=is_row, other=0.0)
+    logits = logits * rate[:, None] - peak[:, None]
+    exponentials = tl.exp2(logits)
+    if ENTROPY:
+        slope = tl.load(slope_ptr + rows, mask=is_row, other=0.0)
+        grad = exponentials * (slope[:, None] * logits + base[:, None])
+    else:
+        grad = exponentials * base[:, None]
+    grad = tl.where(columns[None, :] == ids[:, None], hit[:, None], 0.0) - grad
+    grad_desc.store([row, column], grad.to(grad_desc.dtype))
+
+
+# ---- launchers
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    scale: Tensor,
+    *,
+    with_entropy: bool,
+    policy: PolicyRows | None,
+    vocab_chunk: int,
+) -> Scores:
+    """Score the ids; 12 bytes of statistics per row and split are all that is stored."""
+    num_rows, num_columns = len(hidden), len(weight)
+    config = _config("scores", hidden)
+    num_tiles = triton.cdiv(num_columns, config.columns)
+    columns_per_split = triton.cdiv(num_tiles, MAX_SPLITS) * config.columns
+    num_splits = triton.cdiv(num_columns, columns_per_split)
+    peaks, totals, weighted = scale.new_empty(3, num_splits, num_rows)
+    logprobs, peak, total, target, entropies = scale.new_empty(5, num_rows)
+    losses, coefficients, ratios = scale.new_empty(3, num_rows if policy else 0)
+    if num_rows:
+        scores_kernel[triton.cdiv(num_rows, config.rows) * num_splits,](
+            _descriptor(aligned(hidden), config.rows, config.depth),
+            _descriptor(weight, config.columns, config.depth),
+            ids.to(torch.int32), scale, peaks, totals, weighted, target,
+            num_rows, num_columns, columns_per_split, num_splits,
+            **_tile_options(config, hidden, with_entropy=with_entropy),
+        )  # fmt: skip
+        combine_kernel[triton.cdiv(num_rows, _ROWS_PER_PROGRAM),](
+            peaks, totals, weighted, target,
+            policy.sampler_logprobs if policy else logprobs,
+            policy.advantages if policy else logprobs,
+            peak, total, logprobs, entropies, losses, coefficients, ratios,
+            num_rows, num_splits,
+            SPLITS=triton.next_power_of_2(num_splits),
+            ENTROPY=with_entropy, POLICY=policy is not None,
+            **_policy_options(policy),
+        )  # fmt: skip
+    terms = PolicyTerms(losses, coefficients, ratios) if policy else None
+    return Scores(logprobs, entropies if with_entropy else None, peak, total, terms)
+
+
+def backward(
+    rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return both gradients; every row of the weight's is written once, from one product.
+
+    Products are summed in float32 by way of float32 outputs: with an output of 16 bits cuBLAS may
+    split a sum and add its parts in that precision.
+    """
+    num_rows, width = rows.states.shape
+    states = aligned(rows.states)
+    grad_states = states.new_zeros(states.shape, dtype=torch.float32) if needs_states else None
+    grad_weight = torch.empty_like(weight) if needs_weight else None
+    if not num_rows:
+        return grad_states, None if grad_weight is None else grad_weight.zero_()
+    vocab_chunk = min(vocab_chunk, len(weight))
+    factors = _row_factors(rows)
+    with_entropy = rows.grad_entropy is not None
+    config = _config("grad_logits", states)
+    # Rows of the buffer begin at multiples of 16 bytes, as a descriptor demands.
+    buffer = states.new_empty(num_rows, triton.cdiv(vocab_chunk, 8) * 8)
+    product = states.new_empty(vocab_chunk, width, dtype=torch.float32) if needs_weight else None
+    for start in range(0, len(weight), vocab_chunk):
+        chunk = weight[start : start + vocab_chunk]
+        grad_logits = buffer[:, : len(chunk)]
+        num_tiles = triton.cdiv(num_rows, config.rows) * triton.cdiv(len(chunk), config.columns)
+        grad_logits_kernel[num_tiles,](
+            _descriptor(states, config.rows, config.depth),
+            _descriptor(chunk, config.columns, config.depth),
+            _descriptor(grad_logits, config.rows, config.columns),
+            (rows.ids - start).to(torch.int32), *factors, num_rows, len(chunk),
+            **_tile_options(config, states, with_entropy=with_entropy),
+        )  # fmt: skip
+        if grad_states is not None:
+            _multiply(grad_logits, chunk, grad_states, keep=1.0)
+        if grad_weight is not None and product is not None:
+            rows_of_weight = product[: len(chunk)]
+            _multiply(grad_logits.T, states, rows_of_weight, keep=0.0)
+            grad_weight[start : start + len(chunk)] = rows_of_weight
+    return grad_states, grad_weight
+
+
+def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
+    """Return losses, coefficients and ratios, in the dtype of the log-probabilities."""
+    losses, coefficients, ratios = logprobs.new_empty(3, len(logprobs))
+    if len(logprobs):
+        policy_kernel[triton.cdiv(len(logprobs), _ROWS_PER_PROGRAM),](
+            logprobs, policy.sampler_logprobs, policy.advantages, losses, coefficients, ratios,
+            len(logprobs), **_policy_options(policy),
+        )  # fmt: skip
+    return PolicyTerms(losses, coefficients, ratios)
+
+
+def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return rate, peak, base, slope and hit, the factors of a row in the gradient of its logits.
+
+    With x = logit * rate - peak and e = 2^x the probability is e / total, and the gradient
+    hit * 1[column = id] - e * (base + slope * x)  is the sum of both outputs' (torch_kernels.py).
+    """
+    hit = rows.grad * rows.scale
+    rate = rows.scale * _LOG2E.value
+    if rows.grad_entropy is None or rows.entropies is None:
+        base = hit / rows.total
+        return rate, rows.peak, base, base, hit
+    grad_entropy = rows.grad_entropy * rows.scale
+    base = (hit + grad_entropy * (rows.entropies - rows.total.log())) / rows.total
+    return rate, rows.peak, base, grad_entropy * _LN2.value / rows.total, hit
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor, *, keep: float) -> None:
+    """Write left @ right + keep * out to the float32 `out`, with a sum in float32."""
+    if out.is_cuda:
+        torch.addmm(out, left, right, out_dtype=torch.float32, beta=keep, out=out)
+    else:  # the interpreter's tensors
+        torch.addmm(out, left.float(), right.float(), beta=keep, out=out)
+
+
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+def _config(kernel: KernelName, states: Tensor) -> LaunchConfig:
+    return launch_config(
+        kernel,
+        triton_version=triton.__version__,
+        capability=torch.cuda.get_device_capability(states.device) if states.is_cuda else (9, 0),
+        element_bytes=states.element_size(),
+    )
+
+
+def _tile_options(config: LaunchConfig, states: Tensor, *, with_entropy: bool) -> dict[str, Any]:
+    """Return the compile-time arguments of a kernel that multiplies tiles."""
+    return {
+        "WIDTH": states.shape[1],
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
+        "DEPTH": config.depth,
+        "GROUP": config.group_rows,
+        "ENTROPY": with_entropy,
+        # The interpreter keeps bfloat16 as its bits, and would multiply those.
+        "UPCAST": IS_INTERPRETED and states.dtype == torch.bfloat16,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def _policy_options(policy: PolicyRows | None) -> dict[str, Any]:
+    """Return the compile-time arguments of a kernel that knows the policy loss."""
+    clip = policy.clip if policy else RatioClip()
+    return {
+        "ROWS": _ROWS_PER_PROGRAM,
+        "LOW": 1.0 - clip.clip_low,
+        "HIGH": 1.0 + clip.clip_high,
+        "DUAL": clip.dual_clip,
+        "MAX_LOG": clip.MAX_LOG_RATIO,
+        "enable_fp_fusion": True,
+    }

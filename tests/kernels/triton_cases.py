@@ -1,0 +1,325 @@
+"""What the Triton backend has to get right, on a GPU or under Triton's interpreter.
+
+test_triton_kernels.py runs this file in a process of its own: whether kernels are interpreted is
+decided when triton is imported. By hand:
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/triton_cases.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from echo.kernels import triton_kernels
+from echo.kernels.contract import PolicyRows, RatioClip
+from echo.kernels.launch_configs import LaunchConfig
+from echo.kernels.linear_logprob import IGNORE_INDEX, linear_logprob, linear_policy_loss
+from echo.kernels.policy_coefficient import policy_coefficient
+from tests.kernels.test_linear_logprob import (
+    Case,
+    evaluate,
+    make_case,
+    max_error,
+    reference,
+    relative_error,
+)
+
+torch.set_num_threads(1)
+DEVICE = "cpu" if triton_kernels.IS_INTERPRETED else "cuda"
+
+SMALL = LaunchConfig(32, 64, 32, num_warps=4, num_stages=2, group_rows=2)
+"""Several ragged tiles in each direction, where a case fits into one tile of the table."""
+
+TABLE = triton_kernels._config
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "_config", lambda *_: SMALL)
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Fill memory that is not initialised with NaN: what is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(DEVICE, copy=True).requires_grad_()
+
+
+def triton_results(case: Case, **options: Any) -> Any:
+    case = Case(*(part.to(DEVICE) for part in case))
+    options = {"entropy": "grad", "vocab_chunk": 128, **options}
+    results = evaluate(linear_logprob, case, backend="triton", **options)
+    return type(results)(*(part.cpu() for part in results))
+
+
+def check(case: Case, *, value_error: float, gradient_error: float, **options: Any) -> None:
+    actual, expected = triton_results(case, **options), reference(case)
+    assert actual.logprobs.dtype == torch.float32
+    assert actual.grad_hidden.dtype == actual.grad_weight.dtype == case.hidden.dtype
+    assert max_error(actual.logprobs, expected.logprobs) < value_error
+    assert max_error(actual.entropies, expected.entropies) < value_error
+    assert relative_error(actual.grad_hidden, expected.grad_hidden) < gradient_error
+    assert relative_error(actual.grad_weight, expected.grad_weight) < gradient_error
+
+
+# Case, largest error of values, relative error of gradients, both against float64.
+CASES = {
+    "ragged rows, width and vocabulary": (make_case(), 3e-6, 1e-6),
+    "a whole number of tiles": (make_case(32, 64, 128), 3e-6, 1e-6),
+    "vocabulary smaller than a tile": (make_case(vocab=5), 3e-6, 1e-6),
+    "vocabulary one over a tile": (make_case(vocab=65), 3e-6, 1e-6),
+    "one token": (make_case(rows=1), 3e-6, 1e-6),
+    "flat x0.01": (make_case(gain=0.01), 3e-6, 1e-6),
+    "peaked x30": (make_case(gain=30.0), 3e-4, 1e-5),
+    "shifted by -60": (make_case(shift=-60.0), 5e-5, 3e-5),
+    "shifted by +60": (make_case(shift=60.0), 5e-5, 3e-5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_agrees_with_float64(name: str) -> None:
+    case, value_error, gradient_error = CASES[name]
+    check(case, value_error=value_error, gradient_error=gradient_error)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient_error"),
+    # The interpreter truncates to bfloat16 where a GPU rounds.
+    [(torch.float16, 1e-3), (torch.bfloat16, 1.2e-2 if DEVICE == "cpu" else 2.5e-3)],
+)
+@pytest.mark.parametrize("gain", [1.0, 5.0])
+def test_16_bit_inputs_lose_nothing_but_the_rounding_of_gradients(
+    dtype: torch.dtype, gradient_error: float, gain: float
+) -> None:
+    check(make_case(gain=gain, dtype=dtype), value_error=1e-5, gradient_error=gradient_error)
+
+
+@pytest.mark.parametrize("max_splits", [1, 3, 16])
+def test_any_number_of_splits_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, max_splits: int
+) -> None:
+    monkeypatch.setattr(triton_kernels, "MAX_SPLITS", max_splits)
+    check(make_case(vocab=700), value_error=3e-6, gradient_error=1e-6)
+
+
+@pytest.mark.parametrize("vocab_chunk", [1, 7, 64, 8192])
+def test_any_chunk_of_the_backward_gives_the_same(vocab_chunk: int) -> None:
+    vocab = 9 if vocab_chunk == 1 else 211
+    check(make_case(vocab=vocab), value_error=3e-6, gradient_error=1e-6, vocab_chunk=vocab_chunk)
+
+
+def test_the_tiles_of_the_table_agree_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "_config", TABLE)
+    case = make_case(rows=140, width=72, vocab=1031, dtype=torch.bfloat16)
+    check(case, value_error=1e-5, gradient_error=1.2e-2, vocab_chunk=600)
+
+
+@pytest.mark.parametrize("vocab", [5, 211])
+def test_no_column_past_the_vocabulary_counts(vocab: int) -> None:
+    # All logits are -60: a phantom column with a logit of 0 would take all the probability.
+    hidden = torch.ones(3, 8, device=DEVICE)
+    weight = torch.full((vocab, 8), -7.5, device=DEVICE)
+    ids = torch.tensor([0, 1, vocab - 1], device=DEVICE)
+    logprobs, entropies = linear_logprob(hidden, weight, ids, entropy="value", backend="triton")
+    uniform = torch.tensor(vocab).log()
+    assert entropies is not None
+    assert torch.allclose(logprobs.cpu(), -uniform.expand(3), atol=1e-5)
+    assert torch.allclose(entropies.cpu(), uniform.expand(3), atol=1e-5)
+
+
+def test_without_the_entropy_the_rest_is_the_same() -> None:
+    case = make_case()
+    weight = leaf(case.weight)
+    hidden, ids = case.hidden.to(DEVICE), case.ids.to(DEVICE)
+    plain, none = linear_logprob(hidden, weight, ids, 0.7, backend="triton")
+    with_value, value = linear_logprob(hidden, weight, ids, 0.7, entropy="value", backend="triton")
+    assert none is None
+    assert value is not None
+    assert not value.requires_grad
+    assert torch.equal(plain, with_value)
+
+
+def test_ignored_rows_are_zero_and_touch_nothing() -> None:
+    case = make_case()
+    dropped = torch.arange(37) % 3 == 0
+    masked = case._replace(
+        hidden=case.hidden.masked_fill(dropped[:, None], float("nan")),
+        ids=case.ids.masked_fill(dropped, IGNORE_INDEX),
+    )
+    actual = triton_results(masked)
+    assert not any(part[dropped].any() for part in actual[:3])
+    kept = Case(*(part[~dropped] if len(part) == 37 else part for part in case))
+    alone = triton_results(kept)
+    assert torch.equal(actual.logprobs[~dropped], alone.logprobs)
+    assert actual.grad_weight.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [0, 37])
+def test_no_live_row_gives_zero_gradients(rows: int) -> None:
+    case = make_case(rows=rows)
+    ignored = case._replace(ids=torch.full((rows,), IGNORE_INDEX))
+    for nothing in (ignored, case._replace(inv_temperature=case.inv_temperature)):
+        hidden = leaf(nothing.hidden)
+        weight = leaf(nothing.weight)
+        logprobs, _ = linear_logprob(hidden, weight, nothing.ids.to(DEVICE), backend="triton")
+        (0.0 * logprobs).sum().backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        assert not hidden.grad.any()
+        assert not weight.grad.any()
+
+
+def test_rows_without_gradient_are_dropped_exactly() -> None:
+    case = make_case()
+    coefficients = torch.randn(37).masked_fill(torch.arange(37) % 2 == 0, 0.0)
+    gradients = []
+    for rows in (torch.arange(37), coefficients.nonzero().squeeze(1)):
+        weight = leaf(case.weight)
+        logprobs, _ = linear_logprob(
+            case.hidden[rows].to(DEVICE), weight, case.ids[rows].to(DEVICE), backend="triton"
+        )
+        (logprobs * coefficients[rows].to(DEVICE)).sum().backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_the_result_of_a_row_does_not_depend_on_the_others() -> None:
+    case = make_case(dtype=torch.float16)
+    whole = triton_results(case)
+    first = triton_results(Case(*(part[:9] if len(part) == 37 else part for part in case)))
+    assert torch.equal(whole.logprobs[:9], first.logprobs)
+    assert torch.equal(whole.entropies[:9], first.entropies)
+
+
+def test_the_same_input_gives_the_same_bits() -> None:
+    case = make_case(vocab=700)
+    assert all(map(torch.equal, triton_results(case), triton_results(case)))
+
+
+def test_frozen_and_tied_heads() -> None:
+    case = make_case()
+    full = triton_results(case)
+    hidden = leaf(case.hidden)
+    ids, scale = case.ids.to(DEVICE), case.inv_temperature.to(DEVICE)
+    linear_logprob(hidden, case.weight.to(DEVICE), ids, scale, backend="triton")[0].sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == full.grad_hidden.shape
+    # Tied: the head is the embedding too, and its gradient the sum of both uses.
+    table = leaf(case.weight)
+    head = leaf(case.weight)
+    rows = torch.arange(37, device=DEVICE)
+    linear_logprob(table[rows], table, ids, scale, backend="triton")[0].sum().backward()
+    states = leaf(case.weight[:37])
+    linear_logprob(states, head, ids, scale, backend="triton")[0].sum().backward()
+    assert table.grad is not None
+    assert head.grad is not None
+    assert states.grad is not None
+    expected = head.grad.clone()
+    expected[:37] += states.grad
+    assert torch.equal(table.grad, expected)
+
+
+def test_states_that_tma_cannot_read_are_copied() -> None:
+    case = make_case()
+    spread = torch.zeros(37, 25, device=DEVICE)[:, :24]  # rows begin at multiples of 100 bytes
+    spread.copy_(case.hidden)
+    arguments = case.weight.to(DEVICE), case.ids.to(DEVICE)
+    actual, _ = linear_logprob(spread, *arguments, backend="triton")
+    expected, _ = linear_logprob(case.hidden.to(DEVICE), *arguments, backend="triton")
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "message"),
+    [
+        (torch.ones(3, 8).half(), torch.ones(5, 8), "hidden is torch.float16, but weight is"),
+        (torch.ones(3, 8).double(), torch.ones(5, 8).double(), "no kernel for torch.float64"),
+        (torch.ones(3, 7), torch.ones(5, 7), r"begin at multiples of 16 bytes"),
+        (torch.ones(3, 8), torch.ones(8, 5).T, r"weight \[5, 8\] has strides \[1, 5\]"),
+    ],
+)
+def test_input_that_has_no_kernel_is_named(
+    hidden: torch.Tensor, weight: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_logprob(
+            hidden.to(DEVICE), weight.to(DEVICE), torch.zeros(3, device=DEVICE).long(),
+            backend="triton",
+        )  # fmt: skip
+
+
+# ---- the policy's terms
+
+
+def policy_case(dtype: torch.dtype) -> tuple[torch.Tensor, PolicyRows]:
+    """Every branch many times, its bounds, a bounded log ratio, and advantages of 0."""
+    generator = torch.Generator().manual_seed(1)
+    logprobs = -3.0 * torch.rand(257, generator=generator, dtype=dtype)
+    log_ratio = 0.6 * torch.randn(257, generator=generator, dtype=dtype)
+    log_ratio[:4] = torch.tensor([25.0, -25.0, 25.0, -25.0])
+    advantages = torch.randn(257, generator=generator, dtype=dtype)
+    advantages[:8] = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0, 1.0, -1.0])
+    log_ratio[6:8] = 0.0
+    sampler = logprobs - log_ratio
+    return logprobs.to(DEVICE), PolicyRows(sampler.to(DEVICE), advantages.to(DEVICE), RatioClip())
+
+
+@pytest.mark.parametrize("dual_clip", [3.0, 1.4, None])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_the_policy_kernel_agrees_with_its_reference(
+    dtype: torch.dtype, error: float, dual_clip: float | None
+) -> None:
+    logprobs, rows = policy_case(dtype)
+    clip = RatioClip(dual_clip=dual_clip)
+    arguments = (logprobs, rows.sampler_logprobs, rows.advantages, clip)
+    actual = policy_coefficient(*arguments, backend="triton")
+    expected = policy_coefficient(*arguments, backend="torch")
+    for name in ("losses", "coefficients", "ratios"):
+        one, other = getattr(actual, name), getattr(expected, name)
+        assert one.dtype == dtype
+        assert torch.allclose(one, other, rtol=error, atol=error), name
+    assert torch.equal(actual.coefficients == 0, expected.coefficients == 0)
+
+
+def test_a_nan_comes_out_of_the_policy_kernel() -> None:
+    values = torch.tensor([float("nan"), -1.0, -1.0], device=DEVICE)
+    advantages = torch.tensor([1.0, float("nan"), 1.0], device=DEVICE)
+    terms = policy_coefficient(
+        values, torch.full_like(values, -1.0), advantages, RatioClip(), backend="triton"
+    )
+    assert terms.losses.isnan().tolist() == [True, True, False]
+    assert terms.coefficients.isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("has_ignored_rows", [False, True])
+def test_the_fused_loss_is_that_of_its_parts(*, has_ignored_rows: bool) -> None:
+    case = make_case(gain=2.0)
+    ids = case.ids.masked_fill(torch.arange(37) % 5 == 1, IGNORE_INDEX if has_ignored_rows else 0)
+    generator = torch.Generator().manual_seed(3)
+    sampler = linear_logprob(*case[:2], ids, case.inv_temperature)[0]
+    sampler = sampler + 0.5 * torch.randn(37, generator=generator)
+    advantages = torch.randn(37, generator=generator)
+    results = []
+    for backend, device in (("triton", DEVICE), ("torch", "cpu")):
+        hidden = case.hidden.to(device, copy=True).requires_grad_()
+        weight = case.weight.to(device, copy=True).requires_grad_()
+        tokens = linear_policy_loss(
+            hidden, weight, ids.to(device), sampler.to(device), advantages.to(device),
+            case.inv_temperature.to(device),
+            clip=RatioClip(), entropy="grad", vocab_chunk=128, backend=backend,
+        )  # fmt: skip
+        assert tokens.entropies is not None
+        assert not tokens.ratios.requires_grad
+        (tokens.losses.sum() / 37 - 0.01 * tokens.entropies.sum()).backward()
+        found = [tokens.losses, tokens.logprobs, tokens.ratios, hidden.grad, weight.grad]
+        results.append([part.detach().cpu() for part in found if part is not None])
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=2e-6)
