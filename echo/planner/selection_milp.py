@@ -1,0 +1,216 @@
+"""The cheapest sufficient set as a mixed-integer linear programme, solved by HiGHS.
+
+Variables, in this order: x_j nodes of each offer, z_j whether an offer is used, r_g whether a
+region's relay is used, t the seconds of a broadcast. Every constraint but one is linear as it
+stands; the convex one (rate against t for pausing workers, gathering time against rate for the
+others) enters as tangents, one per round, until the answer satisfies the rule itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from echo.planner.fleet import GIGABYTE, Fleet, Offer
+from echo.planner.job import Job
+from echo.planner.overlap import is_enough, required_rate, window_s
+
+MAX_ROUNDS = 60
+"""Tangents at most; a handful is usual."""
+
+_Row = npt.NDArray[np.float64]
+_OPTIMAL, _INFEASIBLE = 0, 2
+_SLACK = 1e-9
+
+
+class OutOfTimeError(Exception):
+    """The solver did not finish within its time."""
+
+
+def select_exactly(fleet: Fleet, job: Job, *, time_limit_s: float = 1.0) -> tuple[int, ...] | None:
+    """Return the counts of the cheapest sufficient set; None if there is none.
+
+    Raises:
+        OutOfTimeError: if the solver needs longer than `time_limit_s` for one programme.
+    """
+    if job.train_s <= 0 or not fleet.offers:
+        return None
+    programme = _Programme(fleet, job)
+    for _ in range(MAX_ROUNDS):
+        counts = programme.solve(time_limit_s)
+        if counts is None:
+            return None
+        rate, broadcast_s = fleet.rate(job, counts), fleet.broadcast_s(job, counts)
+        latency_s = fleet.latency_s(job, counts)
+        if is_enough(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s):
+            return counts
+        programme.add_tangent(rate=rate, broadcast_s=broadcast_s)
+    raise OutOfTimeError
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Constraints `row @ variables >= bound`."""
+
+    rows: list[_Row] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+
+    def add(self, row: _Row, bound: float) -> None:
+        # Scaled to a largest coefficient of 1: HiGHS compares with absolute tolerances.
+        scale = max(float(np.abs(row).max()), 1e-300)
+        self.rows.append(row / scale)
+        self.bounds.append(bound / scale)
+
+
+class _Programme:
+    """The programme of one fleet and job, with the tangents found so far."""
+
+    def __init__(self, fleet: Fleet, job: Job) -> None:
+        self.fleet, self.job = fleet, job
+        self.relays = sorted({o.region for o in fleet.offers if fleet.has_relay(o)})
+        self.num_offers = len(fleet.offers)
+        self.size = 2 * self.num_offers + len(self.relays) + 1
+        self.time_index = self.size - 1
+        self.rates = np.array([offer.rollouts_per_s(job) for offer in fleet.offers])
+        self.costs = self._costs()
+        self.constraints = _Rows()
+        self._link_variables()
+        self._bound_broadcast()
+        self.add_tangent(rate=self._least_rate(), broadcast_s=0.0)
+        if job.budget_per_h < np.inf:
+            self.constraints.add(-self.costs, -job.budget_per_h)
+
+    def solve(self, time_limit_s: float) -> tuple[int, ...] | None:
+        """Return the counts of the present optimum; None if there is none."""
+        offers, job = self.fleet.offers, self.job
+        is_integer = np.ones(self.size)
+        is_integer[self.time_index] = 0
+        upper = np.ones(self.size)
+        upper[: self.num_offers] = [offer.count for offer in offers]
+        upper[self.time_index] = job.publish_period * job.train_s * (1 - _SLACK)
+        result = milp(
+            self.costs,
+            integrality=is_integer,
+            bounds=Bounds(np.zeros(self.size), upper),
+            constraints=LinearConstraint(np.array(self.constraints.rows), self.constraints.bounds),
+            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+        )
+        if result.status == _INFEASIBLE:
+            return None
+        if result.status != _OPTIMAL:
+            raise OutOfTimeError
+        return tuple(int(value) for value in np.rint(result.x[: self.num_offers]))
+
+    def add_tangent(self, *, rate: float, broadcast_s: float) -> None:
+        """Add the tangent of the convex constraint at one point."""
+        job, batch = self.job, self.job.rollouts_per_step
+        row = self._row()
+        row[: self.num_offers] = self.rates
+        if job.has_pausing_workers:
+            # rate >= f(t) = margin * kappa R / (kappa T - t), f' = f / (kappa T - t)
+            left_s = job.publish_period * job.train_s - broadcast_s
+            needed = required_rate(job, broadcast_s) * (1 + job.margin)
+            slope = needed / left_s
+            row[self.time_index] = -slope
+            self.constraints.add(row, needed - slope * broadcast_s)
+            return
+        self.constraints.add(row, self._least_rate())
+        # t + latency_j + R / rate <= window, R / rate >= 2 R / rate_0 - R / rate_0^2 * rate
+        slope = batch / rate**2
+        for index, offer in enumerate(self.fleet.offers):
+            window = self._row()
+            window[self.time_index] = -1
+            window[: self.num_offers] = slope * self.rates
+            window[self.num_offers + index] = -offer.group_latency_s(job)
+            self.constraints.add(window, 2 * batch / rate - window_s(job))
+
+    def _least_rate(self) -> float:
+        return required_rate(self.job, 0.0) * (1 + self.job.margin)
+
+    def _row(self) -> _Row:
+        return np.zeros(self.size)
+
+    def _costs(self) -> _Row:
+        """$ per hour of one unit of each variable; adds up to Fleet.cost_per_h."""
+        fleet, job, row = self.fleet, self.job, self._row()
+        publications_per_h = 3600 / (job.publish_period * job.train_s)
+        gb_per_h = job.version_bytes / GIGABYTE * publications_per_h
+        upload_gb = 3600 * job.completion_tokens * job.upload_bytes_per_token / GIGABYTE
+        for index, offer in enumerate(fleet.offers):
+            row[index] = offer.price_per_h + offer.price_per_gb * (
+                gb_per_h + upload_gb * self.rates[index]
+            )
+            if not fleet.has_relay(offer):
+                place = self.num_offers + index if offer.can_listen else index
+                row[place] += fleet.region_of(offer).price_per_gb * gb_per_h
+        for index, name in enumerate(self.relays):
+            region = fleet.regions[name]
+            price = region.relay_price_per_h + region.price_per_gb * gb_per_h
+            row[2 * self.num_offers + index] = price
+        return row
+
+    def _link_variables(self) -> None:
+        """An offer is used if it has nodes, and so is its region's relay."""
+        for index, offer in enumerate(self.fleet.offers):
+            has_nodes = self._row()
+            has_nodes[self.num_offers + index], has_nodes[index] = offer.count, -1
+            self.constraints.add(has_nodes, 0)
+            is_used = self._row()
+            is_used[index], is_used[self.num_offers + index] = 1, -1
+            self.constraints.add(is_used, 0)
+            if self.fleet.has_relay(offer):
+                relay = self._row()
+                relay[2 * self.num_offers + self.relays.index(offer.region)] = 1
+                relay[self.num_offers + index] = -1
+                self.constraints.add(relay, 0)
+
+    def _bound_broadcast(self) -> None:
+        """The broadcast lasts at least as long as each offer in use needs, link by link."""
+        job, fleet = self.job, self.fleet
+        for index, offer in enumerate(fleet.offers):
+            link = fleet.link_bytes_per_s(offer)
+            per_hop = job.chunk_bytes / link
+            shared = [
+                self._row(),
+                self._learner_streams() * (job.version_bytes / fleet.uplink_bytes_per_s),
+            ]
+            fixed = [job.version_bytes / link, 0.0]
+            relay_rate = fleet.region_of(offer).relay_bytes_per_s
+            if relay_rate is not None:
+                shared.append(self._relay_streams(offer) * (job.version_bytes / relay_rate))
+                fixed.append(0.0)
+            for seconds, constant in zip(shared, fixed, strict=True):
+                if offer.can_listen:
+                    seconds[index] += per_hop
+                hops = fleet.has_relay(offer) - int(offer.can_listen)
+                constant += fleet.region_of(offer).latency_s + hops * per_hop
+                # Void unless the offer is used: then `most` takes everything back.
+                most = max(0.0, constant + float(np.abs(seconds) @ self._most()))
+                row = -seconds
+                row[self.time_index] += 1
+                row[self.num_offers + index] -= most
+                self.constraints.add(row, constant - most)
+
+    def _most(self) -> _Row:
+        most = np.ones(self.size)
+        most[: self.num_offers] = [offer.count for offer in self.fleet.offers]
+        most[self.time_index] = 0
+        return most
+
+    def _learner_streams(self) -> _Row:
+        row = self._row()
+        row[2 * self.num_offers : self.time_index] = 1
+        for index, offer in enumerate(self.fleet.offers):
+            if not self.fleet.has_relay(offer):
+                row[self.num_offers + index if offer.can_listen else index] = 1
+        return row
+
+    def _relay_streams(self, of: Offer) -> _Row:
+        row = self._row()
+        for index, offer in enumerate(self.fleet.offers):
+            if offer.region == of.region:
+                row[self.num_offers + index if offer.can_listen else index] = 1
+        return row

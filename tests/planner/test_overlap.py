@@ -1,0 +1,197 @@
+"""The provisioning rule by hand, and the step-by-step prediction beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.planner.job import Job
+from echo.planner.overlap import (
+    Resource,
+    binding_resource,
+    fits_window,
+    is_enough,
+    predict,
+    required_rate,
+    staleness_range,
+)
+
+JOB = Job(
+    groups_per_step=8,
+    group_size=8,
+    max_staleness=3,
+    publish_period=2,
+    train_s=10.0,
+    completion_tokens=100.0,
+    max_completion_tokens=400.0,
+    version_bytes=1e9,
+    margin=0.0,
+)
+
+
+def test_required_rates_by_hand() -> None:
+    # 128 rollouts in 2 x 10 - 4 = 16 s while workers pause 4 s; 64 in 10 s while they do not.
+    assert required_rate(JOB, 4.0, is_pausing=True) == 8.0
+    assert required_rate(JOB, 4.0, is_pausing=False) == 6.4
+    assert required_rate(JOB, 20.0, is_pausing=True) == math.inf
+
+
+def test_useless_groups_have_to_be_generated_too() -> None:
+    assert replace(JOB, useful_share=0.5).rollouts_per_step == 128
+    assert replace(JOB, useful_share=0.5).tokens_per_step == JOB.tokens_per_step == 6400
+
+
+def test_the_longest_of_a_group_by_hand() -> None:
+    # Spread 1: sigma^2 = ln 2 = 0.6931, sigma = 0.8326; the quantile of 8/9 is 1.2206:
+    # 100 * exp(0.8326 * 1.2206 - 0.3466) = 195.4.
+    longest = replace(JOB, completion_spread=1.0).longest_completion_tokens
+    assert longest == pytest.approx(195.4, abs=0.1)
+    assert replace(JOB, completion_spread=9.0).longest_completion_tokens <= 400
+    assert JOB.longest_completion_tokens == 100
+
+
+def test_the_window_is_the_rule_with_its_rounding() -> None:
+    # (kappa - 1) + ceil((T_bcast + T_group + R / rate) / T_train) <= S
+    for rate in (4.0, 6.4, 8.0, 64.0):
+        for broadcast_s in (0.0, 4.0, 9.9, 12.0):
+            for latency_s in (0.0, 3.6, 10.0):
+                lag = math.ceil((broadcast_s + latency_s + 64 / rate) / 10)
+                by_rule = 1 + lag <= 3
+                assert by_rule == fits_window(
+                    JOB, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s
+                )
+
+
+def test_a_broadcast_longer_than_the_period_is_never_enough() -> None:
+    assert not is_enough(JOB, rate=1e6, broadcast_s=20.0, latency_s=0.0)
+    assert is_enough(JOB, rate=1e6, broadcast_s=15.0, latency_s=0.0)
+    assert not is_enough(JOB, rate=0.0, broadcast_s=0.0, latency_s=0.0)
+
+
+def test_a_starved_learner_waits_for_what_is_missing() -> None:
+    # 80 % of the required rate: a batch takes 12.5 s, a step 10: it waits a fifth of the time.
+    prediction = predict(JOB, rate=0.8 * 6.4, broadcast_s=1.0, latency_s=1.0)
+    assert prediction.step_s == pytest.approx(12.5)
+    assert prediction.idle_share == pytest.approx(0.2)
+
+
+def test_pausing_workers_stretch_the_cycle_by_the_broadcast() -> None:
+    # Rate 5.12: 128 rollouts take 25 s, and 5 s of each cycle of two steps are lost to a pause.
+    job = replace(JOB, has_pausing_workers=True, max_staleness=6)
+    prediction = predict(job, rate=5.12, broadcast_s=5.0, latency_s=0.0)
+    assert prediction.step_s == pytest.approx(15.0)
+
+
+def test_on_policy_training_does_everything_in_turn() -> None:
+    # S = 0, kappa = 1: broadcast 2 s, batch 64 / 6.4 = 10 s, group 3 s, step 10 s: 25 s.
+    job = replace(JOB, max_staleness=0, publish_period=1)
+    prediction = predict(job, rate=6.4, broadcast_s=2.0, latency_s=3.0)
+    assert prediction.step_s == pytest.approx(25.0)
+    assert prediction.staleness == {0: 1.0}
+
+
+def test_leases_make_no_waste_and_their_absence_does() -> None:
+    # Twice the rate: half of what is made is never used.
+    paced = predict(JOB, rate=12.8, broadcast_s=1.0, latency_s=1.0)
+    unpaced = predict(JOB, rate=12.8, broadcast_s=1.0, latency_s=1.0, is_paced=False)
+    assert paced.wasted_share == 0
+    assert unpaced.wasted_share == pytest.approx(0.5)
+    lost = predict(JOB, rate=12.8, broadcast_s=1.0, latency_s=1.0, lost_per_s=1.6)
+    assert lost.wasted_share == pytest.approx(1.6 / 8.0)
+
+
+def test_spread_costs_where_supply_is_tight_and_nothing_where_it_is_ample() -> None:
+    # At exactly the required rate max(T, X) with deviation d has mean T + d * 0.3989; the buffer of
+    # S - kappa + 2 = 3 batches makes d = 0.3 * 10 / sqrt(3) = 1.732: 10.69 s.
+    job = replace(JOB, rate_spread=0.3)
+    tight = predict(job, rate=6.4, broadcast_s=0.1, latency_s=0.1)
+    assert tight.step_s == pytest.approx(10.69, abs=0.01)
+    ample = predict(job, rate=12.8, broadcast_s=0.1, latency_s=0.1)
+    assert ample.idle_share < 0.005
+
+
+def test_without_a_worker_nothing_happens() -> None:
+    prediction = predict(JOB, rate=0.0, broadcast_s=0.0, latency_s=0.0)
+    assert (prediction.idle_share, prediction.step_s) == (1.0, math.inf)
+    assert binding_resource(JOB, rate=0, broadcast_s=0, latency_s=0) is Resource.ROLLOUTS
+
+
+@pytest.mark.parametrize(
+    ("rate", "broadcast_s", "latency_s", "resource"),
+    [
+        (3.2, 1.0, 1.0, Resource.ROLLOUTS),
+        (64.0, 1.0, 1.0, Resource.LEARNER),
+        (64.0, 60.0, 1.0, Resource.BROADCAST),
+        (64.0, 1.0, 60.0, Resource.LATENCY),
+    ],
+)
+def test_the_binding_resource(
+    rate: float, broadcast_s: float, latency_s: float, resource: Resource
+) -> None:
+    found = binding_resource(JOB, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s)
+    assert found is resource
+
+
+def test_the_feasible_range_of_s() -> None:
+    # kappa = 2: (S - 1) * 10 >= 9 + 12 + 5 = 26 from S = 4 on.
+    found = staleness_range(JOB, rate=12.8, broadcast_s=9.0, latency_s=12.0)
+    assert found is not None
+    assert found[0] == 4
+    assert staleness_range(JOB, rate=1.0, broadcast_s=9.0, latency_s=12.0) is None
+
+
+rates = st.floats(1.0, 50.0)
+times = st.floats(0.0, 30.0)
+jobs = st.builds(
+    lambda bound, period, pauses: replace(
+        JOB,
+        max_staleness=bound,
+        publish_period=min(period, bound + 1),
+        has_pausing_workers=pauses,
+    ),
+    st.integers(0, 8),
+    st.integers(1, 9),
+    st.booleans(),
+)
+
+
+@given(job=jobs, rate=rates, broadcast_s=times, latency_s=times)
+def test_no_token_is_staler_than_the_bound(
+    job: Job, rate: float, broadcast_s: float, latency_s: float
+) -> None:
+    prediction = predict(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s)
+    assert min(prediction.staleness) >= 0
+    assert max(prediction.staleness) <= job.max_staleness
+    assert sum(prediction.staleness.values()) == pytest.approx(1)
+    assert 0 <= prediction.idle_share < 1
+
+
+@given(rate=rates, broadcast_s=times, latency_s=times, bound=st.integers(1, 8))
+def test_better_resources_never_slow_a_run_whose_workers_generate_on(
+    rate: float, broadcast_s: float, latency_s: float, bound: int
+) -> None:
+    job = replace(JOB, max_staleness=bound)
+
+    def step_s(job: Job, rate: float, broadcast_s: float, latency_s: float) -> float:
+        return predict(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s).step_s
+
+    now = step_s(job, rate, broadcast_s, latency_s) + 1e-6
+    assert step_s(job, 1.2 * rate, broadcast_s, latency_s) <= now
+    assert step_s(job, rate, 0.8 * broadcast_s, latency_s) <= now
+    assert step_s(job, rate, broadcast_s, 0.8 * latency_s) <= now
+    more = replace(job, max_staleness=bound + 1)
+    assert step_s(more, rate, broadcast_s, latency_s) <= now
+
+
+@given(job=jobs, rate=rates, broadcast_s=times, latency_s=times)
+def test_what_the_second_reading_calls_enough_does_not_wait(
+    job: Job, rate: float, broadcast_s: float, latency_s: float
+) -> None:
+    job = replace(job, has_pausing_workers=False)
+    if is_enough(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s):
+        prediction = predict(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s)
+        assert prediction.idle_share < 1e-6
