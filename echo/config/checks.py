@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from echo.config.layers import Problem
 from echo.config.leaves import leaves, show
+from echo.config.losses import refusal_of
 from echo.config.schema import Config, Role
 
 
@@ -23,6 +24,7 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
     return [
         *_check_sync(config),
         *_check_network(config),
+        *_check_loss(config),
         *_check_without_effect(config),
         *_check_role(config, role),
     ]
@@ -61,6 +63,36 @@ def _check_network(config: Config) -> Iterator[Problem]:
             "one chunk travels while another is verified",
             "network.window_bytes",
             "network.chunk_bytes",
+        )
+
+
+def _check_loss(config: Config) -> Iterator[Problem]:
+    """Report options of [loss] that its kind would not read, and a buffer without room."""
+    loss = config.loss
+    for (section, name), leaf in ((path, leaf) for path, leaf in leaves().items() if path[1:]):
+        if section != "loss" or getattr(loss, name) == leaf.defaults[config.profile]:
+            continue
+        reason = refusal_of(loss.kind, name)
+        if reason is not None:
+            key = f"options.{next(iter(loss.options))}" if name == "options" else name
+            yield _problem(
+                f"has no effect with loss.kind = {show(loss.kind)}: {reason}",
+                f"loss.{key}",
+                "loss.kind",
+            )
+    if loss.importance_floor and (loss.importance_weight or "token_tis").endswith("tis"):
+        yield _problem(
+            "has no effect: a truncated weight has no lower bound; use loss.importance_weight = "
+            '"token_mis" or "sequence_mis"',
+            "loss.importance_floor",
+            "loss.importance_weight",
+        )
+    if loss.overlong_buffer_tokens > config.sampling.max_completion_tokens:
+        yield _problem(
+            "must be at most sampling.max_completion_tokens = "
+            f"{config.sampling.max_completion_tokens}",
+            "loss.overlong_buffer_tokens",
+            "sampling.max_completion_tokens",
         )
 
 

@@ -7,7 +7,7 @@ key and the value to that.
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
@@ -23,6 +23,13 @@ _KILL_POINT = re.compile(r"[a-z_]+:\d+")
 def _false_is_none(value: object) -> object:
     """Read `false` as "off": TOML has no word for a missing value."""
     return None if value is False else value
+
+
+def _check_off(value: object) -> object:
+    """Let `false` through and nothing else: 0 is a number, which Python takes for equal."""
+    if value is not False:
+        raise ValueError("must be false")
+    return value
 
 
 def _one_is_a_list(value: object) -> object:
@@ -85,8 +92,8 @@ Seconds = Annotated[float, BeforeValidator(parse_duration)]
 OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_false_is_none)]
 """A duration that `false` switches off."""
 
-OptionalNumber = Annotated[float | None, BeforeValidator(_false_is_none)]
-"""A number that `false` switches off."""
+Off = Annotated[Literal[False], BeforeValidator(_check_off)]
+"""`false` as a value of its own, where leaving a key out means something else."""
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 """A size: a whole number of bytes or text such as "8GiB"."""

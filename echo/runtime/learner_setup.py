@@ -9,11 +9,12 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from echo.algo.losses import make_loss
 from echo.buffer import StalenessBuffer
 from echo.config.inherit import inherited_settings
 from echo.config.load import save_resolved
+from echo.config.losses import advantage_options, loss_options
 from echo.config.schema import Config
+from echo.engine.custom_loss import load_loss
 from echo.engine.device import pick_device, set_num_threads
 from echo.engine.trainer import OptimizerSettings, Trainer
 from echo.engine.trainer_batch import AdvantageSettings
@@ -181,17 +182,15 @@ def find_start(
 def build_trainer(config: Config, model_dir: Path, start: StartingPoint) -> Trainer:
     """Return the trainer at the starting point."""
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
+    max_tokens = config.sampling.max_completion_tokens
     set_num_threads(learner.num_threads)
     tensors = None
     if learner.init_from is not None and start.checkpoint is None:
         tensors = load_directory(Path(learner.init_from).expanduser(), "float32")
     trainer = Trainer(
         model_dir,
-        loss=make_loss(
-            loss.kind,
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            dual_clip=loss.dual_clip,
+        loss=load_loss(
+            loss.kind, loss_options(loss.model_dump(), max_completion_tokens=max_tokens)
         ),
         optimizer=OptimizerSettings(
             learning_rate=optimizer.learning_rate,
@@ -203,7 +202,9 @@ def build_trainer(config: Config, model_dir: Path, start: StartingPoint) -> Trai
             max_grad_norm=optimizer.max_grad_norm,
         ),
         temperature=config.sampling.temperature,
-        advantages=AdvantageSettings(normalize_by_std=loss.normalize_by_std),
+        advantages=AdvantageSettings(
+            **advantage_options(loss.model_dump(), max_completion_tokens=max_tokens)
+        ),
         device=pick_device(learner.device),
         init_tensors=tensors,
         micro_batch_tokens=learner.micro_batch_tokens,

@@ -31,7 +31,9 @@ def test_help_shows_values_defaults_and_profiles() -> None:
     assert "max_staleness = 2 (lan), 6 (wan)" in text
     assert 'dtype = "bfloat16"' in text
     assert 'Takes one of "bfloat16", "float16", "float32".' in flowing
-    assert "clip_low = 0.2" in text
+    assert "max_grad_norm = 1.0" in text
+    assert "clip_low = unset" in text
+    assert "Takes a number, above 0, at most 1 or false." in flowing
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
@@ -48,7 +50,7 @@ def test_each_line_says_where_its_value_came_from() -> None:
     assert lines["group_size"].endswith("# run.toml")
     assert "seed = 3" in "\n".join(line for line in resolved_lines(config) if "--set" in line)
     assert lines["max_staleness"].endswith("# profile lan")
-    assert lines["clip_low"].endswith("# default")
+    assert lines["beta1"].endswith("# default")
     assert lines["window_bytes"].endswith("# default, 8 MiB")
 
 

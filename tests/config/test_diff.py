@@ -39,7 +39,7 @@ def test_a_change_is_classed_with_its_reason(override: str, is_safe: bool) -> No
 def test_a_line_shows_both_values() -> None:
     old, new = parse_config({})[0], parse_config({}, ["loss.dual_clip=false"])[0]
     (change,) = diff_configs(old, new)
-    assert str(change) == "safe   loss.dual_clip: 3.0 -> unset (computed anew for every batch)"
+    assert str(change) == "safe   loss.dual_clip: unset -> false (computed anew for every batch)"
 
 
 def test_a_profile_lists_what_it_changes() -> None:

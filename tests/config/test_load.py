@@ -118,7 +118,7 @@ def test_set_can_choose_the_profile() -> None:
         ("run.name = demo", "run.name", "demo"),
         ("run.dir=2024-01-01", "run.dir", "2024-01-01"),
         ("run.dir=a\nb = 3", "run.dir", "a\nb = 3"),
-        ("loss.dual_clip=false", "loss.dual_clip", None),
+        ("loss.dual_clip=false", "loss.dual_clip", False),
         ("checkpoint.interval_s='15min'", "checkpoint.interval_s", 900.0),
         ("limits.spool_bytes=1GiB", "limits.spool_bytes", 2**30),
         ("worker.connect=tcp://a:1", "worker.connect", ("tcp://a:1",)),

@@ -1,0 +1,135 @@
+"""Which options each policy loss takes, without the losses themselves: a relay has no torch.
+
+A test holds these names to the fields of the classes in echo/algo. An option that is not set is
+left to its loss, so every loss keeps the defaults of its paper.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+_CLIPS = ("clip_low", "clip_high")
+CLIP_OPTIONS = (*_CLIPS, "dual_clip")
+"""Bounds on a ratio, which `false` switches off."""
+LOSS_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "grpo": (*_CLIPS, "dual_clip", "aggregation"),
+    "dr_grpo": (*_CLIPS, "dual_clip"),
+    "dapo": (*_CLIPS, "dual_clip", "aggregation"),
+    "gspo": _CLIPS,
+    "gepo": (*_CLIPS, "scope", "gate_kl", "sampler_kl_coef", "refuse_mixtures"),
+    "cispo": _CLIPS,
+    "decoupled_ppo": (
+        *_CLIPS,
+        "dual_clip",
+        "proximal",
+        "importance_weight",
+        "importance_floor",
+        "importance_cap",
+    ),
+    "m2po": ("max_second_moment",),
+    "sapo": ("tau_positive", "tau_negative", "aggregation"),
+    "dppo_tv": ("max_probability_gap", "sampler_kl_coef"),
+}
+"""By the loss's name; keys of [loss] that it reads."""
+
+MASK_OPTIONS = ("geometric_low", "geometric_high", "veto", "opsm")
+"""Keys that leave rollouts out, for any loss that is not defined over complete groups."""
+
+ADVANTAGE_OPTIONS = (
+    "normalize_by_std",
+    "leave_one_out",
+    "overlong_buffer_tokens",
+    "overlong_filter",
+)
+"""Keys that every loss has: how rewards become advantages."""
+
+WITHOUT_STD = frozenset({"dr_grpo", "gepo", "dppo_tv"})
+"""Losses whose papers do not divide advantages by the standard deviation."""
+
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def is_custom(kind: str) -> bool:
+    """Return whether `kind` is the import path of a loss of the user's own."""
+    return ":" in kind
+
+
+def refusal_of(kind: str, option: str) -> str | None:
+    """Return why a loss cannot use an option, or None if it reads it.
+
+    Args:
+        kind: a name of LOSS_OPTIONS or an import path.
+        option: a key of [loss].
+    """
+    if option == "kind" or option in ADVANTAGE_OPTIONS:
+        return None
+    if option in MASK_OPTIONS:
+        if kind != "gepo":
+            return None
+        return (
+            "it leaves single rollouts out, and the expectation of gepo is over the complete group"
+        )
+    if option == "options":
+        return None if is_custom(kind) else "only a loss of your own reads [loss.options]"
+    if is_custom(kind):
+        return "a loss of your own takes its options from [loss.options]"
+    if option in LOSS_OPTIONS[kind]:
+        return None
+    if option.startswith("importance_"):
+        return (
+            f"the ratio of {kind} is taken against the sampler already, so a truncated importance "
+            'weight would count it twice; use loss.kind = "decoupled_ppo", whose ratio starts at a '
+            "recomputed proximal policy"
+        )
+    return f"{kind} takes {', '.join(LOSS_OPTIONS[kind])}"
+
+
+def loss_options(settings: Mapping[str, Any], *, max_completion_tokens: int) -> dict[str, Any]:
+    """Return the keyword options of the loss: what is set, with `false` as None.
+
+    Args:
+        settings: the section [loss], checked.
+        max_completion_tokens: of [sampling].
+    """
+    kind = settings["kind"]
+    names = MASK_OPTIONS if is_custom(kind) else (*LOSS_OPTIONS[kind], *MASK_OPTIONS)
+    options = {name: settings[name] for name in names if settings[name] is not None}
+    for name in CLIP_OPTIONS:
+        if options.get(name) is False:
+            options[name] = None
+    if kind == "dr_grpo":
+        options["max_completion_tokens"] = max_completion_tokens
+    return {**options, **settings["options"]}
+
+
+def advantage_options(settings: Mapping[str, Any], *, max_completion_tokens: int) -> dict[str, Any]:
+    """Return how rewards become advantages, as keyword options.
+
+    Args:
+        settings: the section [loss], checked.
+        max_completion_tokens: of [sampling].
+    """
+    options = {name: settings[name] for name in ADVANTAGE_OPTIONS}
+    if options["normalize_by_std"] is None:
+        options["normalize_by_std"] = settings["kind"] not in WITHOUT_STD
+    return options | {"max_completion_tokens": max_completion_tokens}
+
+
+def _check_loss_kind(kind: str) -> str:
+    if kind in LOSS_OPTIONS or _IMPORT_PATH.fullmatch(kind):
+        return kind
+    near = difflib.get_close_matches(kind, LOSS_OPTIONS, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    raise ValueError(
+        f'"{kind}" is not a loss{hint} Write one of {", ".join(LOSS_OPTIONS)}, or the import path '
+        'of your own, "package.module:function"'
+    )
+
+
+LossKind = Annotated[str, AfterValidator(_check_loss_kind)]
+"""A registered loss's name or the import path of a function."""

@@ -1,0 +1,155 @@
+"""The options of each loss: the same names as in its class, passed on, refused without effect."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from echo.algo.losses import LOSSES, MASK_OPTIONS, make_loss, option_names
+from echo.config import losses
+from echo.config.load import parse_config, resolved
+from echo.config.schema import LossSection
+from echo.engine.custom_loss import load_loss
+from echo.engine.trainer_batch import AdvantageSettings
+from echo.errors import ConfigError
+
+
+def options_of(*overrides: str) -> dict[str, Any]:
+    config, _ = parse_config({}, overrides)
+    return losses.loss_options(config.loss.model_dump(), max_completion_tokens=64)
+
+
+def advantages_of(*overrides: str) -> AdvantageSettings:
+    config, _ = parse_config({}, overrides)
+    options = losses.advantage_options(config.loss.model_dump(), max_completion_tokens=64)
+    return AdvantageSettings(**options)
+
+
+def problems_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({}, overrides)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------- one set of names
+
+
+def test_the_names_are_those_of_the_classes() -> None:
+    assert list(losses.LOSS_OPTIONS) == list(LOSSES)
+    for kind, names in losses.LOSS_OPTIONS.items():
+        own = [name for name in option_names(kind) if name != "max_completion_tokens"]
+        assert sorted(names) == sorted(own), kind
+    assert losses.MASK_OPTIONS == MASK_OPTIONS
+
+
+def test_every_key_of_the_section_is_read_by_somebody() -> None:
+    read = {name for names in losses.LOSS_OPTIONS.values() for name in names}
+    read |= {*losses.MASK_OPTIONS, *losses.ADVANTAGE_OPTIONS, "kind", "options"}
+    assert set(LossSection.model_fields) == read
+    fields = {field.name for field in dataclasses.fields(AdvantageSettings)}
+    assert fields == {*losses.ADVANTAGE_OPTIONS, "max_completion_tokens"}
+
+
+def test_the_help_lists_every_loss() -> None:
+    text = LossSection.model_fields["kind"].description or ""
+    assert all(kind in text for kind in LOSSES)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_unset_options_are_the_losss_own(kind: str) -> None:
+    expected = {"max_completion_tokens": 64} if kind == "dr_grpo" else {}
+    assert options_of(f"loss.kind={kind}") == expected
+    load_loss(kind, options_of(f"loss.kind={kind}"))
+
+
+# --------------------------------------------------------------------------------------- values
+
+
+def test_set_options_reach_the_loss() -> None:
+    found = options_of("loss.kind=gepo", "loss.clip_low=false", "loss.refuse_mixtures=true")
+    assert found == {"clip_low": None, "refuse_mixtures": True}
+    assert load_loss("gepo", found) == make_loss("gepo", clip_low=None, refuse_mixtures=True)
+    assert options_of("loss.veto=1e-4") == {"veto": 1e-4}
+    assert options_of("loss.dual_clip=false") == {"dual_clip": None}
+    assert options_of("loss.kind=gepo", "loss.refuse_mixtures=false") == {"refuse_mixtures": False}
+
+
+def test_a_loss_of_ones_own_takes_a_table() -> None:
+    overrides = ["loss.kind=mine:loss", "loss.options.strength=2", "loss.opsm=1e-4"]
+    assert options_of(*overrides) == {"strength": 2, "opsm": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_normalized"),
+    [("grpo", True), ("gspo", True), ("gepo", False), ("dr_grpo", False), ("mine:loss", True)],
+)
+def test_advantages_are_scaled_as_the_paper_does_unless_told(
+    kind: str, is_normalized: bool
+) -> None:
+    assert advantages_of(f"loss.kind={kind}").normalize_by_std is is_normalized
+    opposite = advantages_of(
+        f"loss.kind={kind}", f"loss.normalize_by_std={str(not is_normalized).lower()}"
+    )
+    assert opposite.normalize_by_std is not is_normalized
+
+
+def test_the_other_settings_of_advantages() -> None:
+    found = advantages_of("loss.leave_one_out=true", "loss.overlong_buffer_tokens=16")
+    assert found == AdvantageSettings(
+        leave_one_out=True, overlong_buffer_tokens=16, max_completion_tokens=64
+    )
+
+
+def test_a_saved_configuration_loads_again_with_another_loss() -> None:
+    saved = resolved(parse_config({}, ["loss.clip_low=false", "loss.clip_high=0.4"])[0])
+    config, _ = parse_config(saved, ["loss.kind=gspo"])
+    assert (config.loss.kind, config.loss.clip_low, config.loss.clip_high) == ("gspo", False, 0.4)
+
+
+# ------------------------------------------------------------------------------- without effect
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "why"),
+    [
+        ("gspo", "dual_clip=3", "gspo takes clip_low, clip_high"),
+        ("gspo", "dual_clip=false", "gspo takes clip_low, clip_high"),
+        ("grpo", "gate_kl=0.002", "grpo takes clip_low, clip_high, dual_clip, aggregation"),
+        ("m2po", "clip_low=0.2", "m2po takes max_second_moment"),
+        ("cispo", "refuse_mixtures=true", "cispo takes"),
+        ("gepo", "veto=1e-4", "the expectation of gepo is over the complete group"),
+        ("grpo", "options.x=1", "only a loss of your own reads [loss.options]"),
+        ("mine:loss", "clip_low=0.2", "takes its options from [loss.options]"),
+    ],
+)
+def test_an_option_without_effect_is_refused(kind: str, option: str, why: str) -> None:
+    text = problems_of(f"loss.kind={kind}", f"loss.{option}")
+    name = option.partition("=")[0]
+    assert f"--set: loss.{name} = " in text
+    assert f'has no effect with loss.kind = "{kind}": ' in text
+    assert why in text
+
+
+@pytest.mark.parametrize("kind", sorted(LOSSES.keys() - {"decoupled_ppo"}))
+def test_the_same_ratio_is_not_counted_twice(kind: str) -> None:
+    text = problems_of(f"loss.kind={kind}", "loss.importance_cap=2")
+    assert f"the ratio of {kind} is taken against the sampler already" in text
+    assert 'would count it twice; use loss.kind = "decoupled_ppo"' in text
+
+
+def test_a_truncated_weight_has_no_floor() -> None:
+    base = ["loss.kind=decoupled_ppo", "loss.importance_floor=0.5"]
+    assert "a truncated weight has no lower bound" in problems_of(*base)
+    assert options_of(*base, "loss.importance_weight=token_mis") == {
+        "importance_floor": 0.5,
+        "importance_weight": "token_mis",
+    }
+
+
+def test_the_overlong_buffer_fits_the_limit() -> None:
+    small = "sampling.max_completion_tokens=64"
+    parse_config({}, [small, "loss.overlong_buffer_tokens=64"])
+    text = problems_of(small, "loss.overlong_buffer_tokens=65")
+    assert "must be at most sampling.max_completion_tokens = 64" in text
