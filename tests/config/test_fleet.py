@@ -1,0 +1,198 @@
+"""Fleet files: the example loads, and every bad row is named with what to write instead."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.config.fleet import load_fleet, parse_fleet
+from echo.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet-example.toml"
+
+GOOD: dict[str, Any] = {
+    "job": {
+        "model": "Qwen3-0.6B",
+        "groups_per_step": 8,
+        "group_size": 8,
+        "completion_tokens": 500,
+        "max_completion_tokens": 1000,
+        "max_staleness": 2,
+    },
+    "learner": {"gpu": "H100-SXM", "train_s": "30s", "price_per_h": 2.5, "uplink_mbit_per_s": 800},
+    "regions": [{"name": "frankfurt", "mbit_per_s": 400}],
+    "offers": [
+        {
+            "gpu": "RTX 4090",
+            "region": "frankfurt",
+            "count": 4,
+            "price_per_h": 0.34,
+            "down_mbit_per_s": 400,
+            "up_mbit_per_s": 80,
+            "tokens_per_s": 3000,
+            "concurrency": 64,
+        }
+    ],
+}
+
+
+def changed(*edits: tuple[str, Any]) -> dict[str, Any]:
+    """GOOD with values set at dotted places; the value `...` removes one."""
+    table = copy.deepcopy(GOOD)
+    for place, value in edits:
+        *parents, last = place.split(".")
+        here: Any = table
+        for part in parents:
+            here = here[int(part)] if part.isdigit() else here[part]
+        if value is ...:
+            del here[last]
+        else:
+            here[last] = value
+    return table
+
+
+def problems(*edits: tuple[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_fleet(changed(*edits))
+    return str(caught.value)
+
+
+def test_the_example_is_complete() -> None:
+    request = load_fleet([EXAMPLE])
+    assert [offer.name for offer in request.fleet.offers] == [
+        "fra-4090",
+        "ore-4090-spot",
+        "ore-a100",
+    ]
+    assert request.periods == (1, 2, 3, 4, 5, 6, 7)
+    assert request.job.version_bytes == 800e6
+
+
+def test_units_become_bytes_and_seconds() -> None:
+    request = parse_fleet(GOOD)
+    [offer] = request.fleet.offers
+    assert (offer.down_bytes_per_s, offer.up_bytes_per_s) == (50e6, 10e6)
+    assert request.fleet.uplink_bytes_per_s == 100e6
+    assert request.job.train_s == 30.0
+    assert request.job.version_bytes == 2 * 0.60e9  # all weights in bfloat16
+    assert request.notices == ()
+
+
+def test_a_rate_that_is_not_given_is_estimated_and_said_so() -> None:
+    request = parse_fleet(
+        changed(
+            ("offers.0.tokens_per_s", ...), ("offers.0.concurrency", ...), ("learner.train_s", ...)
+        )
+    )
+    assert request.fleet.offers[0].tokens_per_s > 1000
+    assert [notice.partition(":")[0] for notice in request.notices] == [
+        "RTX 4090 in frankfurt",
+        "learner",
+    ]
+
+
+def test_the_files_own_gpus_and_models_are_known() -> None:
+    gpu = {"name": "X1", "tflops": 100, "gb_per_s": 1000, "memory_gib": 24, "price_per_h": 0.1}
+    model = {
+        "name": "mine",
+        "num_params": 1e9,
+        "num_layers": 20,
+        "hidden_size": 2048,
+        "num_kv_heads": 8,
+    }
+    table = changed(("offers.0.gpu", "X1"), ("job.model", "mine"))
+    request = parse_fleet({**table, "gpus": [gpu], "models": [model]})
+    assert request.model.num_params == 1e9
+    assert request.fleet.offers[0].name == "X1"
+
+
+def test_fleet_and_job_may_stand_in_two_files(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    job, rest = text.split("[learner]")
+    (tmp_path / "job.toml").write_text(job)
+    (tmp_path / "fleet.toml").write_text("[learner]" + rest)
+    both = load_fleet([tmp_path / "fleet.toml", tmp_path / "job.toml"])
+    assert both.job == load_fleet([EXAMPLE]).job
+    with pytest.raises(ConfigError, match=r"job.toml: \[job\] stands in fleet-example.toml too"):
+        load_fleet([EXAMPLE, tmp_path / "job.toml"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            ("offers.0.price_per_h", -1.0),
+            "offers[1] (RTX 4090, frankfurt): price_per_h = -1.0: must be greater than 0",
+        ),
+        (("offers.0.price_per_h", ...), "price_per_h: missing ($ per hour for one node)"),
+        (("offers.0.tokens_per_s", 0), "tokens_per_s = 0: must be greater than 0"),
+        (("offers.0.down_mbit_per_s", -5), "down_mbit_per_s = -5: must be greater than 0"),
+        (("offers.0.count", 0), "count = 0: must be greater than or equal to 1"),
+        (
+            ("offers.0.gpu", "RTX4900"),
+            'offers[1] (RTX4900, frankfurt): gpu = "RTX4900": unknown; did you mean "RTX 4090"?',
+        ),
+        (("offers.0.gpu", "abacus"), 'gpu = "abacus": unknown; known are T4, '),
+        (("offers.0.region", "frankfort"), '"frankfort": unknown; did you mean "frankfurt"?'),
+        (
+            ("regions.0.mbit_per_s", ...),
+            'offers[1] (RTX 4090, frankfurt): region "frankfurt" has no path from the learner',
+        ),
+        (("regions", []), "there are no [[regions]]"),
+        (("offers", []), "the fleet is empty; describe what can be rented"),
+        (("offers", ...), "the fleet is empty"),
+        (("job", ...), "[job] is missing"),
+        (("job.modl", "x"), "[job]: modl: unknown key; did you mean model?"),
+        (("jobs", {}), "[jobs]: unknown table; did you mean job?"),
+        (("job.model", "Qwen3-5B"), '[job]: model = "Qwen3-5B": unknown; did you mean "Qwen3-'),
+        (("job.publish_period", 4), "publish_period = 4 with max_staleness = 2"),
+        (("job.publish_period", 0), "publish_period = 0: must be"),
+        (("job.completion_tokens", 2000), "cannot exceed max_completion_tokens = 1000"),
+        (("job.budget_per_h", 0.2), "budget_per_h = 0.2 does not pay for a single node"),
+        (("job.useful_share", 0), "useful_share = 0: must be greater than 0"),
+        (("learner.train_s", "30m"), 'train_s = "30m": must be "30m" is not a duration'),
+        (("learner", []), "learner must be written [learner], one table"),
+        (("offers", {}), "offers must be written [[offers]], a list of tables"),
+        (("offers.0.concurrency", ...), "tokens_per_s and concurrency were measured together"),
+    ],
+)  # fmt: skip
+def test_each_problem_names_its_row(edit: tuple[str, Any], message: str) -> None:
+    assert message in problems(edit)
+
+
+def test_all_problems_come_at_once() -> None:
+    text = problems(
+        ("offers.0.price_per_h", 0),
+        ("job.model", "none"),
+        ("learner.gpu", "H1000-SXM"),
+        ("regions.0.latency_s", -1),
+    )
+    assert text.startswith("the fleet has ")
+    for part in ("price_per_h = 0", 'model = "none"', 'did you mean "H100-SXM"', "latency_s = -1"):
+        assert part in text
+
+
+def test_names_must_differ() -> None:
+    twice = changed(("offers", [GOOD["offers"][0]] * 2), ("regions", GOOD["regions"] * 2))
+    with pytest.raises(ConfigError) as caught:
+        parse_fleet(twice)
+    assert 'a second region called "frankfurt"' in str(caught.value)
+    assert "offers[2] (RTX 4090, frankfurt): a second offer of" in str(caught.value)
+
+
+def test_a_gpu_too_small_for_the_model_is_left_out() -> None:
+    edits = [("offers.0.tokens_per_s", ...), ("offers.0.concurrency", ...)]
+    table = changed(*edits, ("job.model", "Qwen3-32B"))
+    with pytest.raises(ConfigError, match="no node on offer can run the model"):
+        parse_fleet(table)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_fleet([tmp_path / "absent.toml"])
+    (tmp_path / "bad.toml").write_text("a = ")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_fleet([tmp_path / "bad.toml"])
