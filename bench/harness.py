@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("torch", "transformers", "pyzmq", "uvloop", "numpy", "msgspec", "blake3")
+PACKAGES = ("torch", "triton", "transformers", "pyzmq", "uvloop", "numpy", "msgspec", "blake3")
 
 
 def environment() -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""The benchmark of the kernels runs to its end where there is no GPU and no other kernel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [[], ["--entropy", "--live", "0.5"]])
+def test_the_smoke_run_measures_ours_and_names_who_is_absent(
+    option: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "result.json"
+    command = [sys.executable, "bench/bench_kernel.py", "--smoke", "--out", str(out), *option]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result = json.loads(out.read_text())
+    assert {"echo", "naive", "echo torch"} <= result["results"].keys()
+    for name in ("echo", "echo torch"):
+        assert result["results"][name]["max_logprob_error"] < 1e-4
+        if not option:
+            assert result["results"][name]["grad_weight_error"] < 1e-5
+    assert "torch.compile  ABSENT" in done.stdout
+    assert result["absent"].keys() | result["results"].keys() >= {"cce", "liger chunked", "verl"}
+    assert result["ceiling_tflops"] > 0
