@@ -1,0 +1,113 @@
+"""One process of bench_broadcast.py for the baseline: the package `shardcast`, as it comes.
+
+Run by an interpreter that has the package. Commands and answers are those of broadcast_node.py.
+The package keeps scratch files beside its own code, so each process imports a copy of its own:
+several on one machine would overwrite each other's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SHARD_BYTES = 4_000_000
+"""Its default of 50 MB would leave nothing to pipeline in an image of a hundred."""
+POLL_S = 0.05
+
+
+def tell(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def import_copy(scratch: Path) -> Any:
+    found = importlib.util.find_spec("shardcast")
+    shutil.copytree(Path(found.origin).parent, scratch / "package" / "shardcast")
+    sys.path.insert(0, str(scratch / "package"))
+    import shardcast
+
+    logging.getLogger("shardcast.utils").setLevel(logging.ERROR)
+    return shardcast
+
+
+def checksum(path: Path) -> str:
+    from shardcast.utils import compute_checksum
+
+    return str(compute_checksum(str(path)))
+
+
+def run_origin(shardcast: Any, arguments: argparse.Namespace, scratch: Path) -> None:
+    """Serve versions to the clients, each a file cut into shards."""
+    data, image = scratch / "data", scratch / "image"
+    data.mkdir()
+    (data / "data1.bin").write_bytes(b"0")  # what its clients try first
+    origin = shardcast.OriginServer(str(data), arguments.port)
+    tell(ready=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["prepare", step, num_bytes]:
+                image.write_bytes(random.Random(int(step)).randbytes(int(num_bytes)))
+                tell(hash=checksum(image))
+            case ["publish"]:
+                at = time.monotonic()
+                origin.broadcast(str(image), arguments.shard_bytes)
+                tell(at=at)
+
+
+def run_client(shardcast: Any, arguments: argparse.Namespace, scratch: Path) -> None:
+    """Download versions from the origin; the package verifies what it has put together."""
+    client = shardcast.ClientNode([f"http://{arguments.upstream}"], str(scratch / "got"))
+    tell(ready=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["receive", step]:
+                while f"v{step}" not in client.list_available_versions():
+                    time.sleep(POLL_S)
+                path = Path(client.download_version(f"v{step}"))
+                at = time.monotonic()
+                tell(arrived=int(step), at=at, hash=checksum(path))
+                path.unlink()
+
+
+def run_middle(shardcast: Any, arguments: argparse.Namespace, scratch: Path) -> None:
+    """Pass on shards as they arrive, from the node above; the whole is verified here."""
+    data = scratch / "data"
+    data.mkdir()
+    (data / "data1.bin").write_bytes(b"0")
+    upstream = f"http://{arguments.upstream}"
+    node = shardcast.MiddleNode([upstream], str(data), arguments.port, check_interval=1)
+    tell(ready=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["receive", step]:
+                while f"v{step}" not in node.processed_versions:
+                    time.sleep(POLL_S)
+                at = time.monotonic()
+                whole = scratch / "whole"
+                shards = sorted((data / f"v{step}").glob("shard_*.bin"))
+                whole.write_bytes(b"".join(shard.read_bytes() for shard in shards))
+                tell(arrived=int(step), at=at, hash=checksum(whole))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("role", choices=["origin", "client", "middle"])
+    parser.add_argument("--upstream", help="host:port that a client or middle node downloads from")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
+    arguments = parser.parse_args()
+    run = {"origin": run_origin, "client": run_client, "middle": run_middle}[arguments.role]
+    with tempfile.TemporaryDirectory() as scratch:
+        run(import_copy(Path(scratch)), arguments, Path(scratch))
+
+
+if __name__ == "__main__":
+    main()
