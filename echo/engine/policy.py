@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from echo.algo.batching import MicroBatch
+from echo.engine.skeleton import BUILDING
 from echo.errors import DataError, EngineError
 from echo.kernels.linear_logprob import linear_logprob
 
@@ -188,11 +189,12 @@ def _build(
         _refuse_changed_logits(config)  # before a large model is read
         _switch_off_dropout(config)
         if not has_weights:
-            with device:
+            with BUILDING, device:
                 return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, config=config, local_files_only=True, output_loading_info=True, **options
-        )
+        with BUILDING:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                model_dir, config=config, local_files_only=True, output_loading_info=True, **options
+            )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise DataError(
             f"{model_dir}: cannot load it as a causal language model: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from transformers.initialization import no_init_weights
 from echo.errors import EngineError
 
 MAX_NAMES_LISTED = 5
+BUILDING = threading.Lock()
+"""Held while a model is built: transformers switches initialisation and tying off for the whole
+process meanwhile, so a model built in another thread at that moment would come out untied."""
 
 
 def build_skeleton(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
@@ -24,7 +28,7 @@ def build_skeleton(directory: Path, dtype: torch.dtype, attn_implementation: str
     """
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        with no_init_weights():
+        with BUILDING, no_init_weights():
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config,
                 dtype=dtype,
