@@ -118,9 +118,7 @@ class Intake:
         """Tell the worker to forget this result; the group is granted again."""
         self.counters.add(f"refused/{reason}")
         leases = self.granting.leases
-        for record in leases.worker_leases(node_id):
-            if (record.group_id, record.attempt) == (message.group_id, message.attempt):
-                leases.revoke(record)
+        leases.revoke_attempt(message.group_id, message.attempt)
         if self.granting.is_open(message.group_id):
             leases.return_group(message.group_id)
         return self._ack(node_id, message, "refused", reason)

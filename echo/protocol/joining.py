@@ -22,6 +22,7 @@ from echo.protocol.messages import (
     Asset,
     AssetRequest,
     Finish,
+    Goodbye,
     Hello,
     Message,
     Ready,
@@ -196,7 +197,8 @@ class Joining:
             case Rehello():
                 return self.begin(now) if self.state in ("readying", "admitted") else []
             case Finish():
-                return [Stop(message.reason)]
+                # The goodbye spares the learner from waiting for this node to fall silent.
+                return [*self._send(Goodbye(reason="told so")), Stop(message.reason)]
             case Refuse():
                 detail = f"the learner refused this node ({message.reason}): {message.detail}"
                 return [Stop(message.reason, RefusedError(detail))]

@@ -208,7 +208,7 @@ class LearnerSession:
             case Goodbye():
                 del self.roster.nodes[source]
                 note = Note("info", f"{source} left: {message.reason}")
-                return [note, *self._drop(member, now)]
+                return [note, *self._drop(member, now), *self._dismiss()]
         raise RemoteProtocolError(f"{type(message).__name__} from {source} is not for the learner")
 
     def _to(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
@@ -261,7 +261,7 @@ class LearnerSession:
     # --- heartbeats and leases -------------------------------------------------------------------
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Action]:
-        if self.finish_reason is not None:
+        if self.finish_reason is not None and self._may_leave(member):
             return self._to(member.node_id, Finish(reason=self.finish_reason))
         has_progress = member.beat(message, now=now)
         actions = self._to(
@@ -305,13 +305,32 @@ class LearnerSession:
         return self.grant(now=now)
 
     def finish(self, reason: str) -> list[Action]:
-        """Tell every node that the run is over."""
+        """Tell every node that the run is over, the relays once nobody is behind them any more."""
         self.finish_reason = reason
+        return self._dismiss()
+
+    def dismiss_all(self) -> list[Action]:
+        """Tell the nodes that are still here, whoever they are: the learner ends now."""
+        return self._dismiss(is_last_call=True)
+
+    def _dismiss(self, *, is_last_call: bool = False) -> list[Action]:
+        if self.finish_reason is None:
+            return []
+        finish = Finish(reason=self.finish_reason)
         # Relays last: what goes to the others passes through them.
         nodes = sorted(self.roster.nodes.values(), key=lambda node: node.role == "relay")
         return [
-            action for node in nodes for action in self._to(node.node_id, Finish(reason=reason))
+            action
+            for node in nodes
+            if is_last_call or self._may_leave(node)
+            for action in self._to(node.node_id, finish)
         ]
+
+    def _may_leave(self, member: Member) -> bool:
+        """Return whether no other node may need this one to hear that the run is over."""
+        return member.role != "relay" or all(
+            node.role == "relay" for node in self.roster.nodes.values()
+        )
 
     def views(self, *, now: float) -> tuple[NodeView, ...]:
         """Return every node as the live view shows it."""

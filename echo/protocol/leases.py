@@ -162,6 +162,12 @@ class LeaseBook:
             del self._by_group[record.group_id]
             self.return_group(record.group_id)
 
+    def revoke_attempt(self, group_id: int, attempt: int) -> None:
+        """End an attempt, whoever holds it: after the learner's restart that may be nobody yet."""
+        for record in list(self._by_group.get(group_id, ())):
+            if record.attempt == attempt:
+                self.revoke(record)
+
     def expire(self, *, now: float) -> list[LeaseRecord]:
         """End the leases that showed no progress in time; return them."""
         late = [

@@ -364,7 +364,7 @@ class NodeSession:
         if now < self._joining.retry_at:
             return []
         actions: list[Action] = []
-        if now >= self._warned_at + 5:
+        if self.state != "configuring" and now >= self._warned_at + 5:
             self._warned_at = now
             where = self._control.address if self._control is not None else "?"
             text = f"{self.state}: no learner at {where} yet; giving up in {remaining_s:.0f} s"

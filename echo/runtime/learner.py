@@ -340,7 +340,8 @@ class LearnerNode(Node):
         self.perform(self.session.finish("the run is finished"))
         # A moment for the nodes to hear it: each heartbeat is told again.
         grace_s = max(LINGER_S, 2 * self.session.settings.heartbeat_s)
-        await self.wait_until(lambda: not self.session.roster.nodes, within_s=grace_s)
+        if not await self.wait_until(lambda: not self.session.roster.nodes, within_s=grace_s):
+            self.perform(self.session.dismiss_all())
         self._display()
 
     async def _save(self) -> None:

@@ -172,3 +172,17 @@ def test_every_open_group_is_leased_or_waits_and_never_both(
         assert book.num_running + book.num_returned == len(open_groups)
         per_worker = sum(book.num_leases(f"w{i}") for i in range(3))
         assert per_worker == sum(len(book.workers_of(group_id)) for group_id in range(5))
+
+
+def test_an_attempt_is_revoked_whoever_holds_it() -> None:
+    book = LeaseBook(timeout_s=60)
+    book.adopt(7, 0, "(before the restart)", now=0.0)
+    book.adopt(7, 1, "w2", now=0.0)
+    book.revoke_attempt(7, 0)
+    assert book.workers_of(7) == ["w2"]
+    assert book.next_returned() is None
+    book.revoke_attempt(7, 1)
+    assert book.num_running == 0
+    assert book.next_returned() == 7
+    book.revoke_attempt(7, 1)  # nobody holds it any more
+    assert book.num_returned == 0

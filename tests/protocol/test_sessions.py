@@ -303,6 +303,21 @@ def test_finish_reaches_the_workers_behind_a_relay_before_the_relay_stops(tmp_pa
     for node in (relay, *workers):
         assert node.stop is not None
         assert (node.stop.reason, node.stop.error) == ("done", None)
+    assert learner.session.roster.nodes == {}  # each said goodbye, the workers through the relay
+    assert not [note for note in learner.notes if "silent" in note]
+
+
+def test_a_relay_is_dismissed_at_the_last_call_though_its_worker_never_left(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    learner, relay, workers = start_all(run, workers=1)
+    run.world.run(5.0)
+    run.world.kill(workers[0], is_silent=True)
+    run.world.perform(learner, learner.session.finish("done"))
+    run.world.run(5.1)
+    assert relay.stop is None
+    run.world.perform(learner, learner.session.dismiss_all())
+    run.world.run(5.2)
+    assert relay.stop is not None
 
 
 def test_a_lost_finish_is_repeated_with_the_next_heartbeat(tmp_path: Path) -> None:
