@@ -12,6 +12,12 @@ from echo.config.layers import Problem
 from echo.config.leaves import leaves, show
 from echo.config.losses import refusal_of
 from echo.config.schema import Config, Role
+from echo.units import format_bytes
+
+BYTES_PER_TOKEN = 17
+"""Id, log-probability, version and mask of one sampled token on the wire."""
+MAX_GROUP_BYTES = 60 << 20
+"""A little below the largest message of the transport (runtime/wiring.py)."""
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:
@@ -24,6 +30,7 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
     return [
         *_check_sync(config),
         *_check_network(config),
+        *_check_group_bytes(config),
         *_check_loss(config),
         *_check_without_effect(config),
         *_check_role(config, role),
@@ -93,6 +100,20 @@ def _check_loss(config: Config) -> Iterator[Problem]:
             f"{config.sampling.max_completion_tokens}",
             "loss.overlong_buffer_tokens",
             "sampling.max_completion_tokens",
+        )
+
+
+def _check_group_bytes(config: Config) -> Iterator[Problem]:
+    """Refuse groups that no message could carry, before a worker has sampled one."""
+    size, tokens = config.batch.group_size, config.sampling.max_completion_tokens
+    num_bytes = size * tokens * BYTES_PER_TOKEN
+    if num_bytes > MAX_GROUP_BYTES:
+        yield _problem(
+            f"makes groups of up to {format_bytes(num_bytes)} with batch.group_size = {size}; a "
+            f"group travels in one message of at most {format_bytes(MAX_GROUP_BYTES)}: at most "
+            f"{MAX_GROUP_BYTES // (size * BYTES_PER_TOKEN)} tokens",
+            "sampling.max_completion_tokens",
+            "batch.group_size",
         )
 
 

@@ -118,6 +118,11 @@ def assemble_learner(
         for group in start.buffered:
             buffer.put(group)
         advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
+        if not advertise:
+            log.warning(
+                "learner.listen is a wildcard and learner.advertise is not set: workers that reach "
+                "this learner through a relay cannot find it when the relay dies"
+            )
         session = build_session(config, identity, data, start, buffer, advertise)
         save_resolved(config, run_dir / "config.json")
         enter(ledger, start)

@@ -165,8 +165,8 @@ def read_history(path: Path, *, lineage: int, step: int) -> History:
     if not is_surviving(PolicyVersion(lineage, step), reader.lineages):
         raise StorageError(
             f"the checkpoint of step {step} in lineage {lineage} is not on the run's history any "
-            "more: the run was resumed from an earlier one since. Delete it so that the newest of "
-            "the others is taken, or start a new run from it with --init-from"
+            "more: the run was resumed from an earlier one since; write the name of another one "
+            "into checkpoints/latest"
         )
     return reader.resume_from(step)
 

@@ -42,6 +42,14 @@ def test_a_window_holds_two_chunks() -> None:
     assert "network.window_bytes = 8388608 (default): must be at least twice" in text
 
 
+def test_a_group_fits_into_a_message() -> None:
+    # 60 MiB / (100 rollouts x 17 bytes) = 37008.9 tokens
+    parse_config({}, ["batch.group_size=100", "sampling.max_completion_tokens=37008"])
+    text = problems_of("batch.group_size=100", "sampling.max_completion_tokens=37009")
+    assert "sampling.max_completion_tokens = 37009: makes groups of up to 60 MiB" in text
+    assert "at most 37008 tokens" in text
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
