@@ -9,6 +9,7 @@ from echo import __version__
 
 COMMANDS = {
     "node": "run a learner, worker or relay",
+    "plan": "say what to rent for a run, what it costs and how to start it",
     "quickstart": "train a small model with four processes on this machine",
 }
 
@@ -44,6 +45,10 @@ def find_command(name: str) -> Callable[[Sequence[str]], int] | None:
         from echo.cli.node import main as command
 
         return command
+    if name == "plan":
+        from echo.cli.plan import main as plan
+
+        return plan
     if name == "quickstart":
         from echo.cli.quickstart import main as quickstart
 

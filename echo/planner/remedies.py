@@ -96,7 +96,7 @@ def _reasons(fleet: Fleet, job: Job, periods: Sequence[int]) -> list[str]:
                 f"broadcast, group and batch take {waits:.3g} s at best, S = {job.max_staleness} "
                 f"with publish_period {min(periods)} allows {window_s(least_period):.3g} s"
             )
-    unbounded = select(fleet, replace(job, budget_per_h=math.inf), periods=periods)
+    unbounded = _without_budget(fleet, job, periods)
     if unbounded is not None:
         reasons.append(
             f"the cheapest sufficient fleet costs ${unbounded.cost_per_h:.2f}/h, the budget is "
@@ -108,6 +108,17 @@ def _reasons(fleet: Fleet, job: Job, periods: Sequence[int]) -> list[str]:
             "the broadcast or a group too slow"
         )
     return reasons
+
+
+def _without_budget(fleet: Fleet, job: Job, periods: Sequence[int]) -> Selection | None:
+    """Return the cheapest sufficient set of any publish period: rarer traffic costs less."""
+    unbounded = replace(job, budget_per_h=math.inf)
+    found = [select(fleet, unbounded, periods=[period]) for period in periods]
+    return min(
+        (selection for selection in found if selection is not None),
+        key=lambda selection: selection.cost_per_h,
+        default=None,
+    )
 
 
 def _with_more_nodes(fleet: Fleet, job: Job, periods: Sequence[int]) -> Remedy | None:
@@ -130,7 +141,7 @@ def _with_more_nodes(fleet: Fleet, job: Job, periods: Sequence[int]) -> Remedy |
 
 
 def _with_more_budget(fleet: Fleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    selection = select(fleet, replace(job, budget_per_h=math.inf), periods=periods)
+    selection = _without_budget(fleet, job, periods)
     if selection is None:
         return None
     return Remedy(

@@ -1,0 +1,182 @@
+"""`echo-plan FILE`: what to rent for a run, what it will cost, and how to start it.
+
+Everything is computed here and now from the file, a run's own records and the catalogue; nothing
+is looked up, rented or started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from echo import __version__
+from echo.cli.output import fail
+from echo.cli.plan_hetero import assign_gpus, assignment_text
+from echo.cli.plan_run import calibrate, read_rates, run_report
+from echo.cli.plan_text import (
+    commands_text,
+    filters_text,
+    fleet_words,
+    plan_tables,
+    refusal_text,
+)
+from echo.config.fleet import Request, load_fleet
+from echo.errors import ConfigError, EchoError, PlanError, StorageError
+from echo.planner.plan import Outcome, Plan, make_plan
+from echo.planner.remedies import refuse
+from echo.ui.cost_plot import CostPoint, cost_plot
+from echo.ui.extras import import_extra
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="echo-plan",
+        description="Say what to rent for a run, what it costs and how to start it.",
+        epilog="A file to start from: configs/fleet-example.toml",
+    )
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="TOML: the fleet and the job"
+    )
+    parser.add_argument(
+        "--from",
+        dest="run",
+        type=Path,
+        metavar="RUN",
+        help="take rates and times from what this run recorded; without FILE, show them",
+    )
+    parser.add_argument(
+        "--hetero",
+        action="store_true",
+        help="divide all GPUs of the file, in one site, between training and generation",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build") / "plan",
+        metavar="DIR",
+        help="where plan.json and plan.png go (default: build/plan)",
+    )
+    parser.add_argument("--version", action="version", version=f"echo-rl {__version__}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    console = Console()
+    try:
+        if not arguments.files:
+            return show_run(arguments, console)
+        import_extra("scipy", extra="planner", wanted_by="echo-plan")
+        request = load_fleet(arguments.files)
+        if arguments.run is not None:
+            request = calibrate(request, read_rates(arguments.run))
+        if arguments.hetero:
+            return plan_hetero(request, arguments.out, console)
+        return plan_fleet(request, arguments.out, console)
+    except EchoError as error:
+        return fail(error)
+
+
+def show_run(arguments: argparse.Namespace, console: Console) -> int:
+    """Print what a run recorded, beside what the model says of it."""
+    if arguments.run is None:
+        remedy = "configs/fleet-example.toml is one to start from"
+        raise ConfigError(f"no FILE given: name a fleet file ({remedy}), or a run with --from RUN")
+    if arguments.hetero:
+        raise ConfigError("--hetero divides the GPUs of a fleet file: name one")
+    console.print(run_report(read_rates(arguments.run)), markup=False)
+    return 0
+
+
+def plan_fleet(request: Request, out: Path, console: Console) -> int:
+    """Print and write the plan of a request.
+
+    Raises:
+        PlanError: if no fleet is sufficient; says why and what would help.
+    """
+    plan = make_plan(request.fleet, request.job, request.periods)
+    if plan is None:
+        raise PlanError(refusal_text(refuse(request.fleet, request.job, request.periods)))
+    console.print(plan_tables(request, plan))
+    # Not wrapped or coloured: they are there to be copied.
+    print(f"\n{filters_text(request, plan)}\n\n{commands_text(request, plan)}\n")
+    write_json(out / "plan.json", plan_record(request, plan))
+    png = cost_plot(
+        [_point(plan, outcome) for outcome in plan.front],
+        _point(plan, plan.outcome),
+        out / "plan.png",
+        title=f"{request.model.name}, {plan.job.rollouts_per_step:.0f} rollouts per step",
+    )
+    print(f"wrote {out / 'plan.json'} and {png}")
+    return 0
+
+
+def plan_hetero(request: Request, out: Path, console: Console) -> int:
+    """Print and write the division of all GPUs of a request between training and generation."""
+    schedule = assign_gpus(request)
+    print(assignment_text(request, schedule), file=console.file)
+    write_json(out / "hetero.json", to_json(schedule))
+    print(f"\nwrote {out / 'hetero.json'}", file=console.file)
+    return 0
+
+
+def plan_record(request: Request, plan: Plan) -> dict[str, Any]:
+    """Return the plan as it is written to plan.json."""
+    record: dict[str, Any] = to_json(plan)
+    record["rent"] = [
+        {"offer": offer.name, "region": offer.region, "count": count}
+        for offer, count in zip(plan.fleet.offers, plan.outcome.counts, strict=True)
+    ]
+    record["notices"] = list(request.notices)
+    return record
+
+
+def to_json(value: Any) -> Any:
+    """Return `value` in what JSON has: records as objects, infinity as null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [entry.name for entry in dataclasses.fields(value)]
+        return {name: to_json(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name.lower()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: Path, record: Any) -> None:
+    """Write a record; its directory is made if missing.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _point(plan: Plan, outcome: Outcome) -> CostPoint:
+    return CostPoint(
+        fleet_words(plan, outcome),
+        outcome.prediction.idle_share,
+        outcome.cost_per_h,
+        outcome.cost_per_million_tokens,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""What `echo-plan` prints: the plan as tables, filters for marketplaces, commands to start it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from echo.config.fleet import MBIT, Request
+from echo.config.fleet_schema import OfferRow
+from echo.planner.plan import Outcome, Plan
+from echo.planner.remedies import Refusal
+from echo.planner.roofline import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
+from echo.units import format_bytes, format_duration
+
+DRIVER = "580.65.06"
+"""Oldest driver of CUDA 13.0 (its release notes), for which recent PyTorch wheels are built."""
+ENVIRONMENT_GB = 12
+"""Disk of one worker's Python environment with CUDA libraries; bin/echo-setup asks for 10."""
+KEPT_VERSIONS = 2
+"""Versions that a worker keeps (network.keep_versions)."""
+
+
+def plan_tables(request: Request, plan: Plan) -> RenderableType:
+    """Return the plan for the terminal."""
+    return Group(
+        _fleet_table(plan),
+        Text(),
+        _figures_table(plan),
+        Text(),
+        _sensitivity_table(plan),
+        *(Text(f"note: {notice}", style="dim") for notice in request.notices),
+    )
+
+
+def fleet_words(plan: Plan, outcome: Outcome) -> str:
+    """Return the counts of a fleet in a few words: "3 fra-4090 + 1 ore-a100"."""
+    named = zip(plan.fleet.offers, outcome.counts, strict=True)
+    return " + ".join(f"{count} {offer.name}" for offer, count in named if count) or "nothing"
+
+
+def _fleet_table(plan: Plan) -> Table:
+    table = Table(title="rent", title_justify="left")
+    for name in ("nodes", "of", "what", "region"):
+        table.add_column(name, justify="right" if name in ("nodes", "of") else "left")
+    for name in ("rollouts/s", "$/h", "group takes"):
+        table.add_column(name, justify="right")
+    for offer, count in zip(plan.fleet.offers, plan.outcome.counts, strict=True):
+        table.add_row(
+            str(count),
+            str(offer.count),
+            offer.name,
+            offer.region,
+            f"{offer.rollouts_per_s(plan.job) * count:.3g}",
+            f"{offer.price_per_h * count:.2f}",
+            format_duration(offer.group_latency_s(plan.job)),
+            style=None if count else "dim",
+        )
+    return table
+
+
+def _figures_table(plan: Plan) -> Table:
+    outcome, job = plan.outcome, plan.job
+    prediction = outcome.prediction
+    bounds = plan.staleness_bounds
+    staleness = ", ".join(f"{lag}: {share:.0%}" for lag, share in prediction.staleness.items())
+    reading = "pausing" if job.has_pausing_workers else "overlapping"
+    table = Table(title="expect", title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("")
+    for name, value in (
+        ("rate", f"{outcome.rate:.3g} rollouts/s"),
+        (
+            "required",
+            f"{_rate(plan.required_overlapping)} by workers that generate through a broadcast, "
+            f"{_rate(plan.required_pausing)} by workers that pause; planned for {reading} ones "
+            f"with a margin of {job.margin:.0%}",
+        ),
+        ("step", f"{format_duration(prediction.step_s)}, of which the learner trains "
+                 f"{format_duration(job.train_s)}"),
+        ("learner waits", f"{prediction.idle_share:.1%} of the time"),
+        ("binding", plan.binding.value),
+        ("publish period", f"{job.publish_period}, a broadcast takes "
+                           f"{format_duration(outcome.broadcast_s)}"),
+        ("staleness", f"mean {prediction.mean_staleness:.2f} ({staleness})"),
+        ("feasible S", f"from {bounds[0]}; beyond {bounds[1]} more does not help" if bounds
+         else "none"),
+        ("wasted rollouts", f"{prediction.wasted_share:.1%}; without pacing by leases "
+                            f"{plan.unpaced_waste:.1%}"),
+        ("cost per hour", f"${outcome.cost_per_h:.2f} = nodes {outcome.rent_per_h:.2f} + traffic "
+                          f"{outcome.traffic_per_h:.2f} + learner {outcome.learner_per_h:.2f}"),
+        ("cost per step", f"${outcome.cost_per_step:.3f}, "
+                          f"${outcome.cost_per_million_tokens:.3f} per million trained tokens"),
+        ("selection", "the proven optimum" if plan.is_exact else "found greedily, not proven"),
+    ):  # fmt: skip
+        table.add_row(name, value)
+    return table
+
+
+def _rate(value: float) -> str:
+    return "no rate suffices" if math.isinf(value) else f"{value:.3g}/s"
+
+
+def _sensitivity_table(plan: Plan) -> Table:
+    table = Table(title="one change", title_justify="left")
+    table.add_column("change")
+    table.add_column("learner waits", justify="right")
+    table.add_column("$/h", justify="right")
+    for item in plan.sensitivities:
+        table.add_row(
+            item.change, f"{100 * item.idle_change:+.1f} points", f"{item.cost_change_per_h:+.2f}"
+        )
+    return table
+
+
+def refusal_text(refusal: Refusal) -> str:
+    """Return why there is no plan, and the smallest change that would make one."""
+    lines = ["no fleet on offer is sufficient:"]
+    lines += [f"  {reason}" for reason in refusal.reasons]
+    if not refusal.remedies:
+        return "\n".join([*lines, "no single change of the file would make one; change several"])
+    lines.append("what would make one sufficient, the smallest change first:")
+    lines += [f"  {remedy.text}" for remedy in refusal.remedies]
+    return "\n".join(lines)
+
+
+def machine_filter(request: Request, plan: Plan, row: OfferRow) -> str:
+    """Return the least that a rented machine must have, as a marketplace's search expression.
+
+    The syntax is that of `vastai search offers`; memory and disk in GB, links in Mbit/s.
+    """
+    weights = request.model.num_params * BYTES_PER_WEIGHT
+    cache = (
+        request.job_row.prompt_tokens + request.job_row.max_completion_tokens
+    ) * request.model.cache_bytes_per_token
+    per_gpu = ((weights + cache) / row.num_gpus + RESERVED_BYTES) / USABLE_MEMORY
+    ram = 4e9 + (KEPT_VERSIONS + 1) * weights
+    down = plan.job.version_bytes / max(plan.outcome.broadcast_s, 1e-9) / MBIT
+    terms = [
+        f"gpu_name={request.gpus[row.gpu].name.replace(' ', '_')}",
+        f"num_gpus={row.num_gpus}",
+        f"gpu_ram>={math.ceil(per_gpu / 1e9)}",
+        f"driver_version>={DRIVER}",
+        f"disk_space>={math.ceil(ENVIRONMENT_GB + KEPT_VERSIONS * weights / 1e9)}",
+        f"cpu_ram>={math.ceil(ram / 1e9)}",
+        f"inet_down>={math.ceil(down)}",
+    ]
+    if row.can_listen:
+        terms += [f"inet_up>={math.ceil(down)}", "direct_port_count>=1"]
+    return " ".join(terms)
+
+
+def filters_text(request: Request, plan: Plan) -> str:
+    """Return one filter per offer in use."""
+    lines = ["least of each rented machine, as a marketplace filter:"]
+    for row, offer, count in _used(request, plan):
+        lines.append(f"  {count} x {offer} in {row.region}, at most ${row.price_per_h:g}/h:")
+        lines.append(f"    '{machine_filter(request, plan, row)}'")
+        cache = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
+        lines[-1] += f"  # the weights take {cache}"
+    return "\n".join(lines)
+
+
+def commands_text(request: Request, plan: Plan) -> str:
+    """Return the commands that start the plan, machine by machine."""
+    job, learner = plan.job, request.learner
+    lines = ["commands (put your own configuration in place of configs/wan.toml):"]
+    lines.append(
+        "  "
+        + _command(
+            "learner",
+            [
+                f"learner.advertise={learner.address}",
+                f"batch.groups_per_step={job.groups_per_step}",
+                f"batch.group_size={job.group_size}",
+                f"sync.max_staleness={job.max_staleness}",
+                f"sync.publish_period={job.publish_period}",
+                f"sampling.max_completion_tokens={job.max_completion_tokens:.0f}",
+            ],
+        )
+    )
+    for name in dict.fromkeys(row.region for row, _, _ in _used(request, plan)):
+        relay = request.regions[name].relay
+        if relay is not None:
+            sets = [
+                f"relay.name=relay-{name}",
+                f'relay.connect=["{learner.address}"]',
+                f"relay.listen=tcp://0.0.0.0:{relay.address.rpartition(':')[2]}",
+                f"relay.advertise={relay.address}",
+            ]
+            lines.append(f"  {_command('relay', sets)}")
+    for row, offer, count in _used(request, plan):
+        for number in range(1, count + 1):
+            sets = _worker_settings(request, row, f"{offer.replace(' ', '-')}-{number}")
+            lines.append(f"  {_command('worker', sets)}")
+    return "\n".join(lines)
+
+
+def _worker_settings(request: Request, row: OfferRow, name: str) -> list[str]:
+    relay = request.regions[row.region].relay
+    parents = [relay.address] if relay else []
+    connect = ", ".join(f'"{address}"' for address in [*parents, request.learner.address])
+    sets = [f"worker.name={name}", f"worker.connect=[{connect}]"]
+    if row.can_listen:
+        sets += ["worker.listen=tcp://0.0.0.0:7702", f"worker.advertise=tcp://{name}:7702"]
+    return sets
+
+
+def _command(role: str, settings: Sequence[str]) -> str:
+    sets = [part for item in settings for part in ("--set", item)]
+    return shlex.join(["bin/echo-node", "--role", role, "--config", "configs/wan.toml", *sets])
+
+
+def _used(request: Request, plan: Plan) -> list[tuple[OfferRow, str, int]]:
+    rows = zip(request.offers, plan.fleet.offers, plan.outcome.counts, strict=True)
+    return [(row, offer.name, count) for row, offer, count in rows if count]

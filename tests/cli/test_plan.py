@@ -1,0 +1,148 @@
+"""`echo-plan` from file to table, JSON and plot, and what it says where there is no plan."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from echo.cli.main import find_command
+from echo.cli.plan import main, to_json
+from echo.config.load import parse_config
+from echo.planner.overlap import Resource
+
+EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet-example.toml"
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The example's plan: its directory and what was printed."""
+    out = tmp_path_factory.mktemp("plan")
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
+        patch.setenv("COLUMNS", "120")
+        assert main([str(EXAMPLE), "--out", str(out)]) == 0
+    return out, text.getvalue()
+
+
+def test_the_plan_is_printed_with_its_figures(planned: tuple[Path, str]) -> None:
+    _, text = planned
+    for words in ("fra-4090", "learner waits", "binding", "feasible S", "cost per step", "$/h"):
+        assert words in text
+    assert "10 fra-4090" not in text  # that is the plot's way to say it
+    assert "note: learner: 75.6 s per step is an estimate" in text
+
+
+def test_the_json_holds_the_plan_and_the_plot_is_a_png(planned: tuple[Path, str]) -> None:
+    out, _ = planned
+    record = json.loads((out / "plan.json").read_text())
+    rent = {row["offer"]: row["count"] for row in record["rent"]}
+    assert sum(rent.values()) >= 1
+    assert record["outcome"]["prediction"]["idle_share"] < 0.02
+    assert record["outcome"]["rate"] >= record["required_overlapping"] * 1.1
+    assert len(record["front"]) >= 3
+    assert (out / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "plan.png").stat().st_size > 10_000
+
+
+def test_filters_name_what_a_machine_needs(planned: tuple[Path, str]) -> None:
+    _, text = planned
+    [line] = [line for line in text.splitlines() if "gpu_name=RTX_4090" in line]
+    terms = dict(re.findall(r"(\w+)>?=(\S+)", line.partition("#")[0].strip(" '")))
+    # (2 x 4.02e9 + 8492 x 147 456 + 2 GiB) / 0.9 = 12.7 GB.
+    assert terms["gpu_ram"] == "13"
+    assert {"driver_version", "disk_space", "cpu_ram", "inet_down"} <= terms.keys()
+
+
+def test_the_commands_are_ones_that_echo_node_takes(planned: tuple[Path, str]) -> None:
+    _, text = planned
+    commands = [shlex.split(line) for line in text.splitlines() if "bin/echo-node" in line]
+    roles = [command[command.index("--role") + 1] for command in commands]
+    assert roles[:2] == ["learner", "relay"]
+    assert roles.count("worker") == 10
+    base = tomllib.loads((EXAMPLE.parent / "wan.toml").read_text())
+    for command, role in zip(commands, roles, strict=True):
+        sets = [command[i + 1] for i, part in enumerate(command) if part == "--set"]
+        parse_config(base, sets, role)  # refuses what is no setting
+
+
+def test_the_hetero_plan_names_launchers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(EXAMPLE), "--hetero", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "torchrun --nnodes=" in text
+    assert "vllm serve Qwen3-4B --tensor-parallel-size=" in text
+    record = json.loads((tmp_path / "hetero.json").read_text())
+    assert record["train_s"] > 0
+    assert sum(record["rollouts"]["rollouts"]) == 640
+
+
+def changed_example(tmp_path: Path, *edits: tuple[str, str]) -> str:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "fleet.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_where_nothing_fits_the_smallest_change_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed_example(tmp_path, ("budget_per_h = 10.0", "budget_per_h = 3.0"))
+    assert main([path, "--out", str(tmp_path)]) == 1
+    text = capsys.readouterr().err
+    said = re.search(r"fleet costs \$(\S+)/h, the budget is \$3.00/h", text)
+    assert said is not None
+    assert "what would make one sufficient, the smallest change first:" in text
+    assert f"a budget of ${said[1]}/h in place of $3.00/h" in text
+    # The budget that it names is one that suffices.
+    budget = f"budget_per_h = {float(said[1]) + 0.01:.2f}"
+    enough = changed_example(tmp_path, ("budget_per_h = 10.0", budget))
+    assert not (tmp_path / "plan.json").exists()
+    assert main([enough, "--out", str(tmp_path)]) == 0
+
+
+def test_a_fleet_too_small_for_the_model_has_no_division(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed_example(
+        tmp_path, ('model = "Qwen3-4B"', 'model = "Qwen3-32B"'), ('"A100-80GB"', '"H200"')
+    )
+    # Four H200 and a H100 cannot hold 32.8e9 x 16 bytes = 524 GB of training state and sample too.
+    assert main([path, "--hetero", "--out", str(tmp_path)]) == 1
+    assert "no division leaves enough memory on both sides" in capsys.readouterr().err
+
+
+def test_bad_rows_end_with_the_code_of_a_wrong_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed_example(tmp_path, ('gpu = "RTX 4090"', 'gpu = "RTX 4900"'))
+    assert main([path]) == 2
+    text = capsys.readouterr().err
+    assert 'offers[1] (fra-4090, RTX 4900, frankfurt): gpu = "RTX 4900"' in text
+    assert text.count('did you mean "RTX 4090"?') == 2
+
+
+def test_a_call_without_a_file_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "configs/fleet-example.toml is one to start from" in capsys.readouterr().err
+
+
+def test_it_is_a_command_of_echo_rl() -> None:
+    assert find_command("plan") is main
+
+
+def test_json_has_no_infinity_and_names_for_enums() -> None:
+    assert to_json({"a": float("inf"), 1: (Resource.ROLLOUTS, 2.0)}) == {
+        "a": None,
+        "1": ["rollouts", 2.0],
+    }
