@@ -29,8 +29,9 @@ class GspoLoss:
     Source: GSPO, arXiv:2507.18071, eq. 5 to 7; the ranges: section 5.1.
     Differs from the paper: the ratio is taken against the sampler, several versions old; the
     limit of 20 on |log r| holds token by token, before the mean.
-    Limits: the paper's ranges (3e-4 / 4e-4) suit one version of lag and engines that round alike.
-    Under more staleness they clip nearly every rollout; .2 / .28 is the other range in use.
+    Limits: the mean over a rollout moves far less than a token does, so ranges made for tokens
+    (.2 / .28) hardly ever act and leave no trust region under staleness. The paper's (3e-4 / 4e-4)
+    clip much of a batch that is a few versions old; some in between may do better.
     """
 
     clip_low: float | None = 3e-4

@@ -87,6 +87,13 @@ def test_masks_by_hand(
     assert not gradient(loss, inputs)[~kept].any()
 
 
+def test_masks_add_up() -> None:
+    inputs = make_inputs(RATIOS.log(), torch.zeros(4, 2), doubles([1, 1, 1, -1]))
+    masks = RolloutMasks(veto=1e-4, geometric_high=1.01, opsm=1e-4)
+    grad = gradient(MaskedLoss(loss=GrpoLoss(), masks=masks), inputs)
+    assert grad.any(1).tolist() == [True, False, False, False]
+
+
 def test_what_is_dropped_stays_in_the_normaliser() -> None:
     inputs = make_inputs(RATIOS.log(), torch.zeros(4, 2), doubles([1, 1, 1, 1]))
     loss = MaskedLoss(loss=GrpoLoss(), masks=RolloutMasks(veto=1e-4))
