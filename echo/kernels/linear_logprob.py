@@ -228,17 +228,22 @@ class _LinearLogprob(torch.autograd.Function):
         if grad_entropy is not None:
             is_live |= grad_entropy != 0
         rows = is_live.nonzero().squeeze(1)
+        is_all = len(rows) == len(is_live)
+
+        def live(values: Tensor) -> Tensor:
+            return values if is_all else values[rows]
+
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_states, grad_weight = ctx.options.kernels.backward(
             LiveRows(
-                states=hidden[rows],
-                ids=ids[rows],
-                scale=scale[rows],
-                peak=peak[rows],
-                total=total[rows],
-                grad=grad[rows],
-                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
-                entropies=None if grad_entropy is None else entropies[rows],
+                states=live(hidden),
+                ids=live(ids),
+                scale=live(scale),
+                peak=live(peak),
+                total=live(total),
+                grad=live(grad),
+                grad_entropy=None if grad_entropy is None else live(grad_entropy),
+                entropies=None if grad_entropy is None else live(entropies),
             ),
             weight,
             needs_states=needs_hidden,
@@ -247,8 +252,9 @@ class _LinearLogprob(torch.autograd.Function):
         )
         grad_hidden = None
         if grad_states is not None:
-            grad_hidden = torch.zeros_like(hidden)
-            grad_hidden[rows] = grad_states.to(hidden.dtype)
+            grad_hidden = grad_states.to(hidden.dtype)
+            if not is_all:
+                grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
         return grad_hidden, grad_weight, None, None, None, None
 
 

@@ -254,8 +254,9 @@ def forward(
     columns_per_split = triton.cdiv(num_tiles, MAX_SPLITS) * config.columns
     num_splits = triton.cdiv(num_columns, columns_per_split)
     peaks, totals, weighted = scale.new_empty(3, num_splits, num_rows)
-    logprobs, peak, total, target, entropies = scale.new_empty(5, num_rows)
-    losses, coefficients, ratios = scale.new_empty(3, num_rows if policy else 0)
+    # Each with memory of its own: as views of one tensor no output could be changed in place.
+    logprobs, peak, total, target, entropies = (torch.empty_like(scale) for _ in range(5))
+    losses, coefficients, ratios = (scale.new_empty(num_rows if policy else 0) for _ in range(3))
     if num_rows:
         scores_kernel[triton.cdiv(num_rows, config.rows) * num_splits,](
             _descriptor(aligned(hidden), config.rows, config.depth),
@@ -321,7 +322,7 @@ def backward(
 
 def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
     """Return losses, coefficients and ratios, in the dtype of the log-probabilities."""
-    losses, coefficients, ratios = logprobs.new_empty(3, len(logprobs))
+    losses, coefficients, ratios = (torch.empty_like(logprobs) for _ in range(3))
     if len(logprobs):
         policy_kernel[triton.cdiv(len(logprobs), _ROWS_PER_PROGRAM),](
             logprobs, policy.sampler_logprobs, policy.advantages, losses, coefficients, ratios,

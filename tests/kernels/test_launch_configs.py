@@ -144,6 +144,7 @@ def compile_entry(
     with_entropy: bool,
     dtype: str = "bf16",
     capability: int = 90,
+    numbers: dict[str, int] | None = None,
 ) -> MachineCode:
     """Compile a kernel that multiplies tiles, for the model width of Qwen3-4B."""
     constants = {
@@ -154,6 +155,7 @@ def compile_entry(
         "GROUP": config.group_rows,
         "ENTROPY": with_entropy,
         "UPCAST": False,
+        **(numbers or {}),
     }
     blocks = {
         "states_desc": f"tensordesc<{dtype}[{config.rows}, {config.depth}]>",
@@ -210,6 +212,19 @@ def test_the_portable_entry_fits_every_other_gpu(
     assert code.shared_bytes <= SMALLEST_SHARED_BYTES
     assert code.spills <= MAX_SPILLS[kernel]
     assert code.has_tma == (capability >= 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("names", [["num_rows"], ["num_rows", "num_columns", "num_splits"]])
+def test_numbers_of_one_which_triton_makes_constants(
+    names: list[str], kernel: str, tmp_path: Path
+) -> None:
+    numbers = {name: 1 for name in names if kernel == "scores" or name != "num_splits"}
+    config = config_for()
+    code = compile_entry(kernel, config, tmp_path, with_entropy=True, numbers=numbers)
+    assert code.has_wgmma
+    assert code.spills <= MAX_SPILLS[kernel]
 
 
 @pytest.mark.slow

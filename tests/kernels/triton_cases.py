@@ -7,6 +7,7 @@ decided when triton is imported. By hand:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.kernels.test_linear_logprob import (
 )
 
 torch.set_num_threads(1)
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
 DEVICE = "cpu" if triton_kernels.IS_INTERPRETED else "cuda"
 
 SMALL = LaunchConfig(32, 64, 32, num_warps=4, num_stages=2, group_rows=2)
@@ -225,6 +227,19 @@ def test_frozen_and_tied_heads() -> None:
     expected = head.grad.clone()
     expected[:37] += states.grad
     assert torch.equal(table.grad, expected)
+
+
+def test_outputs_can_be_changed_in_place() -> None:
+    case = make_case()
+    hidden, ids = leaf(case.hidden), case.ids.to(DEVICE)
+    gradients = []
+    for factor in (1.0, 2.0):
+        hidden.grad = None
+        logprobs, _ = linear_logprob(hidden, case.weight.to(DEVICE), ids, backend="triton")
+        logprobs.mul_(factor).sum().backward()
+        assert hidden.grad is not None
+        gradients.append(hidden.grad)
+    assert torch.allclose(gradients[1], 2.0 * gradients[0], atol=1e-6)
 
 
 def test_states_that_tma_cannot_read_are_copied() -> None:
