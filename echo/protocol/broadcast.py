@@ -55,6 +55,7 @@ from echo.protocol.messages import (
 )
 from echo.protocol.serving import Child, Serving
 from echo.protocol.transfer import Transfer as Transfer
+from echo.protocol.transfer import new_arena
 from echo.rollout import PolicyVersion
 
 MAX_BAD_CHUNKS = 3
@@ -292,7 +293,7 @@ class Broadcast:
             has_chunk = bytearray(b"\1") * manifest.num_chunks
             return Transfer(signed, manifest, local[0], has_chunk, manifest.num_chunks)
         return Transfer(
-            signed, manifest, bytearray(manifest.num_bytes), bytearray(manifest.num_chunks)
+            signed, manifest, new_arena(manifest.num_bytes), bytearray(manifest.num_chunks)
         )
 
     def _fetch_newest(self, now: float) -> list[Action]:

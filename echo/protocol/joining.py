@@ -198,7 +198,7 @@ class Joining:
                 return self.begin(now) if self.state in ("readying", "admitted") else []
             case Finish():
                 # The goodbye spares the learner from waiting for this node to fall silent.
-                return [*self._send(Goodbye(reason="told so")), Stop(message.reason)]
+                return [*self._send(Goodbye(reason=message.reason)), Stop(message.reason)]
             case Refuse():
                 detail = f"the learner refused this node ({message.reason}): {message.detail}"
                 return [Stop(message.reason, RefusedError(detail))]

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from echo.protocol.manifest import Manifest, SignedManifest
+
+
+def new_arena(num_bytes: int) -> memoryview:
+    """Return room for an image; its bytes mean nothing until they are written.
+
+    The system finds the memory chunk by chunk, as they come. A bytearray would be filled with zeros
+    here and now, 0.6 s for each GB in which the node does nothing else.
+    """
+    return memoryview(np.empty(num_bytes, dtype=np.uint8))
 
 
 @dataclass(slots=True)
@@ -13,7 +24,7 @@ class Transfer:
 
     signed: SignedManifest
     manifest: Manifest
-    arena: bytearray
+    arena: bytearray | memoryview
     has_chunk: bytearray
     """One byte per chunk: 1 if held and verified."""
     num_held: int = 0
