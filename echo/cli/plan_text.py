@@ -156,12 +156,11 @@ def machine_filter(request: Request, plan: Plan, row: OfferRow) -> str:
 
 def filters_text(request: Request, plan: Plan) -> str:
     """Return one filter per offer in use."""
-    lines = ["least of each rented machine, as a marketplace filter:"]
+    weights = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
+    lines = [f"least of each rented machine ({weights} of weights), as a marketplace filter:"]
     for row, offer, count in _used(request, plan):
         lines.append(f"  {count} x {offer} in {row.region}, at most ${row.price_per_h:g}/h:")
         lines.append(f"    '{machine_filter(request, plan, row)}'")
-        cache = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
-        lines[-1] += f"  # the weights take {cache}"
     return "\n".join(lines)
 
 

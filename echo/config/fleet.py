@@ -31,6 +31,8 @@ from echo.planner.roofline import BYTES_PER_WEIGHT, decode, train_seconds
 
 MBIT = 1e6 / 8
 """Bytes per second of one Mbit/s."""
+ODD_PRICE_FACTOR = 3.0
+"""An offer this much above or below the typical price gets a notice: a slip, or the wrong unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +234,12 @@ def _offer(
     row: OfferRow, job: JobRow, gpu: Gpu, model: ModelShape, notices: list[str]
 ) -> Offer | None:
     name = row.name or row.gpu
+    typical = row.num_gpus * gpu.price_per_h
+    if not 1 / ODD_PRICE_FACTOR <= row.price_per_h / typical <= ODD_PRICE_FACTOR:
+        notices.append(
+            f"{name} in {row.region}: ${row.price_per_h:g}/h is far from the ${typical:.2f}/h that "
+            f"{row.num_gpus} x {row.gpu} typically cost; is it per hour and node?"
+        )
     tokens_per_s, concurrency = row.tokens_per_s, row.concurrency
     if tokens_per_s is None or concurrency is None:
         estimate = decode(

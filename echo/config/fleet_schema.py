@@ -156,7 +156,7 @@ class GpuRow(Row):
     link_gb_per_s: Positive = 25.0
     """To its neighbours in one machine."""
     price_per_h: Positive
-    """$ per hour, where an offer does not say."""
+    """Typical $ per hour; an offer far from it gets a notice."""
 
 
 class ModelRow(Row):

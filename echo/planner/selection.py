@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from echo.planner.fleet import Counts, Fleet
 from echo.planner.job import Job
-from echo.planner.overlap import is_enough
+from echo.planner.overlap import is_enough, required_rate
 
 TIME_LIMIT_S = 1.0
 """What the exact solver may take for one programme."""
 
-Solver = Callable[[Fleet, Job], tuple[int, ...] | None]
-"""Returns the counts of the cheapest sufficient set, or None if there is none."""
+_ADDED = (1, 2, 3, 5, 8, 13, 21, 34, 55)
+"""Nodes that an exchange tries to add."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +90,8 @@ def select_greedily(fleet: Fleet, job: Job) -> tuple[int, ...] | None:
     """
     unbounded = replace(job, budget_per_h=math.inf)  # the improvement may yet bring it within
     candidates = []
-    for allowed in _starts(fleet, job):
-        counts = _fill(fleet, unbounded, allowed)
+    for allowed, keeps_time in itertools.product(_starts(fleet, job), (False, True)):
+        counts = _fill(fleet, unbounded, allowed, keeps_time=keeps_time)
         if counts is not None:
             candidates.append(_improve(fleet, unbounded, counts))
     best = min(candidates, key=lambda counts: fleet.cost_per_h(job, counts), default=None)
@@ -112,20 +113,46 @@ def _starts(fleet: Fleet, job: Job) -> list[frozenset[int]]:
     return sorted(ordered, key=lambda allowed: (len(allowed), sorted(allowed)))
 
 
-def _fill(fleet: Fleet, job: Job, allowed: frozenset[int]) -> tuple[int, ...] | None:
-    """Add nodes, the most rollouts per dollar first, until they suffice; None if they never do."""
+def _fill(
+    fleet: Fleet, job: Job, allowed: frozenset[int], *, keeps_time: bool
+) -> tuple[int, ...] | None:
+    """Add nodes, the most rollouts per dollar first, until they suffice; None if they never do.
+
+    Args:
+        fleet: what can be rented.
+        job: what is trained.
+        allowed: offers to take from.
+        keeps_time: whether to take of each offer no more than leave time for the broadcast.
+    """
     counts = [0] * len(fleet.offers)
     for index in _by_value(fleet, job, allowed):
-        low, high = 0, fleet.offers[index].count
-        while low < high:  # the least count that suffices, or all of them
-            middle = (low + high) // 2
-            counts[index] = middle
-            is_there = is_sufficient(fleet, job, counts)
-            low, high = (low, middle) if is_there else (middle + 1, high)
-        counts[index] = low
+        choices = [
+            [*counts[:index], count, *counts[index + 1 :]]
+            for count in range(fleet.offers[index].count + 1)
+        ]
+        if keeps_time:
+            choices = choices[: _first(choices, lambda c: not _has_time(fleet, job, c))]
+        enough = _first(choices, lambda c: is_sufficient(fleet, job, c))
+        counts = choices[min(enough, len(choices) - 1)] if choices else counts
         if is_sufficient(fleet, job, counts):
             return tuple(counts)
     return None
+
+
+def _first(choices: list[list[int]], holds: Callable[[list[int]], bool]) -> int:
+    """Return the index of the first choice that holds, their number if none does."""
+    return bisect_left(choices, True, key=holds)
+
+
+def _has_time(fleet: Fleet, job: Job, counts: Counts) -> bool:
+    """Tell whether broadcast and groups would leave time enough if the rate were there."""
+    broadcast_s = fleet.broadcast_s(job, counts)
+    return is_enough(
+        job,
+        rate=max(fleet.rate(job, counts), required_rate(job, broadcast_s) * (1 + job.margin)),
+        broadcast_s=broadcast_s,
+        latency_s=fleet.latency_s(job, counts),
+    )
 
 
 def _by_value(fleet: Fleet, job: Job, allowed: frozenset[int]) -> list[int]:
@@ -139,7 +166,7 @@ def _by_value(fleet: Fleet, job: Job, allowed: frozenset[int]) -> list[int]:
 
 
 def _improve(fleet: Fleet, job: Job, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Drop single nodes, or exchange one or two of one offer for up to three of another."""
+    """Drop nodes, or exchange one, two or all of an offer for some of another, while it pays."""
     best, best_cost = counts, fleet.cost_per_h(job, counts)
     while True:
         better = [
@@ -163,7 +190,7 @@ def _neighbours(fleet: Fleet, counts: tuple[int, ...]) -> Iterable[tuple[int, ..
             fewer = [*counts[:index], count - removed, *counts[index + 1 :]]
             yield tuple(fewer)
             for other, offer in enumerate(fleet.offers):
-                for added in range(1, 4):
+                for added in _ADDED:
                     if other != index and fewer[other] + added <= offer.count:
                         swapped = fewer.copy()
                         swapped[other] += added

@@ -94,6 +94,13 @@ def test_a_rate_that_is_not_given_is_estimated_and_said_so() -> None:
     ]
 
 
+def test_an_odd_price_is_pointed_out() -> None:
+    # $0.34 is typical; 30 was meant per month, or in cents.
+    assert parse_fleet(GOOD).notices == ()
+    [notice] = parse_fleet(changed(("offers.0.price_per_h", 30.0))).notices
+    assert notice.startswith("RTX 4090 in frankfurt: $30/h is far from the $0.34/h")
+
+
 def test_the_files_own_gpus_and_models_are_known() -> None:
     gpu = {"name": "X1", "tflops": 100, "gb_per_s": 1000, "memory_gib": 24, "price_per_h": 0.1}
     model = {
