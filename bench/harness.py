@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("torch", "triton", "transformers", "pyzmq", "uvloop", "numpy", "msgspec", "blake3")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "pyzmq",
+    "uvloop",
+    "numpy",
+    "msgspec",
+    "blake3",
+    "scipy",
+)
 
 
 def environment() -> dict[str, Any]:
