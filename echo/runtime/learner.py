@@ -337,12 +337,13 @@ class LearnerNode(Node):
         final = self._plan.run_dir / "final"
         await self.in_thread(self._disk_thread, lambda: self._export(final, tensors))
         await self.in_thread(self._disk_thread, self._ledger.close)
+        # The last picture shows who took part, so it is drawn before they leave.
+        self._display()
         self.perform(self.session.finish("the run is finished"))
         # A moment for the nodes to hear it: each heartbeat is told again.
         grace_s = max(LINGER_S, 2 * self.session.settings.heartbeat_s)
         if not await self.wait_until(lambda: not self.session.roster.nodes, within_s=grace_s):
             self.perform(self.session.dismiss_all())
-        self._display()
 
     async def _save(self) -> None:
         """Save after an interrupt, so that --resume goes on from here."""
@@ -381,7 +382,7 @@ class LearnerNode(Node):
             self._pace.received(installed, now=self.now, train_s=self._train_s)
 
     async def _show_loop(self) -> None:
-        while True:
+        while self.session.finish_reason is None:
             self._display()
             await asyncio.sleep(self._plan.refresh_s)
 
