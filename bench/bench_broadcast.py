@@ -1,8 +1,8 @@
 """Measure how fast one version of the weights reaches every receiver, against the theory.
 
 Real processes: the learner's session publishes; relays receive, verify, store and pass on. On
-loopback the figures are ratios to one raw TCP stream of the same run. With --wan every node is also
-a namespace behind an emulated uplink (bench/wan.py, needs root). The theory is
+loopback the figures are ratios to one raw TCP stream of the same run. With --wan every node is a
+namespace behind an emulated uplink (bench/wan.py, needs root). The theory is
 
     chain   size/rate + (hops - 1) * chunk/rate + hops * latency
     star    receivers * size/rate + latency
@@ -15,9 +15,10 @@ all of it, every chunk verified; the hash of the whole is compared afterwards.
     python bench/bench_broadcast.py --smoke          some seconds, writes nothing
 
 Between real machines, one learner and one receiver on each other machine (a receiver that listens
-is part of the chain, the others are leaves):
+is part of the chain, the others are leaves), with what the link has for the theory:
 
-    python bench/bench_broadcast.py --listen tcp://192.0.2.1:7700 --topologies chain:2
+    python bench/bench_broadcast.py --listen tcp://192.0.2.1:7700 --topologies chain:2 \\
+        --rate-mbit 1000 --latency-ms 5
     python bench/bench_broadcast.py --connect tcp://192.0.2.1:7700 --listen tcp://192.0.2.2:7701
 """
 
@@ -50,6 +51,7 @@ HEADINGS = [
     "CPU_s/GB",
     "right",
 ]
+SMOKE_TOPOLOGIES = ["chain:2", "star:2"]
 COLUMNS = "{:<16} {:>9} {:>8} {:>8} {:>8} {:>15} {:>6} {:>7} {:>8} {:>6} {:>6}"
 
 
@@ -58,14 +60,12 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--sizes", nargs="+", type=parse_size, default=[256 << 20], help="of the image: 256MiB")
+    add("--sizes", nargs="+", type=parse_size, default=[128 << 20], help="of the image: 128MiB")
     add("--chunks", nargs="+", type=parse_size, default=[1 << 18, 1 << 20, 1 << 22])
     add("--topologies", nargs="+", default=["chain:1", "chain:5", "star:5"], help="kind:receivers")
     add("--window", type=parse_size, default=8 << 20, help="credit of a child")
     add("--repeats", type=int, default=5)
-    add("--wan", action="store_true", help="also between namespaces, with shardcast")
-    add("--wan-size", type=parse_size, default=128 << 20)
-    add("--wan-chunk", type=parse_size, default=1 << 18)
+    add("--wan", action="store_true", help="between namespaces, and with shardcast")
     add("--rate-mbit", type=float, default=200)
     add("--latency-ms", type=float, default=20, help="one way")
     add("--loss", type=float, default=0.0)
@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.sizes, arguments.chunks, arguments.repeats = [4 << 20], [1 << 18], 1
-        arguments.topologies = ["chain:2", "star:2"]
+        arguments.topologies = arguments.topologies[:1] if arguments.listen else SMOKE_TOPOLOGIES
     return arguments
 
 
@@ -153,9 +153,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 def run_loopback(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     path = Loopback()
     with contextlib.ExitStack() as stack:
-        raw = RawTcp(path)
-        stack.callback(raw.close)
-        cases: list[tuple[Variant, int, int]] = [(raw, size, 0) for size in arguments.sizes]
+        cases: list[tuple[Variant, int, int]] = []
+        if arguments.listen:  # the other machines have nothing that would take a raw stream
+            path.name, path.latency_s = "between machines", arguments.latency_ms / 1e3
+            path.bytes_per_s = arguments.rate_mbit * 1e6 / 8
+        else:
+            raw = RawTcp(path)
+            stack.callback(raw.close)
+            cases += [(raw, size, 0) for size in arguments.sizes]
         for variant in start_echo(path, arguments, stack):
             cases += [(variant, s, c) for s in arguments.sizes for c in arguments.chunks]
         return measure(path, cases, arguments.repeats)
@@ -174,11 +179,12 @@ def run_wan(arguments: argparse.Namespace, absent: dict[str, str]) -> list[dict[
         fault = shardcast_fault(python)
         if fault is not None:
             absent["shardcast"] = fault
-        for kind in [] if fault else ["star", "chain"]:
-            variants.append(Shardcast(path, kind, most, python))
+        else:
+            variants.append(Shardcast(path, most, python))
             stack.callback(variants[-1].close)
         started_at, cpu_s = time.monotonic(), path.cpu_s()
-        cases = [(one, arguments.wan_size, arguments.wan_chunk) for one in variants]
+        sizes, chunks = arguments.sizes, arguments.chunks
+        cases = [(one, s, c) for one in variants for s in sizes for c in chunks]
         rows = measure(path, cases, arguments.repeats)
         share = (path.cpu_s() - cpu_s) / (time.monotonic() - started_at)
         print(f"the emulator took {share:.2f} of a core on average")
@@ -202,29 +208,28 @@ def wan_fault() -> str | None:
     return None if Path("/dev/net/tun").exists() else "there is no /dev/net/tun"
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: list[dict[str, Any]], path: Path) -> Path:
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(row["path"] for row in rows))
-    figure, axes = plt.subplots(len(names), 1, figsize=(9, 0.6 + 0.36 * len(rows) + len(names)))
-    for axis, name in zip([axes] if len(names) == 1 else axes, names, strict=True):
-        own = [row for row in rows if row["path"] == name][::-1]
-        labels = [
-            f"{row['variant']} x{row['receivers']}, {row['image_bytes'] >> 20} MiB"
-            + (f" in {row['chunk_bytes'] >> 10} KiB" if row["chunk_bytes"] else "")
-            for row in own
-        ]
-        axis.barh(labels, [row["median_s"] for row in own], color="#4878a8", label="measured")
-        marks = [row.get("theory_s", float("nan")) for row in own]
-        axis.plot(marks, labels, "|", color="#c03028", markersize=16, label="theory")
-        axis.set_xlabel("seconds until the last receiver holds all, median")
-        axis.set_title(name)
-        axis.legend(loc="lower right")
+    rows = rows[::-1]
+    labels = [
+        f"{row['variant']} x{row['receivers']}, {row['image_bytes'] >> 20} MiB"
+        + (f" in {row['chunk_bytes'] >> 10} KiB" if row["chunk_bytes"] else "")
+        for row in rows
+    ]
+    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.36 * len(rows)))
+    axis.barh(labels, [row["median_s"] for row in rows], color="#4878a8", label="measured")
+    marks = [row.get("theory_s", float("nan")) for row in rows]
+    axis.plot(marks, labels, "|", color="#c03028", markersize=16, label="theory")
+    axis.set_xlabel("seconds until the last receiver holds all, median")
+    axis.set_title(rows[0]["path"])
+    axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    return path
 
 
 def main() -> None:
@@ -235,22 +240,18 @@ def main() -> None:
         command += [f"--listen={arguments.listen}"] if arguments.listen else []
         os.execv(command[0], command)
     load, absent = os.getloadavg(), {}
-    rows = run_loopback(arguments)
-    show(rows)
     fault = wan_fault() if arguments.wan else None
     if fault is not None:
-        absent["wan"] = fault
-    elif arguments.wan:
-        wan_rows = run_wan(arguments, absent)
-        show(wan_rows)
-        rows += wan_rows
+        sys.exit(f"ABSENT: wan: {fault}")
+    rows = run_wan(arguments, absent) if arguments.wan else run_loopback(arguments)
+    show(rows)
     for what, why in absent.items():
         print(f"ABSENT: {what}: {why}")
     print(f"load average {load[0]:.1f} before, {os.getloadavg()[0]:.1f} after")
     if not arguments.smoke:
-        name = harness.save("broadcast", {"rows": rows, "absent": absent, "load_before": load})
-        plot(rows, harness.result_path("broadcast", ".png"))
-        print(f"wrote {name} and the PNG beside it")
+        what = f"broadcast_{'wan' if arguments.wan else 'loopback'}"
+        print(f"wrote {harness.save(what, {'rows': rows, 'absent': absent, 'load_before': load})}")
+        print(f"wrote {plot(rows, harness.result_path(what, '.png'))}")
     if any(row["num_right"] < row["receivers"] for row in rows):
         sys.exit("a receiver ended with other bytes than were published")
 

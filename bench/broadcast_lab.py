@@ -190,19 +190,19 @@ class RawTcp(Variant):
 
 
 class Shardcast(Variant):
-    """The package of that name: clients of one origin, or a chain of its middle nodes."""
+    """The package of that name: clients of one origin."""
 
-    def __init__(self, path: Loopback, kind: str, count: int, python: str) -> None:
-        self.name, self.kind, self.num_receivers = f"shardcast {kind}", kind, count
-        script, role = "shardcast_node.py", "client" if kind == "star" else "middle"
-        port = 8000 if kind == "star" else 8001
-        own = f"--port={port}"
-        self._processes = [path.start(0, script, "origin", own, python=python)]
+    name, kind = "shardcast", "star"
+
+    def __init__(self, path: Loopback, count: int, python: str) -> None:
+        self.num_receivers, script = count, "shardcast_node.py"
+        self._processes = [path.start(0, script, "origin", python=python)]
         self._processes[0].hear()
+        upstream = f"--upstream={path.host(0)}"
         for index in range(1, count + 1):
-            upstream = f"--upstream={path.host(0 if kind == 'star' else index - 1)}:{port}"
-            self._processes.append(path.start(index, script, role, own, upstream, python=python))
-            self._processes[-1].hear()  # one after the other: they share a file in /tmp
+            client = path.start(index, script, "client", upstream, python=python)
+            client.hear()  # one after the other: they share a file in /tmp
+            self._processes.append(client)
 
     def deliver(self, num_bytes: int, chunk_bytes: int) -> dict[str, Any]:
         origin, *receivers = self._processes
