@@ -227,7 +227,7 @@ def shardcast_fault(python: str) -> str | None:
     """Return why the package cannot be measured, or None."""
     found = subprocess.run([python, "-c", "import shardcast"], capture_output=True, check=False)
     if found.returncode:
-        return f"{python} has no package shardcast (pip install shardcast)"
+        return "the interpreter has no package shardcast (pip install shardcast)"
     if subprocess.run(["which", "wget"], capture_output=True, check=False).returncode:
         return "it downloads with wget, which is not installed"  # and would install it by itself
     return None
