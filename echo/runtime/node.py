@@ -53,7 +53,8 @@ class Node:
         self.transport = transport
         self.log = log
         self._session = session
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
         self._stopped: asyncio.Future[str] | None = None
         self._num_interrupts = 0
         self._executors: list[ThreadPoolExecutor] = []
@@ -207,15 +208,18 @@ class Node:
         deadline = self._session.deadline
         if deadline is not None and self._stopped is not None and not self.has_ended:
             loop = asyncio.get_running_loop()
-            # Never sooner than a millisecond: a deadline that stays in the past must not spin.
-            self._timer = loop.call_at(max(deadline, loop.time() + 0.001), self._on_timer)
+            # Never sooner than a millisecond: a deadline that stays in the past must not spin. The
+            # instant is kept because uvloop returns handles without `when` if it passes meanwhile.
+            self._timer_at = max(deadline, loop.time() + 0.001)
+            self._timer = loop.call_at(self._timer_at, self._on_timer)
 
     def _on_timer(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._timer is not None and loop.time() - self._timer.when() > STALL_S:
+        if loop.time() - self._timer_at > STALL_S:
             # The loop was held up (a heavy import, a suspended laptop): what has arrived meanwhile
             # is read first, or this node would take its own absence for that of the others.
-            self._timer = loop.call_later(CATCH_UP_S, self._on_timer)
+            self._timer_at = loop.time() + CATCH_UP_S
+            self._timer = loop.call_at(self._timer_at, self._on_timer)
             return
         try:
             self.perform(self._session.expire(now=self.now))

@@ -123,6 +123,37 @@ def test_a_message_is_answered_and_the_timer_fires() -> None:
     play(scenario)
 
 
+class HandleLoop(asyncio.SelectorEventLoop):
+    """Answers `call_at` with a plain Handle, as uvloop does for an instant that has just passed."""
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        return self.call_soon(callback, *args, context=context)
+
+
+def test_the_timer_fires_again_and_again_where_its_handle_knows_no_instant() -> None:
+    async def main() -> None:
+        script, num_fired = Script(), 0
+        transport = MemoryTransport(MemoryNetwork(), "node")
+        await transport.start()
+        node = Node(script, transport, log=logging.getLogger("test"))
+
+        def expire() -> list[Action]:
+            nonlocal num_fired
+            num_fired += 1
+            script.deadline = 0.0
+            return [Stop("done")] if num_fired == 3 else []
+
+        script.on_expire = expire
+        script.deadline = 0.0
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        node.perform([])
+        assert await running == "done"
+
+    with asyncio.Runner(loop_factory=HandleLoop) as runner:
+        runner.run(main())
+
+
 def test_an_address_that_cannot_be_dialled_is_survived(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
         node.perform([Dial("nonsense", "weights")])
