@@ -150,19 +150,25 @@ def test_a_killed_learner_forgets_the_steps_after_its_checkpoint(play: Play) -> 
         worker = await run.worker("w1")
         checkpoint = {"interval_steps": 4}
         async with running(worker):
-            learner = await run.learner(run=MANY, checkpoint=checkpoint)
-            async with running(learner):
-                await reach_step(learner, 6)
-            learner = await run.learner(resume=True, run={"max_steps": 8}, checkpoint=checkpoint)
-            fork_step = learner.session.lineages[-1].fork_step
-            assert fork_step % 4 == 0
-            assert fork_step < run.ledger("trained")[-1]["step"]
+            # A learner that dies just after a checkpoint has nothing to forget: then once more.
+            for step in (6, 11, 17, 22, 27, 33):
+                learner = await run.learner(resume=step > 6, run=MANY, checkpoint=checkpoint)
+                async with running(learner):
+                    await reach_step(learner, step)
+                last_step = run.ledger("trained")[-1]["step"]
+                if last_step > run.ledger("checkpoint")[-1]["step"]:
+                    break
+            end = {"max_steps": last_step + 2}
+            learner = await run.learner(resume=True, run=end, checkpoint=checkpoint)
+            lineage = learner.session.lineages[-1]
+            assert lineage.fork_step % 4 == 0
+            assert lineage.fork_step < last_step
             async with running(learner) as (learning,):
                 assert await learning == "finished"
-        assert run.ledger("lineage")[-1]["fork_step"] == fork_step
+        assert run.ledger("lineage")[-1]["fork_step"] == lineage.fork_step
         assert_every_group_ended_once(run)
-        surviving = [r["step"] for r in run.ledger("trained") if r["lineage"] == 2]
-        assert surviving == list(range(fork_step + 1, 9))
+        trained = [r["step"] for r in run.ledger("trained") if r["lineage"] == lineage.lineage]
+        assert trained == list(range(lineage.fork_step + 1, last_step + 3))
 
     play(scenario)
 
