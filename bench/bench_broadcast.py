@@ -1,58 +1,59 @@
 """Measure how fast one version of the weights reaches every receiver, against the theory.
 
 Real processes: the learner's session publishes; relays receive, verify, store and pass on. On
-loopback the figures are ratios to one raw TCP stream of the same run. With --wan every node is a
-namespace behind an emulated uplink (bench/wan.py, needs root). The theory is
+loopback the figures are ratios to one raw TCP stream of the same run. With --path wan every node is
+a namespace behind an emulated uplink (bench/wan.py, needs root), with --path proxy behind a TCP
+proxy with rate and delay (bench/proxy.py, which says what it leaves out). The theory is
 
     chain   size/rate + (hops - 1) * chunk/rate + hops * latency
     star    receivers * size/rate + latency
+    tree    fan-out * size/rate + ...        stripes   size/rate + hops * (m * chunk/rate + ...)
 
 with the rate of the uplink, or on loopback that of raw TCP. Connections are warm: one version goes
 ahead unmeasured, then the variants take turns. A version has arrived when the last receiver holds
 all of it, every chunk verified; the hash of the whole is compared afterwards.
 
-    python bench/bench_broadcast.py --wan
-    python bench/bench_broadcast.py --smoke          some seconds, writes nothing
+    python bench/bench_broadcast.py                              loopback
+    python bench/bench_broadcast.py --path wan --rate-mbit 100 200 --loss 0 0.001 --curve on off
+    python bench/bench_broadcast.py --topologies chain:5 star:5 tree:6:2 stripes:6:2
+    python bench/bench_broadcast.py --smoke                      some seconds, writes nothing
+
+The figures that the project has to reach, exactly as its README quotes them, into one file that
+grows figure by figure; --resume skips what this commit has measured today:
+
+    python bench/bench_broadcast.py --figures [--only chain-5 stall] [--resume]
 
 Between real machines, one learner and one receiver on each other machine (a receiver that listens
-is part of the chain, the others are leaves), with what the link has for the theory:
+is part of the chain, the others are leaves), with what the link has for the theory; the learner
+prints the address that the others connect to, and takes the port after its own for the raw stream:
 
-    python bench/bench_broadcast.py --listen tcp://192.0.2.1:7700 --topologies chain:2 \\
+    python bench/bench_broadcast.py --listen tcp://192.0.2.1:7700 --topologies chain:2 star:2 \\
         --rate-mbit 1000 --latency-ms 5
-    python bench/bench_broadcast.py --connect tcp://192.0.2.1:7700 --listen tcp://192.0.2.2:7701
+    python bench/bench_broadcast.py --connect tcp://192.0.2.1:7700... --listen tcp://192.0.2.2:7701
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
 import os
-import statistics
+import signal
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import harness
-from broadcast_lab import HERE, Echo, Loopback, RawTcp, Shardcast, Variant, Wan, shardcast_fault
+from broadcast_figures import FIGURES, Bench, Figure
+from broadcast_lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
+from broadcast_machines import Distant, DistantStream, Machines, receive
+from broadcast_paths import Loopback, Proxied, Wan, capacity_gbit, show_work, work_of
+from broadcast_results import Store, deliver, plot, rows_of, show
 
 from echo.units import parse_size
 
-HEADINGS = [
-    "variant",
-    "receivers",
-    "MiB",
-    "chunk",
-    "median_s",
-    "min-max",
-    "GB/s",
-    "vs_raw",
-    "x_theory",
-    "CPU_s/GB",
-    "right",
-]
-SMOKE_TOPOLOGIES = ["chain:2", "star:2"]
-COLUMNS = "{:<16} {:>9} {:>8} {:>8} {:>8} {:>15} {:>6} {:>7} {:>8} {:>6} {:>6}"
+DEFAULT_TOPOLOGIES = [Topology("chain", 1), Topology("chain", 5), Topology("star", 5)]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,200 +61,295 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--path", choices=["loopback", "wan", "proxy"], default="loopback")
     add("--sizes", nargs="+", type=parse_size, default=[128 << 20], help="of the image: 128MiB")
     add("--chunks", nargs="+", type=parse_size, default=[1 << 18, 1 << 20, 1 << 22])
-    add("--topologies", nargs="+", default=["chain:1", "chain:5", "star:5"], help="kind:receivers")
-    add("--window", type=parse_size, default=8 << 20, help="credit of a child")
+    add("--topologies", nargs="+", type=Topology.parse, default=DEFAULT_TOPOLOGIES,
+        help="chain:HOPS star:N tree:N:FAN-OUT stripes:N:M auto:N")  # fmt: skip
+    add("--curve", nargs="+", choices=["on", "off"], default=["off"], help="encrypted links")
+    add("--codecs", nargs="+", choices=["full", "delta"], default=["full"])
+    add("--window", type=parse_size, default=2 << 20, help="what a child asks for ahead at first")
+    add("--sockets", default="auto", help="connections to each parent")
+    add("--rate-mbit", nargs="+", type=float, default=[200.0], help="of each uplink")
+    add("--latency-ms", nargs="+", type=float, default=[20.0], help="one way")
+    add("--loss", nargs="+", type=float, default=[0.0], help="of each segment, with --path wan")
+    add("--buffers", choices=["default", "tuned"], default="default", help="of TCP, path wan")
+    add("--congestion", help="TCP's congestion control in the namespaces")
     add("--repeats", type=int, default=5)
-    add("--wan", action="store_true", help="between namespaces, and with shardcast")
-    add("--rate-mbit", type=float, default=200)
-    add("--latency-ms", type=float, default=20, help="one way")
-    add("--loss", type=float, default=0.0)
+    add("--limit-s", type=float, default=1800, help="for all variants on one link")
     add("--shardcast-python", default=sys.executable, help="an interpreter that has the package")
+    add("--figures", action="store_true", help="measure what the project has to reach")
+    add("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES), metavar="FIGURE")
+    add("--resume", action="store_true", help="skip what this commit has measured today")
     add("--listen", help="tcp://host:port: be the learner (or with --connect a link of the chain)")
-    add("--connect", help="tcp://host:port of the learner: be one receiver")
+    add("--connect", help="address that the learner has printed: be one receiver")
     add("--smoke", action="store_true")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.sizes, arguments.chunks, arguments.repeats = [4 << 20], [1 << 18], 1
-        arguments.topologies = arguments.topologies[:1] if arguments.listen else SMOKE_TOPOLOGIES
+        smoke = [Topology("chain", 2), Topology("star", 2)]
+        if arguments.topologies is DEFAULT_TOPOLOGIES or not arguments.listen:
+            arguments.topologies = smoke
+    counts = {topology.num_receivers for topology in arguments.topologies}
+    if arguments.listen and not arguments.connect and (len(counts), len(arguments.curve)) != (1, 1):
+        parser.error("--listen: all --topologies need the same receivers, and --curve is on or off")
     return arguments
 
 
-def measure(
-    path: Loopback, cases: list[tuple[Variant, int, int]], repeats: int
-) -> list[dict[str, Any]]:
-    """Return one row per case; the cases take turns, the first round is for warming up."""
-    rounds: list[list[dict[str, Any]]] = []
-    for number in range(repeats + 1):
-        print(f"{path.name}: round {number} of {repeats}", file=sys.stderr)
-        rounds.append([one.deliver(size, chunk) for one, size, chunk in cases])
-    measured = rounds[1:]
-    raw = {size: index for index, (one, size, _) in enumerate(cases) if isinstance(one, RawTcp)}
-    rows = []
-    for index, (variant, size, chunk) in enumerate(cases):
-        results = [each[index] for each in measured]
-        seconds = [result["seconds"] for result in results]
-        row = {
-            "path": path.name,
-            "variant": variant.name,
-            "receivers": variant.num_receivers,
-            "image_bytes": size,
-            "chunk_bytes": chunk,
-            "seconds": seconds,
-            "median_s": statistics.median(seconds),
-            "num_right": min(result["num_right"] for each in rounds for result in [each[index]]),
-        }
-        rate = path.bytes_per_s
-        if size in raw:
-            raw_s = [each[raw[size]]["seconds"] for each in measured]
-            # Each with the raw stream of its own round, so that the machine's load cancels out.
-            ratios = [other / own for other, own in zip(raw_s, seconds, strict=True)]
-            row["vs_raw"] = statistics.median(ratios)
-            rate = rate or size / statistics.median(raw_s)
-        if rate is not None:
-            row["theory_s"] = theory_s(variant, size, chunk, rate, path.latency_s)
-            row["vs_theory"] = row["median_s"] / row["theory_s"]
-        if all("cpu_s" in result for result in results):
-            total_gb = size * variant.num_receivers / 1e9
-            row["cpu_s_per_gb"] = statistics.median(r["cpu_s"] for r in results) / total_gb
-        rows.append(row)
-    return rows
+@contextlib.contextmanager
+def bounded(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if the body takes longer."""
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
-def theory_s(variant: Variant, size: int, chunk: int, rate: float, latency_s: float) -> float:
-    """Return the seconds until the last receiver has everything, if only the links take time."""
-    count = variant.num_receivers
-    if variant.kind == "star":
-        return count * size / rate + latency_s
-    return size / rate + (count - 1) * chunk / rate + count * latency_s
+def paths(arguments: argparse.Namespace) -> Iterator[tuple[Loopback, list[Topology]]]:
+    """Yield what lies between the nodes, one after the other, and what to measure on it."""
+    most = 1 + max(topology.num_receivers for topology in arguments.topologies)
+    if arguments.listen:
+        rate, latency = arguments.rate_mbit[0], arguments.latency_ms[0]
+        options = [f"--window-bytes={arguments.window}", f"--sockets={arguments.sockets}"]
+        options += ["--curve"] * (arguments.curve == ["on"])
+        link = {"rate_mbit": rate, "latency_ms": latency, "options": options}
+        with contextlib.closing(Machines(arguments.listen, most - 1, **link)) as path:
+            # The connections of one topology are torn down for the next: they cannot take turns.
+            name = path.name
+            for topology in arguments.topologies:
+                path.name = f"{name}, {topology}"
+                yield path, [topology]
+    elif arguments.path == "loopback":
+        yield Loopback(), arguments.topologies
+    elif arguments.path == "proxy":
+        # A node behind a proxy has one port, so that the variants cannot run beside each other.
+        links = itertools.product(arguments.rate_mbit, arguments.latency_ms, arguments.topologies)
+        for rate, latency, topology in links:
+            with contextlib.closing(Proxied(most, rate_mbit=rate, latency_ms=latency)) as path:
+                path.name += f", {topology}"
+                yield path, [topology]
+    else:
+        links = itertools.product(arguments.rate_mbit, arguments.latency_ms, arguments.loss)
+        for rate, latency, loss in links:
+            options = {"rate_mbit": rate, "latency_ms": latency, "loss": loss}
+            options |= {"tuned": arguments.buffers == "tuned", "congestion": arguments.congestion}
+            with contextlib.closing(Wan(most, **options)) as path:
+                yield path, arguments.topologies
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print(COLUMNS.format(*HEADINGS))
-    for row in rows:
-        size, count = row["image_bytes"], row["receivers"]
-        print(
-            COLUMNS.format(
-                row["variant"],
-                count,
-                f"{size / 2**20:g}",
-                f"{row['chunk_bytes'] >> 10} Ki" if row["chunk_bytes"] else "-",
-                f"{row['median_s']:.3f}",
-                f"{min(row['seconds']):.3f}-{max(row['seconds']):.3f}",
-                f"{size / row['median_s'] / 1e9:.3f}",
-                f"{row['vs_raw']:.2f}" if "vs_raw" in row else "-",
-                f"{row['vs_theory']:.2f}" if "vs_theory" in row else "-",
-                f"{row['cpu_s_per_gb']:.2f}" if "cpu_s_per_gb" in row else "-",
-                f"{row['num_right']}/{count}",
-            )
-        )
-
-
-def run_loopback(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    path = Loopback()
-    with contextlib.ExitStack() as stack:
-        cases: list[tuple[Variant, int, int]] = []
-        if arguments.listen:  # the other machines have nothing that would take a raw stream
-            path.name, path.latency_s = "between machines", arguments.latency_ms / 1e3
-            path.bytes_per_s = arguments.rate_mbit * 1e6 / 8
-        else:
-            raw = RawTcp(path)
-            stack.callback(raw.close)
-            cases += [(raw, size, 0) for size in arguments.sizes]
-        for variant in start_echo(path, arguments, stack):
-            cases += [(variant, s, c) for s in arguments.sizes for c in arguments.chunks]
-        return measure(path, cases, arguments.repeats)
-
-
-def run_wan(arguments: argparse.Namespace, absent: dict[str, str]) -> list[dict[str, Any]]:
-    most = max(int(topology.split(":")[1]) for topology in arguments.topologies)
-    link = {name: getattr(arguments, name) for name in ("rate_mbit", "latency_ms", "loss")}
-    with contextlib.ExitStack() as stack:
-        path = Wan(most + 1, **link)
-        stack.callback(path.close)
-        variants: list[Variant] = [RawTcp(path)]
-        stack.callback(variants[0].close)
-        variants += start_echo(path, arguments, stack)
-        python = arguments.shardcast_python
-        fault = shardcast_fault(python)
+def cases_on(
+    path: Loopback,
+    topologies: list[Topology],
+    arguments: argparse.Namespace,
+    absent: dict[str, str],
+    stack: contextlib.ExitStack,
+) -> list[tuple[Variant, int, int]]:
+    """Start all variants on a path; what cannot be measured goes to `absent`."""
+    if isinstance(path, Machines):
+        return cases_between(path, topologies, arguments, absent)
+    raw = Stream(path, is_raw=True)
+    stack.callback(raw.close)
+    cases: list[tuple[Variant, int, int]] = [(raw, size, 0) for size in arguments.sizes]
+    for topology, curve, codec in itertools.product(topologies, arguments.curve, arguments.codecs):
+        fault = too_much(path, topology)
+        if fault:
+            absent[f"echo {topology}"] = fault
+            continue
+        try:
+            options = {"curve": curve == "on", "codec": codec, "sockets": arguments.sockets}
+            echo = Echo(path, topology, window_bytes=arguments.window, **options)
+        except RuntimeError as error:
+            absent[f"echo {topology}"] = str(error)
+            continue
+        stack.callback(echo.close)
+        cases += [(echo, s, c) for s in arguments.sizes for c in arguments.chunks]
+    if isinstance(path, Wan):
+        fault = shardcast_fault(arguments.shardcast_python)
         if fault is not None:
             absent["shardcast"] = fault
         else:
-            variants.append(Shardcast(path, most, python))
-            stack.callback(variants[-1].close)
-        started_at, cpu_s = time.monotonic(), path.cpu_s()
-        sizes, chunks = arguments.sizes, arguments.chunks
-        cases = [(one, s, c) for one in variants for s in sizes for c in chunks]
-        rows = measure(path, cases, arguments.repeats)
-        share = (path.cpu_s() - cpu_s) / (time.monotonic() - started_at)
-        print(f"the emulator took {share:.2f} of a core on average")
-        return rows
+            count = max(topology.num_receivers for topology in arguments.topologies)
+            package = Shardcast(path, count, arguments.shardcast_python)
+            stack.callback(package.close)
+            cases += [(package, size, 0) for size in arguments.sizes]
+    else:
+        absent["shardcast"] = "its nodes need an address each: --path wan"
+    return cases
 
 
-def start_echo(
-    path: Loopback, arguments: argparse.Namespace, stack: contextlib.ExitStack
-) -> list[Variant]:
-    variants: list[Variant] = []
-    for topology in arguments.topologies:
-        kind, count = topology.split(":")
-        variants.append(Echo(path, kind, int(count), arguments.window, arguments.listen))
-        stack.callback(variants[-1].close)
-    return variants
+def too_much(path: Loopback, topology: Topology) -> str:
+    """Return why the emulator, and not the links, would be the limit; nothing if it would not."""
+    if not isinstance(path, Wan) or not path.bytes_per_s:
+        return ""
+    gbit, bound = topology.carried(path.bytes_per_s) * 8e-9, emulator_gbit() / 2
+    if gbit <= bound:
+        return ""
+    mbit = int(path.bytes_per_s * 8e-6 * bound / gbit)
+    return (
+        f"its links carry {gbit:.1f} Gbit/s together, and half of what the emulator can carry is "
+        f"{bound:.1f}: --rate-mbit {mbit} or less"
+    )
+
+
+@functools.cache
+def emulator_gbit() -> float:
+    """Measure the emulator once."""
+    gbit = capacity_gbit()
+    print(f"the emulator can carry {gbit:.1f} Gbit/s", flush=True)
+    return gbit
+
+
+def cases_between(
+    path: Machines,
+    topologies: list[Topology],
+    arguments: argparse.Namespace,
+    absent: dict[str, str],
+) -> list[tuple[Variant, int, int]]:
+    """Return what is measured between machines that have joined."""
+    cases: list[tuple[Variant, int, int]] = []
+    if path.fault:
+        absent["raw TCP"] = path.fault
+    else:
+        cases += [(DistantStream(path), size, 0) for size in arguments.sizes]
+    for topology, codec in itertools.product(topologies, arguments.codecs):
+        echo = Distant(path, topology, codec=codec, curve=arguments.curve == ["on"])
+        echo.plan()
+        cases += [(echo, s, c) for s in arguments.sizes for c in arguments.chunks]
+    absent["shardcast"] = "its nodes are started by the benchmark: --path wan"
+    return cases
+
+
+def run_matrix(arguments: argparse.Namespace) -> None:
+    kind = "machines" if arguments.listen else arguments.path
+    store = Store(f"broadcast_{kind}", is_kept=not arguments.smoke)
+    for path, topologies in paths(arguments):
+        if arguments.resume and store.has(path.name):
+            continue
+        absent: dict[str, str] = {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(bounded(arguments.limit_s))
+            cases = cases_on(path, topologies, arguments, absent, stack)
+            rows: list[dict[str, Any]] = []
+            before = path.status()
+            for rounds in deliver(cases, arguments.repeats):
+                rows = rows_of(path, cases, rounds)
+                store.put(path.name, {"rows": rows, "absent": absent})
+            work = work_of(before, path.status())
+        if isinstance(path, Wan):
+            work["capacity_gbit"] = emulator_gbit()
+        store.put(path.name, {"rows": rows, "absent": absent, "emulator": work, "is_done": True})
+        print(path.name)
+        show(rows)
+        show_work(work)
+        for what, why in absent.items():
+            print(f"ABSENT: {what}: {why}")
+    if not arguments.smoke:
+        rows = [row for part in store.parts.values() for row in part["rows"]]
+        bars = [(label(row), row["median_s"], row.get("theory_s")) for row in rows]
+        picture = store.path.with_suffix(".png")
+        plot("one version to the last receiver", bars, picture, "seconds, median")
+        print(f"wrote {store.path} and {picture.name}")
+
+
+def label(row: dict[str, Any]) -> str:
+    chunk = f" in {row['chunk_bytes'] >> 10} KiB" if row["chunk_bytes"] else ""
+    name = row["variant"].removesuffix(row["topology"].partition(":")[0])
+    return f"{name.strip()} {row['topology']}, {row['image_bytes'] >> 20} MiB{chunk}"
+
+
+def run_figures(arguments: argparse.Namespace) -> None:
+    store = Store("broadcast_figures")
+    capacity = emulator_gbit() if set(arguments.only) != {"loopback-one-hop"} else None
+    for name in arguments.only:
+        if arguments.resume and store.has(name):
+            continue
+        figure = FIGURES[name]
+        print(f"\n{name}", flush=True)
+        part = measure_figure(name, figure, arguments, store)
+        store.put(name, {**part, "emulator_capacity_gbit": capacity})
+        print_verdict(figure, part)
+    bars = [
+        (f"{name}: {what}", value / FIGURES[name].at_least[what], FIGURES[name].aim[what])
+        for name, part in store.parts.items()
+        for what, value in part.get("achieved", {}).items()
+    ]
+    marks = [
+        (text, value, mark / FIGURES[text.partition(":")[0]].at_least[text.partition(": ")[2]])
+        for text, value, mark in bars
+    ]
+    picture = plot("achieved / required (mark: aim)", marks, store.path.with_suffix(".png"), "x")
+    print(f"wrote {store.path} and {picture.name}")
+
+
+def measure_figure(
+    name: str, figure: Figure, arguments: argparse.Namespace, store: Store
+) -> dict[str, Any]:
+    """Return a part of the result file: what was achieved, or why nothing was."""
+    bench = Bench(
+        repeats=arguments.repeats,
+        shardcast_python=arguments.shardcast_python,
+        on_rows=lambda rows: store.put(name, rows),
+    )
+    load_before = os.getloadavg()
+    part: dict[str, Any] = {"at_least": figure.at_least, "aim": figure.aim}
+    try:
+        with bounded(figure.limit_s):
+            part["achieved"] = figure.measure(bench)
+            part["verdict"] = figure.verdict(part["achieved"])
+            part["is_done"] = True
+    except (RuntimeError, TimeoutError, BrokenPipeError) as error:
+        part["fault"] = str(error)
+    return {
+        **part,
+        "rows": bench.rows,
+        "emulator": bench.emulator,
+        "load_before": load_before,
+    }
+
+
+def print_verdict(figure: Figure, part: dict[str, Any]) -> None:
+    if "fault" in part:
+        print(f"NOT MEASURED: {part['fault']}", flush=True)
+    for what, value in part.get("achieved", {}).items():
+        wanted = f"at least {figure.at_least[what]:g}, aim {figure.aim[what]:g}"
+        if figure.is_lower_better:
+            wanted = wanted.replace("at least", "at most")
+        print(f"{part['verdict'][what].upper()}: {what} {value:.3f} ({wanted})", flush=True)
 
 
 def wan_fault() -> str | None:
     if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need root on Linux"
-    return None if Path("/dev/net/tun").exists() else "there is no /dev/net/tun"
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> Path:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = rows[::-1]
-    labels = [
-        f"{row['variant']} x{row['receivers']}, {row['image_bytes'] >> 20} MiB"
-        + (f" in {row['chunk_bytes'] >> 10} KiB" if row["chunk_bytes"] else "")
-        for row in rows
-    ]
-    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.36 * len(rows)))
-    axis.barh(labels, [row["median_s"] for row in rows], color="#4878a8", label="measured")
-    marks = [row.get("theory_s", float("nan")) for row in rows]
-    axis.plot(marks, labels, "|", color="#c03028", markersize=16, label="theory")
-    axis.set_xlabel("seconds until the last receiver holds all, median")
-    axis.set_title(rows[0]["path"])
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    return path
+        return "network namespaces need root on Linux; --path proxy needs none"
+    return None if Path("/dev/net/tun").exists() else "there is no /dev/net/tun; try --path proxy"
 
 
 def main() -> None:
     arguments = parse_arguments()
     if arguments.connect:
-        command = [sys.executable, str(HERE / "broadcast_node.py"), "receiver"]
-        command += [f"--connect={arguments.connect}", f"--window-bytes={arguments.window}"]
-        command += [f"--listen={arguments.listen}"] if arguments.listen else []
-        os.execv(command[0], command)
-    load, absent = os.getloadavg(), {}
-    fault = wan_fault() if arguments.wan else None
+        options = [f"--window-bytes={arguments.window}", f"--sockets={arguments.sockets}"]
+        options += ["--curve"] if arguments.connect.count("#") else []
+        options += [f"--listen={arguments.listen}"] if arguments.listen else []
+        receive(arguments.connect, options)
+        return
+    needs_wan = arguments.path == "wan" or (
+        arguments.figures and arguments.only != ["loopback-one-hop"]
+    )
+    fault = wan_fault() if needs_wan else None
     if fault is not None:
         sys.exit(f"ABSENT: wan: {fault}")
-    rows = run_wan(arguments, absent) if arguments.wan else run_loopback(arguments)
-    show(rows)
-    for what, why in absent.items():
-        print(f"ABSENT: {what}: {why}")
+    load = os.getloadavg()
+    if arguments.figures:
+        run_figures(arguments)
+    else:
+        run_matrix(arguments)
     print(f"load average {load[0]:.1f} before, {os.getloadavg()[0]:.1f} after")
-    if not arguments.smoke:
-        what = f"broadcast_{'wan' if arguments.wan else 'loopback'}"
-        print(f"wrote {harness.save(what, {'rows': rows, 'absent': absent, 'load_before': load})}")
-        print(f"wrote {plot(rows, harness.result_path(what, '.png'))}")
-    if any(row["num_right"] < row["receivers"] for row in rows):
-        sys.exit("a receiver ended with other bytes than were published")
 
 
 if __name__ == "__main__":

@@ -38,11 +38,19 @@ def main() -> None:
     found, absent = providers(arguments)
     results: dict[str, dict[str, Any]] = {}
     for name, provider in found.items():
+        before: dict[str, Any] = {}
+        last: dict[str, Any] = {}
         try:
-            for _ in range(1 if arguments.smoke else 3):  # the first compile
-                last = problem.measure(provider, arguments.entropy)
+            # The first compile; the last two are compared bit by bit.
+            for _ in range(2 if arguments.smoke else 3):
+                before, last = last, problem.measure(provider, arguments.entropy)
             results[name] = problem.errors(last, with_entropy=arguments.entropy)
-        except Exception as error:  # noqa: BLE001  whatever stops a kernel of others is its result
+            results[name]["same_bits"] = all(
+                torch.equal(before[part], last[part]) for part in ("logprobs", "grad")
+            )
+        except Exception as error:  # whatever stops a kernel of others is its result
+            if name.startswith("echo"):
+                raise
             absent[name] = f"{type(error).__name__}: {error}"[:200]
     rounds, rates = [], []
     for _ in range(arguments.repeats):
@@ -303,7 +311,8 @@ def report(
             f"{name:14} forward {row['forward_ms']:8.2f} ms ({row['forward_of_ceiling']:4.0%})  "
             f"backward {row['backward_ms']:8.2f} ms ({row['backward_of_ceiling']:4.0%})  "
             f"peak {row['peak_mib']:7.0f} MiB  max|dlogp| {row['max_logprob_error']:.1e}  "
-            f"dW {'-' if error is None else format(error, '.1e')}"
+            f"dW {'-' if error is None else format(error, '.1e')}  "
+            f"{'same bits' if row['same_bits'] else 'other bits each time'}"
         )
     for name, reason in absent.items():
         print(f"{name:14} ABSENT {reason}")

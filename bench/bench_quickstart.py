@@ -2,6 +2,8 @@
 
 Every run is the real one: four processes over sockets. The seeds share the warmed-up model; they
 differ in prompts and sampling.
+
+    python bench/bench_quickstart.py --name lora --set lora.rank=8 --set run.max_steps=60
 """
 
 from __future__ import annotations
@@ -27,28 +29,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--task", default="addition")
+    parser.add_argument("--name", help="of the result; the task's if none is given")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for the quickstart"
+    )
     parser.add_argument("--timeout-s", type=float, default=300, help="for one run")
     parser.add_argument("--keep", type=Path, help="directory for the runs, kept afterwards")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         where = arguments.keep or Path(scratch)
-        runs = [run(where, arguments.task, seed, arguments.timeout_s) for seed in arguments.seeds]
-        report(arguments.task, runs, [where / f"seed-{seed}" for seed in arguments.seeds])
+        runs = [run(where, seed, arguments) for seed in arguments.seeds]
+        run_dirs = [where / f"seed-{seed}" for seed in arguments.seeds]
+        report(f"quickstart_{arguments.name or arguments.task}", arguments, runs, run_dirs)
 
 
-def run(where: Path, task: str, seed: int, timeout_s: float) -> dict[str, Any]:
+def run(where: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one seed and return its figures."""
     started_at = time.monotonic()
-    command = [sys.executable, "-m", "echo.cli.quickstart", "--task", task, "--seed", str(seed)]
-    command += [
-        "--set",
-        "ui.live=off",
-        "--set",
-        f"run.dir={where}",
-        "--set",
-        f"run.name=seed-{seed}",
-    ]
-    subprocess.run(command, check=True, timeout=timeout_s, env=os.environ)
+    command = [sys.executable, "-m", "echo.cli.quickstart", "--task", arguments.task]
+    command += ["--seed", str(seed)]
+    own = ["ui.live=off", f"run.dir={where}", f"run.name=seed-{seed}"]
+    for setting in (*arguments.set, *own):
+        command += ["--set", setting]
+    subprocess.run(command, check=True, timeout=arguments.timeout_s, env=os.environ)
     wall_s = time.monotonic() - started_at
     summary = summarise(where / f"seed-{seed}")
     rows = read_evaluations(where / f"seed-{seed}" / "metrics.jsonl")
@@ -61,6 +64,10 @@ def run(where: Path, task: str, seed: int, timeout_s: float) -> dict[str, Any]:
         "evaluations": rows,
         "staleness_tokens": staleness,
         "staleness_mean": round(summary.mean_staleness, 3),
+        "weights_sent_bytes": round(summary.broadcast_bytes),
+        "version_bytes": sum(
+            path.stat().st_size for path in (where / f"seed-{seed}" / "final").glob("*.safetensors")
+        ),
     }
 
 
@@ -75,7 +82,9 @@ def read_evaluations(path: Path) -> list[dict[str, float]]:
     return found
 
 
-def report(task: str, runs: list[dict[str, Any]], run_dirs: list[Path]) -> None:
+def report(
+    name: str, arguments: argparse.Namespace, runs: list[dict[str, Any]], run_dirs: list[Path]
+) -> None:
     """Print the table and write JSON and PNG."""
     print(f"{'seed':>4} {'before':>14} {'after':>14} {'staleness':>9} {'tokens/s':>8} {'run s':>6}")
     for one in runs:
@@ -88,13 +97,14 @@ def report(task: str, runs: list[dict[str, Any]], run_dirs: list[Path]) -> None:
         )
     finals = [one["evaluations"][-1]["sampled"] for one in runs]
     result = {
-        "task": task,
+        "task": arguments.task,
+        "settings": arguments.set,
         "runs": runs,
         "final_sampled_mean": round(statistics.mean(finals), 4),
         "final_sampled_stdev": round(statistics.stdev(finals), 4) if len(finals) > 1 else None,
     }
-    print(f"wrote {harness.save(f'quickstart_{task}', result)}")
-    print(f"wrote {learning_curve(run_dirs, harness.result_path(f'quickstart_{task}', '.png'))}")
+    print(f"wrote {harness.save(name, result)}")
+    print(f"wrote {learning_curve(run_dirs, harness.result_path(name, '.png'))}")
 
 
 if __name__ == "__main__":

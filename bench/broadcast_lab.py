@@ -1,111 +1,87 @@
-"""The processes of bench_broadcast.py: where they run, and what each variant does with them."""
+"""What bench_broadcast.py compares: this project in several topologies, and its baselines."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import queue
 import subprocess
-import sys
-import threading
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-PATIENCE_S = 300.0
-"""Longest silence of a process that is taken for work."""
+from broadcast_paths import Loopback, Process
+
+JOIN_S = 120.0
+"""Seconds for all nodes of a variant to start and to find their parents."""
 
 
-class Process:
-    """A program that answers lines with JSON lines, and ends with its stdin."""
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How an image goes to its receivers."""
 
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
-        self._popen = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent
+    kind: str
+    """chain, star, tree, stripes, or auto: as the learner finds best."""
+    num_receivers: int
+    ways: int = 0
+    """Fan-out of a tree, number of stripes."""
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """Read "chain:5", "star:5", "tree:16:2" (fan-out) or "stripes:16:4" (stripes)."""
+        kind, *numbers = text.split(":")
+        num_numbers = {"chain": 1, "star": 1, "tree": 2, "stripes": 2, "auto": 1}.get(kind)
+        if len(numbers) != num_numbers or not all(number.isdigit() for number in numbers):
+            raise ValueError(
+                f"{text!r} is none of chain:N, star:N, tree:N:FAN-OUT, stripes:N:M, auto:N"
+            )
+        return cls(kind, *map(int, numbers))
+
+    def __str__(self) -> str:
+        """Return it as it is written."""
+        return ":".join(
+            map(str, (self.kind, self.num_receivers, self.ways)[: 3 if self.ways else 2])
         )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self) -> None:
-        for line in self._popen.stdout:
-            self._lines.put(line)
-        self._lines.put("")
+    def theory_s(self, size: int, chunk: int, rate: float, latency_s: float) -> float:
+        """Return the seconds until the last receiver has all, if only links take time.
 
-    def say(self, line: str) -> None:
-        self._popen.stdin.write(line + "\n")
-        self._popen.stdin.flush()
+        Args:
+            size: bytes of the image.
+            chunk: bytes of a chunk.
+            rate: of every uplink, bytes/s.
+            latency_s: one way.
+        """
+        count, hops = self.num_receivers, self.num_hops
+        hop_s = chunk / rate + latency_s
+        if self.kind == "star":
+            return count * size / rate + latency_s
+        if self.kind == "tree":
+            fan_out = min(self.ways, count)
+            return fan_out * size / rate + (hops - 1) * (fan_out * chunk / rate) + hops * latency_s
+        if self.kind == "stripes":
+            return size / rate + hops * (self.ways * chunk / rate + latency_s)
+        return size / rate + hops * hop_s - chunk / rate
 
-    def hear(self) -> dict[str, Any]:
-        line = self._lines.get(timeout=PATIENCE_S)
-        if not line:
-            raise RuntimeError(f"{' '.join(self._command)} ended with {self._popen.wait()}")
-        return json.loads(line)
+    def carried(self, rate: float) -> float:
+        """Return what all links together carry while every uplink in use gives `rate`."""
+        if self.kind == "star":
+            return rate
+        return self.num_receivers * rate / (self.ways if self.kind == "tree" else 1)
 
-    def ask(self, line: str) -> dict[str, Any]:
-        self.say(line)
-        return self.hear()
-
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.close()
-        try:
-            self._popen.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-
-
-class Loopback:
-    """All nodes beside each other on 127.0.0.1."""
-
-    name = "loopback"
-    bytes_per_s: float | None = None
-    latency_s = 0.0
-
-    def host(self, index: int) -> str:
-        return "127.0.0.1"
-
-    def start(self, index: int, script: str, *arguments: str, python: str = "") -> Process:
-        return Process([python or sys.executable, str(HERE / script), *arguments])
-
-    def cpu_s(self) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        pass
-
-
-class Wan(Loopback):
-    """Each node in a namespace behind an emulated uplink; node 0 is the learner's."""
-
-    def __init__(self, num_nodes: int, *, rate_mbit: float, latency_ms: float, loss: float) -> None:
-        self.name = f"{rate_mbit:g} Mbit/s, {2 * latency_ms:g} ms RTT, loss {loss:g}"
-        self.bytes_per_s, self.latency_s = rate_mbit * 1e6 / 8, latency_ms / 1e3
-        options = {"nodes": num_nodes, "rate-mbit": rate_mbit, "latency-ms": latency_ms}
-        words = [f"--{key}={value}" for key, value in {**options, "loss": loss}.items()]
-        self._core = Process([sys.executable, str(HERE / "wan.py"), *words])
-        self._nodes = self._core.hear()["nodes"]
-
-    def host(self, index: int) -> str:
-        return str(self._nodes[index][1])
-
-    def start(self, index: int, script: str, *arguments: str, python: str = "") -> Process:
-        inside = ["ip", "netns", "exec", self._nodes[index][0]]
-        return Process([*inside, python or sys.executable, str(HERE / script), *arguments])
-
-    def cpu_s(self) -> float:
-        return float(self._core.ask("status")["cpu_s"])
-
-    def close(self) -> None:
-        self._core.close()
+    @property
+    def num_hops(self) -> int:
+        """Links between the learner and the farthest receiver."""
+        if self.kind == "chain":
+            return self.num_receivers
+        depth, width, reached = 0, 1, 0
+        while reached < self.num_receivers:
+            width *= self.num_receivers if self.kind == "star" else max(self.ways, 2)
+            reached, depth = reached + width, depth + 1
+        return depth
 
 
 class Variant:
-    """One way to bring an image to `num_receivers` nodes."""
+    """One way to bring an image to receivers."""
 
     name = ""
-    num_receivers = 1
+    topology = Topology("chain", 1)
     step = 0
     _processes: list[Process]
 
@@ -114,97 +90,184 @@ class Variant:
         raise NotImplementedError
 
     def cpu_s(self) -> float:
+        """Return the CPU seconds of all its processes."""
         return sum(process.ask("cpu")["cpu_s"] for process in self._processes)
 
     def close(self) -> None:
-        for process in reversed(
-            self._processes
-        ):  # children before parents, so that nobody is missed
+        """End its processes, children before parents, so that nobody is missed."""
+        for process in reversed(self._processes):
             process.close()
 
 
 class Echo(Variant):
-    """This project: `kind` is "chain" or "star"; with `listen`, receivers are other machines."""
+    """This project."""
 
     def __init__(
-        self, path: Loopback, kind: str, count: int, window_bytes: int, listen: str | None = None
+        self,
+        path: Loopback,
+        topology: Topology,
+        *,
+        window_bytes: int = 2 << 20,
+        curve: bool = False,
+        codec: str = "full",
+        sockets: str = "auto",
+        leaves: frozenset[int] = frozenset(),
     ) -> None:
-        self.name, self.kind, self.num_receivers = f"echo {kind}", kind, count
-        window = f"--window-bytes={window_bytes}"
-        where = listen or f"tcp://{path.host(0)}:0"
-        learner = path.start(0, "broadcast_node.py", "learner", f"--listen={where}", window)
-        self._processes = [learner]
-        self._is_remote = listen is not None
-        address = learner.hear()["address"]
-        receivers = {}
-        for index in [] if listen else range(1, count + 1):
+        """Start the processes and wait until everybody has the parent of the plan.
+
+        Args:
+            path: where they run.
+            topology: what the learner shall plan.
+            window_bytes: credit of a child.
+            curve: whether links are encrypted.
+            codec: full or delta.
+            sockets: connections to each parent, or auto.
+            leaves: receivers that nobody can reach, counted from 1.
+        """
+        self.topology, self.codec = topology, codec
+        self._wire_bytes = 0
+        parts = ["echo", topology.kind, "delta" if codec == "delta" else "", "curve" * curve]
+        self.name = " ".join(filter(None, parts))
+        self._options = [f"--window-bytes={window_bytes}", f"--sockets={sockets}"]
+        self._options += ["--curve"] * curve
+        self._path = path
+        forced = topology.kind + (f":{topology.ways}" if topology.ways else "")
+        self.learner = self._start(0, "learner", path.listen(0), f"--topology={forced}")
+        self._processes = [self.learner]
+        address = self.learner.hear(JOIN_S)["address"]
+        self.address = address
+        receivers: dict[str, Process] = {}
+        for index in range(1, topology.num_receivers + 1):
+            where = None if index in leaves else path.listen(index)
             name = f"receiver-{index}"
-            options = [f"--connect={address}", f"--name={name}", window]
-            if kind == "chain":
-                options.append(f"--listen=tcp://{path.host(index)}:0")
-            receivers[name] = path.start(index, "broadcast_node.py", "receiver", *options)
+            receivers[name] = self._start(
+                index, "receiver", where, f"--connect={address}", f"--name={name}"
+            )
+        self._processes += receivers.values()
+        try:
+            for receiver in receivers.values():
+                receiver.hear(JOIN_S)
+            self.learner.say(f"plan {topology.num_receivers}")
+            parents = self.learner.hear(JOIN_S)["parents"]
+        except BaseException:
+            self.close()
+            raise
         # Nearest the learner first: they join in any order, and the plan follows that.
-        parents = learner.ask(f"plan {count}")["parents"]
-        order = sorted(receivers, key=lambda name: distance(name, parents))
-        self._processes += [receivers[name] for name in order]
+        self.order = sorted(receivers, key=lambda name: distance(name, parents))
+        self.receivers = [receivers[name] for name in self.order]
+        self._processes = [self.learner, *self.receivers]
+
+    def _start(self, index: int, role: str, listen: str | None, *words: str) -> Process:
+        advertise = self._path.advertise(index)
+        words = (*words, *([f"--listen={listen}"] if listen else []))
+        words = (*words, *([f"--advertise={advertise}"] if listen and advertise else []))
+        return self._path.start(index, "broadcast_node.py", role, *self._options, *words)
+
+    def prepare(self, num_bytes: int, chunk_bytes: int) -> str:
+        """Have the next version made; return its hash."""
+        self.step += 1
+        command = f"prepare {self.step} {num_bytes} {chunk_bytes} {self.codec}"
+        wanted = self.learner.ask(command)["hash"]
+        for receiver in self.receivers:
+            receiver.say("watch")
+        return str(wanted)
+
+    def publish(self) -> float:
+        """Publish it; return when that was."""
+        return float(self.learner.ask("publish")["at"])
 
     def deliver(self, num_bytes: int, chunk_bytes: int) -> dict[str, Any]:
-        learner, *receivers = self._processes
-        self.step += 1
-        wanted = learner.ask(f"prepare {self.step} {num_bytes} {chunk_bytes}")["hash"]
+        """Publish a version and wait for the last receiver."""
+        wanted = self.prepare(num_bytes, chunk_bytes)
         cpu_s = self.cpu_s()
-        started_at = learner.ask("publish")["at"]
-        if self._is_remote:
-            arrived_at = learner.ask("installed")["at"]
-            return {"seconds": arrived_at - started_at, "num_right": self.num_receivers}
-        arrived_at = max(receiver.hear()["at"] for receiver in receivers)
+        started_at = self.publish()
+        arrived_at = max(receiver.hear()["at"] for receiver in self.receivers)
         cpu_s = self.cpu_s() - cpu_s
-        answers = [receiver.ask("hash") for receiver in receivers]
+        before, self._wire_bytes = self._wire_bytes, self.wire_bytes()
         return {
             "seconds": arrived_at - started_at,
             "cpu_s": cpu_s,
-            "num_right": sum(answer["hash"] == wanted for answer in answers),
+            "num_right": self.num_right(self.receivers, wanted),
+            "wire_bytes": self._wire_bytes - before,
+        }
+
+    def wire_bytes(self) -> int:
+        """Return the weight bytes that the receivers have received, on the average."""
+        return sum(each.ask("hash")["wire_bytes"] for each in self.receivers) // len(self.receivers)
+
+    def num_right(self, receivers: list[Process], wanted: str) -> int:
+        """Return how many of them hold the image with this hash."""
+        return sum(receiver.ask("hash")["hash"] == wanted for receiver in receivers)
+
+
+class Stream(Variant):
+    """One stream from node 0 to node 1 that nobody looks at; see stream_node.py."""
+
+    def __init__(self, path: Loopback, *, is_raw: bool, curve: bool = False) -> None:
+        """Connect the ends: raw TCP, or the bare data plane of this project."""
+        self.name = "raw TCP" if is_raw else "bare plane" + " curve" * curve
+        giver, taker = ("source", "sink") if is_raw else ("giver", "taker")
+        options, at = ["--curve"] * curve, path.stream_at
+        source = path.start(at, "stream_node.py", giver, f"--listen={path.listen(at)}", *options)
+        told = source.hear()["address"]
+        address = path.advertise(at) or told
+        sink = path.start(at + 1, "stream_node.py", taker, f"--connect={address}", *options)
+        self._processes = [source, sink]
+        sink.hear()
+
+    def deliver(self, num_bytes: int, chunk_bytes: int) -> dict[str, Any]:
+        """Send that many bytes."""
+        source, sink = self._processes
+        cpu_s = self.cpu_s()
+        sink.say(f"receive {num_bytes} {chunk_bytes}")
+        started_at = source.ask(f"publish {num_bytes}")["at"]
+        arrived_at = sink.hear()["at"]
+        return {
+            "seconds": arrived_at - min(started_at, arrived_at),
+            "cpu_s": self.cpu_s() - cpu_s,
+            "num_right": 1,
         }
 
 
-class RawTcp(Variant):
-    """One TCP stream from node 0 to node 1, received into one buffer and not looked at."""
-
-    name = kind = "raw TCP"
-
-    def __init__(self, path: Loopback) -> None:
-        listen = f"--listen=tcp://{path.host(0)}:0"
-        source = path.start(0, "broadcast_node.py", "source", listen)
-        connect = f"--connect={source.hear()['address']}"
-        sink = path.start(1, "broadcast_node.py", "sink", connect)
-        sink.hear()
-        self._processes = [source, sink]
-
-    def deliver(self, num_bytes: int, chunk_bytes: int) -> dict[str, Any]:
-        source, sink = self._processes
-        cpu_s = self.cpu_s()
-        sink.say(f"receive {num_bytes}")
-        started_at = source.ask(f"publish {num_bytes}")["at"]
-        seconds = sink.hear()["at"] - started_at
-        return {"seconds": seconds, "cpu_s": self.cpu_s() - cpu_s, "num_right": 1}
-
-
 class Shardcast(Variant):
-    """The package of that name: clients of one origin."""
+    """The package of that name: clients of one origin, or of middle nodes before it."""
 
-    name, kind = "shardcast", "star"
+    name = "shardcast"
 
-    def __init__(self, path: Loopback, count: int, python: str) -> None:
-        self.num_receivers, script = count, "shardcast_node.py"
-        self._processes = [path.start(0, script, "origin", python=python)]
+    def __init__(
+        self,
+        path: Any,
+        count: int,
+        python: str,
+        *,
+        is_chained: bool = False,
+        shard_bytes: int = 50_000_000,
+    ) -> None:
+        """Start the origin and the clients; `path` gives every node its own address.
+
+        Args:
+            path: a WAN.
+            count: clients, or middle nodes and one client if chained.
+            python: an interpreter that has the package.
+            is_chained: whether each node downloads from the one before instead of the origin.
+            shard_bytes: unit of downloads, by default the package's.
+        """
+        self.topology = Topology("chain" if is_chained else "star", count)
+        self.name += " middle" * is_chained + f" {shard_bytes // 10**6}MB"
+        script = "shardcast_node.py"
+        self._processes = [
+            path.start(0, script, "origin", f"--shard-bytes={shard_bytes}", python=python)
+        ]
         self._processes[0].hear()
-        upstream = f"--upstream={path.host(0)}"
         for index in range(1, count + 1):
-            client = path.start(index, script, "client", upstream, python=python)
+            role = "middle" if is_chained and index < count else "client"
+            upstream = f"--upstream={path.host(index - 1 if is_chained else 0)}"
+            client = path.start(index, script, role, upstream, python=python)
             client.hear()  # one after the other: they share a file in /tmp
             self._processes.append(client)
 
     def deliver(self, num_bytes: int, chunk_bytes: int) -> dict[str, Any]:
+        """Publish a file and wait for the last client; the package chooses its own chunks."""
         origin, *receivers = self._processes
         self.step += 1
         wanted = origin.ask(f"prepare {self.step} {num_bytes}")["hash"]

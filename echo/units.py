@@ -94,11 +94,6 @@ def format_bytes(num_bytes: float) -> str:
     return _format(num_bytes, [(unit, 1024.0**i) for i, unit in enumerate(_BINARY_UNITS)])
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """Return a rate for people in binary units per second: "2.1 MiB/s"."""
-    return f"{format_bytes(bytes_per_s)}/s"
-
-
 def _is_amount(value: object) -> TypeGuard[int | float]:
     """Tell whether `value` is a number from 0 to 2^63; true and false are no numbers here."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63

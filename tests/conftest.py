@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import faulthandler
+import logging
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+EXIT_TIMEOUT_S = 120
+
+# A busy machine takes its time, and what one run finds the next one has to find again.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Show what keeps Python from its end, and fail, where a test left a thread that never ends.
+
+    No limit of a test holds after the last one, and Python joins the threads of every pool.
+    """
+    faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +70,22 @@ def make_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def tiny_model_dir(make_tiny_model: Callable[..., Path]) -> Path:
     """Return the directory of the tiny quickstart-sized Qwen3; treat it as read-only."""
     return make_tiny_model()
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Undo what a command that ran in this process did to the loggers."""
+    names = ["", *logging.root.manager.loggerDict]
+    loggers = [logging.getLogger(name) for name in names if not name or name.startswith("echo")]
+    before = [(log, log.handlers[:], log.propagate, log.level) for log in loggers]
+    yield
+    after = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+    before += [
+        (log, [], True, 0) for log in after if log.name.startswith("echo") and log not in loggers
+    ]
+    for log, handlers, propagate, level in before:
+        for handler in log.handlers:
+            if handler not in handlers and log is not logging.root:
+                handler.close()
+        log.handlers[:], log.propagate = handlers, propagate
+        log.setLevel(level)

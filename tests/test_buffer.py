@@ -55,6 +55,24 @@ def test_a_bound_of_zero_keeps_only_the_present_version() -> None:
     assert ids(buffer.take(1, step=3)) == [0]
 
 
+def test_a_continued_group_of_which_a_part_is_too_old_stays_without_it() -> None:
+    buffer = StalenessBuffer(max_staleness=1, lineages=FIRST, trims_stale=True)
+    fill(buffer, make_group(0, (1, 3), (1, 2), (1, 1)), make_group(1, (1, 1)))
+    [evicted] = buffer.evict(step=3)
+    assert (evicted.group.group_id, evicted.reason) == (1, "stale")
+    assert buffer.num_trimmed_tokens == 1
+    assert buffer.evict(step=3) == []
+    [evicted] = buffer.evict(step=5)
+    assert evicted.reason == "stale"
+    fill(buffer, make_group(2, (1, 5), (1, 4), (1, 3)))
+    assert buffer.evict(step=5) == []
+    [group] = buffer.take(1, step=5) or []
+    assert group.rollouts[0].completion_mask.tolist() == [True, True, False]
+    assert group.is_trimmed
+    assert group.oldest_version is not None
+    assert group.oldest_version.step == 4
+
+
 def test_the_oldest_come_first_and_then_the_smallest_id() -> None:
     buffer = StalenessBuffer(max_staleness=9, lineages=FIRST)
     fill(buffer, make_group(5, (1, 2)), make_group(1, (1, 4)), make_group(3, (1, 2)))
@@ -105,6 +123,32 @@ def test_a_batch_in_training_is_unspent_until_its_step_is_done() -> None:
     buffer.take(1, step=0)
     assert buffer.num_unspent(step=0) == 5
     assert buffer.num_unspent(step=1) == 2
+
+
+def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
+    buffer = StalenessBuffer(max_staleness=1, lineages=FIRST)
+    buffer.put(make_group(0, (1, 3)), visible_at=10.0)
+    buffer.put(make_group(1, (1, 4)), visible_at=5.0)
+    assert buffer.num_unspent(step=4) == 2
+    assert (buffer.visible_at(1), buffer.visible_at(2), buffer.visible_at(3)) == (5.0, 10.0, None)
+    assert buffer.take(1, step=4, now=4.9) is None
+    assert ids(buffer.take(1, step=4, now=5.0)) == [1]
+    assert buffer.take(1, step=4, now=9.9) is None
+    assert buffer.visible_at(1) == 10.0
+    assert [evicted.reason for evicted in buffer.evict(step=5)] == ["stale"]
+    assert buffer.visible_at(1) is None
+    buffer.put(make_group(2, (1, 5)), visible_at=99.0)
+    assert ids(buffer.clear()) == [2]
+    assert buffer.visible_at(1) is None
+
+
+def test_a_lower_bound_for_new_leases_leaves_what_is_here_valid() -> None:
+    buffer = StalenessBuffer(max_staleness=2, lineages=FIRST)
+    assert buffer.admission_staleness == 2
+    fill(buffer, make_group(0, (1, 1)))
+    buffer.admission_staleness = 0
+    assert buffer.evict(step=3) == []
+    assert ids(buffer.take(1, step=3)) == [0]
 
 
 def test_clear_empties_it() -> None:

@@ -12,8 +12,8 @@ from echo.config.load import load_config
 from echo.config.schema import ROLES, Role
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
-# A fleet file is another format: tests/config/test_fleet.py.
-CONFIGS = [path for path in CONFIGS if not path.name.startswith("fleet-")]
+# Fleets and scenarios are other formats: tests/config/test_fleet.py, tests/cli/test_sim.py.
+CONFIGS = [path for path in CONFIGS if not path.name.startswith(("fleet-", "scenario-"))]
 
 
 def test_there_are_files_to_check() -> None:

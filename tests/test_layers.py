@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 ERRORS = {"errors", "units"}
 RECORDS = ERRORS | {"rollout", "metrics"}
-PURE = RECORDS | {"protocol", "buffer", "algo", "kernels", "planner"}
+PURE = RECORDS | {"protocol", "delta", "buffer", "algo", "kernels", "planner"}
 MIDDLE = {"config", "engine", "tasks", "sim"}
 
 # A package or top-level module, and what it may import besides itself.
@@ -31,13 +32,14 @@ PERMITTED: dict[str, set[str]] = {
     "units": set(),
     "rollout": ERRORS,
     "metrics": ERRORS,
-    "protocol": RECORDS,
+    "protocol": RECORDS | {"delta", "planner"},
+    "delta": RECORDS | {"protocol.manifest"},
     "buffer": RECORDS,
     "planner": RECORDS,
     "kernels": RECORDS,
     "algo": RECORDS | {"kernels"},
     "config": PURE,
-    "engine": RECORDS | {"algo", "kernels", "protocol.manifest"},
+    "engine": RECORDS | {"algo", "kernels", "delta", "protocol.manifest"},
     "tasks": RECORDS,
     "sim": PURE,
     "runtime": PURE | MIDDLE,
@@ -47,12 +49,16 @@ PERMITTED: dict[str, set[str]] = {
 
 # A foreign package, and the only files that may import it.
 OWNERS: dict[str, tuple[str, ...]] = {
-    "zmq": ("runtime/transport_zmq.py",),
+    "aiohttp": ("runtime/agent_http.py",),
+    "zmq": ("runtime/transport_zmq.py", "runtime/zmq_*.py"),
+    "zstandard": ("delta/*",),
     "rich": ("ui/*", "cli/*"),
     "triton": ("kernels/*",),
+    "verifiers": ("tasks/verifiers_task.py",),
     "vllm": ("engine/vllm*",),
     "torch": ("engine/*", "algo/*", "kernels/*"),
     "transformers": ("engine/*", "tasks/tokenization.py"),
+    "peft": ("engine/lora.py",),
 }
 
 # Distributions whose modules are not called as they are.
@@ -193,7 +199,12 @@ def import_without(blocked: list[str], modules: list[str], directory: Path) -> s
         f"for name in {modules!r}: importlib.import_module(name)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=directory,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stderr.strip().rpartition("\n")[2]
 
@@ -208,8 +219,8 @@ def declared_modules() -> set[str]:
 
 # What only the extras install; a base installation has none of it.
 NOT_FOR_RELAYS = [
-    "accelerate", "math_verify", "matplotlib", "safetensors", "scipy", "tensorboard", "tokenizers",
-    "torch", "transformers", "triton", "vllm", "wandb",
+    "accelerate", "aiohttp", "math_verify", "matplotlib", "peft", "pyarrow", "safetensors", "scipy",
+    "tensorboard", "tokenizers", "torch", "transformers", "triton", "verifiers", "vllm", "wandb",
 ]  # fmt: skip
 
 

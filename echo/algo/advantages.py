@@ -35,6 +35,8 @@ def group_advantages(
     Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783;
     leave-one-out: RLOO, arXiv:2402.14740.
     Differs from the paper: nothing but the floor of the standard deviation.
+    Limits: divided by the standard deviation, groups that are nearly solved or nearly hopeless
+    weigh most; a group that lost rollouts is not noticed here.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
@@ -75,6 +77,7 @@ def overlong_penalties(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: in
 
     Source: DAPO, arXiv:2503.14476, eq. 13.
     Differs from the paper: nothing.
+    Limits: a group whose rewards were equal has a gradient by its lengths alone.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(

@@ -26,17 +26,18 @@ class GspoLoss:
     s_i = exp(mean_t log(pi(t) / mu(t)));  l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i);
     loss = sum_i l_i / num_rollouts.
 
-    Source: GSPO, arXiv:2507.18071, eq. 5 to 7; the ranges: section 5.1.
-    Differs from the paper: the ratio is taken against the sampler, several versions old; the
-    limit of 20 on |log r| holds token by token, before the mean.
+    Source: GSPO, arXiv:2507.18071, eq. 5 to 7.
+    Differs from the paper: the ratio is taken against the sampler, several versions old, so the
+    range is wider than its 3e-4 / 4e-4 (section 5.1), which clip most of such a batch; the limit
+    of 20 on |log r| holds token by token, before the mean.
     Limits: the mean over a rollout moves far less than a token does, so ranges made for tokens
-    (.2 / .28) hardly ever act and leave no trust region under staleness. The paper's (3e-4 / 4e-4)
-    clip much of a batch that is a few versions old; some in between may do better.
+    (.2 / .28) leave no trust region under staleness. The default was the best of the three on
+    completions of 24 tokens (bench/bench_staleness.py); the longer they are, the less it acts.
     """
 
-    clip_low: float | None = 3e-4
+    clip_low: float | None = 0.02
     """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
-    clip_high: float | None = 4e-4
+    clip_high: float | None = 0.03
     """Range above 1, >= 0; None for no bound."""
 
     def __post_init__(self) -> None:

@@ -44,6 +44,8 @@ class LossNeeds:
     """Groups sampled by one policy version each; others are left out whole."""
     batch_scores: bool = False
     """`batch_scores`: a first pass over the batch without gradient, a third more time."""
+    reference_logprobs: bool = False
+    """`reference_logprobs`: a frozen model beside the learner's, and a pass through it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,6 +84,8 @@ class LossInputs:
     """[B] log of the group expectation of the sampler's probability (gepo.py); data."""
     batch_scores: BatchScores | None = None
     """Where the loss needs them."""
+    reference_logprobs: Tensor | None = None
+    """[B, T] nats under the frozen reference policy; data, where the loss needs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,7 +95,8 @@ class LossOutput:
     loss: Tensor
     """Scalar; the sum over micro-batches is the loss of the batch."""
     token_counts: dict[str, Tensor]
-    """Scalars without gradient: how many trained tokens each metric's condition held for."""
+    """Scalars without gradient: for how many trained tokens each metric's condition held, or the
+    sum of its value over them. The trainer divides by the tokens that went through the loss."""
 
 
 Loss = Callable[[LossInputs], LossOutput]

@@ -20,7 +20,6 @@ def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict
     """
     log_ratio = (learner_logprobs.detach() - sampler_logprobs).double()
     ratio = log_ratio.exp()
-    ratio = log_ratio.exp()
     return {
         "is_ratio/mean": float(ratio.mean()),
         "is_ratio/max": float(ratio.max()),

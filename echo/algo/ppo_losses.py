@@ -24,6 +24,7 @@ from echo.algo.loss import (
     required,
 )
 from echo.errors import ConfigError
+from echo.kernels.contract import RatioClip
 
 
 def clipped_surrogate(
@@ -54,14 +55,33 @@ def clipped_surrogate(
     low = 0.0 if clip_low is None else 1.0 - clip_low
     high = float("inf") if clip_high is None else 1.0 + clip_high
     losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    clips = find_clips(
+        ratio, advantages, mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
+    if dual_clip is not None:
+        losses = torch.where(clips["clip_ratio/dual"], -dual_clip * advantages, losses)
+    return losses, clips
+
+
+def find_clips(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float | None,
+    clip_high: float | None,
+    dual_clip: float | None,
+) -> dict[str, Tensor]:
+    """Return where each clip is active, for the arguments of `clipped_surrogate`."""
+    low = 0.0 if clip_low is None else 1.0 - clip_low
+    high = float("inf") if clip_high is None else 1.0 + clip_high
     is_negative = advantages < 0
     is_dual = torch.zeros_like(mask)
     if dual_clip is not None:
         is_dual = mask & is_negative & (ratio > dual_clip)
-        losses = torch.where(is_dual, -dual_clip * advantages, losses)
     is_low = mask & is_negative & (ratio < low)
     is_high = mask & (advantages > 0) & (ratio > high)
-    return losses, {
+    return {
         "clip_ratio/low": is_low,
         "clip_ratio/high": is_high,
         "clip_ratio/dual": is_dual,
@@ -93,7 +113,74 @@ def _check_dual_clip(clip_high: float | None, dual_clip: float | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoLoss:
+class ClippedTokenLoss:
+    """What losses of clipped token ratios have in common: the ratio's range, and who computes it.
+
+    A kernel that has just computed a token's log-probability can give its clipped loss with it
+    (kernels/linear_logprob.py): `fused_clip` says whether it may, `from_tokens` takes the result.
+    """
+
+    clip_low: float | None = 0.2
+    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
+    clip_high: float | None = 0.28
+    """Range above 1, >= 0; None for no bound."""
+    dual_clip: float | None = None
+    """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
+
+    def __post_init__(self) -> None:
+        check_clips(self.clip_low, self.clip_high)
+        _check_dual_clip(self.clip_high, self.dual_clip)
+
+    @property
+    def fused_clip(self) -> RatioClip | None:
+        """The range for a fused kernel, None if it has no such form."""
+        if self.clip_low is None or self.clip_high is None:
+            return None
+        return RatioClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
+
+    def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
+        """Return the scalar loss of this micro-batch from [B, T] token losses."""
+        raise NotImplementedError
+
+    def from_tokens(self, token_losses: Tensor, ratios: Tensor, inputs: LossInputs) -> LossOutput:
+        """Return the loss from what a fused kernel has computed.
+
+        Args:
+            token_losses: [B, T] clipped surrogates, 0 outside the mask; they carry the gradient.
+            ratios: [B, T] learner over sampler; data.
+            inputs: the micro-batch.
+        """
+        clips = find_clips(
+            ratios,
+            inputs.advantages[:, None],
+            inputs.completion_mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        return LossOutput(
+            loss=self.combine(token_losses, inputs),
+            token_counts={name: where.sum() for name, where in clips.items()},
+        )
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch and how often each clip was active."""
+        losses, clips = clipped_surrogate(
+            masked_log_ratio(inputs).exp(),
+            inputs.advantages[:, None],
+            inputs.completion_mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        return LossOutput(
+            loss=self.combine(losses, inputs),
+            token_counts={name: where.sum() for name, where in clips.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoLoss(ClippedTokenLoss):
     """The clipped surrogate of PPO on token ratios against the policy that sampled.
 
     r_t = pi(t) / mu(t), learner over sampler;  l_t = -min(r_t A, clip(r_t, 1 - low, 1 + high) A);
@@ -108,34 +195,18 @@ class GrpoLoss:
     Limits: clipped tokens have no gradient, and under large staleness most ratios leave the range.
     """
 
-    clip_low: float | None = 0.2
-    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
-    clip_high: float | None = 0.28
-    """Range above 1, >= 0; None for no bound."""
     dual_clip: float | None = 3.0
     """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number."""
 
     def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high)
-        _check_dual_clip(self.clip_high, self.dual_clip)
+        ClippedTokenLoss.__post_init__(self)
         check_choice("aggregation", self.aggregation, ("token_mean", "sequence_mean"))
 
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch and how often each clip was active."""
-        losses, clips = clipped_surrogate(
-            masked_log_ratio(inputs).exp(),
-            inputs.advantages[:, None],
-            inputs.completion_mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
-        return LossOutput(
-            loss=aggregate(losses, inputs, self.aggregation),
-            token_counts={name: where.sum() for name, where in clips.items()},
-        )
+    def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
+        """Return the mean over tokens or rollouts."""
+        return aggregate(token_losses, inputs, self.aggregation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +227,7 @@ class DapoLoss(GrpoLoss):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrGrpoLoss:
+class DrGrpoLoss(ClippedTokenLoss):
     """GRPO without its two biases: no division by a rollout's length nor by the rewards' spread.
 
     l_t as in GRPO;  loss = sum_t l_t / (num_rollouts * L_max), with L_max the constant bound on
@@ -171,34 +242,15 @@ class DrGrpoLoss:
 
     max_completion_tokens: int
     """L_max, the bound on completion tokens; >= 1."""
-    clip_low: float | None = 0.2
-    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
-    clip_high: float | None = 0.28
-    """Range above 1, >= 0; None for no bound."""
-    dual_clip: float | None = None
-    """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
 
     def __post_init__(self) -> None:
         check_range("max_completion_tokens", self.max_completion_tokens, 1, float("inf"))
-        check_clips(self.clip_low, self.clip_high)
-        _check_dual_clip(self.clip_high, self.dual_clip)
+        ClippedTokenLoss.__post_init__(self)
 
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch and how often each clip was active."""
-        mask = inputs.completion_mask
-        losses, clips = clipped_surrogate(
-            masked_log_ratio(inputs).exp(),
-            inputs.advantages[:, None],
-            mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
+    def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
+        """Return the sum divided by what the batch could hold at most."""
         divisor = inputs.num_rollouts * self.max_completion_tokens
-        return LossOutput(
-            loss=torch.where(mask, losses, 0.0).sum() / divisor,
-            token_counts={name: where.sum() for name, where in clips.items()},
-        )
+        return torch.where(inputs.completion_mask, token_losses, 0.0).sum() / divisor
 
 
 def loglinear_logprobs(

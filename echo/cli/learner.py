@@ -15,7 +15,9 @@ from echo.cli.process import run_loop, run_node
 from echo.config.load import resolved
 from echo.config.schema import Config
 from echo.metrics import Snapshot
+from echo.runtime.curve import Join
 from echo.runtime.learner_setup import build_learner
+from echo.runtime.transport import is_loopback
 from echo.ui.live import LiveView
 from echo.ui.plots import learning_curve
 from echo.ui.sinks import MetricsWriter
@@ -105,7 +107,16 @@ async def _run(
     node = await build_learner(
         config, resume=resume, write_metrics=metrics.write, show=show, log=log
     )
+    if config.security.curve and sys.stderr.isatty():
+        invite(config.run_dir / "keys" / "join")
     return await run_node(node)
+
+
+def invite(join_path: Path) -> None:
+    """Print how a worker on another machine joins; to a terminal only, since it is a secret."""
+    join = Join.parse(join_path.read_text(encoding="utf-8"))
+    if not is_loopback(join.address):
+        print(f"others join with:\n  ECHO_JOIN={join} bin/echo-node --role worker", file=sys.stderr)
 
 
 def report(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:

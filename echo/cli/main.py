@@ -10,6 +10,7 @@ from echo import __version__
 COMMANDS = {
     "node": "run a learner, worker or relay",
     "plan": "say what to rent for a run, what it costs and how to start it",
+    "task-server": "run a task's code, rewards and environments, on a host of its own",
     "quickstart": "train a small model with four processes on this machine",
 }
 
@@ -49,6 +50,10 @@ def find_command(name: str) -> Callable[[Sequence[str]], int] | None:
         from echo.cli.plan import main as plan
 
         return plan
+    if name == "task-server":
+        from echo.cli.task_server import main as task_server
+
+        return task_server
     if name == "quickstart":
         from echo.cli.quickstart import main as quickstart
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echo import __version__
@@ -14,11 +15,20 @@ from echo.cli.output import fail, make_log, show
 from echo.cli.process import run_loop, run_node
 from echo.config.describe import schema_help
 from echo.config.diff import diff_configs
-from echo.config.load import load_config, load_resolved
+from echo.config.load import load_config, load_resolved, parse_config
 from echo.config.schema import ROLES, Config, Role
 from echo.errors import ConfigError, EchoError
 from echo.runtime import wiring
+from echo.runtime.curve import Join
+from echo.runtime.join import ECHO_JOIN
 from echo.runtime.node import Node
+
+RENTAL = {
+    "exit-when-parked-for": "give the machine back after so long on standby",
+    "max-lifetime": "give it back after so long in any case",
+    "exit-if-learner-gone": "give it back after so long without the learner",
+}
+"""Options of a worker on a rented machine; worker.on_release is the command that gives it back."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,7 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--config",
         type=Path,
         metavar="FILE",
-        help="TOML, the same for all roles; or a run's config.json",
+        help="TOML, the same for all roles; or a run's config.json; a worker or relay with the "
+        f"run's join string in the environment's {ECHO_JOIN} needs none",
     )
     parser.add_argument(
         "--set",
@@ -64,6 +75,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-report", action="store_true", help="leave out the summary at the end (learner)"
     )
+    for option, meaning in RENTAL.items():
+        parser.add_argument(
+            f"--{option}", metavar="DURATION", help=f"{meaning}, such as 10min (worker)"
+        )
     parser.add_argument("--help-config", action="store_true", help="print every configuration key")
     parser.add_argument("--version", action="version", version=f"echo-rl {__version__}")
     return parser
@@ -87,8 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error)
 
 
-def read_config(arguments: argparse.Namespace) -> Config:
-    """Return the configuration that the arguments ask for, printing notices.
+def read_config(
+    arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ
+) -> Config:
+    """Return the configuration that the arguments and ECHO_JOIN ask for, printing notices.
 
     Raises:
         ConfigError: listing everything that is wrong.
@@ -99,16 +116,40 @@ def read_config(arguments: argparse.Namespace) -> Config:
         raise ConfigError(f"{option} is for the learner; a {role} joins whatever the learner runs")
     if arguments.yes and not arguments.resume:
         raise ConfigError("--yes accepts changes to a run that is resumed; it needs --resume")
+    overrides += rental_overrides(arguments)
     if arguments.init_from:
         overrides.append(f"learner.init_from={arguments.init_from}")
-    if arguments.config is None:
+    join = environment.get(ECHO_JOIN) if role != "learner" else None
+    if join:
+        # First, so that --set goes before it.
+        overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
+    if arguments.config is not None:
+        config, notices = read_file(arguments.config, overrides, role)
+    elif join:
+        config, notices = parse_config({}, overrides, role)
+    else:
         raise ConfigError("--config FILE is missing; configs/quickstart.toml is one to start from")
-    config, notices = read_file(arguments.config, overrides, role)
     for notice in notices:
         print(f"notice: {notice}", file=sys.stderr)
     if arguments.resume:
         _check_changes(config, accept_unsafe=arguments.yes)
     return config
+
+
+def rental_overrides(arguments: argparse.Namespace) -> list[str]:
+    """Return the options that say how long a machine is kept, as --set would have them.
+
+    Raises:
+        ConfigError: if the node is no worker.
+    """
+    overrides = []
+    for option in RENTAL:
+        value = getattr(arguments, option.replace("-", "_"))
+        if value is not None and arguments.role != "worker":
+            raise ConfigError(f"--{option} is for a worker; this is a {arguments.role}")
+        if value is not None:
+            overrides.append(f"worker.{option.replace('-', '_')}_s={value}")
+    return overrides
 
 
 def read_file(path: Path, overrides: Sequence[str], role: Role | None) -> tuple[Config, list[str]]:

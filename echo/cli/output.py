@@ -27,8 +27,21 @@ EXIT_CODES: dict[type[EchoError], int] = {
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
+class _Forward(logging.Handler):
+    """Passes records on to a node's log, whatever handlers it gets later."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.handle(record)
+
+
 def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
     """Return a node's log: into a file, onto standard error, or both.
+
+    What the transport and the other parts of the runtime warn of goes there too.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -51,6 +64,7 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
     for handler in handlers:
         handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
         log.addHandler(handler)
+    logging.getLogger("echo.runtime").handlers[:] = [_Forward(log)]
     return log
 
 

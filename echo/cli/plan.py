@@ -18,8 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from echo import __version__
-from echo.cli.output import fail
+from echo.cli.command import add_common_options, run_command
 from echo.cli.plan_hetero import assign_gpus, assignment_text
 from echo.cli.plan_run import calibrate, read_rates, run_report
 from echo.cli.plan_text import (
@@ -30,7 +29,7 @@ from echo.cli.plan_text import (
     refusal_text,
 )
 from echo.config.fleet import Request, load_fleet
-from echo.errors import ConfigError, EchoError, PlanError, StorageError
+from echo.errors import ConfigError, PlanError, StorageError
 from echo.planner.plan import Outcome, Plan, make_plan
 from echo.planner.remedies import refuse
 from echo.ui.cost_plot import CostPoint, cost_plot
@@ -59,33 +58,26 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="divide all GPUs of the file, in one site, between training and generation",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("build") / "plan",
-        metavar="DIR",
-        help="where plan.json and plan.png go (default: build/plan)",
-    )
-    parser.add_argument("--version", action="version", version=f"echo-rl {__version__}")
+    add_common_options(parser, out=Path("build") / "plan", files="plan.json and plan.png")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = make_parser().parse_args(argv)
-    console = Console()
-    try:
-        if not arguments.files:
-            return show_run(arguments, console)
-        import_extra("scipy", extra="planner", wanted_by="echo-plan")
-        request = load_fleet(arguments.files)
-        if arguments.run is not None:
-            request = calibrate(request, read_rates(arguments.run))
-        if arguments.hetero:
-            return plan_hetero(request, arguments.out, console)
-        return plan_fleet(request, arguments.out, console)
-    except EchoError as error:
-        return fail(error)
+    return run_command(run, make_parser().parse_args(argv))
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Do what the arguments say."""
+    if not arguments.files:
+        return show_run(arguments, console)
+    import_extra("scipy", extra="planner", wanted_by="echo-plan")
+    request = load_fleet(arguments.files)
+    if arguments.run is not None:
+        request = calibrate(request, read_rates(arguments.run))
+    if arguments.hetero:
+        return plan_hetero(request, arguments.out, console)
+    return plan_fleet(request, arguments.out, console)
 
 
 def show_run(arguments: argparse.Namespace, console: Console) -> int:

@@ -31,6 +31,8 @@ class WorkerRate:
     """Most rollouts that it held side by side."""
     group_s: float
     """Median seconds from grant to acceptance of a group."""
+    pace: float
+    """Completion tokens per second of one group, from grant to acceptance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ def read_rates(run_dir: Path) -> RunRates:
     config = read_config(run_dir)
     rows = read_metrics(run_dir).train
     group_size = config["batch"]["group_size"]
-    workers, group_tokens = _read_ledger(run_dir / "ledger.jsonl", group_size)
+    workers, group_tokens = read_ledger(run_dir / "ledger.jsonl", group_size)
     if not rows or not workers:
         raise DataError(f"{run_dir}: no step or no accepted group yet, no rates to take")
     rows = rows[len(rows) // 5 :]  # the first fifth is run-in
@@ -100,7 +102,7 @@ def _values(rows: Sequence[Row], key: str) -> list[float]:
     return [row[key] for row in rows if row.get(key) is not None]
 
 
-def _read_ledger(path: Path, group_size: int) -> tuple[dict[str, WorkerRate], list[float]]:
+def read_ledger(path: Path, group_size: int) -> tuple[dict[str, WorkerRate], list[float]]:
     """Return each worker's rate, and the completion tokens of every accepted group."""
     granted: dict[tuple[int, int], float] = {}
     held: dict[str, list[tuple[float, float, int]]] = {}
@@ -131,6 +133,8 @@ def _rate(spans: list[tuple[float, float, int]], group_size: int) -> WorkerRate:
         tokens_per_s=sum(count for _, _, count in spans) / max(busy_s, 1e-9),
         concurrency=most * group_size,
         group_s=median(end - begin for begin, end, _ in spans),
+        pace=sum(count for _, _, count in spans)
+        / max(sum(end - begin for begin, end, _ in spans), 1e-9),
     )
 
 

@@ -112,9 +112,16 @@ def _sensitivity_table(plan: Plan) -> Table:
     table.add_column("$/h", justify="right")
     for item in plan.sensitivities:
         table.add_row(
-            item.change, f"{100 * item.idle_change:+.1f} points", f"{item.cost_change_per_h:+.2f}"
+            item.change,
+            f"{_signed(100 * item.idle_change, 1)} points",
+            _signed(item.cost_change_per_h, 2),
         )
     return table
+
+
+def _signed(value: float, digits: int) -> str:
+    """Return a change with its sign; what rounds to nothing has none."""
+    return f"{round(value, digits):+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
 
 
 def refusal_text(refusal: Refusal) -> str:
@@ -167,7 +174,10 @@ def filters_text(request: Request, plan: Plan) -> str:
 def commands_text(request: Request, plan: Plan) -> str:
     """Return the commands that start the plan, machine by machine."""
     job, learner = plan.job, request.learner
-    lines = ["commands (put your own configuration in place of configs/wan.toml):"]
+    lines = [
+        "commands (put your own configuration in place of configs/wan.toml; where relays and",
+        "workers run, set ECHO_JOIN to the line in runs/NAME/keys/join of the learner):",
+    ]
     lines.append(
         "  "
         + _command(
@@ -179,6 +189,7 @@ def commands_text(request: Request, plan: Plan) -> str:
                 f"sync.max_staleness={job.max_staleness}",
                 f"sync.publish_period={job.publish_period}",
                 f"sampling.max_completion_tokens={job.max_completion_tokens:.0f}",
+                *_learner_prices(request, plan),
             ],
         )
     )
@@ -190,6 +201,8 @@ def commands_text(request: Request, plan: Plan) -> str:
                 f'relay.connect=["{learner.address}"]',
                 f"relay.listen=tcp://0.0.0.0:{relay.address.rpartition(':')[2]}",
                 f"relay.advertise={relay.address}",
+                f"relay.price_per_h={relay.price_per_h:g}",
+                f"network.region={name}",
             ]
             lines.append(f"  {_command('relay', sets)}")
     for row, offer, count in _used(request, plan):
@@ -199,11 +212,28 @@ def commands_text(request: Request, plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _learner_prices(request: Request, plan: Plan) -> list[str]:
+    """Return what the activation of the run has to know: its budget, and what traffic costs."""
+    sets = [f"learner.price_per_h={request.learner.price_per_h:g}"]
+    dearest = max(request.regions[row.region].price_per_gb for row, _, _ in _used(request, plan))
+    if dearest:
+        sets.append(f"network.price_per_gb={dearest:g}")
+    if math.isfinite(plan.job.budget_per_h):
+        sets.append(f"activation.budget_per_h={plan.job.budget_per_h:g}")
+    return sets
+
+
 def _worker_settings(request: Request, row: OfferRow, name: str) -> list[str]:
     relay = request.regions[row.region].relay
     parents = [relay.address] if relay else []
     connect = ", ".join(f'"{address}"' for address in [*parents, request.learner.address])
     sets = [f"worker.name={name}", f"worker.connect=[{connect}]"]
+    sets += [f"network.region={row.region}", f"worker.price_per_h={row.price_per_h:g}"]
+    if row.price_per_gb:
+        sets.append(f"worker.price_per_gb={row.price_per_gb:g}")
+    if row.losses_per_h:
+        sets.append(f"worker.losses_per_h={row.losses_per_h:g}")
+        sets.append(f"worker.restart_s={row.restart_s:g}")
     if row.can_listen:
         sets += ["worker.listen=tcp://0.0.0.0:7702", f"worker.advertise=tcp://{name}:7702"]
     return sets

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from echo.cli.output import fail
 from echo.config.load import load_config
 from echo.config.schema import Config
 from echo.errors import ConfigError, EchoError
+from echo.runtime.curve import load_or_create_keys, write_join
+from echo.runtime.join import ECHO_JOIN, join_address
 from echo.tasks.addition import AdditionTask
 from echo.tasks.countdown import CountdownTask
 from echo.tasks.task import GeneratedTask
@@ -75,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             config, _ = read_file(config_path, arguments.set, "learner")
             return run_nodes(config_path, config, arguments.set, arguments, console)
         config_path = find_config(CONFIGS[arguments.task])
-        model = make_model(arguments.task, console)
+        config, _ = load_config(config_path, arguments.set, "learner")
+        model = make_model(arguments.task, console, for_vllm=config.engine.kind == "vllm")
         overrides = [f"model.name={model}", f"run.seed={arguments.seed}", *arguments.set]
         config, _ = load_config(config_path, overrides, "learner")
         overrides += free_settings(config)
@@ -93,8 +96,9 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"configs/{name} not found; run this command in a clone of the repository")
 
 
-def make_model(name: str, console: Console) -> Path:
+def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
     """Return the warmed-up small model of a task, making it the first time."""
+    from echo.engine.tiny_model import HEAD_DIM, VLLM_HEAD_DIM
     from echo.engine.warmup import make_warm_model
 
     columns = (
@@ -115,6 +119,7 @@ def make_model(name: str, console: Console) -> Path:
             Path("build") / "models",
             task=TASKS[name](),
             seed=0,
+            head_dim=VLLM_HEAD_DIM if for_vllm else HEAD_DIM,
             on_progress=show,
             num_threads=os.cpu_count() or 1,
         )
@@ -176,15 +181,18 @@ def run_nodes(
 
     nodes = []
     final = config.run_dir / "final"
+    # Made before the learner makes them, so that all four can start at once.
+    environment = join_environment(config)
     try:
         extra = ["--no-report", *(["--resume"] if arguments.resume is not None else [])]
         learner = start_node("learner", "learner", config_path, overrides, extra=extra)
         nodes.append(learner)
-        nodes.append(start_node("relay", "relay", config_path, [*overrides, "relay.name=relay"]))
+        own = [*overrides, "relay.name=relay"]
+        nodes.append(start_node("relay", "relay", config_path, own, environment=environment))
         for number in range(1, arguments.workers + 1):
             name = f"w{number}"
             own = [*overrides, f"worker.name={name}"]
-            nodes.append(start_node(name, "worker", config_path, own))
+            nodes.append(start_node(name, "worker", config_path, own, environment=environment))
         code = wait_for(learner, nodes[1:], console)
     finally:
         # After the last step every node ends by itself; otherwise they would wait for the learner.
@@ -210,8 +218,23 @@ def next_commands(task: str) -> list[str]:
     ]
 
 
+def join_environment(config: Config) -> dict[str, str]:
+    """Return the environment with which nodes join; command lines are for everyone to see."""
+    if not config.security.curve:
+        return {}
+    keys, secret = load_or_create_keys(config.run_dir)
+    address = join_address(config.learner.listen, config.learner.advertise)
+    return {ECHO_JOIN: str(write_join(config.run_dir, address, keys, secret))}
+
+
 def start_node(
-    name: str, role: str, config_path: Path, overrides: Sequence[str], *, extra: Sequence[str] = ()
+    name: str,
+    role: str,
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    extra: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> NodeProcess:
     """Start one node; all but the learner write to their log files only."""
     quiet = role != "learner"
@@ -221,7 +244,13 @@ def start_node(
     output = subprocess.DEVNULL if quiet else None
     # A session of its own: Ctrl-C in the terminal reaches the learner, which drains, and not the
     # workers that it drains into; they are told when it has ended.
-    process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=quiet)
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **(environment or {})},
+        stdout=output,
+        stderr=output,
+        start_new_session=quiet,
+    )
     return NodeProcess(name, process)
 
 

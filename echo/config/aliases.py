@@ -32,8 +32,10 @@ _USUAL_SECTIONS = frozenset(
         "learner",
         "optim",
         "orchestrator",
+        "policy_loss",
         "rl",
         "rollout",
+        "rollout_correction",
         "rollouts",
         "scheduler",
         "train",
@@ -53,6 +55,7 @@ _NAMES: Mapping[str, str] = {
     "rollouts_per_prompt": "batch.group_size",
     "prompts_per_step": "batch.groups_per_step",
     "num_prompts_per_step": "batch.groups_per_step",
+    "max_num_gen_batches": "batch.max_barren_batches",
     # sampling
     "max_new_tokens": "sampling.max_completion_tokens",
     "max_completion_length": "sampling.max_completion_tokens",
@@ -89,8 +92,46 @@ _NAMES: Mapping[str, str] = {
     "clip_ratio_high": "loss.clip_high",
     "clip_ratio_c": "loss.dual_clip",
     "eps_clip_c": "loss.dual_clip",
+    "delta": "loss.dual_clip",
+    "loss_type": "loss.kind",
+    "loss_mode": "loss.kind",
+    "loss_fn": "loss.kind",
+    "policy_loss_type": "loss.kind",
+    "loss_agg_mode": "loss.aggregation",
+    "loss_reduction": "loss.aggregation",
     "scale_rewards": "loss.normalize_by_std",
+    "rloo": "loss.leave_one_out",
+    "overlong_buffer_len": "loss.overlong_buffer_tokens",
+    "mask_truncated_completions": "loss.overlong_filter",
+    "overlong_filtering": "loss.overlong_filter",
+    "prox_logp_method": "loss.proximal",
+    "rollout_is": "loss.importance_weight",
+    "rollout_is_threshold": "loss.importance_cap",
+    "tis_imp_ratio_cap": "loss.importance_cap",
+    "tis_clip": "loss.importance_cap",
+    "behave_imp_weight_cap": "loss.importance_cap",
+    "vllm_importance_sampling_cap": "loss.importance_cap",
+    "tis_clip_low": "loss.importance_floor",
+    "m2_threshold": "loss.max_second_moment",
+    "sapo_temperature_pos": "loss.tau_positive",
+    "sapo_temperature_neg": "loss.tau_negative",
+    "cppo_beta": "loss.sampler_kl_coef",
+    "kl_temp": "loss.gate_kl",
+    "rollout_token_veto_threshold": "loss.veto",
+    "token_veto_threshold": "loss.veto",
+    "off_policy_mask_threshold": "loss.opsm",
+    "opsm_delta": "loss.opsm",
     "norm_adv_by_std_in_grpo": "loss.normalize_by_std",
+    # reference
+    "beta": "reference.kl_coef",
+    "kl_beta": "reference.kl_coef",
+    "kl_loss_coef": "reference.kl_coef",
+    "kl_ctl": "reference.kl_coef",
+    "init_kl_coef": "reference.kl_coef",
+    "kl_loss_type": "reference.kl_estimator",
+    "ref_model": "reference.name",
+    "ref_model_name_or_path": "reference.name",
+    "ref_load": "reference.name",
     # model and learner
     "model_name": "model.name",
     "model_name_or_path": "model.name",
@@ -100,6 +141,13 @@ _NAMES: Mapping[str, str] = {
     "enable_thinking": "model.chat_template_kwargs.enable_thinking",
     "max_tokens_per_gpu": "learner.micro_batch_tokens",
     "max_tokens_per_mb": "learner.micro_batch_tokens",
+    # adapters
+    "r": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target_modules": "lora.target_modules",
     # run
     "output_dir": "run.dir",
     "run_name": "run.name",
@@ -145,7 +193,15 @@ _BATCH_IN_TWO_KEYS = (
 )
 _MICRO_BATCH = "learner.micro_batch_tokens bounds a micro-batch in tokens"
 _LENGTH = "sampling.max_completion_tokens bounds completions; prompts keep their length"
-_NO_REFERENCE = "there is no penalty towards a reference model"
+_ZERO_VARIANCE = (
+    "groups without a gradient do not count towards a step; batch.keep_zero_variance = true lets "
+    "them count"
+)
+_ADVANTAGES = (
+    "advantages are relative to their group; say loss.kind, and loss.normalize_by_std or "
+    "loss.leave_one_out"
+)
+_NO_CRITIC = "there is no critic: advantages are relative to their group"
 _MAX_STEPS = "say run.max_steps"
 _FLAG = "it is a flag of the command line, --"
 
@@ -161,12 +217,20 @@ _WITHOUT_COUNTERPART: Mapping[str, str] = {
     "seq_len": _LENGTH,
     "max_model_len": _LENGTH,
     "betas": "write optimizer.beta1 and optimizer.beta2",
+    "dynamic_sampling": _ZERO_VARIANCE,
+    "filter_groups": _ZERO_VARIANCE,
+    "filter_zero_std": _ZERO_VARIANCE,
+    "adv_estimator": _ADVANTAGES,
+    "advantage_estimator": _ADVANTAGES,
+    "gamma": _NO_CRITIC,
+    "lam": _NO_CRITIC,
+    "gae_lambda": _NO_CRITIC,
+    "critic": _NO_CRITIC,
+    "use_tis": 'write loss.kind = "decoupled_ppo" with loss.importance_weight',
+    "entropy_coef": "there is no bonus on entropy; entropy/mean is in the metrics",
+    "entropy_coeff": "there is no bonus on entropy; entropy/mean is in the metrics",
     "clip_ratio": "write loss.clip_low and loss.clip_high",
     "trust_remote_code": "code that comes with a model is never run",
-    "kl_coef": _NO_REFERENCE,
-    "kl_loss_coef": _NO_REFERENCE,
-    "beta": _NO_REFERENCE,
-    "lora": "adapters are not supported, all weights are trained",
     "max_async_level": "bound staleness itself: sync.max_staleness",
     "num_epochs": _MAX_STEPS,
     "num_train_epochs": _MAX_STEPS,

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from echo.config.fields import has_secret
 from echo.config.layers import Problem
 from echo.config.leaves import leaves, show
 from echo.config.losses import refusal_of
+from echo.config.profiles import DEFAULT_PROFILE, PROFILES
 from echo.config.schema import Config, Role
 from echo.units import format_bytes
 
 BYTES_PER_TOKEN = 17
 """Id, log-probability, version and mask of one sampled token on the wire."""
+MAX_CURVE_CHUNK_BYTES = 1 << 20
+"""Largest chunk of weights on an encrypted link."""
 MAX_GROUP_BYTES = 60 << 20
 """A little below the largest message of the transport (runtime/wiring.py)."""
 
@@ -29,20 +33,44 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
     """
     return [
         *_check_sync(config),
+        *_check_adaptive(config),
+        *_check_rollout(config),
         *_check_network(config),
+        *_check_security(config),
         *_check_group_bytes(config),
         *_check_loss(config),
+        *_check_delays(config),
+        *_check_lora(config),
+        *_check_costs(config),
+        *_check_agent(config),
         *_check_without_effect(config),
         *_check_role(config, role),
     ]
 
 
-def _problem(text: str, *keys: str) -> Problem:
-    return Problem(tuple(tuple(key.split(".")) for key in keys), text)
+def _problem(text: str, *keys: str, is_idle: bool = False) -> Problem:
+    return Problem(tuple(tuple(key.split(".")) for key in keys), text, is_idle=is_idle)
 
 
 def _check_sync(config: Config) -> Iterator[Problem]:
     bound, period = config.sync.max_staleness, config.sync.publish_period
+    if config.sync.mode == "pull":
+        text = 'with sync.mode = "pull" workers get new weights before every request'
+        if bound:
+            yield _problem(
+                f"must be 0: {text}; remove it, or use push_pull",
+                "sync.max_staleness",
+                "sync.mode",
+                is_idle=True,
+            )
+        if period not in (1, "auto"):
+            yield _problem(
+                f"must be 1: {text}; remove it, or use push_pull",
+                "sync.publish_period",
+                "sync.mode",
+                is_idle=True,
+            )
+        return
     if isinstance(period, int) and period > bound + 1:
         yield _problem(
             f"must be at most sync.max_staleness + 1 = {bound + 1}, or the run would deadlock: "
@@ -52,6 +80,63 @@ def _check_sync(config: Config) -> Iterator[Problem]:
             "sync.publish_period",
             "sync.max_staleness",
         )
+
+
+def _check_adaptive(config: Config) -> Iterator[Problem]:
+    adaptive = config.adaptive
+    most = config.sync.max_staleness
+    if adaptive.most is not None:
+        if adaptive.most > most:
+            yield _problem(
+                f"must be at most sync.max_staleness = {most}, which nothing passes",
+                "adaptive.most",
+                "sync.max_staleness",
+            )
+        most = min(most, adaptive.most)
+    if adaptive.least > most:
+        yield _problem(
+            f"must be at most {most}, the largest bound",
+            "adaptive.least",
+            "adaptive.most",
+            "sync.max_staleness",
+        )
+
+
+def _check_rollout(config: Config) -> Iterator[Problem]:
+    rollout, bound = config.rollout, config.sync.max_staleness
+    age = rollout.max_partial_age
+    if age is not None and age > bound:
+        yield _problem(
+            f"must be at most sync.max_staleness = {bound}: older tokens are never trained on",
+            "rollout.max_partial_age",
+            "sync.max_staleness",
+        )
+    if rollout.over_submission > 1 and not bound:
+        yield _problem(
+            "has no use with sync.max_staleness = 0: what the stop leaves unfinished would be too "
+            "old for the next step; remove it, or allow some staleness",
+            "rollout.over_submission",
+            "sync.max_staleness",
+            is_idle=True,
+        )
+    if rollout.exact_version:
+        yield from _check_exact_version(config)
+
+
+def _check_exact_version(config: Config) -> Iterator[Problem]:
+    """Report what needs groups that several versions sample, where each has only one."""
+    rollout, key = config.rollout, "rollout.exact_version"
+    if rollout.over_submission > 1:
+        text = f"must be 1 with {key}: what a stop leaves unfinished would begin anew each time"
+        yield _problem(text, "rollout.over_submission", key)
+    if config.agent.enabled:
+        text = "cannot be with agent.enabled, newer weights would wait for as long as agents like"
+        yield _problem(f"{text}; they may ask for exact_version themselves", key, "agent.enabled")
+    ages = (rollout.stale_tokens != "keep", rollout.max_partial_age is not None)
+    for name, is_set in zip(("stale_tokens", "max_partial_age"), ages, strict=True):
+        if is_set:
+            text = f"has no use with {key}, where no group has tokens of several versions"
+            yield _problem(text, f"rollout.{name}", key, is_idle=True)
 
 
 def _check_network(config: Config) -> Iterator[Problem]:
@@ -64,18 +149,33 @@ def _check_network(config: Config) -> Iterator[Problem]:
                 f"network.{key}",
                 "network.heartbeat_s",
             )
-    if network.window_bytes < 2 * network.chunk_bytes:
+
+
+def _check_security(config: Config) -> Iterator[Problem]:
+    network, security = config.network, config.security
+    if security.curve and network.chunk_bytes > MAX_CURVE_CHUNK_BYTES:
         yield _problem(
-            f"must be at least twice network.chunk_bytes ({network.chunk_bytes} bytes), so that "
-            "one chunk travels while another is verified",
-            "network.window_bytes",
+            f"is too much with security.curve = true: encryption passes over a chunk three times, "
+            f"and above {format_bytes(MAX_CURVE_CHUNK_BYTES)}, which a core's cache holds, it "
+            "takes clearly more CPU; lower it to 1MiB, or switch encryption off on a "
+            "network that you trust",
             "network.chunk_bytes",
+            "security.curve",
+        )
+    connect = (*config.worker.connect, *config.relay.connect)
+    if not security.curve and any(map(has_secret, connect)):
+        yield _problem(
+            "does not encrypt, but an address to connect to is a join string; remove one of the "
+            "two",
+            "security.curve",
         )
 
 
 def _check_loss(config: Config) -> Iterator[Problem]:
     """Report options of [loss] that its kind would not read, and a buffer without room."""
     loss = config.loss
+    own, usual = (PROFILES[name]["loss.kind"] for name in (config.profile, DEFAULT_PROFILE))
+    origin = f", the default of the profile {config.profile}" if loss.kind == own != usual else ""
     for (section, name), leaf in ((path, leaf) for path, leaf in leaves().items() if path[1:]):
         if section != "loss" or getattr(loss, name) == leaf.defaults[config.profile]:
             continue
@@ -83,9 +183,10 @@ def _check_loss(config: Config) -> Iterator[Problem]:
         if reason is not None:
             key = f"options.{next(iter(loss.options))}" if name == "options" else name
             yield _problem(
-                f"has no effect with loss.kind = {show(loss.kind)}: {reason}",
+                f"has no effect with loss.kind = {show(loss.kind)}{origin}: {reason}",
                 f"loss.{key}",
                 "loss.kind",
+                is_idle=True,
             )
     if loss.importance_floor and (loss.importance_weight or "token_tis").endswith("tis"):
         yield _problem(
@@ -93,6 +194,15 @@ def _check_loss(config: Config) -> Iterator[Problem]:
             '"token_mis" or "sequence_mis"',
             "loss.importance_floor",
             "loss.importance_weight",
+            is_idle=True,
+        )
+    reference = config.reference
+    if reference.kl_coef and reference.kl_estimator == "k1" and not reference.importance_weighted:
+        yield _problem(
+            "pulls nowhere without importance weights: its gradient has expectation 0; write "
+            '"k2" or "k3", or reference.importance_weighted = true',
+            "reference.kl_estimator",
+            "reference.importance_weighted",
         )
     if loss.overlong_buffer_tokens > config.sampling.max_completion_tokens:
         yield _problem(
@@ -103,17 +213,96 @@ def _check_loss(config: Config) -> Iterator[Problem]:
         )
 
 
+def _check_delays(config: Config) -> Iterator[Problem]:
+    delays = config.delays
+    needs_range = delays.law in ("lognormal", "weibull")
+    if delays.lower_s > delays.upper_s or (needs_range and delays.lower_s == delays.upper_s):
+        yield _problem(
+            f"must be {'below' if needs_range else 'at most'} delays.upper_s = {delays.upper_s:g}",
+            "delays.lower_s",
+            "delays.upper_s",
+        )
+
+
+def _check_lora(config: Config) -> Iterator[Problem]:
+    if config.lora.dropout:
+        yield _problem(
+            "must be 0: the learner would compute other probabilities than were sampled, and its "
+            "ratio would not be 1 where both have the same weights; remove it",
+            "lora.dropout",
+        )
+
+
+def _check_costs(config: Config) -> Iterator[Problem]:
+    """Report limits that contradict each other, and what needs a price that is missing."""
+    worker, activation, patience_s = (
+        config.worker,
+        config.activation,
+        config.network.reconnect_for_s,
+    )
+    gone_s, parked_s = worker.exit_if_learner_gone_s, worker.exit_when_parked_for_s
+    lifetime_s = worker.max_lifetime_s
+    if gone_s is not None and gone_s < config.network.dead_after_s:
+        yield _problem(
+            f"must be at least network.dead_after_s = {config.network.dead_after_s:g}, or a short "
+            "silence would end the worker",
+            "worker.exit_if_learner_gone_s",
+            "network.dead_after_s",
+        )
+    if gone_s is not None and gone_s >= patience_s:
+        yield _problem(
+            f"must be below network.reconnect_for_s = {patience_s:g}, after which the worker gives "
+            "up with an error and gives nothing back",
+            "worker.exit_if_learner_gone_s",
+            "network.reconnect_for_s",
+        )
+    if parked_s is not None and lifetime_s is not None and parked_s >= lifetime_s:
+        yield _problem(
+            f"has no effect: worker.max_lifetime_s = {lifetime_s:g} ends it before",
+            "worker.exit_when_parked_for_s",
+            "worker.max_lifetime_s",
+            is_idle=True,
+        )
+    if activation.mode != "off" and config.sync.mode == "pull" and activation.budget_per_h:
+        yield _problem(
+            'has no effect with sync.mode = "pull", where the learner waits for every worker\'s '
+            "batch and none can be spared by the rule",
+            "activation.budget_per_h",
+            "sync.mode",
+            is_idle=True,
+        )
+    if config.worker.price_per_h is None and worker.losses_per_h:
+        yield _problem(
+            "is of use only with worker.price_per_h, which is missing",
+            "worker.losses_per_h",
+            is_idle=True,
+        )
+
+
 def _check_group_bytes(config: Config) -> Iterator[Problem]:
     """Refuse groups that no message could carry, before a worker has sampled one."""
-    size, tokens = config.batch.group_size, config.sampling.max_completion_tokens
+    key, tokens = "sampling.max_completion_tokens", config.sampling.max_completion_tokens
+    if config.agent.enabled and config.agent.max_session_tokens > tokens:
+        key, tokens = "agent.max_session_tokens", config.agent.max_session_tokens
+    size = config.batch.group_size
     num_bytes = size * tokens * BYTES_PER_TOKEN
     if num_bytes > MAX_GROUP_BYTES:
         yield _problem(
             f"makes groups of up to {format_bytes(num_bytes)} with batch.group_size = {size}; a "
             f"group travels in one message of at most {format_bytes(MAX_GROUP_BYTES)}: at most "
             f"{MAX_GROUP_BYTES // (size * BYTES_PER_TOKEN)} tokens",
-            "sampling.max_completion_tokens",
+            key,
             "batch.group_size",
+        )
+
+
+def _check_agent(config: Config) -> Iterator[Problem]:
+    if config.agent.enabled and config.loss.overlong_buffer_tokens:
+        yield _problem(
+            "has no meaning for conversations of agents, where the limit on one answer is not the "
+            "limit on a rollout; remove it",
+            "loss.overlong_buffer_tokens",
+            "agent.enabled",
         )
 
 
@@ -121,7 +310,38 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
     """Report settings that nothing would read; the default is always silent."""
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
     no_hub = "model.name is a directory, not a hub id"
+    no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")
+    is_off = config.attribution.interval_steps == 0
+    no_look = (is_off, "attribution.interval_steps = 0", "attribution.interval_steps")
+    no_agent = (not config.agent.enabled, "agent.enabled is false", "agent.enabled")
+    no_lora = (config.lora.rank == 0, "lora.rank = 0", "lora.rank")
+    is_free = config.activation.mode == "off"
+    no_choice = (is_free, 'activation.mode = "off"', "activation.mode")
+    no_release = (
+        config.worker.on_release is None,
+        "worker.on_release is not set",
+        "worker.on_release",
+    )
+    no_delay = (config.delays.law == "off", 'delays.law = "off"', "delays.law")
     idle = {
+        **{
+            f"delays.{name}": no_delay
+            for name in ("directions", "lower_s", "upper_s", "paid_s", "confidence", "speedup")
+        },
+        "agent.max_session_tokens": no_agent,
+        "lora.alpha": no_lora,
+        "lora.target_modules": no_lora,
+        **{
+            f"activation.{name}": no_choice
+            for name in ("margin", "budget_per_h", "min_saving", "min_dwell_s", "review_s")
+        },
+        "worker.release_timeout_s": no_release,
+        "attribution.num_rollouts": no_look,
+        "attribution.retention_bytes": no_look,
+        "reference.name": no_pull,
+        "reference.revision": no_pull,
+        "reference.kl_estimator": no_pull,
+        "reference.importance_weighted": no_pull,
         "model.revision": (is_directory, no_hub, "model.name"),
         "model.cache_dir": (is_directory, no_hub, "model.name"),
         "worker.advertise": (
@@ -145,7 +365,8 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         if is_idle and value != leaves()[section, name].defaults[config.profile]:
-            yield _problem(f"has no effect: {why}; remove one of the two", key, cause)
+            text = f"has no effect: {why}; remove one of the two"
+            yield _problem(text, key, cause, is_idle=True)
 
 
 def _check_role(config: Config, role: Role | None) -> Iterator[Problem]:
@@ -158,14 +379,17 @@ def _check_role(config: Config, role: Role | None) -> Iterator[Problem]:
     if role not in ("worker", "relay"):
         return
     node = config.worker if role == "worker" else config.relay
-    if not node.connect:
+    security = config.security
+    has_join = security.curve and (security.join is not None or security.join_file is not None)
+    if not node.connect and not has_join:
         yield _problem(
             f"the {role} needs at least one address of the learner or a relay, tried in order, "
-            f"such as {show(['tcp://10.0.0.5:7700'])} (--set {role}.connect=tcp://10.0.0.5:7700)",
+            f"such as {show(['tcp://10.0.0.5:7700'])} (--set {role}.connect=tcp://10.0.0.5:7700), "
+            "or the join string of the run in the environment's ECHO_JOIN",
             f"{role}.connect",
         )
     for own in (node.listen, node.advertise):
-        if own is not None and own in node.connect:
+        if own is not None and own in [address.partition("#")[0] for address in node.connect]:
             yield _problem(
                 f"{own} is this {role}'s own address; it would connect to itself",
                 f"{role}.connect",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
+from echo.config.fields import without_secrets
 from echo.config.leaves import Leaf, leaves, sections, show
 from echo.config.memory import Budget
 from echo.config.schema import Config, Role
@@ -111,4 +112,5 @@ def _describe_start(config: Config, role: Role) -> str:
         )
     node = config.worker if role == "worker" else config.relay
     serves = f"serves on {node.listen}" if node.listen else "serves no weights to others"
-    return f"a {role} that connects to {', then '.join(node.connect)} and {serves}"
+    addresses = without_secrets(", then ".join(node.connect)) or "the address of its join string"
+    return f"a {role} that connects to {addresses} and {serves}"

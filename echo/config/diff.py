@@ -19,6 +19,7 @@ _OTHER_PROMPTS = "buffered groups and the position in the data belong to the old
 _OTHER_SAMPLING = "buffered rollouts carry log-probs of the old distribution"
 _OTHER_COUNTS = "the ledger and the admission of groups count in the old number"
 _OLD_ADDRESS = "relays and workers that were not restarted dial the old address"
+_OTHER_SECURITY = "relays and workers that were not restarted could not connect any more"
 _OTHER_MODEL = "the checkpoint holds weights of the old model; start a new run with --init-from"
 
 _UNSAFE: Mapping[str, str] = {
@@ -38,11 +39,13 @@ _UNSAFE: Mapping[str, str] = {
     "batch.group_size": _OTHER_COUNTS + "; buffered groups have the old size",
     "batch.groups_per_step": _OTHER_COUNTS,
     "optimizer.kind": "the checkpoint holds the state of the old optimizer",
+    "lora": _OTHER_MODEL,
     "learner.listen": _OLD_ADDRESS,
     "learner.advertise": _OLD_ADDRESS,
+    "security.curve": _OTHER_SECURITY,
     "learner.init_from": "a resumed run takes its weights from its checkpoint",
 }
-"""Why, by dotted key."""
+"""Why, by dotted key or section."""
 
 _SAFE: Mapping[str, str] = {
     "profile": "the values that change with it are listed on their own lines",
@@ -50,17 +53,32 @@ _SAFE: Mapping[str, str] = {
     "model.attn_implementation": "the same function, rounded differently",
     "model.cache_dir": "only where downloads are kept",
     "task.reward_timeout_s": "holds for groups leased from now on",
+    "task.step_timeout_s": "holds for groups leased from now on",
+    "reward": "who judges, not how; workers are told when they join",
     "sampling.max_completion_tokens": "holds for groups leased from now on",
+    "sync.mode": "the bound and the period that go with it are listed on their own lines",
     "sync.max_staleness": "every group is checked against it when it is consumed",
     "sync.publish_period": "holds from the next publication on",
+    "batch.keep_zero_variance": "holds for groups that arrive from now on",
+    "batch.max_barren_batches": "only when a run without gradients ends",
     "loss": "computed anew for every batch",
+    "reference": "computed anew for every batch",
     "optimizer": "holds from the next step on; the moments are kept",
     "learner": "how the learner computes, not what",
+    "adaptive": "gates the leases granted from now on",
+    "dispatch": "holds for groups leased from now on",
+    "attribution": "only what is measured",
+    "activation": "decides from now on; what was spent before counts towards the budget of the run",
+    "delays": "holds for what travels from now on; workers that were not restarted keep the old",
     "worker": "read by workers when they start",
+    "agent": "read by workers when they start",
+    "rollout": "holds for workers that join from now on; others are told by a restart",
+    "engine": "read by workers when they start",
     "relay": "read by relays when they start",
     "checkpoint": "holds from the next checkpoint on",
     "eval": "compare evaluations on the same prompts only",
     "network": "holds for what is sent from now on",
+    "security": "read by relays and workers when they start",
     "limits": "a bound on disk use",
     "metrics": "only where metrics go",
     "ui": "only what is shown",
@@ -98,9 +116,10 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
 
 def classify(key: str) -> tuple[bool, str]:
     """Return whether changing `key` is safe when a run is resumed, and why."""
-    if key in _UNSAFE:
-        return False, _UNSAFE[key]
-    return True, _SAFE[key] if key in _SAFE else _SAFE[key.split(".")[0]]
+    section = key.split(".")[0]
+    if key in _UNSAFE or section in _UNSAFE:
+        return False, _UNSAFE.get(key) or _UNSAFE[section]
+    return True, _SAFE[key] if key in _SAFE else _SAFE[section]
 
 
 def _at(table: Any, path: tuple[str, ...]) -> Any:

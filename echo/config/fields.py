@@ -1,6 +1,6 @@
 """The types that configuration values have beyond numbers and text.
 
-Each checks on its own and says what to write instead; echo/config/problems.py adds the file, the
+Each checks on its own and says what to write instead; echo/config/load.py adds the file, the
 key and the value to that.
 """
 
@@ -9,13 +9,17 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from echo.units import parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+_KEY = re.compile(r"[A-Za-z0-9_-]{43}")
+_SECRET = re.compile(r"[A-Za-z0-9_-]{22}")
+_ANY_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_HTTP = re.compile(r"http://[^/:@\s]+:\d{1,5}")
 _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _KILL_POINT = re.compile(r"[a-z_]+:\d+")
 
@@ -59,10 +63,63 @@ def _check_dial(address: str) -> str:
     return address
 
 
+def _check_advertise(address: str) -> str:
+    _check_dial(address.partition("#")[0])
+    if "#" in address:
+        raise ValueError(
+            "an address to advertise has no key in it: each process adds its own; write the part "
+            "before the #"
+        )
+    return address
+
+
+def _check_connect(address: str) -> str:
+    place, mark, rest = address.partition("#")
+    _check_dial(place)
+    key, dot, secret = rest.partition(".")
+    if (mark and not _KEY.fullmatch(key)) or (dot and not _SECRET.fullmatch(secret)):
+        raise ValueError(
+            'what follows the # must be a key of 43 letters or "key.secret" with a secret of 22; '
+            "copy the whole line of the learner's keys/join, or write the part before the # and "
+            "set ECHO_JOIN"
+        )
+    return address
+
+
+def _check_join(text: str) -> str:
+    _check_connect(text)
+    if not has_secret(text):
+        raise ValueError(
+            "is not a join string; write tcp://host:port#KEY.SECRET as it stands in keys/join in "
+            "the learner's run directory"
+        )
+    return text
+
+
+def has_secret(address: str) -> bool:
+    """Return whether an address is a join string: whether the run's secret is in it."""
+    return "." in address.partition("#")[2]
+
+
+def without_secrets(text: str) -> str:
+    """Return a text that may be shown: of join strings in it the secret is left out."""
+    return _ANY_SECRET.sub(r"\1.***", text)
+
+
+def _strip_secret(address: str) -> str:
+    return _ANY_SECRET.sub(r"\1", address)
+
+
 def _check_device(device: str) -> str:
     if not _DEVICE.fullmatch(device):
         raise ValueError(f'"{device}" is not a device; write "auto", "cpu", "cuda" or "cuda:1"')
     return device
+
+
+def _check_http(address: str) -> str:
+    if not _HTTP.fullmatch(address):
+        raise ValueError(f'"{address}" is not an address; write http://host:port')
+    return address
 
 
 def _check_task_kind(kind: str) -> str:
@@ -101,14 +158,30 @@ Bytes = Annotated[int, BeforeValidator(parse_size)]
 ListenAddress = Annotated[str, AfterValidator(_check_listen)]
 """tcp://host:port to bind; port 0 takes any free one."""
 
-DialAddress = Annotated[str, AfterValidator(_check_dial)]
+AdvertisedAddress = Annotated[str, AfterValidator(_check_advertise)]
 """tcp://host:port that others can reach."""
+
+DialAddress = Annotated[
+    str, AfterValidator(_check_connect), PlainSerializer(_strip_secret, return_type=str)
+]
+"""tcp://host:port, with #KEY or #KEY.SECRET behind it; the secret is in no dump of the model."""
 
 DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_list)]
 """Addresses to try in order; one may stand alone without brackets."""
 
+Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_is_a_list)]
+"""A list of names; one may stand alone without brackets."""
+
+JoinString = Annotated[
+    str, AfterValidator(_check_join), PlainSerializer(lambda _: None, return_type=None)
+]
+"""tcp://host:port#KEY.SECRET; in no dump of the model."""
+
 Device = Annotated[str, AfterValidator(_check_device)]
 """Where torch computes: auto, cpu, cuda or cuda:N."""
+
+HttpAddress = Annotated[str, AfterValidator(_check_http)]
+"""http://host:port."""
 
 TaskKind = Annotated[str, AfterValidator(_check_task_kind)]
 """A built-in task's name or the import path of a class."""

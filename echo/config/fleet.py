@@ -94,7 +94,7 @@ def _build(rows: Rows, source: str) -> Request:
     if learner is not None:
         is_known(rows, f"{source}: [learner]: gpu", learner.gpu, gpus)
     if problems:
-        raise ConfigError(_report(problems))
+        raise ConfigError(report(problems))
     assert job_row is not None
     assert learner is not None
     return _request(rows, job_row, learner, gpus, models[job_row.model], regions)
@@ -306,7 +306,8 @@ def _job(row: JobRow, learner: LearnerRow, gpu: Gpu, model: ModelShape, notices:
     )
 
 
-def _report(problems: Iterable[str]) -> str:
+def report(problems: Iterable[str]) -> str:
+    """Return all problems of a file as one message."""
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]

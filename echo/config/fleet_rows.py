@@ -10,14 +10,16 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from echo.config.fleet_schema import LISTS, TABLES, Row
 from echo.config.layers import nearest
 from echo.config.leaves import show
 from echo.errors import ConfigError
+
+AnyRow = TypeVar("AnyRow", bound=BaseModel)
 
 
 @dataclass(slots=True)
@@ -67,25 +69,27 @@ def read_file(rows: Rows, table: Mapping[str, Any], source: str) -> None:
 
 def _read_rows(rows: Rows, name: str, value: Any, source: str) -> None:
     if name in TABLES:
-        row = _check(rows, TABLES[name], value, f"{source}: [{name}]")
+        row = check_row(rows, TABLES[name], value, f"{source}: [{name}]")
         if row is not None:
             rows.tables[name] = row
         return
     rows.lists[name] = []
     for number, item in enumerate(value, 1):
-        words = _words(item) if isinstance(item, dict) else ""
-        where = f"{source}: {name}[{number}]{words}"
-        row = _check(rows, LISTS[name], item, where)
+        where = place_of(item, source, name, number)
+        row = check_row(rows, LISTS[name], item, where)
         if row is not None:
             rows.lists[name].append((where, row))
 
 
-def _words(item: Mapping[str, Any]) -> str:
-    named = [str(item[key]) for key in ("name", "gpu", "region") if key in item]
-    return f" ({', '.join(named)})" if named else ""
+def place_of(item: object, source: str, name: str, number: int) -> str:
+    """Return the words for a row of a list: its table, its number from 1, what it calls itself."""
+    keys = [key for key in ("name", "gpu", "region") if isinstance(item, dict) and key in item]
+    named = f" ({', '.join(str(item[key]) for key in keys)})" if isinstance(item, dict) else ""
+    return f"{source}: {name}[{number}]{named if keys else ''}"
 
 
-def _check(rows: Rows, kind: type[Row], value: object, where: str) -> Row | None:
+def check_row(rows: Rows, kind: type[AnyRow], value: object, where: str) -> AnyRow | None:
+    """Return a row if it is valid; otherwise note what is wrong with it."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -102,7 +106,7 @@ def _is_branch(part: object) -> bool:
     return isinstance(part, str) and ("[" in part or part in ("int", "float"))
 
 
-def _say(kind: type[Row], key: str, detail: Mapping[str, Any]) -> str:
+def _say(kind: type[BaseModel], key: str, detail: Mapping[str, Any]) -> str:
     name = key.rpartition(".")[2]
     info = kind.model_fields.get(name)
     meaning = f" ({info.description.rstrip('.')})" if info and info.description else ""

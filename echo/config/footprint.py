@@ -7,7 +7,7 @@ score matrix; buffers of a few MiB are left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echo.config.schema import Config
@@ -52,12 +52,14 @@ class Footprint:
     facts: ModelFacts
     prompt_tokens: int
     """Tokens that a prompt is assumed to have."""
+    has_gpu: bool = False
+    """Whether the model lies on one."""
 
     def with_learner(self, changes: Mapping[str, Any]) -> Footprint:
         """Return the footprint with settings of [learner] changed."""
         learner = self.config.learner.model_copy(update=changes)
         changed = self.config.model_copy(update={"learner": learner})
-        return Footprint(config=changed, facts=self.facts, prompt_tokens=self.prompt_tokens)
+        return replace(self, config=changed)
 
     @property
     def rollout_tokens(self) -> int:
@@ -72,12 +74,29 @@ class Footprint:
         return max(self.rollout_tokens, min(self.config.learner.micro_batch_tokens, whole_step))
 
     def learner_items(self) -> tuple[Item, ...]:
-        """Return what training takes: 16 bytes per parameter, a micro-batch, the versions."""
-        num_params = self.facts.num_params
+        """Return what training takes: 16 bytes per trained parameter, a micro-batch, the versions.
+
+        Under an adapter the base takes 4 bytes per parameter more, and is in no version.
+        A reference model and the one that attribution scores with take 4 bytes more each, the
+        copies that bfloat16 products read 2. A GPU keeps the last version to find what changed
+        (engine/version_images.py).
+        """
+        num_params, num_trained = self.facts.num_params, self._num_trained
+        base = Item(name="base", num_bytes=4 * num_params, is_on_gpu=True)
+        copies = Item(name="bfloat16 copies", num_bytes=2 * num_params, is_on_gpu=True)
+        scorer = Item(name="attribution", num_bytes=4 * num_params, is_on_gpu=True)
+        # Taken to be as large as the model that is trained.
+        reference = Item(name="reference", num_bytes=4 * num_params, is_on_gpu=True)
+        last_version = Item(name="last version", num_bytes=self._bytes_per_version, is_on_gpu=True)
         return (
-            Item(name="masters", num_bytes=4 * num_params, is_on_gpu=True),
-            Item(name="gradients", num_bytes=4 * num_params, is_on_gpu=True),
-            Item(name="Adam moments", num_bytes=8 * num_params, is_on_gpu=True),
+            *([base] if self.config.lora.rank else []),
+            Item(name="masters", num_bytes=4 * num_trained, is_on_gpu=True),
+            Item(name="gradients", num_bytes=4 * num_trained, is_on_gpu=True),
+            Item(name="Adam moments", num_bytes=8 * num_trained, is_on_gpu=True),
+            *([copies] if self._compute_bytes < 4 else []),
+            *([reference] if self.config.reference.kl_coef else []),
+            *([scorer] if self.config.attribution.interval_steps else []),
+            *([last_version] if self.has_gpu and self.config.network.codec != "full" else []),
             Item(name="activations", num_bytes=self._activation_bytes(), is_on_gpu=True),
             Item(name="log-prob chunk", num_bytes=self._logprob_bytes(), is_on_gpu=True),
             self._versions(self.config.network.keep_versions + 1),  # one more is being made
@@ -107,28 +126,55 @@ class Footprint:
         return per_token * self.rollout_tokens + 4 * facts.vocab_size
 
     def _versions(self, num_versions: int) -> Item:
-        num_bytes = num_versions * DTYPE_BYTES[self.config.model.dtype] * self.facts.num_params
+        num_bytes = num_versions * self._bytes_per_version
         return Item(name=f"{num_versions} versions", num_bytes=num_bytes, is_on_gpu=False)
 
-    def _activation_bytes(self) -> int:
-        """Return the bytes of the float32 tensors kept for one micro-batch's backward pass.
+    @property
+    def _bytes_per_version(self) -> int:
+        return DTYPE_BYTES[self.config.model.dtype] * self._num_trained
 
-        Per token and layer: two norms and two residuals (6 x hidden), queries before and after
-        norm and rotation and the attention's output (3 x heads), keys and values (4 x kv heads),
-        and the gated MLP (4 x intermediate). With checkpointing only each layer's input is kept,
-        and one layer at a time in full.
+    @property
+    def _num_trained(self) -> int:
+        """Parameters that are trained and published: all, or those of the adapter.
+
+        Target modules other than the usual seven are taken for as large as the largest of those.
+        """
+        facts, lora = self.facts, self.config.lora
+        if not lora.rank:
+            return facts.num_params
+        heads, kv_heads = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+        mlp = facts.hidden_size + facts.intermediate_size
+        sizes = {
+            **dict.fromkeys(("q_proj", "o_proj"), facts.hidden_size + heads),
+            **dict.fromkeys(("k_proj", "v_proj"), facts.hidden_size + kv_heads),
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), mlp),
+        }
+        names = sizes if lora.target_modules == ("all-linear",) else lora.target_modules
+        return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
+
+    def _activation_bytes(self) -> int:
+        """Return the bytes of the tensors kept for one micro-batch's backward pass.
+
+        Per token and layer: two norms and two residuals (6 x hidden), in float32; queries before
+        and after norm and rotation and the attention's output (3 x heads), keys and values (4 x kv
+        heads), and the gated MLP (4 x intermediate), in the type of the matrix products. With
+        checkpointing only each layer's input is kept, and one layer at a time in full.
         """
         facts = self.facts
-        per_layer = (
-            6 * facts.hidden_size
-            + (3 * facts.num_heads + 4 * facts.num_kv_heads) * facts.head_dim
-            + 4 * facts.intermediate_size
-        )
+        products = (
+            3 * facts.num_heads + 4 * facts.num_kv_heads
+        ) * facts.head_dim + 4 * facts.intermediate_size
+        per_layer = 4 * 6 * facts.hidden_size + self._compute_bytes * products
         if self.config.learner.gradient_checkpointing:
-            per_token = facts.num_layers * facts.hidden_size + per_layer
+            per_token = 4 * facts.num_layers * facts.hidden_size + per_layer
         else:
             per_token = facts.num_layers * per_layer
-        return 4 * per_token * self.micro_batch_tokens
+        return per_token * self.micro_batch_tokens
+
+    @property
+    def _compute_bytes(self) -> int:
+        """Bytes per number of the learner's matrix products; auto counts as float32."""
+        return DTYPE_BYTES.get(self.config.learner.dtype, 4)
 
     def _logprob_bytes(self) -> int:
         chunk = min(self.config.learner.vocab_chunk, self.facts.vocab_size)

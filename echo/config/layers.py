@@ -35,6 +35,9 @@ class Problem:
     text: str
     setting: Setting | None = None
     """The value in question where it is not among the accepted settings."""
+    is_idle: bool = False
+    """Whether nothing is wrong but that the value at the first path has no effect beside others:
+    one that a resumed run has merely saved gives way."""
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from echo.config.fields import without_secrets
 from echo.config.profiles import PROFILES
 from echo.config.schema import Config, Role, Section
 
@@ -94,7 +95,10 @@ def find_leaf(path: KeyPath) -> Leaf | None:
 
 
 def show(value: object) -> str:
-    """Return a value as it is written in TOML; `None`, which TOML lacks, as "unset"."""
+    """Return a value as it is written in TOML; `None`, which TOML lacks, as "unset".
+
+    The secrets of join strings are left out, since what is shown ends up in logs.
+    """
     if value is None:
         return "unset"
     if isinstance(value, Mapping):
@@ -103,7 +107,7 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(show(item) for item in value) + "]"
     if isinstance(value, bool | str):
-        return json.dumps(value, ensure_ascii=False)
+        return without_secrets(json.dumps(value, ensure_ascii=False))
     return str(value)
 
 

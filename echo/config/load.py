@@ -28,8 +28,8 @@ from echo.config.layers import (
     read_override,
 )
 from echo.config.leaves import KeyPath, Leaf, find_leaf, leaves, show
-from echo.config.profiles import DEFAULT_PROFILE, PROFILES
-from echo.config.schema import ROLES, Config
+from echo.config.profiles import DEFAULT_PROFILE, PROFILES, PULL
+from echo.config.schema import ROLES, Config, Role
 from echo.errors import ConfigError
 
 _FROM_DEFAULT = "default"
@@ -64,6 +64,7 @@ def parse_config(
     role: str | None = None,
     *,
     source: str = "configuration",
+    is_saved: bool = False,
 ) -> tuple[Config, list[str]]:
     """Check nested tables as `load_config` checks a file.
 
@@ -72,6 +73,8 @@ def parse_config(
         overrides: "section.key=value" each.
         role: whose required keys must be there, or None.
         source: what messages call `table`.
+        is_saved: whether `table` is what a run has saved, every key of it: values that an override
+            leaves without effect then give way to their defaults, for nobody asked for them.
     """
     if role is not None and role not in ROLES:
         raise ConfigError(f'role "{role}" does not exist; choose one of {", ".join(ROLES)}')
@@ -79,16 +82,30 @@ def parse_config(
     user: dict[KeyPath, Setting] = {}
     for layer in layers:
         user.update(layer.settings)
-    settings = {**_default_settings(_profile_of(user)), **user}
-    config, problems = _validate(settings)
-    reported = {path for problem in problems for path in problem.paths}
-    problems += [
-        problem for problem in check_config(config, role) if reported.isdisjoint(problem.paths)
-    ]
+    settings, config, problems = _check(user, role)
+    idle = [problem.paths[0][:2] for problem in problems if problem.is_idle] if is_saved else []
+    if idle:
+        kept = {p: s for p, s in user.items() if p[:2] not in idle or s.source == OVERRIDE}
+        settings, config, problems = _check(kept, role)
     problems = [problem for layer in layers for problem in layer.problems] + problems
     if problems:
         raise ConfigError(_report([_describe(problem, settings, source) for problem in problems]))
     return config.with_sources(_sources(settings)), _notices(layers)
+
+
+def _check(
+    user: Mapping[KeyPath, Setting], role: str | None
+) -> tuple[dict[KeyPath, Setting], Config, list[Problem]]:
+    """Return all settings, a valid configuration, and what is wrong with the user's."""
+    settings = {**_default_settings(user), **user}
+    config, problems = _validate(settings)
+    reported = {path for problem in problems for path in problem.paths}
+    problems += [
+        problem
+        for problem in check_config(config, cast("Role | None", role))
+        if reported.isdisjoint(problem.paths)
+    ]
+    return settings, config, problems
 
 
 def resolved(config: Config) -> dict[str, Any]:
@@ -106,6 +123,8 @@ def save_resolved(config: Config, path: Path) -> None:
 def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = None) -> Config:
     """Read what `save_resolved` wrote, with overrides on top.
 
+    Saved values that the overrides leave without effect, such as options of another loss, give way.
+
     Raises:
         ConfigError: as `load_config`.
     """
@@ -115,7 +134,7 @@ def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = 
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: holds no configuration but {show(table)[:60]}")
-    return parse_config(table, overrides, role, source=str(path))[0]
+    return parse_config(table, overrides, role, source=str(path), is_saved=True)[0]
 
 
 def keys_set_by_user(config: Config) -> frozenset[str]:
@@ -144,14 +163,19 @@ def _profile_of(user: Mapping[KeyPath, Setting]) -> str:
     return cast("str", profile) if known else DEFAULT_PROFILE
 
 
-def _default_settings(profile: str) -> dict[KeyPath, Setting]:
-    return {
-        path: Setting(
-            leaf.defaults[profile],
-            f"profile {profile}" if leaf.key in PROFILES[profile] else _FROM_DEFAULT,
-        )
-        for path, leaf in leaves().items()
-    }
+def _default_settings(user: Mapping[KeyPath, Setting]) -> dict[KeyPath, Setting]:
+    """Return every key's default under the user's profile and mode."""
+    profile = _profile_of(user)
+    mode = user.get(("sync", "mode"))
+    is_pull = mode is not None and mode.value == "pull"
+    found = {}
+    for path, leaf in leaves().items():
+        value = leaf.defaults[profile]
+        source = f"profile {profile}" if leaf.key in PROFILES[profile] else _FROM_DEFAULT
+        if is_pull and leaf.key in PULL:
+            value, source = PULL[leaf.key], "profile pull"
+        found[path] = Setting(value, source)
+    return found
 
 
 def _validate(settings: Mapping[KeyPath, Setting]) -> tuple[Config, list[Problem]]:
@@ -162,7 +186,7 @@ def _validate(settings: Mapping[KeyPath, Setting]) -> tuple[Config, list[Problem
         problems = _value_problems(error)
     bad = {problem.paths[0] for problem in problems}
     kept = {path: setting for path, setting in settings.items() if path[:2] not in bad}
-    repaired = {**_default_settings(_profile_of(kept)), **kept}
+    repaired = {**_default_settings(kept), **kept}
     return Config.model_validate(nest(repaired)), problems
 
 

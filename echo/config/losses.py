@@ -1,7 +1,7 @@
 """Which options each policy loss takes, without the losses themselves: a relay has no torch.
 
 A test holds these names to the fields of the classes in echo/algo. An option that is not set is
-left to its loss, so every loss keeps the defaults of its paper.
+left to its loss, whose defaults are its paper's unless it says otherwise.
 """
 
 from __future__ import annotations

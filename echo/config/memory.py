@@ -78,7 +78,15 @@ def memory_budget(
         has = format_bytes(machine.host_bytes)
         line = f"{role}: its need follows from the model, which is not known here; has {has}"
         return Budget(role=role, fits=True, line=line, available_bytes=machine.host_bytes)
-    footprint = Footprint(config=config, facts=model_facts, prompt_tokens=prompt_tokens)
+    footprint = Footprint(
+        config=config,
+        facts=model_facts,
+        prompt_tokens=prompt_tokens,
+        has_gpu=machine.gpu_bytes is not None,
+    )
+    if config.learner.dtype == "auto":
+        dtype = "float32" if machine.gpu_bytes is None else "bfloat16"
+        footprint = footprint.with_learner({"dtype": dtype})
     if role == "worker":
         return _worker_budget(footprint, machine)
     if role == "relay":

@@ -7,9 +7,10 @@ A key that is not listed here has one default for both, in schema.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
+
+from echo.planner.publish_pace import auto_publish_period as auto_publish_period
 
 DEFAULT_PROFILE = "lan"
 
@@ -26,6 +27,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "network.dead_after_s": 10.0,
         "network.lease_timeout_s": 60.0,
         "network.reconnect_for_s": 300.0,
+        "loss.kind": "grpo",
     },
     "wan": {
         "sync.max_staleness": 6,
@@ -39,9 +41,15 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "network.dead_after_s": 45.0,
         "network.lease_timeout_s": 180.0,
         "network.reconnect_for_s": 3600.0,
+        # What learned best from old rollouts in this project's experiments: bench/README.md.
+        "loss.kind": "gspo",
     },
 }
 """Default by profile and dotted key; both profiles list the same keys."""
+
+
+PULL: Mapping[str, Any] = {"sync.max_staleness": 0, "sync.publish_period": 1}
+"""What `sync.mode = "pull"` means, in place of a profile's defaults: on-policy, step by step."""
 
 
 def preset_publish_period(max_staleness: int) -> int:
@@ -50,31 +58,3 @@ def preset_publish_period(max_staleness: int) -> int:
     Source: ECHO-2, arXiv:2602.02192: max(1, S - 1).
     """
     return max(1, max_staleness - 1)
-
-
-def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) -> int:
-    """Return the smallest period in which training hides the broadcast of one version.
-
-    The smallest kappa with kappa * t_train_s > t_bcast_s, at most S + 1: with a longer period the
-    newest published version would be too old to sample for the step before the next publication,
-    and learner and workers would wait for each other.
-
-    Args:
-        t_train_s: seconds per optimizer step, above 0.
-        t_bcast_s: seconds until the slowest active worker holds a published version, from 0 up.
-        max_staleness: S, from 0 up.
-
-    Returns:
-        Optimizer steps between publications, from 1 to S + 1.
-
-    Raises:
-        ValueError: if an argument is out of its range.
-    """
-    if not (t_train_s > 0 and t_bcast_s >= 0 and max_staleness >= 0):
-        raise ValueError(
-            f"auto_publish_period({t_train_s=}, {t_bcast_s=}, {max_staleness=}): t_train_s must be "
-            "above 0, the others at least 0"
-        )
-    longest = max_staleness + 1
-    ratio = t_bcast_s / t_train_s
-    return longest if ratio >= longest else min(longest, math.floor(ratio) + 1)

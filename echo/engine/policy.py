@@ -5,8 +5,12 @@ times LM head: the log-probabilities are computed from these two, so that [token
 never exists (kernels/linear_logprob.py). Models that scale, cap or shift their logits are refused;
 besides a look at the configuration, a few tokens are put through both ways and compared.
 
-The parameters are float32 masters. Dropout is switched off, because the ratio of learner to sampler
-probability must be 1 when both have the same weights.
+The parameters are float32 masters. With a compute type of bfloat16 the backbone runs under torch's
+autocast, and hidden states and LM head are multiplied in that type with float32 sums; gradients
+arrive in float32. Only then a GPU's tensor cores work, and the fused kernels with them.
+
+Dropout is switched off, because the ratio of learner to sampler probability must be 1 when both
+have the same weights.
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from echo.algo.batching import MicroBatch
+from echo.engine.lora import Lora, add_adapter
 from echo.engine.skeleton import BUILDING
 from echo.errors import DataError, EngineError
-from echo.kernels.linear_logprob import linear_logprob
+from echo.kernels.contract import BackendName, RatioClip
+from echo.kernels.linear_logprob import TokenLosses, linear_logprob, linear_policy_loss
 
 LOGIT_SETTINGS = {
     "final_logit_softcapping": None,
@@ -43,17 +49,27 @@ class Policy:
         *,
         device: torch.device,
         tensors: Mapping[str, Tensor] | None = None,
+        lora: Lora | None = None,
         attn_implementation: str = "sdpa",
         gradient_checkpointing: bool = False,
+        is_frozen: bool = False,
+        compute_dtype: torch.dtype = torch.float32,
+        backend: BackendName = "auto",
     ) -> None:
         """Build the model of a directory.
 
         Args:
             model_dir: Hugging Face directory; config.json is enough if `tensors` is given.
             device: where it computes.
-            tensors: weights by name instead of the directory's, each tied one once.
+            tensors: weights by name instead of the directory's, each tied one once; with `lora`
+                those of the adapter, which otherwise changes nothing yet.
+            lora: the adapter that is trained, and the base in place of `model_dir`; None to train
+                all weights. `tensors`, `parameters` and `load` are then about the adapter alone.
             attn_implementation: transformers' name of the attention code.
             gradient_checkpointing: recompute the layers' activations in the backward.
+            is_frozen: never trained: it scores only.
+            compute_dtype: float32 or bfloat16, of matrix products and activations.
+            backend: of the log-probabilities (kernels/backend.py).
 
         Raises:
             DataError: if the directory or the tensors do not make up a model.
@@ -62,12 +78,22 @@ class Policy:
         # Its bars would be drawn across the live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.device = device
-        self.model = _build(model_dir, device, attn_implementation, has_weights=tensors is None)
+        self._compute_dtype = compute_dtype
+        self._backend: BackendName = backend
+        source = model_dir if lora is None else lora.base_dir
+        has_weights = tensors is None or lora is not None
+        self.model = _build(source, device, attn_implementation, has_weights=has_weights)
+        self._adapter = None if lora is None else add_adapter(self.model, lora)
         if tensors is not None:
             self.load(tensors)
         self._backbone = self.model.base_model
         self._head = _head_weight(self.model)
         self._enable_training(gradient_checkpointing=gradient_checkpointing)
+        if is_frozen:
+            self.model.requires_grad_(False)
+        elif self._adapter is not None:
+            for tensor in self._adapter.values():
+                tensor.requires_grad_()
         self._check_logits()
 
     @property
@@ -77,6 +103,8 @@ class Policy:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name, tied ones once, not copied."""
+        if self._adapter is not None:
+            return dict(self._adapter)
         named: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -96,7 +124,7 @@ class Policy:
             DataError: if a name or a shape differs from the model's; nothing is changed then.
         """
         own = self.tensors()
-        names = self.model.state_dict().keys()
+        names = own.keys() if self._adapter is not None else self.model.state_dict().keys()
         if missing := sorted(own.keys() - tensors.keys()):
             raise DataError(f"weights lack {len(missing)} of the model's tensors: {missing[:5]}")
         if unknown := sorted(tensors.keys() - names):
@@ -126,22 +154,67 @@ class Policy:
             scored tokens' distributions, without. Nats.
         """
         mask = batch.completion_mask
-        states = self._states(batch.input_ids).flatten(0, 1)
+        states, head = self.predictors(batch)
         logprobs, entropies = linear_logprob(
-            states.index_select(0, batch.predictors[mask]),
-            self._head,
+            states,
+            head,
             batch.token_ids[mask],
             inv_temperature,
             entropy="value",
             vocab_chunk=vocab_chunk,
+            backend=self._backend,
         )
         assert entropies is not None, "it was asked for"
-        padded = torch.zeros(mask.shape, dtype=logprobs.dtype, device=self.device)
-        return padded.masked_scatter(mask, logprobs), entropies
+        return _padded(logprobs, mask), entropies
 
-    def _states(self, input_ids: Tensor) -> Tensor:
+    def token_losses(
+        self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float, vocab_chunk: int
+    ) -> TokenLosses:
+        """Return what `logprobs` does, and each token's clipped loss, in one fused operation.
+
+        Args:
+            batch: on this policy's device.
+            clip: the range of the ratio.
+            inv_temperature: 1 / sampling temperature.
+            vocab_chunk: columns of logits held at a time.
+
+        Returns:
+            Losses (with gradient), log-probabilities and ratios as [B, T], 0 where masked; and the
+            [N] entropies of the scored tokens.
+        """
+        mask = batch.completion_mask
+        states, head = self.predictors(batch)
+        tokens = linear_policy_loss(
+            states,
+            head,
+            batch.token_ids[mask],
+            batch.sampler_logprobs[mask],
+            batch.advantages[:, None].expand(mask.shape)[mask],
+            inv_temperature,
+            clip=clip,
+            entropy="value",
+            vocab_chunk=vocab_chunk,
+            backend=self._backend,
+        )
+        return TokenLosses(
+            losses=_padded(tokens.losses, mask),
+            logprobs=_padded(tokens.logprobs.detach(), mask),
+            ratios=_padded(tokens.ratios, mask),
+            entropies=tokens.entropies,
+        )
+
+    def predictors(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the states [N, D] that predict the scored tokens, and the LM head."""
+        dtype = self._compute_dtype
+        states = self._states(batch.input_ids, dtype).flatten(0, 1)
+        states = states.index_select(0, batch.predictors[batch.completion_mask])
+        return states.to(dtype), self._head.to(dtype)
+
+    def _states(self, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
         # Right-padded, so plain causal attention is right and a mask would only slow it down.
-        states: Tensor = self._backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            output = self._backbone(input_ids=input_ids, use_cache=False)
+        states: Tensor = output.last_hidden_state
         return states
 
     def _enable_training(self, *, gradient_checkpointing: bool) -> None:
@@ -162,7 +235,7 @@ class Policy:
         """Compare a few tokens' logits with hidden states times LM head."""
         input_ids = torch.arange(min(self.vocab_size, 8), device=self.device)[None]
         with torch.no_grad():
-            expected = self._states(input_ids) @ self._head.T
+            expected = self._states(input_ids, torch.float32) @ self._head.T
             logits = self.model(input_ids=input_ids, use_cache=False).logits
         if logits.shape != expected.shape or not torch.allclose(
             logits, expected, rtol=1e-3, atol=1e-4
@@ -171,6 +244,35 @@ class Policy:
                 f"{type(self.model).__name__} computes its logits in another way than hidden "
                 "states times LM head; such models cannot be trained here"
             )
+
+
+def frozen_policy(
+    model_dir: Path, *, device: str, lora: Lora | None = None, attn_implementation: str = "sdpa"
+) -> Policy:
+    """Return a model that only scores, in float32, for weights that are loaded into it.
+
+    Args:
+        model_dir: Hugging Face directory.
+        device: torch's name of it.
+        lora: the adapter, if what is loaded is one.
+        attn_implementation: transformers' name of the attention code.
+
+    Raises:
+        DataError: if the directory does not make up a model.
+    """
+    return Policy(
+        model_dir,
+        device=torch.device(device),
+        lora=lora,
+        attn_implementation=attn_implementation,
+        is_frozen=True,
+    )
+
+
+def _padded(values: Tensor, mask: Tensor) -> Tensor:
+    """Return [B, T] with the values where the mask is, in order, and 0 elsewhere."""
+    zeros = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+    return zeros.masked_scatter(mask, values)
 
 
 def _build(

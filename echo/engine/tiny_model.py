@@ -20,6 +20,11 @@ CHARACTERS = "0123456789+-*/=()<>:,;|. "
 
 PAD_ID, BOS_ID, EOS_ID = range(3)
 
+HEAD_DIM = 16
+
+VLLM_HEAD_DIM = 32
+"""The smallest head that vLLM's attention for CPUs knows; half as many make the same width."""
+
 VOCAB_SIZE = 32
 """Rows of the embedding: the 28 tokens, rounded up to a multiple of 16."""
 
@@ -41,16 +46,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_config() -> Qwen3Config:
-    """Return the shape of the model."""
+def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
+    """Return the shape of the model: 64 wide in attention, whatever the size of a head."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        num_attention_heads=64 // head_dim,
+        num_key_value_heads=32 // head_dim,
+        head_dim=head_dim,
         max_position_embeddings=128,
         tie_word_embeddings=True,
         initializer_range=0.04,
@@ -62,11 +67,11 @@ def build_config() -> Qwen3Config:
     )
 
 
-def build_model(*, seed: int) -> Qwen3ForCausalLM:
+def build_model(*, seed: int, head_dim: int = HEAD_DIM) -> Qwen3ForCausalLM:
     """Return the model with random float32 weights; torch's global generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(build_config())
+        return Qwen3ForCausalLM(build_config(head_dim=head_dim))
 
 
 def save_tiny_model(directory: Path, model: Qwen3ForCausalLM) -> None:

@@ -23,8 +23,9 @@ bit, on the same hardware and number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,28 +34,24 @@ import torch
 from torch import Tensor
 
 from echo.algo.batching import MicroBatch, Sample, collate, pack_micro_batches
-from echo.algo.loss import BatchScores, Loss, LossInputs, needs_of
+from echo.algo.loss import BatchScores, Loss, LossInputs, LossOutput, needs_of
 from echo.algo.mismatch import mismatch_metrics
+from echo.algo.ppo_losses import ClippedTokenLoss
 from echo.engine import trainer_state
 from echo.engine.device import pick_device
+from echo.engine.lora import Lora
 from echo.engine.policy import Policy
-from echo.engine.trainer_batch import AdvantageSettings, StepBatch, prepare_batch, refusal
+from echo.engine.trainer_batch import (
+    AdvantageSettings,
+    StepBatch,
+    find_refusal,
+    prepare_batch,
+)
+from echo.engine.trainer_settings import OptimizerSettings as OptimizerSettings
+from echo.engine.trainer_settings import ReferenceModel as ReferenceModel
+from echo.errors import DataError
+from echo.kernels.contract import BackendName
 from echo.rollout import Group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW with a linear warm-up to a constant learning rate."""
-
-    learning_rate: float = 1e-6
-    warmup_steps: int = 10
-    """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    """Bound on the norm of the whole gradient; infinity for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +73,12 @@ class Trainer:
         optimizer: OptimizerSettings,
         temperature: float = 1.0,
         advantages: AdvantageSettings | None = None,
+        reference: ReferenceModel | None = None,
         device: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        backend: BackendName = "auto",
         init_tensors: Mapping[str, Tensor] | None = None,
+        lora: Lora | None = None,
         micro_batch_tokens: int = 16384,
         vocab_chunk: int = 8192,
         gradient_checkpointing: bool = False,
@@ -92,8 +93,13 @@ class Trainer:
             optimizer: its settings.
             temperature: of sampling, > 0.
             advantages: how rewards become advantages; None takes the defaults.
+            reference: the frozen policy that the loss pulls towards, if it does.
             device: torch's name of it, or "auto" for CUDA where there is a GPU, else the CPU.
-            init_tensors: weights to start from instead of the directory's.
+            dtype: of matrix products and activations, float32 or bfloat16; weights, gradients,
+                optimizer and log-probabilities are float32 in either case.
+            backend: of the log-probabilities (kernels/backend.py).
+            init_tensors: what to start from instead: all weights, or those of `lora`.
+            lora: the adapter to train in place of all weights, and its base.
             micro_batch_tokens: padded tokens that go through the model at once.
             vocab_chunk: columns of logits held at a time.
             gradient_checkpointing: recompute activations in the backward, for less memory.
@@ -108,11 +114,17 @@ class Trainer:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
         torch.manual_seed(seed)
         self.device = torch.device(pick_device(device))
-        self._policy = Policy(
-            model_dir,
+        make_policy = partial(
+            Policy,
             device=self.device,
-            tensors=init_tensors,
             attn_implementation=attn_implementation,
+            compute_dtype=dtype,
+            backend=backend,
+        )
+        self._policy = make_policy(
+            model_dir,
+            tensors=init_tensors,
+            lora=lora,
             gradient_checkpointing=gradient_checkpointing,
         )
         self._loss = loss
@@ -123,6 +135,7 @@ class Trainer:
         self._micro_batch_tokens = micro_batch_tokens
         self._vocab_chunk = vocab_chunk
         self._parameters = self._policy.parameters()
+        self._reference = self._load_reference(reference, make_policy)
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=optimizer.learning_rate,
@@ -133,6 +146,29 @@ class Trainer:
         )
         self._num_skipped_nonfinite = 0
         self._step_count = 0
+
+    def _load_reference(
+        self, reference: ReferenceModel | None, make_policy: Callable[..., Policy]
+    ) -> Policy | None:
+        """Return the reference policy if the loss needs one.
+
+        Raises:
+            ValueError: if it needs one and there is none.
+            DataError: if it has another vocabulary than the policy.
+        """
+        if not self._needs.reference_logprobs:
+            return None
+        if reference is None:
+            raise ValueError("the loss pulls towards a reference policy, and none is given")
+        policy = make_policy(
+            reference.model_dir, tensors=reference.tensors, lora=reference.lora, is_frozen=True
+        )
+        if policy.vocab_size != self._policy.vocab_size:
+            raise DataError(
+                f"{reference.model_dir}: the reference model has {policy.vocab_size} token ids, "
+                f"the one being trained {self._policy.vocab_size}; their tokenizers differ"
+            )
+        return policy
 
     @property
     def step_count(self) -> int:
@@ -155,7 +191,7 @@ class Trainer:
             vocab_size=self._policy.vocab_size,
         )
         metrics = batch.metrics | self._accumulate_gradients(batch)
-        metrics["lr"] = self._learning_rate()
+        metrics["lr"] = self._settings.learning_rate_at(self._step_count + 1)
         if batch.samples:
             metrics |= self._update_weights()
         metrics["optimizer/skipped_nonfinite"] = self._num_skipped_nonfinite
@@ -165,8 +201,16 @@ class Trainer:
         )
 
     def refusal(self, group: Group) -> str | None:
-        """Return why `step` would leave a sound group out, or None if it would train on it."""
-        return refusal(group, self._needs)
+        """Return why a group should not count towards a step, or None (trainer_batch.py).
+
+        It only reads what never changes, so other threads may ask while a step is made.
+        """
+        return find_refusal(
+            group,
+            settings=self._advantages,
+            needs=self._needs,
+            vocab_size=self._policy.vocab_size,
+        )
 
     @torch.no_grad()
     def score(self, groups: Sequence[Group]) -> list[list[npt.NDArray[np.float32]]]:
@@ -187,6 +231,10 @@ class Trainer:
                 scores[index] = row[: samples[index].rollout.num_tokens].copy()
         ordered = iter(range(len(samples)))
         return [[scores[next(ordered)] for _ in group.rollouts] for group in groups]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights by name, tied ones once, not copied: the next step changes them."""
+        return self._policy.tensors()
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return a copy of the weights on the CPU, float32, by name, tied ones once."""
@@ -260,7 +308,17 @@ class Trainer:
             staleness=self._step_count - micro.version_steps,
             log_expectation=micro.log_expectations if self._needs.group_expectation else None,
             batch_scores=scores,
+            reference_logprobs=self._reference_logprobs(micro),
         )
+
+    @torch.no_grad()
+    def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        logprobs, _ = self._reference.logprobs(
+            micro, inv_temperature=self._inv_temperature, vocab_chunk=self._vocab_chunk
+        )
+        return logprobs
 
     @torch.no_grad()
     def _score_batch(self, samples: Sequence[Sample]) -> BatchScores:
@@ -286,8 +344,7 @@ class Trainer:
         sampler: list[Tensor] = []
         entropies: list[Tensor] = []
         for _, micro in self._micro_batches(batch.samples):
-            logprobs, entropy = self._logprobs(micro)
-            output = self._loss(self._loss_inputs(micro, logprobs, batch, scores))
+            output, logprobs, entropy = self._score_and_judge(micro, batch, scores)
             output.loss.backward()  # type: ignore[no-untyped-call]
             losses.append(output.loss.detach())
             for name, count in output.token_counts.items():
@@ -304,10 +361,25 @@ class Trainer:
             metrics[name] = float(torch.stack(counts).sum()) / num_scored
         return metrics
 
-    def _learning_rate(self) -> float:
-        """The learning rate of the step about to be made."""
-        warmup = max(1, self._settings.warmup_steps)
-        return self._settings.learning_rate * min(1.0, (self._step_count + 1) / warmup)
+    def _score_and_judge(
+        self, micro: MicroBatch, batch: StepBatch, scores: BatchScores | None
+    ) -> tuple[LossOutput, Tensor, Tensor]:
+        """Return loss, log-probabilities and entropies of one micro-batch."""
+        loss = self._loss
+        if not isinstance(loss, ClippedTokenLoss) or loss.fused_clip is None:
+            logprobs, entropies = self._logprobs(micro)
+            inputs = self._loss_inputs(micro, logprobs, batch, scores)
+            return loss(inputs), logprobs, entropies
+        tokens = self._policy.token_losses(
+            micro,
+            clip=loss.fused_clip,
+            inv_temperature=self._inv_temperature,
+            vocab_chunk=self._vocab_chunk,
+        )
+        assert tokens.entropies is not None, "the policy asks for them"
+        inputs = self._loss_inputs(micro, tokens.logprobs, batch, scores)
+        output = loss.from_tokens(tokens.losses, tokens.ratios, inputs)
+        return output, tokens.logprobs, tokens.entropies
 
     def _update_weights(self) -> dict[str, float]:
         """Clip the accumulated gradient and apply it, unless it is not finite."""
@@ -318,7 +390,7 @@ class Trainer:
         if math.isfinite(grad_norm):
             torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.max_grad_norm, norm)
             for param_group in self._optimizer.param_groups:
-                param_group["lr"] = self._learning_rate()
+                param_group["lr"] = self._settings.learning_rate_at(self._step_count + 1)
             self._optimizer.step()
         else:
             self._num_skipped_nonfinite += 1

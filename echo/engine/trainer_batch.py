@@ -1,11 +1,21 @@
 """From groups to what one step trains on: checks, advantages, expectations, and the counts.
 
-A group that would poison the weights raises an error that names it: it should never have been
-admitted. A group that only this loss cannot use is left out whole, as if it had not been in the
-batch, and counted under `dropped/<reason>` as a share of the batch's trained tokens:
+`find_refusal` says why a group must not or need not count towards a step; the learner asks it
+before it takes a group in, so that what a step gets is trained on:
 
+    one_member      nothing to compare a rollout with
+    bad_reward      a reward that is not finite
+    bad_logprobs    a sampler's log-probability of a trained token that is none
+    bad_token_ids   an id outside the vocabulary
+    all_masked      not a single trained token, as where every completion was cut off
     lost_member     a rollout without a trained token, where the loss needs complete groups
     mixed_policies  several policy versions, where the loss wants one
+    zero_variance   no trained token has an advantage, and the loss has no other gradient
+
+A step that gets such a group even so raises an error that names it for the first four, which would
+poison the weights; it leaves out whole what only this loss cannot use and counts that under
+`dropped/<reason>`, as a share of the batch's trained tokens; groups of zero variance count in its
+normaliser only, and those without a trained token nowhere.
 """
 
 from __future__ import annotations
@@ -20,6 +30,7 @@ from torch import Tensor
 from echo.algo.advantages import group_advantages, overlong_penalties
 from echo.algo.batching import Sample
 from echo.algo.gepo import group_log_expectation
+from echo.algo.group_stats import GroupStats
 from echo.algo.loss import LossNeeds
 from echo.errors import DataError
 from echo.rollout import Group, Rollout
@@ -42,6 +53,8 @@ class AdvantageSettings:
     """Tokens before the limit in which a completion's reward falls by up to 1; 0 is off."""
     overlong_filter: bool = False
     """Do not train on completions cut off at the limit; their rewards count in the baseline."""
+    keep_zero_variance: bool = False
+    """Let groups without any advantage count towards a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +92,14 @@ def prepare_batch(
     for group in groups:
         check_group(group, vocab_size)
     groups = [_filter_overlong(group) if settings.overlong_filter else group for group in groups]
-    reasons = [refusal(group, needs) for group in groups]
+    reasons = [_unusable(group, needs) for group in groups]
     kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
     samples = [
         sample
         for index, group in enumerate(kept)
         for sample in _group_samples(group, index, settings, needs)
     ]
-    metrics = _batch_metrics(groups)
+    metrics = GroupStats.of(groups).metrics()
     if needs.group_expectation or needs.single_policy:
         metrics |= _dropped_metrics(groups, reasons)
     return StepBatch(
@@ -97,7 +110,34 @@ def prepare_batch(
     )
 
 
-def refusal(group: Group, needs: LossNeeds) -> str | None:
+def find_refusal(
+    group: Group, *, settings: AdvantageSettings, needs: LossNeeds, vocab_size: int
+) -> str | None:
+    """Return why a group should not count towards a step, by its name above, or None.
+
+    Args:
+        group: as it was delivered.
+        settings: of the advantages.
+        needs: of the loss.
+        vocab_size: of the model.
+    """
+    damage = _find_damage(group, vocab_size)
+    if damage is not None:
+        return damage[0]
+    if settings.overlong_filter:
+        group = _filter_overlong(group)
+    if not any(rollout.completion_mask.any() for rollout in group.rollouts):
+        return "all_masked"
+    reason = _unusable(group, needs)
+    if reason is not None:
+        return reason
+    if settings.keep_zero_variance or needs.every_rollout:
+        return None
+    samples = _group_samples(group, 0, settings, needs)
+    return None if _with_gradient(samples, needs) else "zero_variance"
+
+
+def _unusable(group: Group, needs: LossNeeds) -> str | None:
     """Return why a loss with these needs cannot use a sound group, or None if it can."""
     has_all = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
     if needs.group_expectation and not has_all:
@@ -113,11 +153,18 @@ def check_group(group: Group, vocab_size: int) -> None:
     Raises:
         DataError: naming the group and what is wrong with it.
     """
-    where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
+    damage = _find_damage(group, vocab_size)
+    if damage is not None:
+        where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
+        raise DataError(f"{where}{damage[1]}")
+
+
+def _find_damage(group: Group, vocab_size: int) -> tuple[str, str] | None:
+    """Return the name of what makes a group unsound and its description, or None."""
     if len(group.rollouts) < 2:
-        raise DataError(f"{where} has one rollout: advantages need two or more of each prompt")
+        return "one_member", " has one rollout: advantages need two or more of each prompt"
     if not np.isfinite(group.rewards).all():
-        raise DataError(f"{where}: rewards are not all finite: {group.rewards}")
+        return "bad_reward", f": rewards are not all finite: {group.rewards}"
     ids = [("prompt", group.prompt_ids)]
     for index, rollout in enumerate(group.rollouts):
         ids.append((f"rollout {index}", rollout.token_ids))
@@ -125,17 +172,18 @@ def check_group(group: Group, vocab_size: int) -> None:
         is_bad = rollout.completion_mask & ~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))
         if is_bad.any():
             token = int(is_bad.argmax())
-            raise DataError(
-                f"{where}, rollout {index}: sampler log-prob of token {token} is "
+            return "bad_logprobs", (
+                f", rollout {index}: sampler log-prob of token {token} is "
                 f"{logprobs[token]}, expected a finite number of at most 0; the group cannot be "
                 "trained on, and its worker's sampler is at fault"
             )
     for name, token_ids in ids:
         if token_ids.min() < 0 or token_ids.max() >= vocab_size:
-            raise DataError(
-                f"{where}, {name}: token ids span {token_ids.min()}..{token_ids.max()}, outside "
+            return "bad_token_ids", (
+                f", {name}: token ids span {token_ids.min()}..{token_ids.max()}, outside "
                 f"the model's vocabulary of {vocab_size}; the worker has another tokenizer"
             )
+    return None
 
 
 def _filter_overlong(group: Group) -> Group:
@@ -197,30 +245,6 @@ def _with_gradient(samples: Sequence[Sample], needs: LossNeeds) -> list[Sample]:
         return live
     indices = {sample.group_index for sample in live}
     return [sample for sample in samples if sample.group_index in indices]
-
-
-def _batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The metrics that need no model: all rollouts, also those without an advantage.
-
-    A group is all_right or all_wrong if its rewards are equal, and above 0 or not; else useful. It
-    is mixed if several policy versions sampled it.
-    """
-    rewards = np.array([reward for group in groups for reward in group.rewards], dtype=np.float64)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    is_equal = np.array([min(group.rewards) == max(group.rewards) for group in groups])
-    is_positive = np.array([max(group.rewards) > 0 for group in groups])
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "completions/mean_length": float(np.mean([rollout.num_tokens for rollout in rollouts])),
-        "completions/clipped_ratio": float(
-            np.mean([rollout.finish_reason == "length" for rollout in rollouts])
-        ),
-        "groups/all_right": float((is_equal & is_positive).mean()),
-        "groups/all_wrong": float((is_equal & ~is_positive).mean()),
-        "groups/useful": float((~is_equal).mean()),
-        "groups/mixed": float(np.mean([len(group.versions) > 1 for group in groups])),
-    }
 
 
 def _dropped_metrics(groups: Sequence[Group], reasons: Sequence[str | None]) -> dict[str, float]:

@@ -8,30 +8,36 @@ runs through the model once, its keys and values are repeated for the rollouts o
 rows then advance together, one token at a time. Prompts of unequal length are padded on the left;
 where all are equal no mask is made at all. Rows that have ended are cut out of the batch whenever
 they are a quarter of it, so that in all they cost at most a constant factor.
+
+New weights are copied in between two tokens, by the thread that generates.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from echo.engine.engine import Completion, Engine, FinishReason, Request, Sampling
-from echo.engine.sampling import draw_tokens, uniform_at
+from echo.engine.available_memory import available_bytes
+from echo.engine.concurrency import Concurrency, describe, is_out_of_memory
+from echo.engine.engine import UNVERSIONED, Completion, Engine, KvCache, Request, Sampling
+from echo.engine.lora import Lora, build_adapted
+from echo.engine.mailbox import Mailbox
+from echo.engine.sampling import draw_tokens
 from echo.engine.skeleton import build_skeleton, check_weights
+from echo.engine.version_fence import VersionFence
+from echo.engine.wave import Wave
 from echo.engine.weights import torch_dtype
 from echo.errors import EngineError
-
-COMPACT_BELOW = 0.75
-"""Share of rows still running at which the ended ones are cut out of the batch."""
+from echo.rollout import PolicyVersion
+from echo.units import format_bytes
 
 SAMPLING_BYTES_PER_LOGIT = 32
 """Logits, their float32 copy, log-probabilities, probabilities and the float64 sum, with room."""
@@ -48,6 +54,9 @@ class TransformersEngine(Engine):
             available now.
         attn_implementation: transformers' name of the attention.
         num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
+        kv_cache: what becomes of keys and values when weights are swapped in flight.
+        lora: the adapter that `load` takes, and its base in place of `model_dir`; None where it
+            takes all weights.
     """
 
     def __init__(
@@ -59,32 +68,86 @@ class TransformersEngine(Engine):
         memory_budget_bytes: int | None = None,
         attn_implementation: str = "sdpa",
         num_threads: int = 0,
+        kv_cache: KvCache = "recompute",
+        lora: Lora | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._num_threads = num_threads
-        self._is_loaded = False
-        self._model = build_skeleton(Path(model_dir), torch_dtype(dtype), attn_implementation)
+        self._recomputes = kv_cache == "recompute"
+        self._fence = VersionFence()
+        self._mailbox = Mailbox()
+        self._concurrency = Concurrency()
+        self._version = UNVERSIONED
+        self._tensors: Mapping[str, Tensor] | None = None
+        self._adapter: dict[str, Tensor] | None = None
+        if lora is None:
+            self._model = build_skeleton(Path(model_dir), torch_dtype(dtype), attn_implementation)
+        else:
+            self._model, self._adapter = build_adapted(
+                lora, torch_dtype(dtype), attn_implementation
+            )
         self._model.to(self._device)
         self._forward_arguments = frozenset(inspect.signature(self._model.forward).parameters)
         self._budget_bytes = (
-            _available_bytes(self._device) // 2
+            available_bytes(self._device) // 2
             if memory_budget_bytes is None
             else memory_budget_bytes
         )
         text_config = self._model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
         window = getattr(text_config, "max_position_embeddings", None)
-        self._window = int(window) if window is not None else None
+        self.window = int(window) if window is not None else None
         self._kv_bytes_per_token = _kv_bytes_per_token(text_config, torch_dtype(dtype))
 
+    @property
+    def installed(self) -> PolicyVersion | None:
+        """The version that samples."""
+        return self._fence.installed
+
+    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
+        """Copy weights in, between two tokens; a tied tensor is wanted once, under any name.
+
+        Where that fails half way, what was overwritten is taken from the version before again,
+        which is why the engine holds on to what it was given.
+        """
+        check_weights(self._loadable(), tensors)
+        with self._fence.swap(version):
+            self._mailbox.do(lambda: self._install(tensors, version))
+
+    def _loadable(self) -> Mapping[str, Tensor]:
+        return self._model.state_dict() if self._adapter is None else self._adapter
+
+    def _install(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        try:
+            self._copy(tensors)
+        except Exception as error:  # PyTorch, and the memory behind the tensors, raise anything
+            self._roll_back(version, describe(error))
+            raise EngineError(
+                f"{version} could not be copied in: {describe(error)}; rolled back, version: "
+                f"{self._fence.installed or 'none'}"
+            ) from error
+        self._tensors, self._version = tensors, version
+
+    def _roll_back(self, version: PolicyVersion, why: str) -> None:
+        """Copy the version before in again, every bit of it."""
+        if self._tensors is None:
+            return
+        try:
+            self._copy(self._tensors)
+        except Exception as error:  # as above
+            before = self._fence.installed
+            self._fence.close()
+            raise EngineError(
+                f"{version} could not be copied in ({why}), nor {before} again "
+                f"({describe(error)}): the weights are neither, and nothing is sampled from them; "
+                "check this machine's memory, and start the worker anew"
+            ) from error
+
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy weights in; a tied tensor is wanted once, under any of its names."""
-        own = self._model.state_dict()
-        check_weights(own, tensors)
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        own = self._loadable()
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
-        self._is_loaded = True
 
     def generate(
         self,
@@ -92,36 +155,100 @@ class TransformersEngine(Engine):
         sampling: Sampling,
         *,
         should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None] = lambda _: None,
+        on_completion: Callable[[Completion], None] = lambda _: None,
+        min_version: PolicyVersion | None = None,
+        exact_version: PolicyVersion | None = None,
     ) -> list[Completion]:
         """Sample a completion for each request; see `Engine.generate`.
 
         A completion also ends with "length" where the model's window does.
         """
-        if not self._is_loaded:
-            raise EngineError("no weights are loaded; call load() before generate()")
+        with self._fence.request(min_version, exact_version), self._mailbox.opened():
+            return self._generate(requests, sampling, should_stop, on_tokens, on_completion)
+
+    def _generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None],
+        on_completion: Callable[[Completion], None],
+    ) -> list[Completion]:
         if not requests:
             return []
         for request in requests:
-            self._check_prompt(request)
+            request.check(
+                window=self.window,
+                vocab_size=self._vocab_size,
+                max_completion_tokens=sampling.max_completion_tokens,
+            )
         if self._num_threads:
             # Each thread has its own setting, and this may not be the one that built the engine.
             torch.set_num_threads(self._num_threads)
-        longest = max(len(request.prompt_ids) for request in requests)
-        wave_size = self.max_concurrent_rollouts(longest, sampling.max_completion_tokens)
+        longest = max(len(request.context_ids) for request in requests)
+        run = partial(
+            self._run, should_stop=should_stop, on_tokens=on_tokens, on_completion=on_completion
+        )
         completions: list[Completion] = []
-        for start in range(0, len(requests), wave_size):
-            wave = _Wave(requests[start : start + wave_size], sampling, self._window)
-            self._run(wave, should_stop)
+        while len(completions) < len(requests):
+            wave_size = self.max_concurrent_rollouts(longest, sampling.max_completion_tokens)
+            start = len(completions)
+            wave = Wave(requests[start : start + wave_size], sampling, self.window)
+            self._run_in_parts(wave, run)
             completions.extend(wave.completions())
         return completions
 
-    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Divide what the weights leave of the memory budget by the need of one rollout."""
+    def _run_in_parts(self, wave: Wave, run: Callable[[Wave], None]) -> None:
+        """Run a wave, and where memory does not hold it what is left of it in ever smaller ones."""
+        waiting = [wave]
+        while waiting:
+            wave = waiting.pop()
+            max_rows = self._concurrency.bounded(wave.num_rows)
+            if max_rows < wave.num_rows:
+                waiting += reversed(wave.parts(max_rows))
+                continue
+            failure = ""
+            try:
+                run(wave)
+            except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
+                if not is_out_of_memory(error):
+                    raise
+                failure = describe(error)
+            if failure:  # outside of the handler, which keeps all tensors of the wave alive
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()
+                longest = int(wave.lengths.max())
+                numbers = self._numbers(longest, wave.max_tokens)
+                self._concurrency.halve(wave.num_rows, why=failure, numbers=numbers)
+                waiting.append(wave)
+
+    def _numbers(self, prompt_tokens: int, completion_tokens: int) -> str:
+        """Say what a rollout needs and what there is."""
+        weights, one = self._needs(prompt_tokens, completion_tokens)
+        return (
+            f"the weights take {format_bytes(weights)}, one rollout of {prompt_tokens} + "
+            f"{completion_tokens} tokens at least {format_bytes(one)}, the budget is "
+            f"{format_bytes(self._budget_bytes)}, free are "
+            f"{format_bytes(available_bytes(self._device))}"
+        )
+
+    def _needs(self, prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
+        """Return the bytes of the weights and of one rollout."""
         weights = sum(t.numel() * t.element_size() for t in _distinct(self._model.state_dict()))
         one = (
             self._kv_bytes_per_token * (prompt_tokens + completion_tokens)
             + SAMPLING_BYTES_PER_LOGIT * self._vocab_size
         )
+        return weights, one
+
+    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
+        """Keep newer weights out while the body runs."""
+        return self._fence.request(None, exact_version)
+
+    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
+        """Divide what the weights leave of the memory budget by the need of one rollout."""
+        weights, one = self._needs(prompt_tokens, completion_tokens)
         number = (self._budget_bytes - weights) // one
         if number < 1:
             raise EngineError(
@@ -130,44 +257,76 @@ class TransformersEngine(Engine):
                 f"({one}); raise worker.memory_budget_bytes or lower "
                 "sampling.max_completion_tokens"
             )
-        return int(number)
+        return self._concurrency.bounded(int(number))
+
+    def take_counts(self) -> dict[str, int]:
+        """Return how often memory ran out since this was last asked."""
+        return self._concurrency.take_counts()
 
     def close(self) -> None:
         """Drop the model."""
-        self._is_loaded = False
+        self._fence.close()
+        self._tensors = None
         self._model.to("meta")
 
     @torch.inference_mode()
-    def _run(self, wave: _Wave, should_stop: Callable[[], bool]) -> None:
+    def _run(
+        self,
+        wave: Wave,
+        should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None],
+        on_completion: Callable[[Completion], None],
+    ) -> None:
         """Advance a wave token by token until every row has ended or `should_stop` says so."""
         if should_stop():
             return
-        ids, mask, row_of_prompt = wave.distinct_prompts()
-        cache = DynamicCache(config=self._model.config)
-        logits = self._forward(ids, mask, _positions(mask, ids.shape), cache)
-        repeat = torch.from_numpy(row_of_prompt)
-        if len(row_of_prompt) != len(ids):
-            cache.batch_select_indices(repeat.to(self._device))
-        logits = logits[repeat.to(self._device)]
-        if mask is not None:
-            # As long as it can get: each step shows the model one more column of it.
-            grown = torch.ones(len(repeat), wave.max_tokens, dtype=mask.dtype)
-            mask = torch.cat([mask[repeat], grown], dim=1).to(self._device)
-        length = ids.shape[1]
-        for step in range(wave.max_tokens):
+        logits, cache = self._begin(wave)
+        mask = wave.final_mask()  # each step shows the model one more column of it
+        mask = mask.to(self._device) if mask is not None else None
+        for step in range(wave.num_tokens, wave.max_tokens):
             tokens, logprobs = draw_tokens(logits, wave.sampling, wave.uniforms(step))
-            wave.append(step, tokens.cpu().numpy(), logprobs.cpu().numpy())
+            new = tokens.cpu().numpy(), logprobs.cpu().numpy()
+            on_tokens(wave.num_running)
+            for row in wave.append(step, *new, self._version):
+                on_completion(wave.completion(row))
             if wave.is_done or should_stop():
                 return
+            has_swapped = self._mailbox.empty()
+            if self.installed is None:
+                raise EngineError(
+                    "the weights are gone: a swap failed half way, or the engine was closed; start "
+                    "the worker anew"
+                )
             kept = wave.compact()
             if kept is not None:
                 index = torch.from_numpy(kept).to(self._device)
-                cache.batch_select_indices(index)
-                tokens = tokens[index]
                 mask = mask[index] if mask is not None else None
+                tokens = tokens[index]
+                cache.batch_select_indices(index)
+            if has_swapped and self._recomputes:
+                logits, cache = self._begin(wave)
+                continue
             positions = torch.from_numpy(wave.lengths + step)[:, None]
-            shown = mask[:, : length + step + 1] if mask is not None else None
+            shown = mask[:, : wave.prompt_length + step + 1] if mask is not None else None
             logits = self._forward(tokens[:, None], shown, positions, cache)
+
+    def _begin(self, wave: Wave) -> tuple[Tensor, DynamicCache]:
+        """Run all that the rows of a wave hold through the model.
+
+        Returns:
+            The logits [B, V] of each row's next token, and the keys and values before it.
+        """
+        cache = DynamicCache(config=self._model.config)
+        if wave.num_tokens:
+            contexts, shown = wave.contexts()
+            return self._forward(contexts, shown, _positions(shown, contexts.shape), cache), cache
+        ids, shown, repeat = wave.prompts()
+        logits = self._forward(ids, shown, _positions(shown, ids.shape), cache)
+        if not torch.equal(repeat, torch.arange(len(ids))):
+            repeat = repeat.to(self._device)
+            cache.batch_select_indices(repeat)
+            logits = logits[repeat]
+        return logits, cache
 
     def _forward(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache
@@ -187,130 +346,6 @@ class TransformersEngine(Engine):
             arguments["logits_to_keep"] = 1
         logits: Tensor = self._model(**arguments).logits[:, -1]
         return logits
-
-    def _check_prompt(self, request: Request) -> None:
-        ids = request.prompt_ids
-        where = f"request {request.request_id}"
-        if not len(ids):
-            raise EngineError(f"{where}: the prompt is empty")
-        if self._window is not None and len(ids) >= self._window:
-            raise EngineError(
-                f"{where}: the prompt has {len(ids)} tokens, the model's window "
-                f"{self._window}, which leaves no room for a completion; shorten the prompt"
-            )
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
-            raise EngineError(
-                f"{where}: the prompt has token ids from {ids.min()} to {ids.max()}, the model a "
-                f"vocabulary of {self._vocab_size}; tokenizer and model do not belong together"
-            )
-
-
-class _Wave:
-    """The rows that run together: what was sampled for each, and which are still running.
-
-    `rows` maps each row of the current batch to its request; compaction shortens it.
-    """
-
-    def __init__(self, requests: Sequence[Request], sampling: Sampling, window: int | None) -> None:
-        self.sampling = sampling
-        self._requests = requests
-        num_rows = len(requests)
-        prompt_lengths = np.array([len(request.prompt_ids) for request in requests])
-        self._limits = np.full(num_rows, sampling.max_completion_tokens)
-        if window is not None:
-            self._limits = np.minimum(self._limits, window - prompt_lengths)
-        self.max_tokens = int(self._limits.max())
-        self._token_ids = np.zeros((num_rows, self.max_tokens), np.int32)
-        self._logprobs = np.zeros((num_rows, self.max_tokens), np.float32)
-        self._num_tokens = np.zeros(num_rows, np.int64)
-        self._reasons: list[FinishReason] = ["abort"] * num_rows
-        self._stop_ids = np.array(sampling.stop_ids, np.int64)
-        self._rows = np.arange(num_rows)
-        self._is_running = np.ones(num_rows, np.bool_)
-        self._seeds = np.array([r.seed & 0xFFFFFFFFFFFFFFFF for r in requests], np.uint64)
-        self.lengths = prompt_lengths
-        """[B] prompt tokens of each row of the batch."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every row has ended."""
-        return not self._is_running.any()
-
-    def distinct_prompts(self) -> tuple[Tensor, Tensor | None, npt.NDArray[np.int64]]:
-        """Return each distinct prompt once, padded on the left, and which one each row has.
-
-        Returns:
-            Ids [U, L], mask [U, L] or None if nothing is padded, and prompt of row [B].
-        """
-        numbers: dict[bytes, int] = {}
-        prompts: list[npt.NDArray[np.int32]] = []
-        prompt_of_row = np.empty(len(self._requests), np.int64)
-        for row, request in enumerate(self._requests):
-            key = request.prompt_ids.tobytes()
-            if key not in numbers:
-                numbers[key] = len(prompts)
-                prompts.append(request.prompt_ids)
-            prompt_of_row[row] = numbers[key]
-        longest = max(map(len, prompts))
-        ids = np.zeros((len(prompts), longest), np.int64)
-        mask = np.zeros((len(prompts), longest), np.int64)
-        for number, prompt in enumerate(prompts):
-            ids[number, longest - len(prompt) :] = prompt
-            mask[number, longest - len(prompt) :] = 1
-        has_padding = not mask.all()
-        return torch.from_numpy(ids), torch.from_numpy(mask) if has_padding else None, prompt_of_row
-
-    def uniforms(self, step: int) -> npt.NDArray[np.float64]:
-        """Return the random number of each row of the batch for its token `step`."""
-        return uniform_at(self._seeds, step)
-
-    def append(
-        self, step: int, token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
-    ) -> None:
-        """Record token `step` of the rows that are running, and end those that end with it."""
-        running = self._is_running
-        rows = self._rows[running]
-        if np.isnan(logprobs[running]).any():
-            raise EngineError(
-                f"the model produced NaN at token {step} of request "
-                f"{self._requests[rows[np.isnan(logprobs[running])][0]].request_id}; the weights "
-                "hold NaN or overflow in the engine's dtype"
-            )
-        self._token_ids[rows, step] = token_ids[running]
-        self._logprobs[rows, step] = logprobs[running]
-        self._num_tokens[rows] = step + 1
-        is_stop = (token_ids[:, None] == self._stop_ids).any(1) & running
-        is_full = (step + 1 >= self._limits[self._rows]) & running & ~is_stop
-        for row in self._rows[is_stop]:
-            self._reasons[row] = "stop"
-        for row in self._rows[is_full]:
-            self._reasons[row] = "length"
-        self._is_running = running & ~is_stop & ~is_full
-
-    def compact(self) -> npt.NDArray[np.int64] | None:
-        """Drop ended rows from the batch if they are many; return the rows kept, or None."""
-        if self._is_running.sum() > COMPACT_BELOW * len(self._rows):
-            return None
-        kept = np.flatnonzero(self._is_running)
-        self._rows, self._seeds, self.lengths = (
-            self._rows[kept],
-            self._seeds[kept],
-            self.lengths[kept],
-        )
-        self._is_running = self._is_running[kept]
-        return kept
-
-    def completions(self) -> list[Completion]:
-        """Return what was sampled, in the order of the requests."""
-        return [
-            Completion(
-                request.request_id,
-                self._token_ids[row, : self._num_tokens[row]].copy(),
-                self._logprobs[row, : self._num_tokens[row]].copy(),
-                self._reasons[row],
-            )
-            for row, request in enumerate(self._requests)
-        ]
 
 
 def _positions(mask: Tensor | None, shape: torch.Size) -> Tensor:
@@ -332,17 +367,3 @@ def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * (config.num_hidden_layers + 1) * num_heads * head_dim * dtype.itemsize)
-
-
-def _available_bytes(device: torch.device) -> int:
-    """Return the memory that can be had now without taking it from anybody else."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        # Free pages alone would leave out the file cache, which is most of a busy machine.
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.tiny_model import (
     EOS_ID,
+    HEAD_DIM,
     PAD_ID,
     build_config,
     build_model,
@@ -124,6 +125,7 @@ def make_warm_model(
     *,
     task: Demonstrator,
     seed: int,
+    head_dim: int = HEAD_DIM,
     on_progress: ProgressCallback | None = None,
     num_threads: int = 1,
 ) -> WarmModel:
@@ -134,6 +136,7 @@ def make_warm_model(
         directory: where models are kept, one sub-directory for each recipe and seed.
         task: the task of that name, as `load_task` builds it.
         seed: of the weights, the demonstrations and the measurement.
+        head_dim: of the model's attention.
         on_progress: called after every step; not at all if the model is there already.
         num_threads: CPU threads of torch while this runs.
 
@@ -147,12 +150,12 @@ def make_warm_model(
             f"no warm-up for the task {task_name!r}; there is one for {', '.join(RECIPES)}. For "
             "other tasks set model.name to a model that can already answer"
         )
-    path = directory / f"{task_name}-{_recipe_hash(task_name, task, seed)}"
+    path = directory / f"{task_name}-{_recipe_hash(task_name, task, seed, head_dim)}"
     found = _read_result(path)
     if found is not None:
         return found
     with _torch_threads(num_threads):
-        return _make(task_name, task, path, seed, on_progress)
+        return _make(task_name, task, path, seed, head_dim, on_progress)
 
 
 def pass_rate(
@@ -182,13 +185,15 @@ def _make(
     task: Demonstrator,
     path: Path,
     seed: int,
+    head_dim: int,
     on_progress: ProgressCallback | None,
 ) -> WarmModel:
     recipe = RECIPES[task_name]
     num_steps = recipe.num_steps
     rates = []
     for attempt in range(MAX_ATTEMPTS):
-        model = _train(task, recipe, num_steps, seed + attempt, on_progress)
+        model = build_model(seed=seed + attempt, head_dim=head_dim)
+        _train(model, task, recipe, num_steps, seed + attempt, on_progress)
         sampled = pass_rate(model, task, NUM_FINAL_PROMPTS, greedy=False, seed=seed)
         if recipe.min_pass_rate <= sampled <= recipe.max_pass_rate:
             greedy = pass_rate(model, task, NUM_FINAL_PROMPTS, greedy=True, seed=seed)
@@ -203,14 +208,15 @@ def _make(
 
 
 def _train(
+    model: Qwen3ForCausalLM,
     task: Demonstrator,
     recipe: WarmupRecipe,
     num_steps: int,
     seed: int,
     on_progress: ProgressCallback | None,
-) -> Qwen3ForCausalLM:
-    """Fit a new model to `num_steps` batches of fresh demonstrations."""
-    model, tokenizer, rng = build_model(seed=seed), build_tokenizer(), random.Random(seed)
+) -> None:
+    """Fit a model to `num_steps` batches of fresh demonstrations."""
+    tokenizer, rng = build_tokenizer(), random.Random(seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
@@ -229,7 +235,6 @@ def _train(
             if step % PROGRESS_PERIOD == 0:
                 rate = pass_rate(model, task, NUM_PROGRESS_PROMPTS, greedy=False, seed=seed)
             on_progress(step, num_steps, loss.item(), rate)
-    return model
 
 
 def _demonstrations(
@@ -254,7 +259,7 @@ def _text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _recipe_hash(task_name: str, task: Demonstrator, seed: int) -> str:
+def _recipe_hash(task_name: str, task: Demonstrator, seed: int, head_dim: int) -> str:
     """Hash what a model is made from; the task by what it shows and asks, not by its source."""
     rng = random.Random(seed)
     made_from = {
@@ -262,7 +267,7 @@ def _recipe_hash(task_name: str, task: Demonstrator, seed: int) -> str:
         "seed": seed,
         "demonstrations": [task.demonstration(rng) for _ in range(NUM_HASHED)],
         "heldout": [task.example(i, split="heldout").prompt for i in range(NUM_HASHED)],
-        "config": build_config().to_diff_dict(),
+        "config": build_config(head_dim=head_dim).to_diff_dict(),
         "code": Path(__file__).read_text(encoding="utf-8"),
     }
     return blake3(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,25 +67,55 @@ def publish_image(
     Returns:
         Where each tensor lies, sorted by name, and the bytes.
     """
+    specs, tensors = lay_out(state, dtype)
+    image = bytearray(image_bytes(specs))
+    write_image(specs, tensors, host_bytes(image))
+    return specs, image
+
+
+def lay_out(
+    state: Mapping[str, Tensor], dtype: str
+) -> tuple[tuple[TensorSpec, ...], dict[str, Tensor]]:
+    """Return where each tensor of a state dict lies in its image, and the tensors as they are.
+
+    Arguments as for `publish_image`.
+    """
     target = torch_dtype(dtype)
-    tensors = {
-        name: tensor.detach().to(target) if tensor.is_floating_point() else tensor.detach()
-        for name, tensor in sorted(_untie(state).items())
-    }
+    tensors = dict(sorted(_untie(state).items()))
     specs = []
     end = 0
     for name, tensor in tensors.items():
+        published = target if tensor.is_floating_point() else tensor.dtype
         offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        num_bytes = tensor.numel() * tensor.element_size()
+        num_bytes = tensor.numel() * published.itemsize
         specs.append(
-            TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset, num_bytes)
+            TensorSpec(name, dtype_name(published), tuple(tensor.shape), offset, num_bytes)
         )
         end = offset + num_bytes
-    image = bytearray(end)
-    views = tensors_from_image(specs, memoryview(image))
-    for name, tensor in tensors.items():
-        _as_bytes(views[name]).copy_(_as_bytes(tensor.cpu().contiguous()))
-    return tuple(specs), image
+    return tuple(specs), tensors
+
+
+def image_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Return the length of an image that is laid out like this."""
+    return specs[-1].offset + specs[-1].num_bytes if specs else 0
+
+
+def write_image(specs: Iterable[TensorSpec], tensors: Weights, image: Tensor) -> None:
+    """Write tensors to their places in an image, rounded where they are: one after the other.
+
+    Args:
+        specs: the places.
+        tensors: by name, on any device.
+        image: uint8 [num_bytes], on any device; the gaps stay as they are.
+    """
+    for spec in specs:
+        tensor = tensors[spec.name].detach().to(torch_dtype(spec.dtype)).contiguous()
+        image[spec.offset : spec.offset + spec.num_bytes].copy_(_as_bytes(tensor))
+
+
+def host_bytes(image: bytearray) -> Tensor:
+    """Return memory as a tensor, uint8 [num_bytes], that shares it."""
+    return _view(memoryview(image), torch.uint8, len(image), 0)
 
 
 def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[str, Tensor]:
@@ -189,7 +219,7 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
     """
     target = torch_dtype(dtype)
     tensors: dict[str, Tensor] = {}
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 -- not a dict
@@ -278,7 +308,12 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
         config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors of a model directory.
+
+    Raises:
+        DataError: if there are none, or not all that its index names.
+    """
     index = directory / INDEX_FILE
     if index.is_file():
         try:

@@ -76,7 +76,6 @@ class Scheduler:
         """
         self.cluster, self.job = cluster, job
         self.types = sorted(cluster.counts)
-        self.num_priced = 0
         self._update_s = update_s
         self._replicas: tuple[Replica, ...] = possible_replicas(cluster, job)
         self._training: dict[tuple[int, ...], TrainPlan] = {}
@@ -110,13 +109,8 @@ class Scheduler:
         assert best is not None
         return best
 
-    def try_all(self) -> Schedule:
-        """Return the best schedule of all divisions: the oracle of the tests."""
-        return min(map(self.price, self._divisions()), key=lambda s: s.rank)
-
     def price(self, train_counts: tuple[int, ...]) -> Schedule:
         """Return the schedule of one division, given as training's GPUs of each type."""
-        self.num_priced += 1
         given = dict(zip(self.types, train_counts, strict=True))
         rest = {name: self.cluster.counts[name] - given[name] for name in self.types}
         if train_counts not in self._training:

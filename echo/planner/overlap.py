@@ -11,7 +11,10 @@ with R rollouts per step, S the staleness bound, kappa the publish period:
 
 `predict` does not use either. It follows the leases (protocol/granting.py) step by step: batch k is
 generated after batch k - 1, begins once a version w with S + w + 1 > k is installed, and is trained
-after step k - 1. So the prediction holds also where the rule does not, and shows by how much.
+after step k - 1. So the prediction holds also where the rule does not, and shows by how much. A
+batch is whole when the fleet has made so many rollouts, and no sooner than its first groups; where
+groups differ in length some workers are still busy with the last ones when the others go on with
+the next batch, or wait for it: half of a group's time at most.
 
 Differs from the paper: the second reading and the prediction are this project's.
 """
@@ -29,6 +32,8 @@ from echo.planner.job import Job
 
 _CYCLES = 40
 """Publications that a prediction follows; the first half is run-in and does not count."""
+_LARGEST_TAIL = 0.5
+"""Of a group's time, by which the last of a batch are later than the rate says."""
 _CHANGE = 0.9
 """What a resource is multiplied by to see whether it binds."""
 
@@ -160,13 +165,15 @@ class _Pipeline:
         self.broadcast_s = broadcast_s
         self.latency_s = latency_s
         self.is_paced = is_paced
+        self.tail_s = min(_LARGEST_TAIL, job.completion_spread) * latency_s
+        """By which the last groups of a batch are later than the rate says."""
         self.batch_s = _with_spread(job, job.rollouts_per_step / rate)
         self.ends = [0.0]
         """When version v is complete, by v; the initial weights are there at 0."""
         self.installed = [(0.0, 0)]
         """(time, version) in order."""
         self.generated_at = 0.0
-        """When the last batch so far had all its rollouts begun."""
+        """When the fleet has done the work of the last batch so far."""
         self.staleness: dict[int, float] = {}
 
     def make_step(self, step: int) -> None:
@@ -176,7 +183,8 @@ class _Pipeline:
         self.generated_at = spans[-1][1]
         if step >= _CYCLES // 2 * self.job.publish_period:
             self._note_staleness(step, spans)
-        start = max(self.ends[-1], self.generated_at + self.latency_s)
+        whole_at = max(begin + self.latency_s, self.generated_at + self.tail_s)
+        start = max(self.ends[-1], whole_at)
         self.ends.append(start + self.job.train_s)
         version = step + 1
         if version % self.job.publish_period == 0:

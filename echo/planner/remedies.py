@@ -173,11 +173,28 @@ def _with_other_period(fleet: Fleet, job: Job, periods: Sequence[int]) -> Remedy
     return Remedy(text=text, factor=max(old / new, new / old), selection=selection)
 
 
-def _with_slower_learner(fleet: Fleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    """Accept that the learner waits: the plan is that of a learner with longer steps."""
-    found = _least_factor(
+def slowed(
+    fleet: Fleet, job: Job, periods: Sequence[int] | None = None
+) -> tuple[float, Selection] | None:
+    """Return the least factor (to 1 %) by which steps must be longer for a set to suffice.
+
+    Accepts that the learner waits: the set is the cheapest of a learner with such steps.
+
+    Args:
+        fleet: what can be had.
+        job: what is trained.
+        periods: publish periods to try; only the job's own if None.
+
+    Returns:
+        The factor and the set; None if even MAX_FACTOR does not help.
+    """
+    return _least_factor(
         lambda factor: select(fleet, replace(job, train_s=job.train_s * factor), periods=periods)
     )
+
+
+def _with_slower_learner(fleet: Fleet, job: Job, periods: Sequence[int]) -> Remedy | None:
+    found = slowed(fleet, job, periods)
     if found is None:
         return None
     factor, selection = found

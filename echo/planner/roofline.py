@@ -32,8 +32,6 @@ MAX_SEQUENCES = 256
 """Sequences in one decoding batch at most; vLLM's default on smaller GPUs."""
 RESERVED_BYTES = 2 << 30
 """Activations, CUDA graphs and the context of one process."""
-TRAIN_BYTES_PER_PARAM = 16
-"""Float32 masters and gradients, two Adam moments: 4 bytes each."""
 BYTES_PER_WEIGHT = 2
 """Generation runs in bfloat16."""
 

@@ -75,13 +75,6 @@ def _solve(fleet: Fleet, job: Job) -> tuple[tuple[int, ...] | None, bool]:
         return select_greedily(fleet, job), False
 
 
-def select_by_brute_force(fleet: Fleet, job: Job) -> tuple[int, ...] | None:
-    """Return the cheapest sufficient set by trying every one; for tests and tiny fleets."""
-    choices = itertools.product(*(range(offer.count + 1) for offer in fleet.offers))
-    sufficient = (counts for counts in choices if is_sufficient(fleet, job, counts))
-    return min(sufficient, key=lambda counts: fleet.cost_per_h(job, counts), default=None)
-
-
 def select_greedily(fleet: Fleet, job: Job) -> tuple[int, ...] | None:
     """Return a sufficient set by adding the best value first, then improve it by single changes.
 

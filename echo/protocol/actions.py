@@ -13,6 +13,7 @@ from typing import Any
 from echo.errors import EchoError
 from echo.protocol.codec import Frame
 from echo.protocol.messages import Lease
+from echo.protocol.parcel import DecodeBlock
 from echo.rollout import Group, PolicyVersion
 
 
@@ -69,12 +70,43 @@ class LeasesChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseCancelled:
+    """Nobody waits any more for a group that the worker has begun."""
+
+    group_id: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecordGrant:
     """Journal that a lease was granted, before the Grant that follows is sent."""
 
     lease: Lease
     worker_id: str
     installed: PolicyVersion | None
+    copy_of: int | None = None
+    """The attempt that it repeats on a faster worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordCancel:
+    """Journal that a lease was ended because another worker was first with its group."""
+
+    group_id: int
+    attempt: int
+    worker_id: str
+    num_tokens: int
+    """What it had sampled, as far as was known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRefusal:
+    """Journal that the result of a lease was refused; its group is granted again."""
+
+    group_id: int
+    attempt: int
+    worker_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +140,13 @@ Action = (
     | HangUp
     | Note
     | VersionArrived
+    | DecodeBlock
     | Configure
     | LeasesChanged
+    | LeaseCancelled
     | RecordGrant
+    | RecordCancel
+    | RecordRefusal
     | StoreGroup
     | RecordEnd
     | Stop

@@ -1,48 +1,49 @@
 """Weights from parent to child, pulled chunk by chunk, forwarded as they arrive.
 
-Theory of operation. Every node has at most one parent and any number of children; the learner has
-no parent and gets its versions from `publish`. A node keeps a **store** of versions, each an arena
-of the image's size with a record of the chunks it holds.
+Theory of operation. Every node takes weights from its parents and serves any number of children;
+the learner has no parent and gets its versions from `publish`. A node keeps a **store** of items
+(`store.py`): images, and parcels, which are versions in coded form (`parcel.py`).
 
     child                         parent
       Subscribe(newest held)  ->            once per link, and when something seems to be missing
-                              <-  Announce  newest version known, and each newer one as it appears
-      Fetch(missing, credit)  ->            one version at a time
+                              <-  Announce  what can be had, and again whenever that changes
+      Fetch(missing, credit)  ->            one item at a time, one Fetch per lane
+                              <-  Segment   the tables of a parcel, as they are signed
                               <-  Chunk     ascending, as soon as the parent holds it
       Credit(bytes)           ->            every quarter of the window
                               <-  Waiting   "I live, but wait for that chunk (or version) myself"
-                              <-  Gone      the parent has newer versions only
+                              <-  Gone      the parent has that item no more
 
 Rules
-* A parent announces a version as soon as it knows its manifest, before it holds all chunks: chains
-  are pipelined, a chunk leaves as soon as it has arrived and its hash has matched.
-* A node never stores or forwards a chunk that does not match the signed manifest.
-* A node finishes the version that it is fetching before it takes the newest one, skipping those
-  between. (Taking each newer version at once would starve a link that is slower than the pace of
-  publication; this way every node is at most two transfers behind.)
-* A version is kept while it is one of the newest `keep_versions`, or while it is whole and a child
-  takes chunks of it. Everything else is dropped, so the store is bounded by the number of children.
-* Whatever is lost is asked for again: after `stall_s` without an answer, or without a chunk, the
-  child repeats its Subscribe, or its Fetch with what is missing; after a second such silence, or
-  too many bad chunks, it declares the parent bad (`ParentFailed`) and the session gives it another
-  one. The new Fetch names only what is missing: no chunk that is held is requested again. A parent
-  that merely waits for its own parent says so (`Waiting`), so that one stall does not blame
-  everybody below it.
+* A parent announces an item as soon as it begins to fetch it: chains are pipelined, a chunk leaves
+  as soon as it has arrived and its hash has matched.
+* A node never stores or forwards a chunk that does not match what the learner signed.
+* What a child fetches is the first step of the path to the newest version that costs the fewest
+  bytes: the image in full, an anchor, or deltas from a version that it holds whole.
+* A newer version pre-empts the one being fetched if less than half of that has come, and going to
+  the newer one directly costs no more than finishing and going on from there; and not twice in a
+  row, or a link slower than the pace of publication would never complete any.
+* Whatever is lost is asked for again: a lane that is silent for too long (`lanes.py`) is left for
+  the spare parent if there is one; otherwise the child repeats its request, and gives the parent up
+  at the second silence. Chunks with wrong hashes end a parent too, and so does an offer of which
+  nothing ever comes (`watchdog.py`). The session gives the lane another one (`ParentFailed`), whose
+  Fetch names only what is missing: no chunk that is held is requested again.
+* An item for which there is no room is left, and tried again (`room.py`).
+* Where a parent says Gone, the item is divided among the lanes whose parents may have it, and given
+  up if there is none. What a parent has offered is forgotten with it.
 
-This file has the child's half, `serving.py` the parent's. Seams: `codec`/`base` of the manifest for
-deltas, `set_parent` for any topology, `Transfer.arena` for a store on disk.
+This file joins the two halves, `pulling.py` (the child's) and `serving.py` (the parent's).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from blake3 import blake3
+from collections.abc import Iterable
 
 from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol.actions import Action, Note, Send, VersionArrived
-from echo.protocol.codec import Frame, encode
-from echo.protocol.manifest import Manifest, SignedManifest, verify
+from echo.protocol.actions import Action
+from echo.protocol.codec import Frame
+from echo.protocol.lanes import ParentFailed as ParentFailed
+from echo.protocol.manifest import Form, Manifest, SignedManifest
 from echo.protocol.messages import (
     Announce,
     Chunk,
@@ -50,76 +51,92 @@ from echo.protocol.messages import (
     Fetch,
     Gone,
     Message,
+    Segment,
     Subscribe,
     Waiting,
 )
+from echo.protocol.pacing import earliest
+from echo.protocol.parcel import DecodeBlock, Parcel, SegmentTable
+from echo.protocol.pulling import Pulling
+from echo.protocol.resuming import Record, rebuild, resume
 from echo.protocol.serving import Child, Serving
+from echo.protocol.store import Store
+from echo.protocol.transfer import Arenas, Chunked
 from echo.protocol.transfer import Transfer as Transfer
-from echo.protocol.transfer import new_arena
 from echo.rollout import PolicyVersion
 
-MAX_BAD_CHUNKS = 3
-"""Chunks with a wrong hash after which a parent is given up; one can be a memory error."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParentFailed:
-    """The parent does not deliver; the session must choose another."""
-
-    peer: str
-    reason: str
+GIVE_UP_STALLS = 4
+"""Silences (of stall_s) that a parent may lack a version that the learner has."""
 
 
 class Broadcast:
     """One node's part in the distribution of weights, parent and child at once."""
 
     def __init__(
-        self, *, node_id: str, window_bytes: int, keep_versions: int, stall_s: float
+        self,
+        *,
+        node_id: str,
+        window_bytes: int,
+        keep_versions: int,
+        stall_s: float,
+        arenas: Arenas | None = None,
     ) -> None:
         """Start with an empty store, no parent and no children.
 
         Args:
             node_id: name of this node.
-            window_bytes: credit that a child keeps outstanding.
+            window_bytes: credit that a child keeps outstanding while its link's rate is unknown.
             keep_versions: complete versions to keep for children and for falling back, at least 1.
-            stall_s: seconds without a chunk, credit outstanding, before a Fetch is repeated.
+            stall_s: seconds of silence that a parent is allowed while its link's rate is unknown.
+            arenas: where images lie; None for memory without a bound.
         """
         if window_bytes < 1 or keep_versions < 1 or stall_s <= 0:
             raise ValueError("window_bytes, keep_versions and stall_s must be positive")
         self.node_id = node_id
-        self.window_bytes = window_bytes
-        self.keep_versions = keep_versions
-        self.stall_s = stall_s
-        self.store: dict[PolicyVersion, Transfer] = {}
-        self._serving = Serving(self.store, node_id=node_id, stall_s=stall_s)
-        self.parent: str | None = None
-        self.fetching: PolicyVersion | None = None
-        self.bytes_received = 0
-        self.num_bad_chunks = 0
-        self.num_duplicate_chunks = 0
-        self._public_key: bytes | None = None
-        self._run_id = ""
-        self._max_image_bytes = 0
-        self._local_image: tuple[bytearray, bytes] | None = None
-        self._unspent_bytes = 0
-        self._progress_at = 0.0
-        self._is_stalled = False
-        self._is_asking = False
-        self._parent_bad_chunks = 0
+        self._stall_s = stall_s
+        self._expected_since: float | None = None
+        self._store = Store(keep_versions=keep_versions, arenas=arenas)
+        self._serving = Serving(self._store, node_id=node_id, stall_s=stall_s)
+        self.pulling = Pulling(
+            self._store,
+            self._serving,
+            node_id=node_id,
+            window_bytes=window_bytes,
+            stall_s=stall_s,
+        )
 
     # --- state that others read ------------------------------------------------------------------
 
     @property
+    def store(self) -> dict[PolicyVersion, Transfer]:
+        """Images by version, whole or on their way."""
+        return self._store.images
+
+    @property
+    def parcels(self) -> dict[tuple[PolicyVersion, Form], Parcel]:
+        """Coded forms of versions, whole or on their way."""
+        return self._store.parcels
+
+    @property
     def newest_complete(self) -> PolicyVersion | None:
         """Newest version held whole."""
-        return max(
-            (version for version, item in self.store.items() if item.is_complete), default=None
-        )
+        return self._store.newest_complete
 
     @property
     def newest_known(self) -> PolicyVersion | None:
-        """Newest version whose manifest is known."""
-        return self._serving.newest_known
+        """Newest version that this node has heard of."""
+        known = (self._store.newest_known, self.pulling.offers.newest)
+        return max((version for version in known if version is not None), default=None)
+
+    @property
+    def fetching(self) -> PolicyVersion | None:
+        """Version that is being fetched."""
+        return None if self.pulling.item is None else self.pulling.item[0]
+
+    @property
+    def parent(self) -> str | None:
+        """The parent of the first lane."""
+        return self.pulling.lanes[0].peer
 
     @property
     def children(self) -> dict[str, Child]:
@@ -132,18 +149,60 @@ class Broadcast:
         return self._serving.bytes_sent
 
     @property
+    def bytes_received(self) -> int:
+        """Weight bytes received."""
+        return self.pulling.bytes_received
+
+    @property
+    def uplink_bytes_per_s(self) -> float | None:
+        """What this node was seen to send in all; None if no transfer has shown it."""
+        return self._serving.rate.bytes_per_s
+
+    @property
+    def is_uplink_measured(self) -> bool:
+        """Whether transfers have shown all of it, and not only a lower bound."""
+        return self._serving.rate.is_measured
+
+    def show_uplink(self, bytes_per_s: float) -> None:
+        """Note that this node was seen to send so much by other ways than a transfer."""
+        self._serving.rate.show(bytes_per_s)
+
+    @property
+    def downlink_bytes_per_s(self) -> float | None:
+        """What this node was seen to receive in all; None if no transfer has shown it."""
+        return self.pulling.rate.bytes_per_s
+
+    @property
+    def payload(self) -> Chunked | None:
+        """The newest version in its smallest form; None without one."""
+        newest = self._store.newest_known
+        forms: list[Chunked] = [
+            *(parcel for (version, _), parcel in self._store.parcels.items() if version == newest),
+            *(image for version, image in self.store.items() if version == newest),
+        ]
+        return min(forms, key=lambda item: item.num_bytes, default=None)
+
+    @property
+    def num_bad_chunks(self) -> int:
+        """Chunks received whose hash did not match."""
+        return self.pulling.num_bad_chunks
+
+    @property
+    def num_duplicate_chunks(self) -> int:
+        """Chunks received that were held already."""
+        return self.pulling.num_duplicate_chunks
+
+    @property
     def deadline(self) -> float | None:
         """When `expire` should be called next; None while nothing is awaited."""
-        if self.parent is None or (self.fetching is None and not self._is_asking):
-            return None
-        return self._progress_at + self.stall_s
+        return earliest(self.pulling.deadline, self._serving.deadline)
 
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
-        """Return (version being fetched, chunks held, chunks in all)."""
-        if self.fetching is None:
+        """Return (version being fetched, chunks held, chunks known of)."""
+        item = None if self.pulling.item is None else self._store.get(self.pulling.item)
+        if item is None:
             return None, 0, 0
-        item = self.store[self.fetching]
-        return self.fetching, item.num_held, item.manifest.num_chunks
+        return self.fetching, item.num_held, item.num_chunks
 
     def offer(self, image: bytearray, image_hash: bytes) -> None:
         """Offer bytes that lie on this machine already, as of the model's own directory.
@@ -155,51 +214,150 @@ class Broadcast:
             image: laid out as a version's image; not changed any more.
             image_hash: BLAKE3-256 of it, computed here and now.
         """
-        self._local_image = (image, image_hash)
+        self.pulling.trust.local_image = (image, image_hash)
+
+    @property
+    def run_id(self) -> str:
+        """The run whose versions are accepted; empty before `trust`."""
+        return self.pulling.trust.run_id
+
+    def manifest(self, version: PolicyVersion, frame: Frame) -> Manifest:
+        """Return the manifest of a version that a former process of this node has left.
+
+        Raises:
+            RemoteProtocolError: if the learner of this run has not signed it.
+        """
+        return self.pulling.trust.manifest(version, frame)
+
+    def recover(
+        self, version: PolicyVersion, arena: memoryview, has_chunk: bytearray, *, now: float
+    ) -> list[Action]:
+        """Take the image, or what is right of it, whose manifest has been verified."""
+        signed, manifest = self.pulling.trust.manifests[version]
+        if len(arena) != manifest.num_bytes or len(has_chunk) != manifest.num_chunks:
+            raise LocalProtocolError(f"{version}: {len(arena)} bytes are not its image")
+        transfer = Transfer(signed, manifest, arena, has_chunk, sum(has_chunk))
+        return self.pulling.adopt(transfer, now=now)
+
+    def rebuild(self, version: PolicyVersion, form: Form, records: Iterable[Record]) -> Parcel:
+        """Return what is right of a parcel that a former process has left; takes long."""
+        return rebuild(version, form, records, self.pulling.trust)
+
+    def resume(self, parcel: Parcel, *, now: float) -> list[Action]:
+        """Go on with a parcel that was rebuilt, newer ones first, after all images."""
+        return resume(self.pulling, parcel, now=now)
 
     def trust(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
         """Accept manifests of this run signed by this key, up to this size."""
-        self._public_key, self._run_id, self._max_image_bytes = public_key, run_id, max_image_bytes
+        self.pulling.trust.set(
+            public_key=public_key, run_id=run_id, max_image_bytes=max_image_bytes
+        )
+
+    @property
+    def has_key(self) -> bool:
+        """Whether `trust` was called: before that nothing can be believed."""
+        return self.pulling.trust.has_key
 
     # --- the learner's side ----------------------------------------------------------------------
 
     def publish(
-        self, signed: SignedManifest, manifest: Manifest, image: bytearray, *, now: float
+        self,
+        signed: SignedManifest,
+        manifest: Manifest,
+        image: bytearray | memoryview,
+        *,
+        now: float,
     ) -> list[Action]:
         """Add a complete version made here, and announce it."""
         if len(image) != manifest.num_bytes:
             raise LocalProtocolError(
                 f"{manifest.version}: image of {len(image)} bytes, manifest says otherwise"
             )
-        self.store[manifest.version] = Transfer(
+        self._store.images[manifest.version] = Transfer(
             signed, manifest, image, bytearray(b"\1") * manifest.num_chunks, manifest.num_chunks
         )
-        return [*self._serving.announce(now=now), *self._retire(now)]
+        return [*self._serving.announce(now=now), *self.pulling.retire(now)]
+
+    def publish_segment(
+        self,
+        table: SegmentTable,
+        frame: bytes,
+        payload: memoryview,
+        *,
+        expected_bytes: int,
+        now: float,
+    ) -> list[Action]:
+        """Add the next segment of a parcel made here, and pass it on to whoever takes it.
+
+        Args:
+            table: what it consists of.
+            frame: the same, signed and encoded.
+            payload: its coded blocks, one after the other; not changed any more.
+            expected_bytes: what the whole parcel will probably have.
+            now: the present.
+        """
+        form = Form("anchor") if table.base is None else Form("delta", table.base)
+        item = (table.version, form)
+        parcel = self._store.parcels.setdefault(item, Parcel(table.version, form))
+        parcel.expected_bytes = expected_bytes
+        parcel.add(table, frame, payload)
+        return [*self._serving.announce(now=now), *self._serving.extend(item, now)]
 
     # --- links -----------------------------------------------------------------------------------
 
-    def set_parent(self, peer: str | None, *, now: float) -> list[Action]:
-        """Take weights from `peer` from now on; what is held is kept."""
-        self.parent = peer
-        self._parent_bad_chunks = 0
-        self._is_stalled = self._is_asking = False
-        return [*self.resubscribe(now=now), *self._request(now)]
+    def set_num_lanes(
+        self, num_lanes: int, num_stripes: int | None = None, *, now: float
+    ) -> list[Action]:
+        """Divide what is fetched among so many links from now on; what is held is kept.
+
+        Lanes that are equal modulo `num_stripes` have the same parent; None if all differ.
+        """
+        return [*self.pulling.set_num_lanes(num_lanes, num_stripes, now=now)]
+
+    def set_parent(
+        self, peer: str | None, *, lane: int = 0, rtt_s: float | None = None, now: float
+    ) -> list[Action]:
+        """Take a lane's weights from `peer` from now on; what is held is kept."""
+        return [*self.pulling.set_parent(peer, lane=lane, rtt_s=rtt_s, now=now)]
+
+    def set_spare(self, lane: int, *, is_ready: bool) -> None:
+        """Note whether another parent stands by for a lane."""
+        if lane < len(self.pulling.lanes):
+            self.pulling.lanes[lane].has_spare = is_ready
 
     def remove_child(self, peer: str, *, now: float) -> list[Action]:
         """Forget a child whose link is gone."""
         self.children.pop(peer, None)
-        return self._retire(now)
+        return self.pulling.retire(now)
 
     def resubscribe(self, *, now: float) -> list[Action]:
-        """Ask the parent what is newest: at first, and in case an Announce was lost."""
-        if self.parent is None:
-            return []
-        if not self._is_asking and self.fetching is None:
-            self._progress_at = now
-        self._is_asking = True
-        return [self._send(self.parent, Subscribe(newest=self.newest_complete))]
+        """Ask the parents what is newest: at first, and in case an Announce was lost."""
+        return [*self.pulling.resubscribe(now=now)]
 
-    # --- messages --------------------------------------------------------------------------------
+    def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
+        """Ask the parents about a version that the learner says there is, unless it is known.
+
+        Either its Announce is still on its way down the chain, or it was lost on a link. A parent
+        from which nothing can be fetched for GIVE_UP_STALLS silences, although there is something
+        newer, has no room for it or is cut off, and is left.
+        """
+        known = self.newest_known
+        held = self.newest_complete
+        is_news = newest is not None and (known is None or known < newest)
+        is_behind = newest is not None and (held is None or held < newest)
+        if not is_behind or self.progress()[1]:
+            self._expected_since = None
+        elif self._expected_since is None:
+            self._expected_since = now
+        elif self.fetching is None and self.pulling.room.retry_at is None and (
+            now - self._expected_since > GIVE_UP_STALLS * self._stall_s
+        ):  # fmt: skip
+            self._expected_since = None
+            reason = f"it does not have {newest}"
+            return [ParentFailed(peer, reason) for peer in self.pulling.leave()]
+        return [*self.resubscribe(now=now)] if is_news else []
+
+    # --- messages and time -----------------------------------------------------------------------
 
     def receive(
         self, peer: str, message: Message, payload: list[Frame], *, now: float
@@ -209,171 +367,17 @@ class Broadcast:
         Raises:
             RemoteProtocolError: if the peer broke a rule; the state is unchanged.
         """
-        if peer == self.parent:
-            self._is_asking = False
-            self._is_stalled &= self.fetching is not None
         match message:
             case Subscribe() | Fetch() | Credit():
                 return [*self._serving.receive(peer, message, now)]
-            case Announce():
-                return [*self._on_announce(peer, message, payload, now)]
-            case Chunk():
-                return self._on_chunk(peer, message, payload, now)
-            case Waiting():
-                if peer == self.parent and message.version == self.fetching:
-                    self._progress_at, self._is_stalled = now, False
-                return []
-            case Gone():
-                return [*self._on_gone(peer, message, now)]
+            case Announce() | Segment() | Chunk() | Waiting() | Gone():
+                return self.pulling.receive(peer, message, payload, now=now)
         raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
 
+    def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action | ParentFailed]:
+        """Take the result of a DecodeBlock: what was wrong with it, or nothing."""
+        return self.pulling.decoded(work, fault, now=now)
+
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Repeat what brought nothing; after a second silence report the parent."""
-        if self.deadline is None or now < self.deadline:
-            return [*self._retire(now)]
-        assert self.parent is not None
-        if self._is_stalled:
-            peer, self.parent = self.parent, None
-            what = "no answer" if self.fetching is None else f"no chunk of {self.fetching}"
-            return [ParentFailed(peer, f"{what} for {2 * self.stall_s:.1f} s")]
-        self._is_stalled = True
-        self._progress_at = now
-        asking = self.resubscribe(now=now) if self._is_asking else []
-        return [*asking, *self._request(now)]
-
-    def _retire(self, now: float) -> list[Action]:
-        """Drop versions that are neither among the newest nor being fetched."""
-        complete = sorted((v for v, item in self.store.items() if item.is_complete), reverse=True)
-        keep = set(complete[: self.keep_versions])
-        keep.update(
-            version for version in (self.fetching, self.newest_known) if version is not None
-        )
-        keep |= self._serving.pinned(now)
-        self._serving.forget_silent(now)
-        dropped = [version for version in self.store if version not in keep]
-        return [action for v in dropped for action in self._serving.drop(v, now=now)]
-
-    # --- as a child ------------------------------------------------------------------------------
-
-    def _on_announce(
-        self, peer: str, message: Announce, payload: list[Frame], now: float
-    ) -> list[Action]:
-        if peer != self.parent or message.version in self.store:
-            return []
-        if self._public_key is None:
-            raise LocalProtocolError("a parent was set before the learner's key was known")
-        if len(payload) != 1:
-            raise RemoteProtocolError("an Announce without exactly one manifest")
-        signed, manifest = verify(
-            payload[0],
-            public_key=self._public_key,
-            run_id=self._run_id,
-            max_bytes=self._max_image_bytes,
-        )
-        if manifest.version != message.version:
-            raise RemoteProtocolError(
-                f"an Announce of {message.version} with the manifest of {manifest.version}"
-            )
-        newest = self.newest_complete
-        if newest is not None and manifest.version < newest:
-            return []
-        transfer = self._new_transfer(signed, manifest)
-        self.store[manifest.version] = transfer
-        actions = self._serving.announce(now=now)
-        if transfer.is_complete:
-            actions.append(VersionArrived(manifest.version))
-        elif self.fetching is None:
-            actions += self._fetch_newest(now)
-        return actions + self._retire(now)
-
-    def _new_transfer(self, signed: SignedManifest, manifest: Manifest) -> Transfer:
-        """Return an empty transfer, or a whole one if this machine has the image already."""
-        local, self._local_image = self._local_image, None
-        if local is not None and local[1] == manifest.image_hash:
-            has_chunk = bytearray(b"\1") * manifest.num_chunks
-            return Transfer(signed, manifest, local[0], has_chunk, manifest.num_chunks)
-        return Transfer(
-            signed, manifest, new_arena(manifest.num_bytes), bytearray(manifest.num_chunks)
-        )
-
-    def _fetch_newest(self, now: float) -> list[Action]:
-        newest = self.newest_known
-        if newest is None or self.store[newest].is_complete:
-            self.fetching = None
-            return []
-        self.fetching = newest
-        return self._request(now)
-
-    def _request(self, now: float) -> list[Action]:
-        """Ask the parent for everything that is missing, with a full window of credit."""
-        if self.parent is None or self.fetching is None:
-            return []
-        self._progress_at = now
-        self._unspent_bytes = 0
-        ranges = self.store[self.fetching].missing_ranges()
-        return [
-            self._send(
-                self.parent,
-                Fetch(version=self.fetching, ranges=ranges, credit_bytes=self.window_bytes),
-            )
-        ]
-
-    def _on_chunk(
-        self, peer: str, message: Chunk, payload: list[Frame], now: float
-    ) -> list[Action | ParentFailed]:
-        item = self.store.get(message.version)
-        if item is None or peer != self.parent:
-            return []
-        if len(payload) != 1 or not 0 <= message.index < item.manifest.num_chunks:
-            raise RemoteProtocolError(
-                f"a Chunk of {message.version} with a bad index or without its bytes"
-            )
-        data = payload[0]
-        start, stop = item.manifest.chunk_range(message.index)
-        self.bytes_received += len(data)
-        if item.has_chunk[message.index]:
-            self.num_duplicate_chunks += 1
-            return []
-        if len(data) != stop - start or blake3(data).digest() != item.manifest.chunk_hash(
-            message.index
-        ):
-            return self._on_bad_chunk(peer, message, now)
-        item.hold(message.index, data)
-        self._progress_at, self._is_stalled = now, False
-        actions: list[Action | ParentFailed] = [
-            *self._serving.forward(message.version, message.index)
-        ]
-        if item.is_complete:
-            if self.fetching == message.version:
-                self.fetching = None
-            actions.append(VersionArrived(message.version))
-            return [*actions, *self._fetch_newest(now), *self._retire(now)]
-        if message.version == self.fetching:
-            self._unspent_bytes += len(data)
-            if self._unspent_bytes >= self.window_bytes // 4:
-                actions.append(
-                    self._send(
-                        peer, Credit(version=self.fetching, credit_bytes=self._unspent_bytes)
-                    )
-                )
-                self._unspent_bytes = 0
-        return actions
-
-    def _on_bad_chunk(self, peer: str, message: Chunk, now: float) -> list[Action | ParentFailed]:
-        self.num_bad_chunks += 1
-        self._parent_bad_chunks += 1
-        text = f"chunk {message.index} of {message.version} from {peer} does not match its hash"
-        if self._parent_bad_chunks >= MAX_BAD_CHUNKS:
-            self.parent = None
-            return [Note("warning", text), ParentFailed(peer, text)]
-        return [Note("warning", f"{text}; asking again"), *self._request(now)]
-
-    def _on_gone(self, peer: str, message: Gone, now: float) -> list[Action]:
-        """Give up a version that the parent has no more; an Announce of a newer one follows."""
-        if peer != self.parent or self.fetching != message.version:
-            return []
-        self.fetching = None
-        return [*self._serving.drop(message.version, now=now), *self._fetch_newest(now)]
-
-    def _send(self, peer: str, message: Message, *payload: Frame) -> Send:
-        return Send(peer, encode(message, payload, source=self.node_id))
+        """Repeat what brought nothing; report parents that are silent."""
+        return [*self._serving.expire(now), *self.pulling.expire(now=now)]

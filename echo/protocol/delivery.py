@@ -53,13 +53,10 @@ class Outbox:
     @property
     def deadline(self) -> float | None:
         """When the next parcel is due; now (0.0) for one that was never sent."""
-        return min(
-            (
-                0.0 if p.sent_at is None else p.sent_at + self.retry_s
-                for p in self._parcels.values()
-            ),
-            default=None,
-        )
+        if not self._parcels:
+            return None
+        sent = [parcel.sent_at for parcel in self._parcels.values()]
+        return min(0.0 if at is None else at + self.retry_s for at in sent)
 
     def put(self, key: tuple[int, int], message: Message, *payload: Frame) -> None:
         """Add a parcel; one with the same key is replaced."""

@@ -7,8 +7,8 @@ and never weights) and is right by construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from blake3 import blake3
@@ -30,6 +30,7 @@ from echo.protocol.messages import (
     Rehello,
     Welcome,
 )
+from echo.protocol.price import Price
 from echo.rollout import Lineage
 
 
@@ -110,6 +111,20 @@ class NodeSettings:
     heartbeat_s: float = 5.0
     """Until Welcome says otherwise."""
     dead_after_s: float = 45.0
+    sockets_per_link: int = 1
+    """Parallel connections to each parent."""
+    region: str = ""
+    price_per_gb: float = 0.0
+    price: Price = field(default_factory=Price)
+
+
+def describe_failure(settings: NodeSettings, addresses: Sequence[str]) -> str:
+    """Return what to tell the operator when no learner could be reached."""
+    return (
+        f"no learner reached at {', '.join(addresses)} for {settings.reconnect_for_s:.0f} s; check "
+        "that it runs, that its port is open, and the addresses under "
+        f"[{settings.role}] connect; network.reconnect_for_s sets how long to try"
+    )
 
 
 class Joining:
@@ -175,6 +190,9 @@ class Joining:
             echo_version=settings.echo_version,
             advertise=settings.advertise,
             digests=settings.digests,
+            region=settings.region,
+            price_per_gb=settings.price_per_gb,
+            price=settings.price,
         )
 
     def receive(

@@ -12,10 +12,13 @@ judges results, `broadcast.py` distributes the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from echo.errors import RemoteProtocolError
+import msgspec
+
+from echo.errors import LocalProtocolError, RemoteProtocolError
 from echo.metrics import Counters, NodeView
+from echo.protocol.accepted import AcceptedGroups
 from echo.protocol.actions import Action, Note, Send
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.codec import (
@@ -26,7 +29,8 @@ from echo.protocol.codec import (
     encode,
     other_protocol,
 )
-from echo.protocol.granting import AcceptedGroups, Granting
+from echo.protocol.dismissal import Dismissal
+from echo.protocol.granting import Granting
 from echo.protocol.intake import Intake
 from echo.protocol.leases import LeaseBook
 from echo.protocol.membership import Member, Roster
@@ -38,24 +42,28 @@ from echo.protocol.messages import (
     Failed,
     Finish,
     Goodbye,
-    Grant,
     Greet,
     Greeted,
     Heartbeat,
     Hello,
     Lease,
     Message,
-    Plan,
+    Partial,
+    Probe,
     Pulse,
     Ready,
     Refuse,
     Rehello,
 )
+from echo.protocol.pacing import GRANT_S, PLAN_S, Paced, earliest
+from echo.protocol.parcel import DecodeBlock
+from echo.protocol.planning import Planning
+from echo.protocol.probing import acknowledge
 from echo.protocol.recent import RecentMap
 from echo.protocol.reception import LearnerSettings as LearnerSettings
 from echo.protocol.reception import Reception
-from echo.protocol.topology import plan_parents
-from echo.rollout import Lineage
+from echo.protocol.topology import Site
+from echo.rollout import Lineage, PolicyVersion
 
 MAX_ROUTES = 100_000
 """Nodes that are remembered at most, the newest; each costs some hundred bytes."""
@@ -95,8 +103,8 @@ class LearnerSession:
         self.lineages = lineages
         self.counters = Counters()
         self.roster = Roster(heartbeat_s=settings.heartbeat_s, dead_after_s=settings.dead_after_s)
-        self.finish_reason: str | None = None
         self.is_granting = True
+        self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
         self._reception = Reception(
             settings,
             lineages=lineages,
@@ -105,12 +113,11 @@ class LearnerSession:
             send=self._to,
         )
         self._granting = Granting(
+            settings,
             leases=leases,
             buffer=buffer,
             make_lease=make_lease,
             lineages=lineages,
-            max_staleness=settings.max_staleness,
-            groups_per_step=settings.groups_per_step,
             step=step,
             next_group_id=next_group_id,
             settled=settled,
@@ -123,8 +130,17 @@ class LearnerSession:
             counters=self.counters,
             send=self._to,
         )
+        self._dismissal = Dismissal(self.roster, send=self._to)
         self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
-        self._plan_epoch = 0
+        learner = Site(
+            LEARNER_ID,
+            "learner",
+            settings.advertise,
+            uplink_bytes_per_s=settings.uplink_bytes_per_s,
+            region=settings.region,
+            price_per_gb=settings.price_per_gb,
+        )
+        self.planning = Planning(learner=learner, chunk_bytes=settings.chunk_bytes)
 
     @property
     def step(self) -> int:
@@ -186,6 +202,8 @@ class LearnerSession:
         if isinstance(message, Greet):
             answer = Greeted(node_id=LEARNER_ID, role="learner")
             return [Send(peer, encode(answer, source=LEARNER_ID))]
+        if isinstance(message, Probe):
+            return acknowledge(peer, message, source=LEARNER_ID)
         results = self.broadcast.receive(peer, message, payload, now=now)
         return [action for action in results if not isinstance(action, ParentFailed)]
 
@@ -200,15 +218,13 @@ class LearnerSession:
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
-            case Deliver():
-                actions = self._intake.on_deliver(source, message, payload, step=self.step)
+            case Deliver() | Partial() | Failed():
+                actions = self._intake.receive(source, message, payload, step=self.step, now=now)
                 return actions + self.grant(now=now)
-            case Failed():
-                return [*self._intake.on_failed(source, message), *self.grant(now=now)]
             case Goodbye():
-                del self.roster.nodes[source]
+                self.roster.leave(member, is_released=message.is_released)
                 note = Note("info", f"{source} left: {message.reason}")
-                return [note, *self._drop(member, now), *self._dismiss()]
+                return [note, *self._drop(member, now), *self._dismissal.tell()]
         raise RemoteProtocolError(f"{type(message).__name__} from {source} is not for the learner")
 
     def _to(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
@@ -235,41 +251,48 @@ class LearnerSession:
                 return actions
             case Ready():
                 actions, has_joined = reception.on_ready(source, message, now=now)
-                return actions + self._replan() if has_joined else actions
+                return actions + self.replan(now) if has_joined else actions
             case AssetRequest():
                 return reception.on_asset_request(source, message)
 
-    def _replan(self) -> list[Action]:
-        """Tell every member whose parents have changed."""
-        self._plan_epoch += 1
-        plan = plan_parents(self.roster.sites(), learner_address=self.settings.advertise)
+    def replan(self, now: float) -> list[Action]:
+        """Tell every member whose parents have changed, soon if not now."""
+        if not self._plans.may(len(self.roster.nodes), now=now):
+            return []
+        planning, broadcast = self.planning, self.broadcast
+        planning.expect(broadcast.payload)
+        plans = planning.plan(
+            self.roster.members(), uplink_bytes_per_s=broadcast.uplink_bytes_per_s, now=now
+        )
         actions: list[Action] = []
         for member in self.roster.members():
-            if member.parents != plan[member.node_id]:
-                member.parents = plan[member.node_id]
-                actions += self._send_plan(member)
+            plan = plans[member.node_id]
+            if member.plan is None or member.plan.stripes != plan.stripes:
+                member.plan = plan
+                actions += self._to(member.node_id, plan)
         return actions
-
-    def _send_plan(self, member: Member) -> list[Action]:
-        return self._to(member.node_id, Plan(epoch=self._plan_epoch, parents=member.parents))
 
     def _drop(self, member: Member, now: float) -> list[Action]:
         """Take back everything a node was given; it is no longer in the roster or was replaced."""
         self.leases.drop_worker(member.node_id)
-        return [*self._replan(), *self.grant(now=now)]
+        return [*self.replan(now), *self.grant(now=now)]
 
     # --- heartbeats and leases -------------------------------------------------------------------
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Action]:
-        if self.finish_reason is not None and self._may_leave(member):
+        if self.finish_reason is not None and self._dismissal.may_leave(member):
             return self._to(member.node_id, Finish(reason=self.finish_reason))
+        has_new_suspects = message.stats.suspects != member.stats.suspects
         has_progress = member.beat(message, now=now)
         actions = self._to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
         # A lost Plan shows as a parent that is not the planned one; repeating it is harmless.
-        if member.parents and message.stats.parent != member.parents[0][0]:
-            actions += self._send_plan(member)
+        if member.plan is not None and message.stats.parent != member.plan.first_parents:
+            plan = msgspec.structs.replace(member.plan, epoch=self.planning.epoch)
+            actions += self._to(member.node_id, plan)
+        if has_new_suspects or self.planning.is_due(now=now):
+            actions += self.replan(now)
         lost, unwanted = self._granting.reconcile(
             member,
             message,
@@ -277,21 +300,28 @@ class LearnerSession:
             resend_after_s=2 * self.settings.heartbeat_s,
             now=now,
         )
-        if lost:
-            actions += self._to(member.node_id, Grant(leases=tuple(lost)))
+        actions += self._send_leases(member.node_id, lost)
         for group_id, attempt in unwanted:
             ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
             actions += self._to(member.node_id, ack)
         return actions + self.grant(now=now)
 
     def grant(self, *, now: float) -> list[Action]:
-        """Hand out as many groups as admission and the workers' capacities allow."""
-        if self.finish_reason is not None or not self.is_granting:
+        """Hand out as many groups as admission and capacities allow, soon if not now."""
+        is_over = self.finish_reason is not None or not self.is_granting
+        if is_over or self._granting.is_closed(self.broadcast.newest_complete):
+            self._grants.deadline = None
             return []
-        actions, granted = self._granting.grant(self.roster.members("worker"), now=now)
+        if not self._grants.may(len(self.roster.nodes), now=now):
+            return []
+        actions, granted = self._granting.grant(self.roster.active("worker"), now=now)
         for node_id, leases in granted.items():
-            actions += self._to(node_id, Grant(leases=tuple(leases)))
+            actions += self._send_leases(node_id, leases)
         return actions
+
+    def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
+        messages = self._granting.handover.grants(leases)
+        return [a for grant, payload in messages for a in self._to(node_id, grant, *payload)]
 
     def stored(self, group_id: int, *, now: float) -> list[Action]:
         """Acknowledge a group that the journal now holds; the caller has put it into the buffer."""
@@ -304,33 +334,25 @@ class LearnerSession:
         self._granting.step = step
         return self.grant(now=now)
 
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the run is over; None while it is not."""
+        return self._dismissal.reason
+
     def finish(self, reason: str) -> list[Action]:
         """Tell every node that the run is over, the relays once nobody is behind them any more."""
-        self.finish_reason = reason
-        return self._dismiss()
+        self._dismissal.reason = reason
+        return self._dismissal.tell()
 
     def dismiss_all(self) -> list[Action]:
-        """Tell the nodes that are still here, whoever they are: the learner ends now."""
-        return self._dismiss(is_last_call=True)
+        """Tell the nodes that are still here, and from now on whoever speaks."""
+        self._dismissal.is_last_call = True
+        return self._dismissal.tell()
 
-    def _dismiss(self, *, is_last_call: bool = False) -> list[Action]:
-        if self.finish_reason is None:
-            return []
-        finish = Finish(reason=self.finish_reason)
-        # Relays last: what goes to the others passes through them.
-        nodes = sorted(self.roster.nodes.values(), key=lambda node: node.role == "relay")
-        return [
-            action
-            for node in nodes
-            if is_last_call or self._may_leave(node)
-            for action in self._to(node.node_id, finish)
-        ]
-
-    def _may_leave(self, member: Member) -> bool:
-        """Return whether no other node may need this one to hear that the run is over."""
-        return member.role != "relay" or all(
-            node.role == "relay" for node in self.roster.nodes.values()
-        )
+    def installed_versions(self) -> list[PolicyVersion]:
+        """Return the version that each node that takes part holds, where it holds one."""
+        members = self.roster.active()
+        return [member.installed for member in members if member.installed is not None]
 
     def views(self, *, now: float) -> tuple[NodeView, ...]:
         """Return every node as the live view shows it."""
@@ -339,13 +361,17 @@ class LearnerSession:
             for member in self.roster.nodes.values()
         )
 
+    def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action]:
+        """Take the result of a DecodeBlock; the learner has none."""
+        raise LocalProtocolError(f"the learner has decoded {work.version}")
+
     # --- time ------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
-        instants = (self.roster.deadline, self.leases.deadline)
-        return min((t for t in instants if t is not None), default=None)
+        paced = earliest(self._plans.deadline, self._grants.deadline)
+        return earliest(self.roster.deadline, self.leases.deadline, paced)
 
     def expire(self, *, now: float) -> list[Action]:
         """Give up nodes that are silent and leases without progress."""
@@ -367,4 +393,7 @@ class LearnerSession:
                 f"lease of group {record.group_id} on {record.worker_id} expired without progress"
             )
             actions.append(Note("warning", text))
-        return actions + self.grant(now=now) if actions else []
+        if self._plans.is_due(now=now):
+            actions += self.replan(now)
+        is_open = bool(actions) or self._grants.is_due(now=now)
+        return actions + self.grant(now=now) if is_open else []

@@ -18,31 +18,45 @@ w. A group that two workers run counts once.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from echo.protocol.pacing import Deadlines
+from echo.rollout import Lineage, PolicyVersion, is_surviving
 
-def num_admissible(
-    *,
-    max_staleness: int,
-    installed_step: int,
-    step: int,
-    groups_per_step: int,
-    num_buffered: int,
-    num_running: int,
-) -> int:
-    """Return how many more groups may be granted to a worker at `installed_step`; at least 0.
+
+def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:
+    """Return how many groups the batches hold that may train on samples of a version.
+
+    A worker that holds it may be granted a group while fewer are consumed, buffered or running.
 
     Args:
         max_staleness: S, inclusive.
         installed_step: w, step of the weights that the worker samples from.
-        step: t, optimizer steps done by the learner.
         groups_per_step: B.
-        num_buffered: groups accepted and neither discarded nor part of a step done.
-        num_running: distinct groups leased and not yet accepted.
     Source: AReaL's capacity rule with the worker's version in place of the learner's.
     """
-    promised = step * groups_per_step + num_buffered + num_running
-    return max(0, (max_staleness + installed_step + 1) * groups_per_step - promised)
+    return (max_staleness + installed_step + 1) * groups_per_step
+
+
+def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) -> int:
+    """Return the step of the oldest version that the next group may be sampled under.
+
+    It is the lowest w for which `most_promised` is above `num_promised`, the groups consumed,
+    buffered or running.
+    """
+    return max(0, num_promised // groups_per_step - max_staleness)
+
+
+def oldest_version(
+    lineages: Sequence[Lineage], *, max_staleness: int, groups_per_step: int, num_promised: int
+) -> PolicyVersion | None:
+    """Return the oldest version of that step, for any lineage that has it will do."""
+    step = oldest_step(
+        max_staleness=max_staleness, groups_per_step=groups_per_step, num_promised=num_promised
+    )
+    versions = (PolicyVersion(lineage.lineage, step) for lineage in lineages)
+    return min((v for v in versions if is_surviving(v, lineages)), default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +72,26 @@ class LeaseRecord:
     sent_at: float = 0.0
     is_confirmed: bool = False
     """Whether a heartbeat of the worker has listed it since it was (last) sent."""
+    is_over: bool = False
+    """Whether it was ended, in whatever way."""
+    running_s: float = 0.0
+    """How long the worker has been at it, as its last heartbeat said; 0 while it waits there."""
+    heard_at: float = 0.0
+    """When `longest` and `rate` were estimated last (`forecast.py`)."""
+    heard_tokens: int = 0
+    """`num_tokens` at that instant."""
+    longest: float = 0.0
+    """Tokens that its longest completion is expected to have had then."""
+    rate: float = 0.0
+    """Tokens per second that are expected to be added to that one."""
+    num_beside: int = 1
+    """Groups that its worker held when it was granted, itself included."""
+    min_version: PolicyVersion | None = None
+    """The oldest version to sample it under."""
+    exact_version: PolicyVersion | None = None
+    """The only version to sample it under."""
+    copy_of: int | None = None
+    """The attempt that it repeats elsewhere, with the same seed (`hedging.py`)."""
 
 
 class LeaseBook:
@@ -75,6 +109,8 @@ class LeaseBook:
         self._attempts: dict[int, int] = {}
         self._returned: list[int] = []
         self._expired: dict[int, set[tuple[int, str]]] = {}
+        self._deadlines: Deadlines[LeaseRecord] = Deadlines(self._deadline_of)
+        self._changes: dict[str, int] = {}
 
     @property
     def num_running(self) -> int:
@@ -82,18 +118,21 @@ class LeaseBook:
         return len(self._by_group)
 
     @property
-    def num_returned(self) -> int:
-        """Groups that wait to be granted again."""
-        return len(self._returned)
-
-    @property
     def deadline(self) -> float | None:
         """When the next lease expires."""
-        if not self._by_group:
-            return None
-        return self.timeout_s + min(
-            record.renewed_at for records in self._by_group.values() for record in records
-        )
+        return self._deadlines.first
+
+    def _deadline_of(self, record: LeaseRecord) -> float | None:
+        return None if record.is_over else record.renewed_at + self.timeout_s
+
+    @property
+    def oldest_open(self) -> int | None:
+        """The first group that is leased or waits to be granted again; None if there is none."""
+        return min((*self._by_group, *self._returned), default=None)
+
+    def num_changes(self, worker_id: str) -> int:
+        """Return how often a worker was given a lease, or one of its leases ended."""
+        return self._changes.get(worker_id, 0)
 
     def num_leases(self, worker_id: str) -> int:
         """Return how many leases a worker holds."""
@@ -103,9 +142,36 @@ class LeaseBook:
         """Return the leases that a worker holds, oldest group first."""
         return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
 
+    def note_load(self, worker_id: str, *, now: float) -> None:
+        """Note what a worker holds, for the leases that it was granted at this instant."""
+        records = self._by_worker[worker_id]
+        for record in records:
+            if record.granted_at == now:
+                record.num_beside = len(records)
+
+    def load(self, worker_id: str, group_id: int, attempt: int) -> float:
+        """Return how many leases a worker held while it made a group: the mean of start and end."""
+        now = max(1, self.num_leases(worker_id))
+        for record in self._by_group.get(group_id, ()):
+            if (record.attempt, record.worker_id) == (attempt, worker_id):
+                return (record.num_beside + now) / 2
+        return now
+
+    def running_alone(self) -> list[LeaseRecord]:
+        """Return the leases of the groups that only one worker has."""
+        return [records[0] for records in self._by_group.values() if len(records) == 1]
+
+    def leases_of(self, group_id: int) -> list[LeaseRecord]:
+        """Return the leases of a group that are out."""
+        return list(self._by_group.get(group_id, ()))
+
     def workers_of(self, group_id: int) -> list[str]:
         """Return who holds a lease of this group."""
         return [record.worker_id for record in self._by_group.get(group_id, ())]
+
+    def newest_attempt(self, group_id: int) -> int:
+        """Return the newest attempt of a group that is out; -1 if none is."""
+        return max((record.attempt for record in self._by_group.get(group_id, ())), default=-1)
 
     def next_returned(self) -> int | None:
         """Take the oldest group that waits to be granted again, if any."""
@@ -126,6 +192,8 @@ class LeaseBook:
         record = LeaseRecord(group_id, attempt, worker_id, now, now, sent_at=now)
         self._by_group.setdefault(group_id, []).append(record)
         self._by_worker.setdefault(worker_id, []).append(record)
+        self._deadlines.add(record)
+        self._changed(worker_id)
         self._attempts[group_id] = max(self._attempts.get(group_id, 0), attempt + 1)
         if group_id in self._returned:
             self._returned.remove(group_id)
@@ -137,7 +205,7 @@ class LeaseBook:
         return self._attempts.get(group_id, 0)
 
     def renew(self, record: LeaseRecord, *, num_tokens: int, now: float) -> None:
-        """Prolong a lease whose worker shows progress on it."""
+        """Prolong a lease whose worker shows progress on it, be it tokens, rewards or tools."""
         record.num_tokens = num_tokens
         record.renewed_at = now
 
@@ -145,7 +213,9 @@ class LeaseBook:
         """End all leases of a group that has come to its end; return them."""
         records = self._by_group.pop(group_id, [])
         for record in records:
+            record.is_over = True
             self._by_worker[record.worker_id].remove(record)
+            self._changed(record.worker_id)
         if group_id in self._returned:
             self._returned.remove(group_id)
             heapq.heapify(self._returned)
@@ -153,11 +223,16 @@ class LeaseBook:
         self._expired.pop(group_id, None)
         return records
 
+    def _changed(self, worker_id: str) -> None:
+        self._changes[worker_id] = self._changes.get(worker_id, 0) + 1
+
     def revoke(self, record: LeaseRecord) -> None:
         """End one lease; a group with no other lease waits to be granted again."""
+        record.is_over = True
         records = self._by_group[record.group_id]
         records.remove(record)
         self._by_worker[record.worker_id].remove(record)
+        self._changed(record.worker_id)
         if not records:
             del self._by_group[record.group_id]
             self.return_group(record.group_id)
@@ -170,17 +245,21 @@ class LeaseBook:
 
     def expire(self, *, now: float) -> list[LeaseRecord]:
         """End the leases that showed no progress in time; return them."""
-        late = [
-            record
-            for records in self._by_group.values()
-            for record in records
-            if now >= record.renewed_at + self.timeout_s
-        ]
+        late = self._deadlines.take_due(now=now)
         for record in late:
             self.revoke(record)
-            expired = self._expired.setdefault(record.group_id, set())
-            expired.add((record.attempt, record.worker_id))
+            self._remember(record.group_id, record.attempt, record.worker_id)
         return late
+
+    def give_back(self, group_id: int, attempt: int, worker_id: str) -> None:
+        """End an attempt that its worker gives up; its group waits to be granted again."""
+        self.revoke_attempt(group_id, attempt)
+        self.return_group(group_id)
+        # It lists it until it knows that this was heard.
+        self._remember(group_id, attempt, worker_id)
+
+    def _remember(self, group_id: int, attempt: int, worker_id: str) -> None:
+        self._expired.setdefault(group_id, set()).add((attempt, worker_id))
 
     def has_expired(self, group_id: int, attempt: int, worker_id: str) -> bool:
         """Return whether this lease of a group that has not ended is over."""

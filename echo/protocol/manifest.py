@@ -6,8 +6,8 @@ every chunk; its own hash is the **root**, and the root is what the learner sign
 covers every byte, a relay can verify each chunk on its own before it forwards it, and a chunk that
 was damaged on the way stops at the first hop.
 
-`codec` and `base` are the seam for deltas: an image may be described relative to a version that
-the receiver holds. The only codec so far is "full", which needs no base.
+Beside its image a version may travel as a **parcel**, coded against a version that the receiver
+holds or on its own (`parcel.py`); what comes out of it must hash to this manifest.
 
 Sizes come from the wire and are checked against each other before anything is allocated.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from blake3 import blake3
@@ -35,6 +36,20 @@ ITEM_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 """Bytes per element of every dtype that may travel."""
+
+
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    """How a version travels."""
+
+    kind: Literal["full", "anchor", "delta"]
+    """"full" (the image itself), "anchor" (coded on its own) or "delta" (coded against `base`)."""
+    base: PolicyVersion | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.base is None else f"{self.kind} from {self.base}"
+
+
+FULL = Form("full")
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -64,8 +79,6 @@ class Manifest(msgspec.Struct, frozen=True):
     """BLAKE3-256 of each chunk, one after the other."""
     image_hash: bytes
     """BLAKE3-256 of the whole image: what a worker's installed weights must hash to."""
-    codec: str = "full"
-    base: PolicyVersion | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -83,7 +96,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A manifest as it travels: the bytes that were signed, and the signature of their hash."""
+    """A manifest or a segment's table as it travels.
+
+    The bytes that were signed, and the signature of their hash.
+    """
 
     body: bytes
     signature: bytes
@@ -136,8 +152,8 @@ def build_manifest(
     return manifest
 
 
-def sign(manifest: Manifest, key: Ed25519PrivateKey) -> SignedManifest:
-    """Sign the root of `manifest` with the learner's key."""
+def sign(manifest: msgspec.Struct, key: Ed25519PrivateKey) -> SignedManifest:
+    """Sign the root of a manifest, or of a segment's table, with the learner's key."""
     body = msgspec.msgpack.encode(manifest)
     return SignedManifest(body, key.sign(blake3(body).digest()))
 
@@ -145,6 +161,22 @@ def sign(manifest: Manifest, key: Ed25519PrivateKey) -> SignedManifest:
 def encode_signed(signed: SignedManifest) -> bytes:
     """Return the payload frame of an Announce."""
     return msgspec.msgpack.encode(signed)
+
+
+def verify_signature(frame: bytes | bytearray | memoryview, *, public_key: bytes) -> SignedManifest:
+    """Check that the learner has signed a manifest or a segment's table, and return it.
+
+    Raises:
+        RemoteProtocolError: if it has not.
+    """
+    try:
+        signed = _signed_decoder.decode(frame)
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signed.signature, signed.root)
+    except InvalidSignature as error:
+        raise RemoteProtocolError("a manifest that the learner's key did not sign") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"a malformed manifest: {error}") from error
+    return signed
 
 
 def verify(
@@ -161,12 +193,9 @@ def verify(
     Raises:
         RemoteProtocolError: if the signature, the run or any size is wrong.
     """
+    signed = verify_signature(frame, public_key=public_key)
     try:
-        signed = _signed_decoder.decode(frame)
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signed.signature, signed.root)
         manifest = _manifest_decoder.decode(signed.body)
-    except InvalidSignature as error:
-        raise RemoteProtocolError("a manifest that the learner's key did not sign") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"a malformed manifest: {error}") from error
     if manifest.run_id != run_id:
@@ -195,8 +224,6 @@ def _check(manifest: Manifest) -> None:
         raise RemoteProtocolError(
             f"{where}: {manifest.num_bytes} bytes do not fit its list of chunk hashes"
         )
-    if manifest.codec != "full" or manifest.base is not None:
-        raise RemoteProtocolError(f"{where}: codec {manifest.codec!r} is not known to this release")
     offset = 0
     for tensor in manifest.tensors:
         item_bytes = ITEM_BYTES.get(tensor.dtype)

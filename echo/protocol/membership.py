@@ -10,15 +10,19 @@ the newcomer is refused.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from echo.metrics import NodeView
-from echo.protocol.messages import Heartbeat, Hello, NodeStats
-from echo.protocol.topology import Site
+from echo.protocol.messages import Heartbeat, Hello, NodeStats, Plan
+from echo.protocol.pacing import Deadlines
+from echo.protocol.price import Price
+from echo.protocol.recent import RecentMap
 from echo.rollout import PolicyVersion
 
 RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
+MAX_RELEASED = 10_000
 
 
 @dataclass(slots=True)
@@ -42,7 +46,17 @@ class Member:
     """Whether it holds such leases and nothing shows that it works."""
     rival: tuple[str, float] | None = None
     """(incarnation, first heard at) of another process that asks for this name."""
-    parents: tuple[tuple[str, str], ...] = ()
+    plan: Plan | None = None
+    """What it was told of its parents last."""
+    partials: Mapping[str, int] = field(default_factory=dict)
+    """Its counts of unfinished rollouts, as far as they have been added to the learner's."""
+    num_parked: int = 0
+    """Groups that wait there to be continued."""
+    region: str = ""
+    price_per_gb: float = 0.0
+    price: Price = field(default_factory=Price)
+    is_standby: bool = False
+    """Whether it is given neither leases nor weights for now (`standby.py`)."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
     """(instant, tokens sampled, weight bytes received) of the last heartbeats."""
 
@@ -55,6 +69,15 @@ class Member:
         while len(self.history) > 2 and now - self.history[0][0] > RATE_WINDOW_S:
             self.history.popleft()
         return has_progress
+
+    @property
+    def num_sampled(self) -> int | None:
+        """The worker's counter of tokens, which began with its process; None before a heartbeat."""
+        return self.tokens_sampled if self.tokens_sampled >= 0 else None
+
+    def is_able(self, usable: Container[PolicyVersion | None]) -> bool:
+        """Return whether it can be given groups, and samples from a version of use for them."""
+        return self.installed in usable and self.capacity > 0 and not self.is_stuck
 
     def rates(self) -> tuple[float, float]:
         """Return (tokens per second, weight bytes per second) over the last heartbeats."""
@@ -73,6 +96,8 @@ class Member:
         stats, state = self.stats, self.stats.state
         if not self.is_member:
             state = "joining"
+        elif self.is_standby:
+            state = f"{state}, then standby" if num_leases else "standby"
         elif stats.fetching is not None and stats.num_chunks:
             state = f"{state}, fetching {stats.fetching} {stats.num_chunks_held}/{stats.num_chunks}"
         return NodeView(
@@ -97,19 +122,32 @@ class Roster:
         self.heartbeat_s = heartbeat_s
         self.dead_after_s = dead_after_s
         self.nodes: dict[str, Member] = {}
+        self.released: RecentMap[str, str] = RecentMap(max_entries=MAX_RELEASED)
+        """Node id -> incarnation of the machines that were given back, the last ones."""
+        self._deadlines: Deadlines[Member] = Deadlines(self._deadline_of)
 
     @property
     def deadline(self) -> float | None:
         """When the next node would count as gone."""
-        return min((m.heard_at + self.dead_after_s for m in self.nodes.values()), default=None)
+        return self._deadlines.first
+
+    def _deadline_of(self, member: Member) -> float | None:
+        is_here = self.nodes.get(member.node_id) is member
+        return member.heard_at + self.dead_after_s if is_here else None
 
     def members(self, role: str | None = None) -> list[Member]:
         """Return the admitted nodes, all or those of one role."""
         return [m for m in self.nodes.values() if m.is_member and role in (None, m.role)]
 
-    def sites(self) -> list[Site]:
-        """Return what the topology planner needs to know."""
-        return [Site(m.node_id, m.role, m.advertise) for m in self.members()]
+    def active(self, role: str | None = None) -> list[Member]:
+        """Return the admitted nodes that take part, without workers on standby."""
+        return [member for member in self.members(role) if not member.is_standby]
+
+    def leave(self, member: Member, *, is_released: bool) -> None:
+        """Remove a node that says goodbye; note whether its machine was given back."""
+        del self.nodes[member.node_id]
+        if is_released:
+            self.released[member.node_id] = member.incarnation
 
     def hello(self, message: Hello, *, now: float) -> str:
         """Take a Hello; return "new", "again", "wait" or "name_taken".
@@ -127,8 +165,16 @@ class Roster:
             return "name_taken" if now - known.rival[1] > self.dead_after_s else "wait"
         if outcome == "new":
             self.nodes[message.node_id] = Member(
-                message.node_id, message.role, message.incarnation, message.advertise, now
+                message.node_id,
+                message.role,
+                message.incarnation,
+                message.advertise,
+                now,
+                region=message.region,
+                price_per_gb=message.price_per_gb,
+                price=message.price,
             )
+            self._deadlines.add(self.nodes[message.node_id])
         else:
             assert known is not None
             known.heard_at, known.advertise = now, message.advertise
@@ -136,7 +182,7 @@ class Roster:
 
     def expire(self, *, now: float) -> list[Member]:
         """Remove and return the nodes that have been silent for too long."""
-        gone = [m for m in self.nodes.values() if now >= m.heard_at + self.dead_after_s]
+        gone = self._deadlines.take_due(now=now)
         for member in gone:
             del self.nodes[member.node_id]
         return gone

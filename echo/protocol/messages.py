@@ -10,14 +10,16 @@ two kinds:
 
 Who may send what:
 
-    any node  -> its parent    Greet, Subscribe, Fetch, Credit
-    parent    -> its child     Greeted, Announce, Chunk, Waiting, Gone
-    node      -> learner       Hello, AssetRequest, Ready, Heartbeat, Deliver, Failed, Goodbye
+    any node  -> its parent    Greet, Probe, Subscribe, Fetch, Credit
+    parent    -> its child     Greeted, ProbeAck, Announce, Segment, Chunk, Waiting, Gone
+    node      -> learner       Hello, AssetRequest, Ready, Heartbeat, Deliver, Partial, Failed,
+                               Goodbye
     learner   -> node          Welcome, Asset, Admitted, Refuse, Rehello, Plan, Pulse, Grant, Ack,
                                Finish
 
 Every routed message may be lost (a relay can die with it), so each is either a repeated statement
-of state (Heartbeat, Pulse, Plan) or repeated until answered (Hello, Ready, Deliver, Grant).
+of state (Heartbeat, Pulse, Plan, Partial) or repeated until answered (Hello, Ready, Deliver,
+Grant).
 """
 
 from __future__ import annotations
@@ -26,88 +28,29 @@ from typing import Any
 
 import msgspec
 
+from echo.protocol.link_messages import OPEN_END as OPEN_END
+from echo.protocol.link_messages import Announce as Announce
+from echo.protocol.link_messages import Chunk as Chunk
+from echo.protocol.link_messages import Credit as Credit
+from echo.protocol.link_messages import Fetch as Fetch
+from echo.protocol.link_messages import Gone as Gone
+from echo.protocol.link_messages import Greet as Greet
+from echo.protocol.link_messages import Greeted as Greeted
+from echo.protocol.link_messages import Message as Message
+from echo.protocol.link_messages import ParcelOffer as ParcelOffer
+from echo.protocol.link_messages import Probe as Probe
+from echo.protocol.link_messages import ProbeAck as ProbeAck
+from echo.protocol.link_messages import Segment as Segment
+from echo.protocol.link_messages import Subscribe as Subscribe
+from echo.protocol.link_messages import Waiting as Waiting
+from echo.protocol.price import Price
 from echo.rollout import Lineage, PolicyVersion
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"
 """The node id of the learner; there is exactly one in a run."""
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of all messages; the tag is the class name."""
-
-
-# --- link messages -------------------------------------------------------------------------------
-
-
-class Greet(Message, frozen=True):
-    """First message on a dialled link: who dials, and what the link is for."""
-
-    node_id: str
-    role: str
-    purpose: str
-    """"control" (routed messages) or "weights" (the pull protocol)."""
-
-
-class Greeted(Message, frozen=True):
-    """Answer to Greet: who was reached."""
-
-    node_id: str
-    role: str
-
-
-class Subscribe(Message, frozen=True):
-    """Child to parent: tell me of versions newer than this; answered by Announce or Waiting."""
-
-    newest: PolicyVersion | None
-
-
-class Announce(Message, frozen=True):
-    """Parent to child: this version exists; the signed manifest is the payload frame."""
-
-    version: PolicyVersion
-
-
-class Fetch(Message, frozen=True):
-    """Child to parent: send these chunks, in ascending order, up to the credit.
-
-    Resuming after a cut and changing the parent are this same message with other ranges. It
-    replaces any earlier Fetch of the child.
-    """
-
-    version: PolicyVersion
-    ranges: tuple[tuple[int, int], ...]
-    """Half-open [start, stop) runs of missing chunk indices, ascending."""
-    credit_bytes: int
-
-
-class Credit(Message, frozen=True):
-    """Child to parent: that many more bytes may be sent."""
-
-    version: PolicyVersion
-    credit_bytes: int
-
-
-class Chunk(Message, frozen=True):
-    """Parent to child: one chunk; its bytes are the payload frame."""
-
-    version: PolicyVersion
-    index: int
-
-
-class Waiting(Message, frozen=True):
-    """Parent to child: I live, but what you want has not reached me yet."""
-
-    version: PolicyVersion | None
-    """The version of the chunk that is wanted; None if it is any newer version."""
-
-
-class Gone(Message, frozen=True):
-    """Parent to child: this version can no longer be had here."""
-
-    version: PolicyVersion
 
 
 # --- routed messages: joining --------------------------------------------------------------------
@@ -125,6 +68,10 @@ class Hello(Message, frozen=True):
     """Address at which this node serves weights to others; None if it cannot listen."""
     digests: dict[str, str]
     """Hashes of what the node already has (model, tokenizer, ...); empty if it inherits all."""
+    region: str = ""
+    price_per_gb: float = 0.0
+    """Of 1e9 bytes that leave the node's region."""
+    price: Price = Price()
 
 
 class Welcome(Message, frozen=True):
@@ -194,6 +141,8 @@ class Goodbye(Message, frozen=True):
     """The node leaves on purpose; its leases may be issued again at once."""
 
     reason: str
+    is_released: bool = False
+    """Whether its machine has been given back: it costs nothing any more."""
 
 
 # --- routed messages: work -----------------------------------------------------------------------
@@ -203,8 +152,19 @@ class Plan(Message, frozen=True):
     """Where to get weights from: parents in order of preference, the learner last."""
 
     epoch: int
-    parents: tuple[tuple[str, str], ...]
-    """(node id, address); an empty address means: as this node reached it itself."""
+    stripes: tuple[tuple[tuple[str, str], ...], ...]
+    """For each stripe (node id, address) of its parents; an empty address means: as this node
+    reached it itself. None at all: the node stands by, and needs no weights."""
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether the node is to fetch nothing for now; it will be given no leases either."""
+        return not self.stripes
+
+    @property
+    def first_parents(self) -> str:
+        """The preferred parents, in the form of `NodeStats.parent`."""
+        return ",".join(parents[0][0] for parents in self.stripes) or "-"
 
 
 class LeaseState(Message, frozen=True, array_like=True, tag=False):
@@ -213,7 +173,12 @@ class LeaseState(Message, frozen=True, array_like=True, tag=False):
     group_id: int
     attempt: int
     num_tokens: int
-    """Tokens sampled for it so far; progress renews the lease."""
+    """Tokens sampled, and rewards and answers of tools received, for it so far: its growth renews
+    the lease. 0 where nothing was begun, -1 once it is done and not yet acknowledged."""
+    is_waiting: bool = False
+    """Whether it waits to be begun or continued: it shares the progress of those that run."""
+    running_s: float = 0.0
+    """Seconds since the worker began or continued it; 0 while it waits."""
 
 
 class NodeStats(Message, frozen=True, tag=False):
@@ -227,10 +192,22 @@ class NodeStats(Message, frozen=True, tag=False):
     bytes_sent: int = 0
     """Weight bytes sent to children since the process started."""
     parent: str = "-"
+    """Node ids of the parents in use, one per stripe, with commas between."""
+    suspects: tuple[str, ...] = ()
+    """Nodes that sent it chunks with wrong hashes, lately."""
+    uplink_bytes_per_s: float | None = None
+    downlink_bytes_per_s: float | None = None
+    """What its transfers have shown of its links; None while they have shown nothing."""
+    rtt_s: float | None = None
+    """Round trip to its parent."""
     fetching: PolicyVersion | None = None
     num_chunks_held: int = 0
     num_chunks: int = 0
-    refused: dict[str, int] = {}
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    partials: dict[str, int] = msgspec.field(default_factory=dict)
+    """What became of unfinished rollouts since the process started, by name."""
+    num_places: int = 0
+    """Groups that a worker samples at one time; others wait there. 0: all that it can hold."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -261,10 +238,20 @@ class Lease(Message, frozen=True, tag=False):
     prompt_ids: tuple[int, ...]
     example: dict[str, Any]
     """The task's example (prompt, answer, info): a worker needs no dataset."""
+    min_version: PolicyVersion | None = None
+    """The oldest version to sample it under: what older ones make comes too late to be trained on.
+    A worker that holds an older one waits for a while, and then gives the lease back."""
+    exact_version: PolicyVersion | None = None
+    """The only version to sample it under. Newer weights wait until it is whole; a worker that has
+    them before it has begun gives the lease back."""
 
 
 class Grant(Message, frozen=True):
-    """Leases for a worker; one that it already has is ignored."""
+    """Leases for a worker; one that it already has is ignored.
+
+    With a payload frame there is one lease only, and the frame is what others have sampled for it
+    (`partial_codec.encode_members`), to be continued.
+    """
 
     leases: tuple[Lease, ...]
 
@@ -274,6 +261,22 @@ class Deliver(Message, frozen=True):
 
     group_id: int
     attempt: int
+    seconds: float = 0.0
+    """From its start on the worker to its end, rewards included."""
+
+
+class Partial(Message, frozen=True):
+    """What was sampled for a lease so far, in case this worker does not come to finish it.
+
+    The payload frame is that of `partial_codec.encode_members`. Each one replaces the last.
+    """
+
+    group_id: int
+    attempt: int
+
+
+OUTRUN = "version_replaced"
+"""Reason for which a worker gives a lease back whose exact version it has no more: as a rule."""
 
 
 class Failed(Message, frozen=True):
@@ -283,6 +286,8 @@ class Failed(Message, frozen=True):
     attempt: int
     reason: str
     detail: str
+    is_elsewhere: bool = False
+    """Whether it can be finished all the same, by another worker: it is granted again."""
 
 
 class Ack(Message, frozen=True):
@@ -295,7 +300,20 @@ class Ack(Message, frozen=True):
     reason: str = ""
 
 
-LINK_MESSAGES = Greet | Greeted | Subscribe | Announce | Fetch | Credit | Chunk | Waiting | Gone
+LINK_MESSAGES = (
+    Greet
+    | Greeted
+    | Probe
+    | ProbeAck
+    | Subscribe
+    | Announce
+    | Fetch
+    | Credit
+    | Segment
+    | Chunk
+    | Waiting
+    | Gone
+)
 ROUTED_MESSAGES = (
     Hello
     | Welcome
@@ -312,6 +330,7 @@ ROUTED_MESSAGES = (
     | Pulse
     | Grant
     | Deliver
+    | Partial
     | Failed
     | Ack
 )

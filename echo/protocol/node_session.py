@@ -39,7 +39,7 @@ from echo.protocol.codec import (
     encode,
     other_protocol,
 )
-from echo.protocol.joining import Joining
+from echo.protocol.joining import Joining, describe_failure
 from echo.protocol.joining import NodeSettings as NodeSettings
 from echo.protocol.messages import (
     LEARNER_ID,
@@ -54,13 +54,18 @@ from echo.protocol.messages import (
     Message,
     NodeStats,
     Plan,
+    Probe,
+    ProbeAck,
     Pulse,
     Refuse,
     Rehello,
     Welcome,
 )
+from echo.protocol.pacing import earliest
+from echo.protocol.parcel import DecodeBlock
+from echo.protocol.probing import Probing
 from echo.protocol.recent import RecentMap
-from echo.protocol.weights_link import CONNECT_TIMEOUT_S, Uplink, WeightsLink
+from echo.protocol.weights_link import CONNECT_TIMEOUT_S, Uplink, WeightsLinks
 from echo.rollout import PolicyVersion
 
 MAX_PEER_NAMES = 10_000
@@ -77,15 +82,16 @@ class NodeSession:
         self.counters = Counters()
         self.is_leaving = False
         self._joining = Joining(settings, broadcast, send=self.to_learner)
-        self._learner_address = ""
+        self._probing = Probing(broadcast, can_serve=settings.advertise is not None)
         self._control: Uplink | None = None
         self._address_index = 0
-        self._lost_at = now
-        self._heard_at = now
-        self._heartbeat_at = now
-        self._warned_at = now
+        self._lost_at = self._heard_at = now
+        self._heartbeat_at = self._warned_at = self._beat_at = now
+        self.learner_step = 0
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
-        self._weights = WeightsLink(broadcast, retry_s=settings.retry_s)
+        self._weights = WeightsLinks(
+            broadcast, retry_s=settings.retry_s, sockets_per_link=settings.sockets_per_link
+        )
         self._weights.retry_preferred_s = settings.dead_after_s
 
     # --- what subclasses fill in -----------------------------------------------------------------
@@ -110,6 +116,10 @@ class NodeSession:
             bytes_received=self.broadcast.bytes_received,
             bytes_sent=self.broadcast.bytes_sent,
             parent=self._weights.parent,
+            suspects=self._weights.suspects(now=self._beat_at),
+            uplink_bytes_per_s=self.broadcast.uplink_bytes_per_s,
+            downlink_bytes_per_s=self.broadcast.downlink_bytes_per_s,
+            rtt_s=self._weights.rtt_s,
             fetching=version,
             num_chunks_held=num_held,
             num_chunks=num_chunks,
@@ -154,24 +164,23 @@ class NodeSession:
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
         """Note which peer a Dial has become."""
-        link = self._control if purpose == "control" else self._weights.next
-        if link is not None and link.address == address and not link.peer:
-            link.peer = peer
+        if purpose != "control":
+            self._weights.dialled(address, peer)
+        elif self._control is not None and self._control.address == address:
+            self._control.peer = self._control.peer or peer
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
         """Handle that a dialled link stands (for the first time or again)."""
-        for link, purpose in ((self._control, "control"), (self._weights.next, "weights")):
-            if link is not None and link.peer == peer:
-                return [self._greet(peer, purpose)]
-        return []
+        if self._control is not None and self._control.peer == peer:
+            self._control.greeted_at = now
+            return [self._greet(peer, "control")]
+        return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Handle that a link is gone, inbound or outbound."""
         if self._control is not None and self._control.peer == peer:
-            return [
-                Note("warning", f"lost the link to {self._control.address}: {reason}"),
-                *self._next_address(now),
-            ]
+            text = f"lost the link to {self._control.address}: {reason}"
+            return [Note("warning", text), *self._next_address(now)]
         if self._weights.has(peer):
             return self._weights.failed(peer, reason, control=self._control, now=now)
         self._peer_names.discard(peer)
@@ -183,8 +192,9 @@ class NodeSession:
 
     def _addresses(self) -> list[str]:
         known = list(self.settings.addresses)
-        if self._learner_address and self._learner_address not in known:
-            known.append(self._learner_address)
+        learner = self._weights.learner_address
+        if learner and learner not in known:
+            known.append(learner)
         return known
 
     def _dial_control(self, now: float) -> list[Action]:
@@ -256,6 +266,9 @@ class NodeSession:
                 return [Send(peer, encode(answer, source=self.settings.node_id))]
             case Greeted():
                 return self._on_greeted(peer, message, now)
+            case Probe() | ProbeAck():
+                is_parent = self.is_from_learner(peer)
+                return self._probing.receive(peer, message, is_parent=is_parent, now=now)
         return self._perform(self.broadcast.receive(peer, message, payload, now=now), now)
 
     def _perform(self, actions: Iterable[Action | ParentFailed], now: float) -> list[Action]:
@@ -263,13 +276,14 @@ class NodeSession:
         rest: list[Action] = []
         for action in actions:
             if isinstance(action, ParentFailed):
-                rest += self._weights.failed(
-                    action.peer, action.reason, control=self._control, now=now
-                )
+                rest += self._weights.parent_failed(action, control=self._control, now=now)
             else:
                 rest.append(action)
                 if isinstance(action, VersionArrived):
                     self._heartbeat_at = now
+                    link = self._control
+                    peer = link.peer if link is not None and link.node_id else ""
+                    rest += self._probing.begin(peer, action.version, now=now)
         return rest
 
     def _on_greeted(self, peer: str, message: Greeted, now: float) -> list[Action]:
@@ -278,9 +292,10 @@ class NodeSession:
             if self._control.node_id:
                 return []
             self._control.node_id = message.node_id
+            self._weights.reached(now - self._control.greeted_at)
             self._heard_at = now
             return self._joining.begin(now)
-        return self._weights.greeted(peer, message.node_id, now=now)
+        return self._weights.greeted(peer, message.node_id, control=self._control, now=now)
 
     def _on_learner_message(
         self, message: Message, payload: list[Frame], now: float
@@ -292,12 +307,10 @@ class NodeSession:
             case Admitted():
                 return self._on_admitted(message, now)
             case Plan():
-                for node_id, address in message.parents:
-                    if node_id == LEARNER_ID and address:
-                        self._learner_address = address
                 return self._weights.on_plan(message, control=self._control, now=now)
             case Pulse():
-                return self._on_pulse(message, now)
+                self.learner_step = message.step
+                return self._perform(self.broadcast.expect(message.newest, now=now), now)
         return self.on_routed(message, payload, now=now)
 
     # --- joining ---------------------------------------------------------------------------------
@@ -325,23 +338,20 @@ class NodeSession:
             *self.on_admitted(now=now),
         ]
 
-    def _on_pulse(self, message: Pulse, now: float) -> list[Action]:
-        known = self.broadcast.newest_known
-        if message.newest is not None and (known is None or known < message.newest):
-            # Either the Announce is still on its way down the chain, or it was lost on a link.
-            return self.broadcast.resubscribe(now=now)
-        return []
+    def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action]:
+        """Take the result of a DecodeBlock: what was wrong with it, or nothing."""
+        return self._perform(self.broadcast.decoded(work, fault, now=now), now)
 
     # --- time ------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
-        instants = [self._joining.retry_at, self._lost_at + self.settings.reconnect_for_s]
         if self.is_admitted:
-            instants = [self._heartbeat_at, self._heard_at + self._joining.dead_after_s]
-        instants += [t for t in (self.broadcast.deadline, self._weights.deadline) if t is not None]
-        return min(instants)
+            own = (self._heartbeat_at, self._heard_at + self._joining.dead_after_s)
+        else:
+            own = (self._joining.retry_at, self._lost_at + self.settings.reconnect_for_s)
+        return earliest(*own, self.broadcast.deadline, self._weights.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
         """Do what has become due."""
@@ -360,7 +370,8 @@ class NodeSession:
     def _expire_joining(self, now: float) -> list[Action]:
         remaining_s = self._lost_at + self.settings.reconnect_for_s - now
         if remaining_s <= 0:
-            return [Stop("learner_unreachable", TransportError(self._describe_failure()))]
+            text = describe_failure(self.settings, self._addresses())
+            return [Stop("learner_unreachable", TransportError(text))]
         if now < self._joining.retry_at:
             return []
         actions: list[Action] = []
@@ -373,18 +384,9 @@ class NodeSession:
             return actions + self._next_address(now)
         return actions + self._joining.repeat(now)
 
-    def _describe_failure(self) -> str:
-        settings = self.settings
-        return (
-            f"no learner reached at {', '.join(self._addresses())} for "
-            f"{settings.reconnect_for_s:.0f} s; check that it runs, that its port is open, and the "
-            f"addresses under [{settings.role}] connect; network.reconnect_for_s sets how long to "
-            "try"
-        )
-
     def heartbeat(self, *, now: float) -> list[Action]:
         """Tell the learner this node's state, now."""
-        self._heartbeat_at = now + self.heartbeat_s
+        self._beat_at, self._heartbeat_at = now, now + self.heartbeat_s
         beat = Heartbeat(
             installed=self.installed(),
             capacity=0 if self.is_leaving else self.capacity(),

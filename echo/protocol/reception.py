@@ -43,6 +43,7 @@ class LearnerSettings:
     groups_per_step: int
     group_size: int
     max_completion_tokens: int
+    """Tokens of a rollout, masked ones included."""
     vocab_size: int
     heartbeat_s: float
     dead_after_s: float
@@ -50,6 +51,21 @@ class LearnerSettings:
     """What workers inherit."""
     assets: dict[str, bytes]
     digests: dict[str, str]
+    prompts_are_free: bool = False
+    """Whether rollouts may be of other prompts than their leases', as those of agents are."""
+    trims_stale: bool = False
+    """Whether a group with some tokens beyond the bound is masked there, or refused."""
+    chunk_bytes: int = 1 << 20
+    region: str = ""
+    price_per_gb: float = 0.0
+    uplink_bytes_per_s: float | None = None
+    """What to take its uplink for until transfers have shown it; None for a usual one."""
+    dispatch: str = "speed"
+    """Who gets the next group: "speed" or "even" (`dispatch.py`)."""
+    hedge_factor: float | None = None
+    """How many times sooner a copy must be expected (`hedging.py`); None for no copies."""
+    exact_version: bool = False
+    """Whether each group is sampled by one version alone: its worker's, when it was granted."""
 
 
 class SendTo(Protocol):

@@ -1,61 +1,81 @@
-"""The parent's half of the weights plane: announce versions, send the chunks that children ask for.
+"""The parent's half of the weights plane: announce items, send the chunks that children ask for.
 
-A child is served ascending, as far as its credit reaches and as soon as a chunk is held. It pins
-the version that it fetches while it takes chunks, so the store is bounded by the number of
-children. A child that never reacted to an announcement is forgotten after a while (the end of an
-inbound link may go unnoticed); if it lives, the learner's Pulse makes it subscribe again.
+A child here is one link; a node that fetches over several lanes is several children. It is served
+ascending, as far as its credit reaches and as soon as a chunk is held.
+
+* **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up
+  everybody below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
+  sibling that takes the same chunks. One that says nothing for the time of SILENT_CHUNKS, or has
+  taken less than half of the median rate for SLOW_AFTER_S, is not waited for; nor is one that waits
+  for a chunk which is not here. The time in which a child was held back does not count for its
+  rate, or all siblings would seem to be as slow as the slowest.
+* **Waiting.** A child that waits for a sibling, or for something that this node does not hold
+  itself, is told so again and again, so that one stall does not blame everybody below it. What is
+  not here may be long in coming: each time the child is told to expect twice as long a silence, up
+  to MAX_WAITING_S, and has patience for it. Whether a sibling still is to be waited for, or an
+  item that was not known has become so, is looked after as often as at first.
+* A child pins the item that it takes, so the store is bounded by the number of children. One that
+  never reacted to an announcement is forgotten after a while (the end of an inbound link may go
+  unnoticed); if it lives, the learner's Pulse makes it subscribe again.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+import statistics
 
-from echo.errors import RemoteProtocolError
 from echo.protocol.actions import Action, Send
+from echo.protocol.children import Child as Child
+from echo.protocol.children import check_fetch
 from echo.protocol.codec import Frame, encode
-from echo.protocol.manifest import encode_signed
-from echo.protocol.messages import Announce, Chunk, Credit, Fetch, Gone, Message, Subscribe, Waiting
-from echo.protocol.transfer import Transfer
-from echo.rollout import PolicyVersion
+from echo.protocol.messages import (
+    Announce,
+    Chunk,
+    Credit,
+    Fetch,
+    Gone,
+    Message,
+    Segment,
+    Subscribe,
+    Waiting,
+)
+from echo.protocol.pacing import earliest
+from echo.protocol.parcel import Parcel
+from echo.protocol.rates import UplinkEstimate
+from echo.protocol.store import ItemId, Store
 
 PIN_STALLS = 10
-"""Silences (of stall_s) after which a child no longer pins the version that it was fetching."""
+"""Silences (of stall_s) after which a child no longer pins the item that it was fetching."""
 FORGET_STALLS = 60
 """Silences after an announcement, after which a child that did not react is forgotten."""
-
-
-@dataclass(slots=True)
-class Child:
-    """What a parent remembers of one child."""
-
-    is_subscribed: bool = False
-    announced: PolicyVersion | None = None
-    fetching: PolicyVersion | None = None
-    wanted: deque[int] = field(default_factory=deque)
-    credit_bytes: int = 0
-    heard_at: float = 0.0
-    unanswered_since: float | None = None
-    """When it was told of a version, if nothing was heard of it since."""
+MAX_LEAD_CHUNKS = 4
+"""Chunks that a child may be ahead of its slowest healthy sibling."""
+MAX_SIBLINGS = 64
+"""Beyond this many nobody is held back: it is a star, and the uplink is shared anyway."""
+SLOW_AFTER_S = 5.0
+SILENT_CHUNKS = 8
+"""A child that says nothing for the time of so many chunks is not waited for: it may be dead."""
+SILENT_AFTER_S = 0.5
+"""Nor is it waited for less than this."""
+WAITING_PERIOD_S = 0.2
+"""How often a waiting child is told at first; well below the shortest patience of a lane."""
+MAX_WAITING_S = 1.6
+"""How often at last; a parent that vanishes meanwhile is missed only after that."""
 
 
 class Serving:
     """One node's children, served from its store."""
 
-    def __init__(
-        self, store: dict[PolicyVersion, Transfer], *, node_id: str, stall_s: float
-    ) -> None:
+    def __init__(self, store: Store, *, node_id: str, stall_s: float) -> None:
         """Start without children; `store` is shared with the child's half."""
         self.store = store
         self.node_id = node_id
         self.stall_s = stall_s
         self.children: dict[str, Child] = {}
         self.bytes_sent = 0
+        self.rate = UplinkEstimate()
+        """Of this node's uplink: bytes that all children have acknowledged with credit."""
 
-    @property
-    def newest_known(self) -> PolicyVersion | None:
-        """Newest version whose manifest is known."""
-        return max(self.store, default=None)
+    # --- messages --------------------------------------------------------------------------------
 
     def receive(self, peer: str, message: Subscribe | Fetch | Credit, now: float) -> list[Action]:
         """Handle one message of a child.
@@ -70,89 +90,200 @@ class Serving:
         child.heard_at, child.unanswered_since = now, None
         if isinstance(message, Fetch):
             return self._on_fetch(peer, child, message, now)
-        child.is_subscribed, child.announced = True, message.newest
+        child.is_subscribed, child.newest = True, message.newest
+        child.announced = child.told_of = None
         waiting = self._send(peer, Waiting(version=None))
         return self.announce(peer, now=now) or [waiting]
 
     def announce(self, *peers: str, now: float) -> list[Action]:
-        """Tell the newest version to these children, or to all, unless they know it."""
-        newest = self.newest_known
-        if newest is None:
+        """Tell what can be had to these children, or to all, unless they know it."""
+        says = self.store.announcement()
+        newest = self.store.newest_known
+        if says is None or newest is None:
             return []
-        frame = encode_signed(self.store[newest].signed)
+        version, offers, manifest = says
+        told = (version, tuple((offer.version, offer.base) for offer in offers), manifest is None)
         actions: list[Action] = []
         for peer in peers or tuple(self.children):
             child = self.children[peer]
-            if child.is_subscribed and (child.announced is None or child.announced < newest):
-                child.announced = newest
-                if child.unanswered_since is None:
-                    child.unanswered_since = now
-                actions.append(self._send(peer, Announce(version=newest), frame))
+            is_news = child.newest is None or child.newest < newest
+            if not child.is_subscribed or child.announced == told or not is_news:
+                continue
+            child.announced = told
+            # Another form of what it knows of asks for no answer.
+            if child.unanswered_since is None and (child.told_of is None or child.told_of < newest):
+                child.unanswered_since = now
+            child.told_of = newest
+            payload = () if manifest is None else (manifest,)
+            actions.append(self._send(peer, Announce(version=version, offers=offers), *payload))
         return actions
 
     def _on_fetch(self, peer: str, child: Child, message: Fetch, now: float) -> list[Action]:
-        child.fetching = None
-        child.wanted.clear()
-        item, newest = self.store.get(message.version), self.newest_known
-        if item is None and (newest is None or newest < message.version):
-            # Not known here yet, as after a restart: the child keeps what it has and asks again.
-            return [self._send(peer, Waiting(version=message.version))]
+        item_id = (message.version, message.form)
+        item = self.store.get(item_id)
         if item is None:
-            # The newest version is announced anew, so that the child is not left with nothing.
-            child.announced = None
-            gone = self._send(peer, Gone(version=message.version))
-            return [gone, *self.announce(peer, now=now)]
-        previous = 0
-        for start, stop in message.ranges:
-            if not previous <= start < stop <= item.manifest.num_chunks:
-                child.wanted.clear()
-                raise RemoteProtocolError(
-                    f"a Fetch of {message.version} with bad ranges {message.ranges!r:.80}"
-                )
-            child.wanted.extend(range(start, stop))
-            previous = stop
-        child.fetching = message.version
-        child.credit_bytes = max(0, message.credit_bytes)
-        if child.wanted and not item.has_chunk[child.wanted[0]]:
-            return [self._send(peer, Waiting(version=message.version))]
-        return self._serve(peer, child)
+            child.stop()
+            return self._lacks(peer, child, item_id, now)
+        check_fetch(message, item)
+        child.stop()
+        child.begin(message, now=now)
+        child.lead = min((other.lead for _, other in self._siblings(peer, child)), default=0)
+        child.grow(item)
+        actions = self._segments(peer, child, item) if isinstance(item, Parcel) else []
+        if sent := self._serve(peer, child, now):
+            return actions + sent
+        return [*actions, self._send(peer, Waiting(version=message.version, form=message.form))]
+
+    def _lacks(self, peer: str, child: Child, item_id: ItemId, now: float) -> list[Action]:
+        """Tell a child that an item is not here: not yet, or no more."""
+        newest = self.store.newest_known
+        version, form = item_id
+        if newest is None or newest < version:
+            # Not known here yet, as after a restart: the child keeps what it has and asks again.
+            child.awaiting = item_id
+            return [self._tell_waiting(peer, child, item_id, now)]
+        # What there is is announced anew, so that the child is not left with nothing.
+        child.awaiting = child.announced = None
+        gone = self._send(peer, Gone(version=version, form=form))
+        return [gone, *self.announce(peer, now=now)]
 
     def _on_credit(
         self, peer: str, child: Child | None, message: Credit, now: float
     ) -> list[Action]:
-        if child is None or child.fetching != message.version:
+        if child is None or child.fetching != (message.version, message.form):
             return []
         child.heard_at, child.unanswered_since = now, None
         child.credit_bytes += max(0, message.credit_bytes)
-        return self._serve(peer, child)
+        self.rate.add(max(0, message.taken_bytes), now=now, since=child.acked_at)
+        child.acked_at = now
+        sent = self._serve(peer, child, now)
+        self._note_load(now)
+        return sent
 
-    def _serve(self, peer: str, child: Child) -> list[Action]:
-        """Send what the child wants, holds credit for, and this node has, in order."""
+    def _note_load(self, now: float) -> None:
+        """Tell the estimate how many children have been sent all that is here.
+
+        One held back for a sibling does not wait: the uplink carries what that one gets.
+        """
+        fetching = [child for child in self.children.values() if child.fetching is not None]
+        num_waiting = sum(map(self._lacks_next, fetching))
+        share = num_waiting / len(fetching) if len(fetching) > 1 else 1.0
+        self.rate.wait(share, now=now)
+
+    # --- chunks ----------------------------------------------------------------------------------
+
+    def _siblings(self, peer: str, child: Child) -> list[tuple[str, Child]]:
+        """Return who takes the same chunks; other lanes, of whomever, need not keep in step."""
+        return [
+            (name, other)
+            for name, other in self.children.items()
+            if name != peer and other.takes_as(child)
+        ]
+
+    def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
+        """Send what the child may have, and then what its siblings may have because of it."""
         actions: list[Action] = []
         if child.fetching is None:
             return actions
-        item = self.store[child.fetching]
-        while child.wanted and child.credit_bytes > 0 and item.has_chunk[child.wanted[0]]:
-            index = child.wanted.popleft()
-            chunk = item.chunk(index)
-            child.credit_bytes -= len(chunk)
-            self.bytes_sent += len(chunk)
-            actions.append(self._send(peer, Chunk(version=child.fetching, index=index), chunk))
-        if not child.wanted:
-            child.fetching = None
+        siblings = self._siblings(peer, child)
+        if not siblings or len(siblings) > MAX_SIBLINGS:
+            return self._send_chunks(peer, child, None, now)
+        everyone = [(peer, child), *siblings]
+        is_even = all(other.num_lanes == child.num_lanes for _, other in siblings)
+        has_moved = True
+        while has_moved:
+            has_moved, limit = False, self._limit(everyone, now)
+            for name, other in everyone:
+                if not is_even:  # a sibling's siblings are others than these
+                    limit = self._limit([(name, other), *self._siblings(name, other)], now)
+                sent = self._send_chunks(name, other, limit, now)
+                has_moved = has_moved or bool(sent)
+                actions += sent
         return actions
 
-    def forward(self, version: PolicyVersion, index: int) -> list[Action]:
+    def _patience_s(self, child: Child, now: float) -> float:
+        """Return how long a child without credit may say nothing and still be waited for."""
+        return min(max(SILENT_CHUNKS / max(child.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S)
+
+    def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
+        """Return how far a child may be, given the slowest of those that are to be waited for."""
+        members = [
+            child
+            for _, child in family
+            if child.wanted
+            and not self._lacks_next(child)
+            and (child.credit_bytes > 0 or now - child.heard_at < self._patience_s(child, now))
+        ]
+        rates = {
+            id(child): child.rate(now) for child in members if now - child.began_at >= SLOW_AFTER_S
+        }
+        median = statistics.median_high(rates.values()) if rates else 0.0
+        leads = [child.lead for child in members if rates.get(id(child), median) >= 0.5 * median]
+        reach = MAX_LEAD_CHUNKS * max(child.num_lanes for child in members) if leads else 0
+        return min(leads) + reach if leads else None
+
+    def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
+        """Send what one child wants, holds credit for, and this node has, in order."""
+        actions: list[Action] = []
+        if child.fetching is None:
+            return actions
+        version, form = child.fetching
+        item = self.store.get(child.fetching)
+        assert item is not None
+        while child.wanted and child.credit_bytes > 0 and item.has_chunk[child.wanted[0]]:
+            if limit is not None and child.lead >= limit:
+                child.hold_back(now)
+                break
+            index = child.wanted.popleft()
+            chunk = item.chunk(index)
+            child.sent(len(chunk), now)
+            self.bytes_sent += len(chunk)
+            actions.append(self._send(peer, Chunk(version=version, index=index, form=form), chunk))
+        if not child.wanted and not child.is_open:
+            child.stop()
+        if all(other.fetching is None for other in self.children.values()):
+            self.rate.pause()
+        return actions
+
+    def forward(self, item: ItemId, index: int, now: float) -> list[Action]:
         """Send on a chunk that has just arrived, to the children that wait for it."""
-        return [
+        actions = [
             action
-            for peer, child in self.children.items()
-            if child.fetching == version and child.wanted and child.wanted[0] == index
-            for action in self._serve(peer, child)
+            for peer, child in tuple(self.children.items())
+            if child.fetching == item and child.wanted and child.wanted[0] == index
+            for action in self._serve(peer, child, now)
+        ]
+        self._note_load(now)
+        return actions
+
+    def extend(self, item: ItemId, now: float) -> list[Action]:
+        """Pass on a segment that has just been added, and with it what is held of its chunks."""
+        parcel = self.store.parcels[item]
+        actions: list[Action] = []
+        for peer, child in tuple(self.children.items()):
+            if child.fetching == item:
+                child.grow(parcel)
+                actions += self._segments(peer, child, parcel)
+                actions += self._serve(peer, child, now)
+        return actions
+
+    def _segments(self, peer: str, child: Child, parcel: Parcel) -> list[Action]:
+        """Send the tables that a child lacks."""
+        first = child.num_segments
+        child.num_segments = max(first, parcel.num_segments)
+        return [
+            self._send(
+                peer,
+                Segment(version=parcel.version, form=parcel.form, index=index),
+                parcel.frames[index],
+            )
+            for index in range(first, parcel.num_segments)
         ]
 
-    def pinned(self, now: float) -> set[PolicyVersion]:
-        """Return the whole versions that children are taking.
+    # --- keeping and dropping --------------------------------------------------------------------
+
+    def pinned(self, now: float) -> set[ItemId]:
+        """Return the whole items that children are taking.
 
         One that is not whole here is not pinned: if this node has moved on to a newer version it
         would never be completed, and the child would wait for ever.
@@ -162,18 +293,20 @@ class Serving:
             for child in self.children.values()
             if child.fetching is not None
             and now - child.heard_at <= PIN_STALLS * self.stall_s
-            and self.store[child.fetching].is_complete
+            and (item := self.store.get(child.fetching)) is not None
+            and item.is_complete
         }
 
-    def drop(self, version: PolicyVersion, *, now: float) -> list[Action]:
-        """Remove a version from the store and tell the children that were fetching it."""
-        del self.store[version]
+    def drop(self, item: ItemId, *, now: float) -> list[Action]:
+        """Remove an item from the store and tell the children that were fetching it."""
+        self.store.drop(item)
+        version, form = item
         actions: list[Action] = []
         for peer, child in self.children.items():
-            if child.fetching == version:
-                child.fetching, child.announced = None, None
-                child.wanted.clear()
-                actions.append(self._send(peer, Gone(version=version)))
+            if child.fetching == item:
+                child.stop()
+                child.announced = None
+                actions.append(self._send(peer, Gone(version=version, form=form)))
                 actions += self.announce(peer, now=now)
         return actions
 
@@ -184,5 +317,67 @@ class Serving:
             if since is not None and now - since > FORGET_STALLS * self.stall_s:
                 del self.children[peer]
 
+    # --- time ------------------------------------------------------------------------------------
+
+    def _lacks_next(self, child: Child) -> bool:
+        """Return whether the next chunk that a child wants is not here."""
+        if child.fetching is None:
+            return False
+        item = self.store.get(child.fetching)
+        assert item is not None
+        return child.is_open if not child.wanted else not item.has_chunk[child.wanted[0]]
+
+    def _waits(self, child: Child) -> bool:
+        """Return whether a child waits for a sibling, or for what this node waits for itself."""
+        is_held = child.held_at is not None or child.awaiting is not None
+        return is_held or (child.credit_bytes > 0 and self._lacks_next(child))
+
+    @property
+    def deadline(self) -> float | None:
+        """When a waiting child is to be told so again."""
+        return earliest(
+            *[
+                _tell_at(child)
+                for child in self.children.values()
+                if (child.fetching is not None or child.awaiting is not None) and self._waits(child)
+            ]
+        )
+
+    def expire(self, now: float) -> list[Action]:
+        """Tell the waiting children that this node lives, unless they need not wait any more."""
+        actions: list[Action] = []
+        for peer, child in tuple(self.children.items()):
+            if not self._waits(child) or now < _tell_at(child):
+                continue
+            if child.awaiting is not None:
+                actions += self._await(peer, child, child.awaiting, now)
+                continue
+            sent = self._serve(peer, child, now) if child.held_at is not None else []
+            actions += sent
+            if not sent and child.fetching is not None:
+                actions.append(self._tell_waiting(peer, child, child.fetching, now))
+        return actions
+
+    def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
+        """Tell a child what has become of an item that was not known here when it asked."""
+        if self.store.get(item) is None:
+            return self._lacks(peer, child, item, now)
+        child.awaiting = None  # It has been announced; if that was lost, the child asks again.
+        return []
+
+    def _tell_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
+        """Tell a child that it has to wait, and for how long it may hear nothing of it."""
+        is_looked_after = child.held_at is not None or child.awaiting is not None
+        doubled = WAITING_PERIOD_S if is_looked_after else 2 * child.waiting_s
+        child.waiting_s = min(max(doubled, WAITING_PERIOD_S), MAX_WAITING_S)
+        child.told_waiting_at = now
+        version, form = item
+        return self._send(peer, Waiting(version=version, form=form, again_s=child.waiting_s))
+
     def _send(self, peer: str, message: Message, *payload: Frame) -> Send:
         return Send(peer, encode(message, payload, source=self.node_id))
+
+
+def _tell_at(child: Child) -> float:
+    """Return when a child that waits is to be told so again."""
+    return child.told_waiting_at + max(child.waiting_s, WAITING_PERIOD_S)

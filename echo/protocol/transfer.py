@@ -1,12 +1,20 @@
-"""One version of the weights in a node's store: its manifest, its bytes, which chunks are there."""
+"""What travels chunk by chunk: which chunks are here, and which are missing.
+
+An item is a version in one form. `Transfer` is a version's image with its manifest; a `Parcel`
+(`parcel.py`) is its coded form. Both are served and fetched alike, through `Chunked`.
+"""
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from echo.protocol.manifest import Manifest, SignedManifest
+from echo.protocol.manifest import Form, Manifest, SignedManifest
+from echo.protocol.messages import OPEN_END
+from echo.rollout import PolicyVersion
 
 
 def new_arena(num_bytes: int) -> memoryview:
@@ -18,40 +26,167 @@ def new_arena(num_bytes: int) -> memoryview:
     return np.empty(num_bytes, dtype=np.uint8).data
 
 
-@dataclass(slots=True)
-class Transfer:
-    """One version in the store, whole or on its way."""
+class Journal(Protocol):
+    """What has come of one parcel, written down so that a later process finds it."""
 
-    signed: SignedManifest
-    manifest: Manifest
-    arena: bytearray | memoryview
+    def table(self, frame: bytes) -> None:
+        """Add the signed table of the next segment."""
+
+    def chunk(self, index: int, data: memoryview) -> None:
+        """Add a chunk that has been verified."""
+
+    def remove(self) -> None:
+        """Forget everything: the parcel was dropped."""
+
+
+class Arenas(Protocol):
+    """Where images lie; `runtime/arenas.py` has those that survive the process."""
+
+    def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
+        """Return room for an image.
+
+        Raises:
+            StorageError: if there is none.
+        """
+
+    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
+        """Note the manifest of an image that was created without it."""
+
+    def drop(self, version: PolicyVersion) -> None:
+        """Let go of an image; who still reads it keeps it."""
+
+    def journal(self, version: PolicyVersion, form: Form) -> Journal | None:
+        """Return where to write down what comes of a parcel; None if nothing is to be kept."""
+
+
+class HeapArenas:
+    """Images in this process's memory, without a bound."""
+
+    def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
+        """Return room for an image."""
+        return new_arena(num_bytes)
+
+    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
+        """Need nothing: it does not outlive the process."""
+
+    def drop(self, version: PolicyVersion) -> None:
+        """Need nothing: memory that nobody reads is freed."""
+
+    def journal(self, version: PolicyVersion, form: Form) -> None:
+        """Write nothing down: there is no later process that could read it."""
+
+
+class Chunked(abc.ABC):
+    """Something of which some chunks are here."""
+
     has_chunk: bytearray
     """One byte per chunk: 1 if held and verified."""
-    num_held: int = 0
+    num_held: int
+    journal: Journal | None = None
+    """Where chunks are written down as they come."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that are known so far."""
+        return len(self.has_chunk)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether chunks may be added."""
+        return False
 
     @property
     def is_complete(self) -> bool:
         """Whether every chunk is held."""
-        return self.num_held == self.manifest.num_chunks
+        return self.num_held == self.num_chunks and not self.is_open
 
-    def missing_ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return the half-open runs of chunk indices that are not held, ascending."""
-        runs, start, has_chunk = [], 0, self.has_chunk
+    @property
+    @abc.abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of all chunks that are known so far."""
+
+    @abc.abstractmethod
+    def chunk(self, index: int) -> memoryview:
+        """Return the bytes of a chunk that is held, without copying."""
+
+    @abc.abstractmethod
+    def chunk_size(self, index: int) -> int:
+        """Return the bytes that a chunk must have."""
+
+    @abc.abstractmethod
+    def chunk_hash(self, index: int) -> bytes:
+        """Return the BLAKE3-256 hash that a chunk must have."""
+
+    @abc.abstractmethod
+    def write(self, index: int, data: bytes | bytearray | memoryview) -> None:
+        """Write a chunk to its place; it counts as held only after `mark`."""
+
+    def hold(self, index: int, data: bytes | bytearray | memoryview) -> None:
+        """Keep a chunk whose hash is known to be right."""
+        self.write(index, data)
+        self.mark(index)
+
+    def mark(self, index: int) -> None:
+        """Count a chunk that has been written and verified as held."""
+        self.has_chunk[index] = 1
+        self.num_held += 1
+        if self.journal is not None:
+            self.journal.chunk(index, self.chunk(index))
+
+    def is_missing(self, lane: int = 0, num_lanes: int = 1) -> bool:
+        """Return whether a lane lacks a chunk, or may be given more."""
+        has_chunk = self.has_chunk[lane::num_lanes] if num_lanes > 1 else self.has_chunk
+        return self.is_open or has_chunk.find(0) >= 0
+
+    def missing(self, lane: int = 0, num_lanes: int = 1) -> tuple[tuple[int, int], ...]:
+        """Return the half-open runs of places of a lane that are not held, ascending.
+
+        Place p of a lane is the chunk lane + p * num_lanes. While chunks may be added the last run
+        stops at OPEN_END.
+        """
+        has_chunk = self.has_chunk[lane::num_lanes] if num_lanes > 1 else self.has_chunk
+        runs, start = [], 0
         while (start := has_chunk.find(0, start)) >= 0:
             stop = has_chunk.find(1, start)
             stop = len(has_chunk) if stop < 0 else stop
             runs.append((start, stop))
             start = stop
+        if self.is_open:
+            first = runs.pop()[0] if runs and runs[-1][1] == len(has_chunk) else len(has_chunk)
+            runs.append((first, OPEN_END))
         return tuple(runs)
+
+
+@dataclass(slots=True)
+class Transfer(Chunked):
+    """A version's image in the store, whole or on its way."""
+
+    signed: SignedManifest
+    manifest: Manifest
+    arena: bytearray | memoryview
+    has_chunk: bytearray
+    num_held: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the image."""
+        return self.manifest.num_bytes
 
     def chunk(self, index: int) -> memoryview:
         """Return the bytes of a chunk that is held, without copying."""
         start, stop = self.manifest.chunk_range(index)
         return memoryview(self.arena)[start:stop].toreadonly()
 
-    def hold(self, index: int, data: bytes | bytearray | memoryview) -> None:
-        """Keep a chunk whose hash has been verified."""
+    def chunk_size(self, index: int) -> int:
+        """Return the bytes that a chunk must have."""
+        start, stop = self.manifest.chunk_range(index)
+        return stop - start
+
+    def chunk_hash(self, index: int) -> bytes:
+        """Return the BLAKE3-256 hash that a chunk must have."""
+        return self.manifest.chunk_hash(index)
+
+    def write(self, index: int, data: bytes | bytearray | memoryview) -> None:
+        """Write a chunk to its place; it counts as held only after `mark`."""
         start, stop = self.manifest.chunk_range(index)
         self.arena[start:stop] = data
-        self.has_chunk[index] = 1
-        self.num_held += 1

@@ -1,20 +1,30 @@
 """A worker's conversation with the learner: leases in, groups out.
 
-A lease waits in the queue, runs in the engine, and its result lies in the outbox until the learner
-has it on disk. All three places are listed in each heartbeat, so the learner knows what it must
-send again and what it need not renew. A cut changes nothing here: running groups go on, results
-are kept, and after the next Admitted everything unacknowledged is sent again.
+A lease waits in the queue, runs in the engine, may be parked between two calls of the engine
+(`drafts.py`), and its result lies in the outbox until the learner has it on disk. All places are
+listed in each heartbeat, so the learner knows what it must send again and what it need not renew. A
+cut changes nothing here: running groups go on, results are kept, and after the next Admitted
+everything unacknowledged is sent again.
+
+What is parked is shipped to the learner now and then (`ship`), which leases it to others if this
+worker does not come back; a worker that does come back lists what it still has, and is told what is
+not wanted any more.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
-from echo.protocol.actions import Action, LeasesChanged, Note
+from echo.errors import RemoteProtocolError
+from echo.protocol.actions import Action, LeaseCancelled, LeasesChanged, Note
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.codec import Frame, encode_group
 from echo.protocol.delivery import Outbox
+from echo.protocol.drafts import Drafts, Key
 from echo.protocol.messages import (
+    OUTRUN,
     Ack,
     Deliver,
     Failed,
@@ -23,12 +33,15 @@ from echo.protocol.messages import (
     LeaseState,
     Message,
     NodeStats,
+    Partial,
+    Plan,
 )
 from echo.protocol.node_session import NodeSession, NodeSettings
-from echo.rollout import Group, PolicyVersion
-
-Key = tuple[int, int]
-"""(group id, attempt)."""
+from echo.protocol.pacing import earliest
+from echo.protocol.partial_codec import decode_members, encode_members
+from echo.protocol.partials import Draft, PartialRollout
+from echo.protocol.version_wait import VersionWait
+from echo.rollout import Group, Lineage, PolicyVersion
 
 
 class WorkerSession(NodeSession):
@@ -43,11 +56,22 @@ class WorkerSession(NodeSession):
         self.max_groups = 0
         """Groups that may run and wait here at once."""
         self.installed_version: PolicyVersion | None = None
+        self.standby_since: float | None = None
+        """Since when the learner has had no work for this worker; None while it is active."""
         self.activity = "starting"
         self.tokens_sampled = 0
-        self.queue: dict[Key, Lease] = {}
-        self.running: dict[Key, int] = {}
-        """Tokens sampled so far for each group in the engine."""
+        self.drafts = Drafts()
+        self.partials: Counter[str] = Counter()
+        """What became of unfinished rollouts, for the learner's metrics."""
+        self.version_wait = VersionWait()
+        """For leases that ask for newer weights."""
+        self.num_places = 0
+        """Groups that the engine samples at one time; set with `max_groups`."""
+
+    @property
+    def learner_heard_at(self) -> float:
+        """When the learner was last heard of, or this worker began to look for it."""
+        return self._lost_at
 
     # --- what the learner is told ----------------------------------------------------------------
 
@@ -59,46 +83,76 @@ class WorkerSession(NodeSession):
         """Return how many groups may be held; 0 while nothing could be sampled or delivered."""
         return 0 if self.installed_version is None or self.outbox.is_full else self.max_groups
 
+    @property
+    def lineages(self) -> tuple[Lineage, ...]:
+        """The learner's histories so far, oldest first."""
+        return self._joining.lineages
+
     def lease_states(self) -> tuple[LeaseState, ...]:
         """Return every lease here: waiting, running, or not yet acknowledged."""
-        states = dict.fromkeys(self.queue, 0) | self.running
-        states |= dict.fromkeys(self.outbox.keys, -1)
-        return tuple(
-            LeaseState(group_id=group_id, attempt=attempt, num_tokens=num_tokens)
-            for (group_id, attempt), num_tokens in states.items()
+        delivered = (
+            LeaseState(group_id=group_id, attempt=attempt, num_tokens=-1)
+            for group_id, attempt in self.outbox.keys
         )
+        return (*self.drafts.states(now=self._beat_at), *delivered)
 
     def stats(self) -> NodeStats:
         """Return what to tell the learner about this worker."""
         stats = super().stats()
         return msgspec.structs.replace(
-            stats, state=self.activity, tokens_sampled=self.tokens_sampled
+            stats,
+            state=self.activity,
+            tokens_sampled=self.tokens_sampled,
+            partials=dict(self.partials),
+            num_places=self.num_places,
         )
 
     # --- from the learner ------------------------------------------------------------------------
+
+    def _on_learner_message(
+        self, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
+        actions = super()._on_learner_message(message, payload, now)
+        if not isinstance(message, Plan) or message.is_standby == (self.standby_since is not None):
+            return actions
+        self.standby_since = now if message.is_standby else None
+        text = "not needed for now: standing by" if message.is_standby else "needed: active again"
+        return [*actions, Note("info", text), LeasesChanged()]
 
     def on_routed(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
         """Handle leases and acknowledgements."""
         match message:
             case Grant():
-                return self._on_grant(message)
+                return self._on_grant(message, payload)
             case Ack():
                 return self._on_ack(message, now)
         return super().on_routed(message, payload, now=now)
 
-    def _on_grant(self, message: Grant) -> list[Action]:
-        known = self.queue.keys() | self.running.keys() | set(self.outbox.keys)
-        fresh = [lease for lease in message.leases if (lease.group_id, lease.attempt) not in known]
-        self.queue.update({(lease.group_id, lease.attempt): lease for lease in fresh})
+    def _on_grant(self, message: Grant, payload: list[Frame]) -> list[Action]:
+        members: list[PartialRollout] = []
+        if payload:
+            if len(message.leases) != 1:
+                raise RemoteProtocolError(f"{len(message.leases)} leases with one continuation")
+            members = decode_members(payload[0])
+        fresh = [lease for lease in message.leases if not self._is_known(_key_of(lease))]
+        for lease in fresh:
+            self.drafts.add(lease, members)
         return [LeasesChanged()] if fresh else []
+
+    def _is_known(self, key: Key) -> bool:
+        return key in self.drafts or key in self.outbox.keys
 
     def _on_ack(self, message: Ack, now: float) -> list[Action]:
         key = (message.group_id, message.attempt)
         was_full = self.outbox.is_full
-        # A lease that is acknowledged before it was begun is not wanted any more.
-        self.queue.pop(key, None)
         if not self.outbox.acknowledge(key):
-            return []
+            # A lease that is acknowledged before it is delivered is not wanted any more.
+            is_running = key in self.drafts.running and not self.drafts.is_unwanted(key)
+            self.partials["wasted_tokens"] += self.drafts.revoke(key)
+            if not is_running:
+                return []
+            self.counters.add("cancelled")
+            return [LeaseCancelled(*key)]
         actions: list[Action] = []
         if message.outcome == "refused":
             self.counters.add(f"refused/{message.reason}")
@@ -115,48 +169,86 @@ class WorkerSession(NodeSession):
 
     # --- from the engine -------------------------------------------------------------------------
 
-    def take_leases(self, max_groups: int) -> list[Lease]:
-        """Move up to `max_groups` leases from the queue into the engine, oldest group first."""
+    def take(
+        self,
+        max_groups: int,
+        *,
+        group_size: int,
+        max_rollouts: int | None = None,
+        now: float | None = None,
+    ) -> list[Draft]:
+        """Move groups into the engine, as far as there is room: begun ones first, oldest first."""
         if self.outbox.is_full:
             return []
-        keys = sorted(self.queue)[:max_groups]
-        self.running.update(dict.fromkeys(keys, 0))
-        return [self.queue.pop(key) for key in keys]
+        return self.drafts.take(
+            max_groups,
+            group_size=group_size,
+            max_rollouts=max_rollouts,
+            now=now,
+            installed=self.installed_version,
+        )
 
     def progress(self, lease: Lease, num_tokens: int) -> None:
         """Note how many tokens have been sampled for a running lease."""
-        key = (lease.group_id, lease.attempt)
-        if key in self.running:
-            self.running[key] = num_tokens
+        draft = self.drafts.running.get(_key_of(lease))
+        if draft is not None:
+            draft.num_progress = num_tokens
+
+    def park(self, draft: Draft) -> None:
+        """Put a draft aside that left the engine unfinished."""
+        self.drafts.park(draft)
+
+    def ship(self, *, interval_s: float, now: float) -> list[Action]:
+        """Send the learner what has been sampled for parked drafts, where it is news.
+
+        Args:
+            interval_s: seconds between two shipments of one draft; 0 where this worker is about to
+                pause or to leave.
+            now: the present instant.
+        """
+        if not self.is_admitted:
+            return []
+        actions: list[Action] = []
+        for draft in self.drafts.take_due(interval_s=interval_s, now=now):
+            message = Partial(group_id=draft.lease.group_id, attempt=draft.lease.attempt)
+            actions += self.to_learner(message, encode_members(draft.members))
+            self.partials["shipped"] += 1
+        return actions
+
+    def is_cancelled(self, lease: Lease) -> bool:
+        """Return whether nobody waits any more for a group in the engine."""
+        return self.drafts.is_unwanted(_key_of(lease))
 
     def finished(self, group: Group, *, now: float) -> list[Action]:
         """Deliver a finished group."""
         key = (group.group_id, group.attempt)
-        self.running.pop(key, None)
-        message = Deliver(group_id=group.group_id, attempt=group.attempt)
+        draft = self.drafts.running.get(key)
+        if not self.drafts.end(key):
+            return []
+        seconds = 0.0 if draft is None else draft.seconds(now)
+        message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
         self.outbox.put(key, message, *encode_group(group))
         return self._send_due(now)
 
     def failed(self, lease: Lease, reason: str, detail: str, *, now: float) -> list[Action]:
         """Report a group that cannot be finished and that trying again will not mend."""
-        key = (lease.group_id, lease.attempt)
-        self.running.pop(key, None)
+        self.drafts.end(_key_of(lease))
         self.counters.add(f"failed/{reason}")
-        message = Failed(
-            group_id=lease.group_id, attempt=lease.attempt, reason=reason, detail=detail[:500]
-        )
-        self.outbox.put(key, message)
-        return [
-            Note("warning", f"group {lease.group_id}: {reason}: {detail}"),
-            *self._send_due(now),
-        ]
+        return [*self._report(lease, reason, detail), *self._send_due(now)]
 
-    def returned(self, leases: list[Lease]) -> None:
-        """Put leases back that the engine could not finish, to be started again."""
-        for lease in leases:
-            key = (lease.group_id, lease.attempt)
-            self.running.pop(key, None)
-            self.queue[key] = lease
+    def _report(
+        self, lease: Lease, reason: str, detail: str, *, is_elsewhere: bool = False
+    ) -> list[Action]:
+        message = Failed(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            reason=reason,
+            detail=detail[:500],
+            is_elsewhere=is_elsewhere,
+        )
+        self.outbox.put(_key_of(lease), message)
+        level = "info" if reason == OUTRUN else "warning"
+        return [Note(level, f"group {lease.group_id}: {reason}: {detail}")]
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -172,11 +264,50 @@ class WorkerSession(NodeSession):
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
-        instants = [super().deadline]
-        if self.is_admitted:
-            instants.append(self.outbox.deadline)
-        return min((t for t in instants if t is not None), default=None)
+        return earliest(super().deadline, self.outbox.deadline if self.is_admitted else None)
 
     def expire(self, *, now: float) -> list[Action]:
         """Do what has become due."""
-        return [*super().expire(now=now), *self._send_due(now)]
+        return [*super().expire(now=now), *self._give_back(now), *self._send_due(now)]
+
+    def _give_back(self, now: float) -> list[Action]:
+        """Give back the leases whose version has not come in time, or has been replaced."""
+        installed = self.installed_version
+        late = self.version_wait.late(self.drafts.awaiting(installed), now=now)
+        outrun = self.drafts.outrun(installed)
+        # First what was sampled of them before, for whoever goes on.
+        actions = self.ship(interval_s=0.0, now=now) if late or outrun else []
+        for lease in late:
+            wanted = lease.exact_version or f"{lease.min_version} or newer"
+            here = f"{installed} is installed and no newer one has come"
+            why = f"{wanted} is wanted, {here} in {self.version_wait.max_s:g} s"
+            actions += self._refuse(lease, "version_not_installed", why)
+        for lease in outrun:
+            why = f"exactly {lease.exact_version} is wanted, {installed} is installed"
+            actions += self._refuse(lease, OUTRUN, why)
+        return actions
+
+    def outrun(self, lease: Lease, why: str, *, now: float) -> list[Action]:
+        """Give back a lease whose version was replaced before the engine could begin it."""
+        return [*self._refuse(lease, OUTRUN, why), *self._send_due(now)]
+
+    def on_installed(self, version: PolicyVersion, *, now: float) -> list[Action]:
+        """Note which version samples from now on, tell the learner, and give back what it ends."""
+        self.installed_version = version
+        beat = self.heartbeat(now=now) if self.is_admitted else []
+        return [*beat, *self._give_back(now), *self._send_due(now)]
+
+    def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
+        """Give a lease back whose version is not the one that samples here."""
+        key = _key_of(lease)
+        if key in self.drafts.running:
+            if not self.drafts.end(key):
+                return []
+        else:
+            self.drafts.revoke(key)
+        self.counters.add("engine/version_refused")
+        return self._report(lease, reason, detail, is_elsewhere=True)
+
+
+def _key_of(lease: Lease) -> Key:
+    return lease.group_id, lease.attempt

@@ -6,15 +6,21 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from echo.config.inherit import inherited_settings
 from echo.config.schema import Config
+from echo.engine.lora import Lora
 from echo.engine.weights import resolve_model
 from echo.errors import ConfigError, DataError
 from echo.runtime import wiring
+from echo.runtime.lora_setup import learner_lora
 from echo.runtime.prompts import PromptSource
+from echo.runtime.task_setup import make_task_host
 from echo.runtime.worker_setup import context_window, model_digests
 from echo.tasks import tokenization
+from echo.tasks.environment import Environment
+from echo.tasks.host import TaskHost
 from echo.tasks.loading import load_task, task_digests
 from echo.tasks.task import Example, Task
 from echo.units import format_bytes
@@ -26,10 +32,15 @@ class Data:
 
     model_dir: Path
     task: Task
+    host: TaskHost
+    """Where its code runs."""
     prompts: PromptSource
+    tokenizer: Any
     decode: Callable[[Sequence[int]], str]
     stop_ids: list[int]
     digests: dict[str, str]
+    lora: Lora | None = None
+    """The adapter that is trained in place of all weights."""
 
     @property
     def vocab_size(self) -> int:
@@ -66,7 +77,10 @@ def load_data(config: Config) -> Data:
 
     def encode(example: Example) -> list[int]:
         return tokenization.encode_prompt(
-            tokenizer, example.prompt, chat_template_kwargs=config.model.chat_template_kwargs
+            tokenizer,
+            example.prompt,
+            chat_template_kwargs=config.model.chat_template_kwargs,
+            tools=task.tools(example) if isinstance(task, Environment) else (),
         )
 
     prompts = PromptSource(
@@ -74,15 +88,20 @@ def load_data(config: Config) -> Data:
         encode=encode,
         seed=config.run.seed,
         num_examples=task.num_examples(split="train"),
+        hides_answers=config.reward.where == "learner",
     )
+    prompts.check()
     _check_window(config, model_dir, prompts)
     return Data(
         model_dir,
         task,
+        make_task_host(config, task),
         prompts,
+        tokenizer,
         lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
         stop_ids,
         model_digests(config, model_dir, template) | task_digests(task),
+        learner_lora(config, model_dir),
     )
 
 

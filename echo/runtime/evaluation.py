@@ -15,8 +15,10 @@ import numpy as np
 from echo.engine.engine import Engine, Request, Sampling
 from echo.engine.weights import Weights
 from echo.rollout import PolicyVersion
-from echo.tasks.scoring import RewardError, score
-from echo.tasks.task import Example, Task
+from echo.runtime.episodes import EpisodePlayer, Opening
+from echo.tasks.faults import RewardError
+from echo.tasks.host import TaskHost
+from echo.tasks.task import Example
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +48,22 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
-        task: Task,
+        host: TaskHost,
         *,
         prompts: Sequence[tuple[Example, list[int]]],
         decode: Callable[[Sequence[int]], str],
         sampling: Sampling,
-        reward_timeout_s: float,
         seed: int,
+        player: EpisodePlayer | None = None,
     ) -> None:
-        """Take engine, task and the held-out prompts with their token ids."""
+        """Take engine, judge, the held-out prompts with their token ids, and who plays episodes."""
         self._engine = engine
-        self._task = task
+        self._host = host
         self._prompts = prompts
         self._decode = decode
         self._sampling = sampling
-        self._reward_timeout_s = reward_timeout_s
         self._seed = seed
+        self._player = player
 
     def evaluate(
         self,
@@ -75,29 +77,62 @@ class Evaluator:
         rates, num_errors = [], 0
         for is_greedy in (False, True):
             sampling = replace(self._sampling, greedy=is_greedy)
-            requests = [
-                Request(
-                    request_id=f"eval.{index}",
-                    prompt_ids=np.array(token_ids, dtype=np.int32),
-                    seed=self._seed * 1_000_003 + index,
-                )
-                for index, (_, token_ids) in enumerate(self._prompts)
-            ]
-            completions = self._engine.generate(requests, sampling, should_stop=should_stop)
-            rewards = []
-            for (example, _), completion in zip(self._prompts, completions, strict=True):
-                if should_stop():
-                    return None
-                text = self._decode(completion.token_ids.tolist())
-                try:
-                    rewards.append(score(self._task, example, text, self._reward_timeout_s))
-                except RewardError:
-                    num_errors += 1
-                    rewards.append(0.0)
-            rates.append(float(np.mean(rewards)))
+            rewards = self._rewards(sampling, should_stop)
+            if rewards is None:
+                return None
+            num_errors += sum(reward is None for reward in rewards)
+            rates.append(float(np.mean([reward or 0.0 for reward in rewards])))
         return EvalResult(
             version=version, sampled=rates[0], greedy=rates[1], num_reward_errors=num_errors
         )
+
+    def _rewards(
+        self, sampling: Sampling, should_stop: Callable[[], bool]
+    ) -> list[float | None] | None:
+        """Return one reward per prompt, None where it failed; None in all if told to stop."""
+        if self._player is not None:
+            return self._play(self._player, sampling, should_stop)
+        requests = [
+            Request(
+                request_id=f"eval.{index}",
+                prompt_ids=np.array(token_ids, dtype=np.int32),
+                seed=self._seed_of(index),
+            )
+            for index, (_, token_ids) in enumerate(self._prompts)
+        ]
+        completions = self._engine.generate(requests, sampling, should_stop=should_stop)
+        rewards: list[float | None] = []
+        for (example, _), completion in zip(self._prompts, completions, strict=True):
+            if should_stop():
+                return None
+            text = self._decode(completion.token_ids.tolist())
+            try:
+                rewards.append(self._host.score(example, text))
+            except RewardError:
+                rewards.append(None)
+        return rewards
+
+    def _play(
+        self, player: EpisodePlayer, sampling: Sampling, should_stop: Callable[[], bool]
+    ) -> list[float | None] | None:
+        openings = [
+            Opening(
+                name=f"eval.{index}",
+                prompt_ids=np.array(token_ids, dtype=np.int32),
+                example=example,
+                seeds=(self._seed_of(index),),
+            )
+            for index, (example, token_ids) in enumerate(self._prompts)
+        ]
+        results = player.play(
+            openings, sampling, should_stop=should_stop, on_progress=lambda _: None
+        )
+        if should_stop():
+            return None
+        return [None if isinstance(r, RewardError) else r[0].reward for r in results]
+
+    def _seed_of(self, index: int) -> int:
+        return self._seed * 1_000_003 + index
 
 
 class Evaluations:
@@ -111,7 +146,8 @@ class Evaluations:
     def __init__(self, evaluator: Evaluator, *, interval_steps: int, max_steps: int) -> None:
         """Take the evaluator and the steps between evaluations, at least 1."""
         self.evaluate = evaluator.evaluate
-        self.num_skipped = 0
+        self.evaluated_step: int | None = None
+        """Step of the version that was found due last."""
         self._interval_steps = interval_steps
         self._max_steps = max_steps
         self._seen_step: int | None = None
@@ -123,12 +159,13 @@ class Evaluations:
         self._seen_step = version.step
         if version.step >= self._max_steps:
             await self.wait()
+            self.evaluated_step = version.step
             return True
         if version.step // self._interval_steps == seen_step // self._interval_steps:
             return False
         if self._task is not None and not self._task.done():
-            self.num_skipped += 1
             return False
+        self.evaluated_step = version.step
         return True
 
     def started(self, task: asyncio.Task[None]) -> None:

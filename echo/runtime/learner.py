@@ -17,44 +17,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from echo.buffer import StalenessBuffer
-from echo.engine.trainer import Trainer
+from echo.engine.trainer import StepResult, Trainer
 from echo.engine.weights import Weights
 from echo.errors import LocalProtocolError, StorageError
 from echo.metrics import Snapshot
-from echo.protocol.actions import Action, RecordEnd, RecordGrant, StoreGroup
+from echo.protocol.actions import (
+    Action,
+    RecordCancel,
+    RecordEnd,
+    RecordGrant,
+    RecordRefusal,
+    StoreGroup,
+)
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import Manifest
 from echo.rollout import Group, PolicyVersion
+from echo.runtime.activation import Activating
+from echo.runtime.adaptation import Adaptation
+from echo.runtime.arrivals import Arrivals
 from echo.runtime.checkpoint import Checkpoints
 from echo.runtime.evaluation import Evaluations
+from echo.runtime.farewell import Farewell
 from echo.runtime.faults import Faults
+from echo.runtime.journal import record
+from echo.runtime.learner_plan import LearnerPlan
 from echo.runtime.ledger import Ledger
-from echo.runtime.node import LINGER_S, Node
+from echo.runtime.node import Node
+from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.progress import Progress
 from echo.runtime.publication import Publication, PublishPace
+from echo.runtime.reporting import Reporting
 from echo.runtime.transport import Transport
-
-ARRIVAL_LOOK_S = 0.1
-"""Seconds between looks at who holds the newest version: how finely a broadcast is timed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerPlan:
-    """The numbers that the training loop follows."""
-
-    run_name: str
-    run_dir: Path
-    task_name: str
-    max_steps: int
-    groups_per_step: int
-    refresh_s: float
-    """Seconds between snapshots for the display."""
+from echo.sim.delays import DelayInjector
 
 
 class LearnerNode(Node):
@@ -68,12 +67,17 @@ class LearnerNode(Node):
         plan: LearnerPlan,
         buffer: StalenessBuffer,
         trainer: Trainer,
+        train: Callable[[Sequence[Group]], StepResult],
         ledger: Ledger,
         checkpoints: Checkpoints,
         pace: PublishPace,
+        adaptation: Adaptation,
+        activating: Activating,
         progress: Progress,
         evaluations: Evaluations | None,
+        delays: DelayInjector | None,
         publish: Callable[[Weights, PolicyVersion], Publication],
+        coder: Coder,
         tensors_of: Callable[[Manifest, bytearray], Weights],
         export: Callable[[Path, Weights], None],
         write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
@@ -89,12 +93,17 @@ class LearnerNode(Node):
             plan: numbers.
             buffer: the session's, of groups accepted and not yet trained.
             trainer: model and optimizer, at the session's step.
+            train: makes one of its steps; called in the trainer's thread.
             ledger: the journal, open.
             checkpoints: when and where to save.
             pace: when to publish.
+            adaptation: of the bound on staleness.
+            activating: what the workers cost, and which of them are needed.
             progress: running totals for metrics and display.
             evaluations: held-out evaluation; None for none.
+            delays: injected between workers and buffer; None for none.
             publish: (weights, version) -> signed publication; called in the trainer's thread.
+            coder: makes deltas and anchors of published versions.
             tensors_of: (manifest, image) -> tensors, zero-copy, for the evaluation.
             export: writes a Hugging Face directory.
             write_metrics: appends one row of metrics.
@@ -107,32 +116,64 @@ class LearnerNode(Node):
         self._plan = plan
         self._buffer = buffer
         self._trainer = trainer
+        self._train_on = train
         self._ledger = ledger
         self._checkpoints = checkpoints
         self._pace = pace
+        self._adaptation = adaptation
+        self._activating = activating
         self._progress = progress
         self._evaluations = evaluations
         self._publish_version = publish
+        self._coder = coder
+        self._parcels = Parcels(
+            session.broadcast,
+            coder,
+            codec=plan.codec,
+            perform=self.perform,
+            spawn=partial(self.spawn, name="parcels"),
+            now=lambda: self.now,
+            installed=session.installed_versions,
+        )
         self._tensors_of = tensors_of
         self._export = export
         self._write_metrics = write_metrics
-        self._show = show
+        self._reporting = Reporting(
+            session,
+            progress=progress,
+            pace=pace,
+            activating=activating,
+            plan=plan,
+            write_metrics=write_metrics,
+            show=show,
+            clock=lambda: self.now,
+        )
         self._faults = faults
         self._model_thread = self.new_thread("trainer")
         self._disk_thread = self.new_thread("disk")
         self._eval_thread = self.new_thread("evaluation")
-        self._groups_arrived = asyncio.Event()
-        self._store_wanted = asyncio.Event()
+        self.arrivals = Arrivals(
+            session,
+            ledger=ledger,
+            buffer=buffer,
+            progress=progress,
+            refusal=trainer.refusal,
+            max_barren_groups=plan.max_barren_groups,
+            delays=delays,
+            perform=self.perform,
+            sync=lambda: self.in_thread(self._disk_thread, ledger.sync),
+            faults=faults,
+            clock=lambda: self.now,
+        )
         self._store_task: asyncio.Task[None] | None = None
-        self._unsynced: list[Group] = []
         self._published_step = -1
-        self._train_s: float | None = None
+        self._farewell = Farewell(self, session, clock=lambda: self.now)
         self._is_stopping = False
-        self._takes_groups = True
         self._is_work_over = asyncio.Event()
 
     def release(self) -> None:
         """Let go of the journal; where the end was not a clean one it is still open."""
+        self._coder.close()
         self._ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
@@ -144,48 +185,21 @@ class LearnerNode(Node):
     def on_action(self, action: Action) -> None:
         """Carry out what concerns the learner."""
         match action:
-            case RecordGrant():
-                installed, lease = action.installed, action.lease
-                version = None if installed is None else [installed.lineage, installed.step]
-                self._ledger.append(
-                    "granted",
-                    group=lease.group_id,
-                    attempt=lease.attempt,
-                    worker=action.worker_id,
-                    version=version,
-                )
-            case StoreGroup() | RecordEnd() if not self._takes_groups:
+            case StoreGroup() if self.arrivals.is_open:
+                self.arrivals.take_in(action)
+            case RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd() if (
+                self.arrivals.is_open
+            ):
+                record(self._ledger, action, step=self.session.step)
+            case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
                 # Too late: it is not acknowledged, or was never accepted, so it needs no end.
                 pass
-            case StoreGroup():
-                self._ledger.store(action.group, action.header, action.arrays)
-                self._unsynced.append(action.group)
-                self._store_wanted.set()
-            case RecordEnd():
-                self._ledger.discarded(action.group_id, action.reason, step=self.session.step)
             case _:
                 raise LocalProtocolError(f"a learner cannot {type(action).__name__}")
 
-    async def _store_loop(self) -> None:
-        """Force written groups onto the disk, many at once, then acknowledge them."""
-        while self._takes_groups or self._unsynced:
-            await self._store_wanted.wait()
-            self._store_wanted.clear()
-            groups, self._unsynced = self._unsynced, []
-            if not groups:
-                continue
-            await self.in_thread(self._disk_thread, self._ledger.sync)
-            for group in groups:
-                self._faults.reach("stored", group.group_id)
-                self._buffer.put(group)
-                self._progress.accepted(group, now=self.now)
-                self.perform(self.session.stored(group.group_id, now=self.now))
-            self._groups_arrived.set()
-
     async def _take_no_more_groups(self) -> None:
-        """End the store loop, once everything that was written is on the disk and in the buffer."""
-        self._takes_groups = False
-        self._store_wanted.set()
+        """Wait until everything that was written is on the disk and in the buffer."""
+        self.arrivals.close()
         assert self._store_task is not None
         await self._store_task
 
@@ -193,9 +207,12 @@ class LearnerNode(Node):
 
     async def work(self) -> None:
         """Train until the last step, then tell everybody and end."""
-        self._store_task = self.spawn(self._store_loop(), name="store")
-        self.spawn(self._show_loop(), name="display")
-        self.spawn(self._watch_arrivals(), name="arrivals")
+        self._store_task = self.spawn(self.arrivals.run(), name="store")
+        self.spawn(self._reporting.show_loop(), name="display")
+        watch = self._activating.run(self.perform, lambda: self.now, wake=self.arrivals.wake)
+        self.spawn(watch, name="activation")
+        if len(self.session.lineages) > 1:  # a run that goes on
+            self._farewell.expect()
         try:
             await self._train()
             if self._is_stopping:
@@ -216,8 +233,8 @@ class LearnerNode(Node):
                 return
             started_at = self.now
             self._progress.is_training = True
-            result = await self.in_thread(self._model_thread, partial(self._trainer.step, groups))
-            trained_s = self._train_s = self.now - started_at
+            result = await self.in_thread(self._model_thread, partial(self._train_on, groups))
+            trained_s = self._activating.train_s = self.now - started_at
             self._faults.reach("stepped", session.step + 1)
             staleness = self._ledger.trained(
                 groups, lineage=session.lineages[-1].lineage, consumed_at=session.step
@@ -225,26 +242,36 @@ class LearnerNode(Node):
             self._faults.reach("trained", session.step + 1)
             self.perform(session.advance(session.step + 1, now=self.now))
             self._discard_unusable()
-            if self._pace.is_due(session.step):
+            is_lower = self._adaptation.after_step(session.step, result.metrics, staleness)
+            if is_lower or self._pace.is_due(session.step):
                 await self._publish()
             waited_s = started_at - waited_from
-            self._progress.stepped(waited_s=waited_s, trained_s=trained_s, staleness=staleness)
-            self._write_step(result.metrics, staleness)
+            self._progress.stepped(
+                groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
+            )
+            others = self.arrivals.metrics(), self._adaptation.metrics()
+            self._reporting.write_step(result.metrics, staleness, *others)
             if self._checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
 
     async def _next_batch(self) -> list[Group] | None:
-        """Wait for a full batch of groups within the bound; None when stopping."""
+        """Wait for a full batch of groups within the bound; None if the training is over."""
         self._progress.is_training = False
         while not self._is_stopping:
-            self._groups_arrived.clear()
+            if self._activating.is_spent:
+                self.log.warning("%s", self._activating.describe_spent(self.session.step))
+                return None
             self._discard_unusable()
-            groups = self._buffer.take(self._plan.groups_per_step, step=self.session.step)
+            num_groups = self._plan.groups_per_step
+            groups = self._buffer.take(num_groups, step=self.session.step, now=self.now)
             if groups is not None:
                 # There is room in the buffer again.
                 self.perform(self.session.grant(now=self.now))
                 return groups
-            await self._groups_arrived.wait()
+            if self.arrivals.is_barren:
+                self.log.warning("%s", self._progress.describe_barren(self.session.step))
+                return None
+            await self.arrivals.wait(until=self._buffer.visible_at(num_groups))
         return None
 
     def _discard_unusable(self) -> None:
@@ -261,15 +288,13 @@ class LearnerNode(Node):
         session = self.session
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
         publication = await self.in_thread(
-            self._model_thread, lambda: self._publish_version(self._trainer.snapshot(), version)
+            self._model_thread, lambda: self._publish_version(self._trainer.tensors(), version)
         )
         manifest, root = publication.manifest, publication.signed.root
         self._ledger.published(version, root=root, image_hash=manifest.image_hash)
         self._pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
-        self.perform(
-            session.broadcast.publish(publication.signed, manifest, publication.image, now=self.now)
-        )
+        await self._parcels.publish(publication)
         self._faults.reach("published", session.step)
         if self._evaluations is not None and await self._evaluations.is_due(version):
             tensors = self._tensors_of(manifest, publication.image)
@@ -291,6 +316,14 @@ class LearnerNode(Node):
         self._write_metrics(version.step, result.metrics(self._plan.task_name))
         text = "evaluation of %s: sampled %.3f, greedy %.3f"
         self.log.info(text, version, result.sampled, result.greedy)
+
+    async def _evaluate_present(self) -> None:
+        """Evaluate the present weights, as where a run ends before its last step."""
+        version = PolicyVersion(self.session.lineages[-1].lineage, self.session.step)
+        publication = await self.in_thread(
+            self._model_thread, lambda: self._publish_version(self._trainer.tensors(), version)
+        )
+        await self._evaluate(version, self._tensors_of(publication.manifest, publication.image))
 
     # --- checkpoints and the end -----------------------------------------------------------------
 
@@ -329,6 +362,8 @@ class LearnerNode(Node):
             await self._publish()
         if self._evaluations is not None:
             await self._evaluations.wait()
+            if self._evaluations.evaluated_step != self.session.step:
+                await self._evaluate_present()
         await self._take_no_more_groups()
         for group in self._buffer.clear():
             self._ledger.discarded(group.group_id, "run_finished", step=self.session.step)
@@ -338,12 +373,8 @@ class LearnerNode(Node):
         await self.in_thread(self._disk_thread, lambda: self._export(final, tensors))
         await self.in_thread(self._disk_thread, self._ledger.close)
         # The last picture shows who took part, so it is drawn before they leave.
-        self._display()
-        self.perform(self.session.finish("the run is finished"))
-        # A moment for the nodes to hear it: each heartbeat is told again.
-        grace_s = max(LINGER_S, 2 * self.session.settings.heartbeat_s)
-        if not await self.wait_until(lambda: not self.session.roster.nodes, within_s=grace_s):
-            self.perform(self.session.dismiss_all())
+        self._reporting.display()
+        await self._farewell.say("the run is finished")
 
     async def _save(self) -> None:
         """Save after an interrupt, so that --resume goes on from here."""
@@ -359,40 +390,5 @@ class LearnerNode(Node):
         """Let the running step come to its end and the state be saved."""
         self._is_stopping = True
         self.session.is_granting = False
-        self._groups_arrived.set()
+        self.arrivals.wake()
         await self._is_work_over.wait()
-
-    # --- metrics and display ---------------------------------------------------------------------
-
-    def _write_step(self, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> None:
-        """Append one row of metrics."""
-        session = self.session
-        row = self._progress.step_metrics(
-            metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=self.now
-        )
-        row |= self._pace.metrics()
-        row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
-        self._write_metrics(session.step, row)
-
-    async def _watch_arrivals(self) -> None:
-        """Time the broadcasts: look often when a version has reached every worker."""
-        while True:
-            await asyncio.sleep(ARRIVAL_LOOK_S)
-            installed = [member.installed for member in self.session.roster.members("worker")]
-            self._pace.received(installed, now=self.now, train_s=self._train_s)
-
-    async def _show_loop(self) -> None:
-        while self.session.finish_reason is None:
-            self._display()
-            await asyncio.sleep(self._plan.refresh_s)
-
-    def _display(self) -> None:
-        self._show(
-            self._progress.snapshot(
-                self.session,
-                run_name=self._plan.run_name,
-                max_steps=self._plan.max_steps,
-                pace=self._pace,
-                now=self.now,
-            )
-        )

@@ -10,12 +10,22 @@ Two kinds of file make up the learner's journal:
 Records, in the order in which they happen (`kind` and its fields):
 
     lineage     lineage, fork_step          the learner started; the first has fork_step 0
-    granted     group, attempt, worker, version
-    accepted    group, attempt, worker, versions, tokens, rewards, spool [file, offset, length]
-    trained     lineage, step, consumed_at, groups, staleness {"0": tokens, ...}
+    granted     group, attempt, worker, version; copy_of, where it repeats another attempt on a
+                faster worker
+    cancelled   group, attempt, worker, tokens           another attempt was first
+    refused     group, attempt, worker, reason           its result; the group is granted again
+    accepted    group, attempt, worker, versions, version_tokens, tokens, rewards,
+                spool [file, offset, length]
+    trained     lineage, step, consumed_at, groups, staleness {"0": tokens, ...},
+                trimmed {"17": version_tokens, ...} where a part had grown too old
     discarded   group, reason, step
     published   version, root, image_hash
     checkpoint  lineage, step
+    bound       step, before, bound, cause, applied      a decision about the bound on staleness
+
+`version_tokens` counts the trainable tokens that each of `versions` sampled, `tokens` all of the
+completions. Between acceptance and training tokens may grow too old in a group that newer weights
+have continued: they are masked, and `trimmed` says what was left, for the newest of its `versions`.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
 step > f: those steps are gone. What remains is the surviving line, on which every accepted group
@@ -33,9 +43,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,132 +51,22 @@ import numpy as np
 
 from echo.errors import RemoteProtocolError, StorageError
 from echo.protocol.codec import Frame, decode_group
-from echo.rollout import Group, Lineage, PolicyVersion, is_surviving
+from echo.rollout import Group, PolicyVersion
 from echo.runtime.durable import sync_path
+from echo.runtime.history import SpoolPlace, read_records
 
 SPOOL_FILE_BYTES = 64 << 20
 """Size at which a new spool file is begun; small enough to be freed soon."""
 
-SpoolPlace = tuple[str, int, int]
-"""(file name, offset, length) of a group in the spool; its header's length is stored with it."""
 
-
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (byte offset of the line's end, record) for every whole line of a ledger.
-
-    Raises:
-        StorageError: if a line other than a torn last one is damaged.
-    """
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            try:
-                record = json.loads(line)
-                record["kind"]
-            except (ValueError, TypeError, KeyError) as error:
-                raise _damaged(path, f"line {number}", error) from error
-            yield offset, record
-
-
-def _damaged(path: Path, where: str, error: Exception) -> StorageError:
-    return StorageError(
-        f"{path}: {where} is damaged ({error!r}); restore the file from a copy, or start a new run "
-        "from the last checkpoint with --init-from"
+def _tokens_by_version(group: Group) -> list[int]:
+    """Return how many trainable tokens each of the group's versions sampled, in their order."""
+    rows = np.concatenate(
+        [rollout.policy_versions[rollout.completion_mask] for rollout in group.rollouts]
     )
-
-
-@dataclass(slots=True)
-class History:
-    """What a ledger says, along the surviving line up to a given checkpoint."""
-
-    lineages: tuple[Lineage, ...] = ()
-    next_group_id: int = 0
-    settled: set[int] = field(default_factory=set)
-    """Groups that were accepted or ended."""
-    granted: dict[int, int] = field(default_factory=dict)
-    """Open groups that were granted: id -> number of attempts."""
-    waiting: dict[int, SpoolPlace] = field(default_factory=dict)
-    """Accepted groups without an end: where they lie."""
-    staleness_tokens: dict[int, int] = field(default_factory=dict)
-
-
-class _Reader:
-    """A ledger's records, sorted by what they mean for a restart."""
-
-    def __init__(self) -> None:
-        self.history = History()
-        self.lineages: list[Lineage] = []
-        self.accepted: dict[int, SpoolPlace] = {}
-        self.discarded: set[int] = set()
-        self.trained: list[tuple[PolicyVersion, list[int], dict[str, int]]] = []
-
-    def take(self, record: dict[str, Any]) -> None:
-        """Note one record; an unknown kind, as of a later release, means nothing here."""
-        match record["kind"]:
-            case "lineage":
-                self.lineages.append(Lineage(record["lineage"], record["fork_step"]))
-            case "granted":
-                history, group_id, attempt = self.history, record["group"], record["attempt"]
-                history.granted[group_id] = max(history.granted.get(group_id, 0), attempt + 1)
-                history.next_group_id = max(history.next_group_id, group_id + 1)
-            case "accepted":
-                file_name, offset, length = record["spool"]
-                self.accepted[record["group"]] = (file_name, offset, length)
-            case "discarded":
-                self.discarded.add(record["group"])
-            case "trained":
-                version = PolicyVersion(record["lineage"], record["step"])
-                self.trained.append((version, record["groups"], record["staleness"]))
-
-    def resume_from(self, step: int) -> History:
-        """Return what is left to do after going back to the checkpoint of `step`."""
-        history = self.history
-        # The new lineage forks off at the checkpoint, so later steps of its own are void as well.
-        newest = self.lineages[-1].lineage if self.lineages else 0
-        forks = [*self.lineages, Lineage(newest + 1, step)]
-        trained: set[int] = set()
-        tokens = history.staleness_tokens
-        for version, groups, staleness in self.trained:
-            if is_surviving(version, forks):
-                trained.update(groups)
-                for lag, num_tokens in staleness.items():
-                    tokens[int(lag)] = tokens.get(int(lag), 0) + num_tokens
-        ended = trained | self.discarded
-        history.lineages = tuple(self.lineages)
-        history.waiting = {g: place for g, place in self.accepted.items() if g not in ended}
-        history.settled = self.accepted.keys() | self.discarded
-        history.granted = {g: n for g, n in history.granted.items() if g not in history.settled}
-        return history
-
-
-def read_history(path: Path, *, lineage: int, step: int) -> History:
-    """Read what is left to do after going back to the checkpoint of `step` in `lineage`.
-
-    Args:
-        path: the ledger.
-        lineage: lineage of the checkpoint.
-        step: its step; trained records after it are void.
-
-    Raises:
-        StorageError: if the ledger is damaged, or a later lineage has abandoned the checkpoint.
-    """
-    reader = _Reader()
-    for end_offset, record in read_records(path):
-        try:
-            reader.take(record)
-        except (ValueError, TypeError, KeyError) as error:
-            where = f"the {record['kind']!r} record that ends at byte {end_offset}"
-            raise _damaged(path, where, error) from error
-    if not is_surviving(PolicyVersion(lineage, step), reader.lineages):
-        raise StorageError(
-            f"the checkpoint of step {step} in lineage {lineage} is not on the run's history any "
-            "more: the run was resumed from an earlier one since; write the name of another one "
-            "into checkpoints/latest"
-        )
-    return reader.resume_from(step)
+    return [
+        int((rows == (version.lineage, version.step)).all(1).sum()) for version in group.versions
+    ]
 
 
 class Ledger:
@@ -262,6 +160,7 @@ class Ledger:
             attempt=group.attempt,
             worker=group.worker_id,
             versions=[[version.lineage, version.step] for version in group.versions],
+            version_tokens=_tokens_by_version(group),
             tokens=group.num_tokens,
             rewards=group.rewards,
             spool=list(place),
@@ -340,6 +239,9 @@ class Ledger:
             consumed_at: optimizer steps done before this one.
         """
         staleness: dict[int, int] = {}
+        trimmed = {
+            str(group.group_id): _tokens_by_version(group) for group in groups if group.is_trimmed
+        }
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             steps = rollout.policy_versions[rollout.completion_mask, 1]
             for lag, count in zip(*np.unique(consumed_at - steps, return_counts=True), strict=True):
@@ -351,6 +253,7 @@ class Ledger:
             consumed_at=consumed_at,
             groups=[group.group_id for group in groups],
             staleness={str(lag): n for lag, n in sorted(staleness.items())},
+            **({"trimmed": trimmed} if trimmed else {}),
         )
         for group in groups:
             self._ended_at[group.group_id] = consumed_at + 1

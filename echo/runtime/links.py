@@ -22,8 +22,10 @@ import dataclasses
 import enum
 import functools
 import logging
+import math
 import random
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -37,9 +39,15 @@ from echo.runtime.transport import (
     TransportOptions,
     TransportStats,
     parse_dial_address,
+    without_key,
 )
 
+WARN_EVERY_S = 10.0
+"""How often a link that cannot come up says why, seconds."""
+
 _log = logging.getLogger(__name__)
+
+_SAME = "security.curve must be the same on all nodes of a run"
 
 
 class News(enum.Enum):
@@ -48,6 +56,8 @@ class News(enum.Enum):
     ACCEPTED = enum.auto()
     UP = enum.auto()
     HANDSHAKE_FAILED = enum.auto()
+    REFUSED = enum.auto()
+    """The side that listens did not admit the other's key."""
     OVER = enum.auto()
 
 
@@ -81,7 +91,7 @@ class Channel(Protocol):
 
 
 OnNews = Callable[[News, int], None]
-"""Called with the news and the file descriptor it is about."""
+"""Called with the news and the file descriptor it is about; of a handshake none is known."""
 
 
 class Host(Protocol):
@@ -106,8 +116,20 @@ class Host(Protocol):
     def forget(self, inbound: Inbound) -> None:
         """Let go of an inbound peer whose connection is over."""
 
+    def server_keys(self, address: str) -> tuple[bytes | None, ...]:
+        """Return the keys that may be those of the process at `address`, the likeliest first.
+
+        Raises:
+            TransportError: if the address has a key and this side does not encrypt.
+        """
+
     def connect(
-        self, host: str, port: int, on_readable: Callable[[], None], on_news: OnNews
+        self,
+        host: str,
+        port: int,
+        server_key: bytes | None,
+        on_readable: Callable[[], None],
+        on_news: OnNews,
     ) -> Channel:
         """Open a channel to an IP address; it makes one attempt."""
 
@@ -179,7 +201,9 @@ class Listener:
 
     def on_news(self, news: News, descriptor: int) -> None:
         """Take in what happened to the connection behind a descriptor."""
-        if news is News.HANDSHAKE_FAILED:
+        if news is News.REFUSED:
+            self._host.totals.refused_clients += 1
+        elif news is News.HANDSHAKE_FAILED:
             self._host.totals.failed_handshakes += 1
         elif news is News.ACCEPTED:
             self._open_descriptors.add(descriptor)
@@ -225,6 +249,12 @@ class DialledLink:
         self.address = address
         self._name, self._port = parse_dial_address(address)
         self._host = host
+        # The one to try next comes first.
+        self._keys = deque(host.server_keys(address))
+        self._num_wrong_keys = 0
+        self._fault: str | None = None
+        self._has_other_key = False
+        self._warned_at = -math.inf
         self._channel: Channel | None = None
         self._outbox: Outbox | None = None
         self._is_up = False
@@ -291,23 +321,51 @@ class DialledLink:
             return
         ip_address = str(found[self._num_attempts % len(found)][4][0])
         self._num_attempts += 1
-        self._is_up = self._is_over = False
+        self._is_up = self._is_over = self._has_other_key = False
+        self._fault = None
         self._channel = self._host.connect(
-            ip_address, self._port, functools.partial(self._host.note, self), self._on_news
+            ip_address,
+            self._port,
+            self._keys[0],
+            functools.partial(self._host.note, self),
+            self._on_news,
         )
 
     def _on_news(self, news: News, descriptor: int) -> None:
-        if news is News.HANDSHAKE_FAILED:
-            self._host.totals.failed_handshakes += 1
-        elif news is News.UP:
+        if news is News.UP:
             self._is_up = True
+            self._num_wrong_keys = 0
             self._up_at = self._host.loop.time()
             self._host.note(self)
+        elif news in (News.HANDSHAKE_FAILED, News.REFUSED):
+            self._host.totals.failed_handshakes += 1
+            self._fault = self._describe(news)
+            if news is News.HANDSHAKE_FAILED:
+                self._keys.rotate(-1)
+                self._num_wrong_keys += 1
+                self._has_other_key = self._num_wrong_keys % len(self._keys) > 0
         elif self._is_up:
             self._is_over = True
             self._host.note(self)
         else:
-            self._redial(f"nobody answers at {self.address}")
+            self._redial(self._fault or f"nobody answers at {self.address}")
+
+    def _describe(self, news: News) -> str:
+        """Say what a failed handshake means for the user."""
+        place, is_encrypted = without_key(self.address), self._keys[0] is not None
+        if news is News.REFUSED:
+            return (
+                f"{place} refuses this node: it has another secret than the join string says, so "
+                "it is of another run; copy runs/NAME/keys/join of the right learner"
+            )
+        # Which side notices first decides what is known, so the message names all that it can be.
+        if is_encrypted:
+            return (
+                f"{place} ended the handshake: it has another key than the address or the join "
+                "string says (a learner of another run, or one that lost its keys: copy "
+                f"runs/NAME/keys/join anew), or it does not encrypt ({_SAME}), or it is no node"
+            )
+        return f"{place} ended the handshake: it encrypts its links ({_SAME}), or it is no node"
 
     def _redial(self, reason: str) -> None:
         options, loop = self._host.options, self._host.loop
@@ -318,6 +376,19 @@ class DialledLink:
             self._channel = self._outbox = None
         # Spread out, so that the children of a lost parent do not come back in one instant.
         pause_s = self._redial_s * random.uniform(0.5, 1.0)
-        self._redial_s = min(2 * self._redial_s, options.max_redial_s)
+        if self._has_other_key:
+            pause_s = options.min_redial_s
+        else:
+            self._redial_s = min(2 * self._redial_s, options.max_redial_s)
         self._timer = loop.call_later(pause_s, self._begin)
-        _log.info("%s; next attempt in %.1f s", reason, pause_s)
+        self._log(f"{reason}; next attempt in {pause_s:.1f} s")
+
+    def _log(self, text: str) -> None:
+        """Say why there will be another attempt; what only the user can mend is a warning."""
+        now = self._host.loop.time()
+        is_stuck = self._fault is not None and not self._has_other_key
+        if is_stuck and now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
+            _log.warning("%s", text)
+        else:
+            _log.info("%s", text)

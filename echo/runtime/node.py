@@ -11,14 +11,18 @@ exception: a node that limps on with half its parts would be worse.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from echo.errors import EchoError, TransportError
 from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop
 from echo.protocol.codec import Frame
+from echo.protocol.parcel import DecodeBlock
+from echo.protocol.session import Session
 from echo.runtime.transport import Connected, Disconnected, Received, Transport
 
 Result = TypeVar("Result")
@@ -27,22 +31,10 @@ STALL_S = 0.5
 """A timer that fires this late means that the loop did not run."""
 CATCH_UP_S = 0.2
 """Seconds to read what arrived during a stall before anything is declared late."""
+MAX_DECODERS = 8
+"""Threads that decode deltas; each takes some GB of weights per second."""
 LINGER_S = 2.0
 """Seconds for the last messages of a node to leave after its work is over."""
-
-
-class Session(Protocol):
-    """What the shell needs of a session."""
-
-    @property
-    def deadline(self) -> float | None:
-        """When `expire` must be called next."""
-
-    def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle one message."""
-
-    def expire(self, *, now: float) -> list[Action]:
-        """Do what has become due."""
 
 
 class Node:
@@ -58,7 +50,10 @@ class Node:
         self._stopped: asyncio.Future[str] | None = None
         self._num_interrupts = 0
         self._executors: list[ThreadPoolExecutor] = []
+        self._decoders: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.at_release: list[Callable[[], None]] = []
+        """What else is called at the end, whatever ended the node."""
 
     # --- what roles fill in ----------------------------------------------------------------------
 
@@ -107,13 +102,15 @@ class Node:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            while self._tasks:  # one may begin another while it ends
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
             for executor in self._executors:
                 executor.shutdown(wait=False, cancel_futures=True)
             self.release()
+            for let_go in self.at_release:
+                let_go()
             await self.transport.close()
 
     def interrupt(self) -> None:
@@ -146,6 +143,8 @@ class Node:
         task = asyncio.create_task(self._guard(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # One that is cancelled before its first step never comes to await the work.
+        task.add_done_callback(lambda _: work.close())
         return task
 
     async def _guard(self, work: Awaitable[None]) -> None:
@@ -188,6 +187,8 @@ class Node:
                     self.log.log(level, "%s", action.text)
                 case Stop():
                     self.stop(action.reason, action.error)
+                case DecodeBlock():
+                    self._decode(action)
                 case _:
                     self.on_action(action)
         self._arm()
@@ -200,6 +201,27 @@ class Node:
             self.log.warning("%s", error)
         else:
             self.dialled(action.address, action.purpose, peer)
+
+    def _decode(self, work: DecodeBlock) -> None:
+        """Decode a block in a thread, and tell the session what came of it."""
+        if self._decoders is None:
+            num_threads = min(MAX_DECODERS, os.cpu_count() or 1)
+            self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decoder")
+            self._executors.append(self._decoders)
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(self._decoders, work.run).add_done_callback(
+            functools.partial(self._on_decoded, work)
+        )
+
+    def _on_decoded(self, work: DecodeBlock, future: asyncio.Future[str]) -> None:
+        if self.has_ended or future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            self.log.error("internal error", exc_info=error)
+            self.stop("failed", error)
+            return
+        self.perform(self._session.decoded(work, future.result(), now=self.now))
 
     def _arm(self) -> None:
         if self._timer is not None:

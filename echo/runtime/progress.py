@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
-from echo.metrics import Snapshot
+from echo.algo.group_stats import GroupStats
+from echo.algo.length_bias import LengthBias
+from echo.metrics import CostView, Snapshot
 from echo.protocol.learner_session import LearnerSession
 from echo.rollout import Group
 from echo.runtime.publication import PublishPace
@@ -37,17 +39,64 @@ class Progress:
         self._staleness_tokens = dict(staleness_tokens)
         self._rewards: deque[float] = deque(maxlen=MAX_HISTORY)
         self._evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
+        self._groups = GroupStats()
+        self._left_out = GroupStats()
+        self._reasons: Counter[str] = Counter()
+        self._dropped: dict[str, float] = {}
+        self.lengths = LengthBias()
+        self.barren = GroupStats()
+        """Groups from which nothing can be learned, since the last one that is useful."""
+        self._barren_reasons: Counter[str] = Counter()
         self.is_training = False
 
     def accepted(self, group: Group, *, now: float) -> None:
         """Count a group that was stored."""
+        self.barren = GroupStats()
+        self._barren_reasons.clear()
+        self._count_tokens(group, now)
+
+    def left_out(self, group: Group, reason: str, *, now: float) -> None:
+        """Count a group that was delivered and does not count towards a step."""
+        stats = GroupStats.of([group])
+        self._reasons[reason] += 1
+        self._barren_reasons[reason] += 1
+        self._left_out += stats
+        self.barren += stats
+        self._count_tokens(group, now)
+
+    def _count_tokens(self, group: Group, now: float) -> None:
+        self.lengths.delivered(group)
         self._tokens_since_step += group.num_tokens
         self._accepted.append((now, group.num_tokens))
         while self._accepted and now - self._accepted[0][0] > RATE_WINDOW_S:
             self._accepted.popleft()
 
-    def stepped(self, *, waited_s: float, trained_s: float, staleness: Mapping[int, int]) -> None:
-        """Count a step: seconds waited for its batch, seconds trained, its tokens by staleness."""
+    def stepped(
+        self,
+        groups: Sequence[Group],
+        *,
+        waited_s: float,
+        trained_s: float,
+        staleness: Mapping[int, int],
+    ) -> None:
+        """Count a step.
+
+        Args:
+            groups: what it was made of.
+            waited_s: seconds waited for them.
+            trained_s: seconds trained.
+            staleness: their tokens by staleness.
+        """
+        self.lengths.trained(groups)
+        # What was left out since the step before belongs to the same prompts' rewards.
+        self._groups, self._left_out = GroupStats.of(groups) + self._left_out, GroupStats()
+        num_groups = self._groups.num_groups
+        # A reason that was met once is told from then on, so that its column has no holes.
+        self._dropped = {
+            f"groups/dropped/{reason}": count / num_groups
+            for reason, count in self._reasons.items()
+        }
+        self._reasons = Counter(dict.fromkeys(self._reasons, 0))
         self._waited_s += waited_s
         self._trained_s += trained_s
         self._step_times = (waited_s, trained_s)
@@ -68,12 +117,16 @@ class Progress:
     ) -> dict[str, float | Mapping[str, float]]:
         """Return one row: the trainer's metrics with times, rates and staleness of this step.
 
+        Rewards, lengths and shares of groups are those of every group since the step before, also
+        of those that did not count towards it.
+
         Args:
             metrics: what the trainer reports.
             staleness: trained tokens of the step by staleness.
             bytes_sent: weights sent since the start, bytes.
             now: the loop's clock, seconds.
         """
+        metrics = {**metrics, **self._groups.metrics(), **self._dropped}
         self._rewards.append(metrics.get("reward/mean", 0.0))
         num_tokens = sum(staleness.values())
         waited_s, trained_s = self._step_times
@@ -95,6 +148,28 @@ class Progress:
         self._stepped_at, self._tokens_since_step, self._bytes_reported = now, 0, bytes_sent
         return row
 
+    def _describe_wait(self, session: LearnerSession) -> str:
+        """Say what the learner waits for, and whether what comes is of any use."""
+        waiting, num_barren = describe_wait(session), self.barren.num_groups
+        if not waiting or num_barren < session.settings.groups_per_step:
+            return waiting
+        return f"{waiting}; nothing could be learned from the last {num_barren} groups"
+
+    def describe_barren(self, step: int) -> str:
+        """Say that nothing is learned any more, and what could be done, in one line."""
+        barren = self.barren
+        reasons = ", ".join(f"{n} {reason}" for reason, n in self._barren_reasons.most_common())
+        what = (
+            f"nothing could be learned from the last {barren.num_groups} groups ({reasons}; all "
+            f"answers right in {barren.num_all_right}, all wrong in {barren.num_all_wrong})"
+        )
+        if barren.num_all_right > barren.num_all_wrong:
+            return f"{what}: the task is solved, and the run ends at step {step}"
+        return (
+            f"{what}: the run ends at step {step}; choose easier prompts, or raise "
+            "batch.group_size, sampling.temperature or batch.max_barren_batches"
+        )
+
     @property
     def idle_ratio(self) -> float:
         """Share of the time since the start that the learner waited for groups."""
@@ -108,6 +183,7 @@ class Progress:
         run_name: str,
         max_steps: int,
         pace: PublishPace,
+        cost: CostView | None = None,
         now: float,
     ) -> Snapshot:
         """Return everything that the live view draws."""
@@ -121,7 +197,7 @@ class Progress:
             max_steps=max_steps,
             max_staleness=session.settings.max_staleness,
             publish_period=pace.period,
-            waiting_for="" if self.is_training else describe_wait(session),
+            waiting_for="" if self.is_training else self._describe_wait(session),
             nodes=session.views(now=now),
             reward_history=tuple(self._rewards),
             eval_history=tuple(sorted(self._evals)),
@@ -135,6 +211,7 @@ class Progress:
             broadcast_done=held / wanted if wanted else 1.0,
             broadcast_bytes=session.broadcast.bytes_sent,
             refused=_refusals(session),
+            cost=cost,
         )
 
 
@@ -145,7 +222,7 @@ def broadcast_progress(session: LearnerSession) -> tuple[int, int]:
         return 0, 0
     num_chunks = session.broadcast.store[newest].manifest.num_chunks
     held = 0
-    members = session.roster.members()
+    members = session.roster.active()
     for member in members:
         if member.installed is not None and member.installed >= newest:
             held += num_chunks
@@ -158,11 +235,13 @@ def describe_wait(session: LearnerSession) -> str:
     """Say what the learner waits for, and for whom, in one line."""
     settings, buffered = session.settings, len(session.buffer)
     missing = settings.groups_per_step - buffered
-    workers = session.roster.members("worker")
+    workers = session.roster.active("worker")
     if missing <= 0:
         return ""
     if not workers:
-        return f"{missing} groups; no worker has joined yet"
+        has_standby = bool(session.roster.members("worker"))
+        why = "every worker is on standby" if has_standby else "no worker has joined yet"
+        return f"{missing} groups; {why}"
     parts = []
     for member in workers:
         stats, leases = member.stats, session.leases.num_leases(member.node_id)

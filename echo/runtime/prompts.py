@@ -11,11 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
 
+from echo.errors import DataError
 from echo.protocol.messages import Lease
 from echo.tasks.task import Example, Task
 
 CACHED_LEASES = 4096
 """Leases kept in memory, so that a result is checked without tokenising its prompt again."""
+
+
+CHECKED_PROMPTS = 32
+"""Looked at before a run begins: those of a mixture, or of one table, may be of several kinds."""
 
 
 class PromptSource:
@@ -28,6 +33,7 @@ class PromptSource:
         encode: Callable[[Example], list[int]],
         seed: int,
         num_examples: int | None,
+        hides_answers: bool = False,
     ) -> None:
         """Take the task and how to tokenise its prompts.
 
@@ -37,21 +43,26 @@ class PromptSource:
             seed: the run's seed: order of the examples and seeds of the leases.
             num_examples: training examples, visited once per epoch in a new order each time; None
                 for a task that makes them without end.
+            hides_answers: put nothing into leases but the prompt's ids.
         """
         self._task = task
         self._encode = encode
         self._seed = seed
         self._num_examples = num_examples
+        self._hides_answers = hides_answers
         self._cache: OrderedDict[int, Lease] = OrderedDict()
         self._epoch = -1
         self._order: list[int] = []
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of a group; every attempt has the same prompt and another seed."""
+        """Return the lease of a group; every attempt has the same prompt and another seed.
+
+        Raises:
+            DataError: naming the example, if its prompt cannot be turned into tokens.
+        """
         lease = self._cache.get(group_id)
         if lease is None:
-            example = self._task.example(self._index(group_id), split="train")
-            lease = self._make(group_id, attempt, example)
+            lease = self._make(group_id, attempt, self.example(group_id))
             self._cache[group_id] = lease
             if len(self._cache) > CACHED_LEASES:
                 self._cache.popitem(last=False)
@@ -64,6 +75,20 @@ class PromptSource:
                 example=lease.example,
             )
         return lease
+
+    def check(self) -> None:
+        """Refuse prompts that cannot be turned into tokens, as far as the first ones show it.
+
+        Raises:
+            DataError: as `lease`.
+        """
+        num_examples = CHECKED_PROMPTS if self._num_examples is None else self._num_examples
+        for group_id in range(min(CHECKED_PROMPTS, num_examples)):
+            self.lease(group_id, 0)
+
+    def example(self, group_id: int) -> Example:
+        """Return the example of a group, with its answer."""
+        return self._task.example(self._index(group_id), split="train")
 
     def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
         """Return the held-out examples of an evaluation with their token ids, always the same.
@@ -78,11 +103,18 @@ class PromptSource:
         return [(example, self._encode(example)) for example in examples]
 
     def _make(self, group_id: int, attempt: int, example: Example) -> Lease:
+        try:
+            prompt_ids = tuple(self._encode(example))
+        except DataError as error:
+            raise DataError(f"example {example.index}: {error}") from error
+        if self._hides_answers:
+            # A source may be a name that tells the answer, so that stays here, too.
+            example = Example(index=example.index, split=example.split, prompt="")
         return Lease(
             group_id=group_id,
             attempt=attempt,
             seed=self._seed_of(group_id, attempt),
-            prompt_ids=tuple(self._encode(example)),
+            prompt_ids=prompt_ids,
             example=asdict(example),
         )
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from echo.errors import ConfigError, StorageError
-from echo.rollout import Group, Lineage, find_fault
+from echo.rollout import Group, Lineage, find_fault, trim_stale
 from echo.runtime.checkpoint import CheckpointInfo, drop_later, find_latest
-from echo.runtime.ledger import Ledger, read_history
+from echo.runtime.history import read_history
+from echo.runtime.ledger import Ledger
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,13 +59,16 @@ def begin(ledger: Ledger) -> StartingPoint:
     return StartingPoint(lineages=(Lineage(1, 0),))
 
 
-def recover(ledger: Ledger, *, run_id: str, max_staleness: int) -> StartingPoint:
+def recover(
+    ledger: Ledger, *, run_id: str, max_staleness: int, trims_stale: bool = False
+) -> StartingPoint:
     """Return where a run continues from its newest checkpoint; nothing is written before `enter`.
 
     Args:
         ledger: the run's journal.
         run_id: the run's id; a checkpoint of another run is refused.
         max_staleness: S, inclusive.
+        trims_stale: whether a group of which some tokens have grown too old keeps the others.
 
     Raises:
         ConfigError: if there is no run to continue.
@@ -96,6 +100,9 @@ def recover(ledger: Ledger, *, run_id: str, max_staleness: int) -> StartingPoint
             start.losses.append(str(error))
             start.ends[group_id] = "lost"
             continue
+        if trims_stale:
+            trimmed = trim_stale(group, step=info.step, max_staleness=max_staleness)
+            group = trimmed or group
         fault = find_fault(
             group, step=info.step, max_staleness=max_staleness, lineages=start.lineages
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
-from echo.errors import LocalProtocolError
+from echo.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from echo.protocol.actions import Action, Configure, VersionArrived
 from echo.protocol.node_session import NodeSession
 from echo.protocol.relay_session import RelaySession
+from echo.runtime.arenas import ArenaStore
+from echo.runtime.arenas_parcels import SavedParcel
 from echo.runtime.node import Node
 from echo.runtime.transport import Transport
 
@@ -16,6 +19,49 @@ class DialingNode(Node):
     """What relay and worker share: a session that dials out."""
 
     session: NodeSession
+    arenas: ArenaStore | None = None
+    """Where received versions lie; None in memory without a bound."""
+
+    async def recover(self) -> None:
+        """Take over what a former process of this node has left of the run's versions."""
+        arenas, broadcast = self.arenas, self.session.broadcast
+        if arenas is None:
+            return
+        for saved in await asyncio.to_thread(arenas.recover, broadcast.run_id):
+            try:
+                manifest = broadcast.manifest(saved.version, saved.signed_manifest)
+                has_chunk = await asyncio.to_thread(arenas.verify_held, manifest, saved.arena)
+            except (RemoteProtocolError, StorageError) as error:
+                self.log.warning("dropped %s, which was left here: %s", saved.version, error)
+                arenas.drop(saved.version)
+                continue
+            text = "found %s: %d of %d chunks are right"
+            self.log.info(text, saved.version, sum(has_chunk), manifest.num_chunks)
+            self.perform(broadcast.recover(saved.version, saved.arena, has_chunk, now=self.now))
+        for parcel in arenas.recover_parcels():
+            await self._resume(parcel)
+
+    async def _resume(self, saved: SavedParcel) -> None:
+        """Go on with a delta or an anchor that was on its way."""
+        broadcast, journal = self.session.broadcast, saved.journal
+        try:
+            parcel = await asyncio.to_thread(
+                broadcast.rebuild, saved.version, saved.form, journal.records()
+            )
+            journal.open()
+        except OSError as error:
+            self.log.warning("dropped %s, which was left here: %s", journal.path, error)
+            journal.remove()
+            return
+        text = "found %s as %s: %d of %d chunks are right"
+        self.log.info(text, saved.version, saved.form, parcel.num_held, parcel.num_chunks)
+        parcel.journal = journal
+        self.perform(broadcast.resume(parcel, now=self.now))
+
+    def release(self) -> None:
+        """Let go of the arenas; what they hold is found by the next process."""
+        if self.arenas is not None:
+            self.arenas.close()
 
     def connected(self, peer: str) -> list[Action]:
         """Handle that a dialled link stands."""
@@ -38,10 +84,18 @@ class DialingNode(Node):
 class RelayNode(DialingNode):
     """A relay."""
 
-    def __init__(self, session: RelaySession, transport: Transport, *, log: logging.Logger) -> None:
+    def __init__(
+        self,
+        session: RelaySession,
+        transport: Transport,
+        *,
+        arenas: ArenaStore | None = None,
+        log: logging.Logger,
+    ) -> None:
         """Join the parts; `run` starts them."""
         super().__init__(session, transport, log=log)
         self.session: RelaySession = session
+        self.arenas = arenas
 
     async def work(self) -> None:
         """Start looking for the learner; everything else happens in the session."""
@@ -53,7 +107,11 @@ class RelayNode(DialingNode):
             case VersionArrived():
                 self.log.info("holds %s", action.version)
             case Configure():
-                # A relay has no task and no engine: it is ready as it is.
-                self.perform(self.session.configured({}, now=self.now))
+                self.spawn(self._set_up(), name="set-up")
             case _:
                 raise LocalProtocolError(f"a relay cannot {type(action).__name__}")
+
+    async def _set_up(self) -> None:
+        """Be ready: a relay has no task and no engine, only what it held before."""
+        await self.recover()
+        self.perform(self.session.configured({}, now=self.now))

@@ -9,7 +9,9 @@ from echo.config.machine import read_machine
 from echo.config.schema import Config
 from echo.protocol.relay_session import RelaySession
 from echo.runtime import wiring
+from echo.runtime.arenas_files import open_arenas
 from echo.runtime.faults import Faults
+from echo.runtime.join import dial_addresses, node_keys
 from echo.runtime.relay import RelayNode
 from echo.runtime.transport import Transport
 
@@ -20,7 +22,9 @@ async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:
     Raises:
         EchoError: if something does not fit; the message is for the user.
     """
-    transport = await wiring.start_transport(config.network, config.relay.listen)
+    keys = node_keys(config, "relay")
+    transport = await wiring.start_transport(config.network, config.relay.listen, keys)
+    wiring.warn_of_kernel(config.relay.listen, *dial_addresses(config, "relay"))
     try:
         return assemble_relay(config, transport, log=log)
     except BaseException:
@@ -40,9 +44,10 @@ def assemble_relay(config: Config, transport: Transport, *, log: logging.Logger)
         advertise=wiring.advertised(transport.listen_address, section.advertise),
         max_image_bytes=int(wiring.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
+    arenas = open_arenas(config.network.arena_dir, config.network.arena_bytes)
     session = RelaySession(
         settings,
-        wiring.make_broadcast(node_id, config.network),
+        wiring.make_broadcast(node_id, config.network, arenas),
         now=asyncio.get_running_loop().time(),
     )
-    return RelayNode(session, transport, log=log)
+    return RelayNode(session, transport, arenas=arenas, log=log)

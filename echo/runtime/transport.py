@@ -27,6 +27,7 @@ peer it can be missing altogether, so the protocol keeps heartbeats of its own.
 from __future__ import annotations
 
 import abc
+import base64
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ MESSAGE_OVERHEAD_BYTES = 512
 
 _ADDRESS = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[\w.-]+)):(?P<port>\d{1,5})"
+    r"(?:#(?P<key>[A-Za-z0-9_-]{43}))?"
 )
 
 
@@ -131,11 +133,16 @@ class TransportStats:
     discarded_messages: int = 0
     """Messages from inbound peers after `hang_up`, and from strangers to the wire's protocol."""
     failed_handshakes: int = 0
-    """Connections to or from something that does not speak this protocol."""
+    """Connections to or from something that does not speak this protocol, or has a wrong key."""
+    refused_clients: int = 0
+    """Connections of those who speak it and do not know the run's secret."""
 
 
 class Transport(abc.ABC):
     """Carries messages between this node and its peers; see the module's docstring."""
+
+    options: TransportOptions
+    """Bounds and timings."""
 
     @property
     @abc.abstractmethod
@@ -155,7 +162,8 @@ class Transport(abc.ABC):
         """Begin to connect to `address`, and again after every loss, with growing pauses.
 
         Raises:
-            TransportError: if the address is not of the form tcp://host:port.
+            TransportError: if the address is not of the form tcp://host:port#key, or has a key
+                where this transport does not encrypt, or none where it does and knows none.
         """
 
     @abc.abstractmethod
@@ -199,10 +207,10 @@ class Transport(abc.ABC):
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split "tcp://host:port" into host and port.
+    """Return host and port of "tcp://host:port" or "tcp://host:port#key".
 
     IPv6 addresses stand in brackets, as in tcp://[::1]:7700. Port 0 means "any free port" to a
-    listener.
+    listener. The key (`parse_key`) is that of the process that listens there.
 
     Raises:
         TransportError: if the address has another form.
@@ -216,9 +224,33 @@ def parse_address(address: str) -> tuple[str, int]:
         except ipaddress.AddressValueError:
             pass
     raise TransportError(
-        f"{address!r} is not an address; expected tcp://host:port, for example "
-        "tcp://192.0.2.7:7700 or tcp://[2001:db8::7]:7700, with a port up to 65535"
+        f"{without_key(address)!r} is not an address; expected tcp://host:port, for example "
+        "tcp://192.0.2.7:7700 or tcp://[2001:db8::7]:7700, with a port up to 65535 and, after #, "
+        "the key of 43 letters of the process that listens there"
     )
+
+
+def parse_key(address: str) -> bytes | None:
+    """Return the public key in an address, 32 bytes, or None if it has none."""
+    key = address.partition("#")[2]
+    return base64.urlsafe_b64decode(key + "=") if len(key) == 43 else None
+
+
+def with_key(address: str, key: bytes) -> str:
+    """Return an address with this public key in the place of any that it had."""
+    text = base64.urlsafe_b64encode(key).decode().rstrip("=")
+    return f"{without_key(address)}#{text}"
+
+
+def without_key(address: str) -> str:
+    """Return the address without its key, and without a secret that may follow it."""
+    return address.partition("#")[0]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address can be reached from its own machine only."""
+    host, _ = parse_address(address)
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def parse_dial_address(address: str) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import socket
@@ -10,8 +11,15 @@ from echo import __version__
 from echo.config.schema import Config, NetworkSection
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.node_session import NodeSettings
-from echo.runtime.transport import TransportOptions
+from echo.protocol.price import Price
+from echo.protocol.transfer import Arenas
+from echo.runtime.curve import CurveKeys
+from echo.runtime.join import dial_addresses
+from echo.runtime.kernel import advise, read_facts
+from echo.runtime.transport import TransportOptions, is_loopback, parse_key, with_key
 from echo.runtime.transport_zmq import ZmqTransport
+
+_log = logging.getLogger(__name__)
 
 HEADROOM_BYTES = 1 << 20
 """Room beside a chunk in the largest message, for headers and for manifests of small chunks."""
@@ -21,8 +29,15 @@ MAX_IMAGE_SHARE = 0.9
 """Share of a node's memory that one version of the weights may take at most."""
 
 
-async def start_transport(network: NetworkSection, listen: str | None) -> ZmqTransport:
+async def start_transport(
+    network: NetworkSection, listen: str | None, keys: CurveKeys | None = None
+) -> ZmqTransport:
     """Return a ZeroMQ transport with the configuration's bounds, bound to its address.
+
+    Args:
+        network: the bounds and timings.
+        listen: where to listen; None only to dial.
+        keys: with which all links are encrypted; None for none of them.
 
     Raises:
         TransportError: if the address is taken or is not this machine's.
@@ -34,23 +49,55 @@ async def start_transport(network: NetworkSection, listen: str | None) -> ZmqTra
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
     )
-    transport = ZmqTransport(listen, options)
-    try:
-        await transport.start()
-    except BaseException:
-        await transport.close()
-        raise
+    transport = ZmqTransport(listen, options, keys)
+    await transport.start()
+    if keys is None and listen is not None and not is_loopback(listen):
+        _log.warning(
+            "security.curve is false: whoever reaches %s can read the weights and join the run",
+            listen,
+        )
     return transport
 
 
-def make_broadcast(node_id: str, network: NetworkSection) -> Broadcast:
-    """Return a node's part of the weights plane with the configuration's bounds."""
+def warn_of_kernel(*addresses: str | None) -> None:
+    """Say which settings of the kernel cost speed, unless all links stay on this machine."""
+    if all(address is None or is_loopback(address) for address in addresses):
+        return
+    for warning in advise(read_facts()).warnings:
+        _log.warning("%s", warning)
+
+
+def sockets_per_link(network: NetworkSection, parent: str | None = None) -> int:
+    """Return how many connections to open for weights to one parent.
+
+    Args:
+        network: says so, or leaves it to the kernel's settings.
+        parent: the parent's address; on loopback `auto` needs but one.
+    """
+    if network.sockets_per_link != "auto":
+        return network.sockets_per_link
+    if parent is not None and is_loopback(parent):
+        return 1
+    return advise(read_facts()).num_sockets_per_link
+
+
+def make_broadcast(
+    node_id: str, network: NetworkSection, arenas: Arenas | None = None
+) -> Broadcast:
+    """Return a node's part of the weights plane with the configuration's bounds.
+
+    Args:
+        node_id: name of the node.
+        network: the bounds.
+        arenas: where received versions lie; None at the learner, which receives none.
+    """
     return Broadcast(
         node_id=node_id,
         window_bytes=network.window_bytes,
         keep_versions=network.keep_versions,
         # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
         stall_s=max(0.5, network.heartbeat_s),
+        arenas=arenas,
     )
 
 
@@ -65,12 +112,14 @@ def node_name(role: str, given: str | None) -> str:
 def advertised(listen: str | None, advertise: str | None) -> str | None:
     """Return the address that others are told to dial, or None if there is none to tell.
 
-    A wildcard address says nothing to others, so such a listener needs `advertise`.
+    A wildcard address says nothing to others, so such a listener needs `advertise`, to which the
+    server key is added that `listen`, the transport's address, has.
     """
-    if advertise is not None:
-        return advertise
+    if listen is not None and advertise is not None:
+        key = parse_key(listen)
+        return advertise if key is None else with_key(advertise, key)
     if listen is None or re.match(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", listen):
-        return None
+        return advertise
     return listen
 
 
@@ -79,12 +128,12 @@ def node_settings(
 ) -> NodeSettings:
     """Return what a relay's or worker's session is told."""
     network = config.network
-    addresses = config.relay.connect if role == "relay" else config.worker.connect
+    addresses = dial_addresses(config, role)
     return NodeSettings(
         node_id=node_id,
         role=role,
         incarnation=secrets.token_hex(8),
-        addresses=tuple(addresses),
+        addresses=addresses,
         advertise=advertise,
         echo_version=__version__,
         reconnect_for_s=network.reconnect_for_s,
@@ -92,4 +141,21 @@ def node_settings(
         digests={},
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
+        sockets_per_link=sockets_per_link(network, next(iter(addresses), None)),
+        region=network.region,
+        price_per_gb=network.price_per_gb,
+        price=stated_price(config, role),
+    )
+
+
+def stated_price(config: Config, role: str) -> Price:
+    """Return what the configuration says that a relay's or worker's machine costs."""
+    if role == "relay":
+        return Price(per_h=config.relay.price_per_h, per_gb=config.relay.price_per_gb)
+    worker = config.worker
+    return Price(
+        per_h=worker.price_per_h,
+        per_gb=worker.price_per_gb,
+        losses_per_h=worker.losses_per_h,
+        restart_s=worker.restart_s,
     )

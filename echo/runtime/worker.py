@@ -1,10 +1,11 @@
 """The worker role: sample the leased groups with the newest weights, score them, deliver them.
 
-One engine thread does all model work, one batch of groups after another; between batches the
-newest complete version is installed. While a batch runs, the loop goes on receiving weights,
-forwarding them to children and delivering results. A version is installed whole, after its hash
-has been checked once more in memory, or not at all: if the engine refuses it, the worker keeps
-sampling from the one before and says so.
+Which groups go into the engine, and when it is stopped, is `sampling.py`'s affair. Meanwhile the
+newest complete version is installed, in flight: no rollout has to end for it, and each token says
+which version sampled it. The loop goes on receiving weights, forwarding them to children and
+delivering results. A version is installed whole, after its hash has been checked once more in
+memory, or not at all: if the engine refuses it, the worker keeps sampling from the one before and
+says so. A worker that is told to stop hands its unfinished rollouts over to the learner.
 """
 
 from __future__ import annotations
@@ -12,47 +13,39 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
-from echo.engine.engine import Completion, Engine, Request, Sampling
-from echo.engine.weights import tensors_from_image
 from echo.errors import EngineError, LocalProtocolError
-from echo.protocol.actions import Action, Configure, LeasesChanged, VersionArrived
-from echo.protocol.broadcast import Transfer
+from echo.protocol.actions import (
+    Action,
+    Configure,
+    LeaseCancelled,
+    LeasesChanged,
+    VersionArrived,
+)
 from echo.protocol.messages import Lease
+from echo.protocol.partials import Draft
 from echo.protocol.worker_session import WorkerSession
 from echo.rollout import Group, PolicyVersion, Rollout
+from echo.runtime.episode_loop import EpisodeLoop
 from echo.runtime.relay import DialingNode
+from echo.runtime.sampling import RolloutLoop
 from echo.runtime.transport import Transport
-from echo.tasks.scoring import RewardError, score
-from echo.tasks.task import Example, Task
+from echo.runtime.worker_parts import WorkerParts, install
+from echo.tasks.faults import RewardError
+from echo.tasks.task import Example
 
 DRAIN_S = 30.0
-"""Seconds that a stopping worker waits for its running batch and its acknowledgements."""
+"""Seconds that a stopping worker waits for its last rewards and its acknowledgements."""
+INSTALL_AGAIN_S = 30.0
+"""Seconds after which a version that could not be installed is tried again, if none is newer.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerParts:
-    """What a worker is made of once it knows the run."""
-
-    engine: Engine
-    task: Task
-    decode: Callable[[Sequence[int]], str]
-    """Token ids -> text without stop and padding tokens."""
-    sampling: Sampling
-    group_size: int
-    reward_timeout_s: float
-    max_prompt_tokens: int
-    """Longest prompt that leaves room for a completion in the model's window."""
-    groups_per_batch: int
-    """Groups sampled at once."""
-    digests: dict[str, str]
-    read_local_image: Callable[[], bytearray | None]
-    """Lays out the weights of the worker's own model directory as a version's image; slow."""
+If all workers refuse the newest version, and what they have is too old, no newer one ever comes.
+"""
 
 
 class WorkerNode(DialingNode):
@@ -81,11 +74,13 @@ class WorkerNode(DialingNode):
         self._build = build
         self._on_installed = on_installed
         self._engine_thread = self.new_thread("engine")
+        self._rollouts: RolloutLoop | None = None
+        self._episodes: EpisodeLoop | None = None
         self._wake = asyncio.Event()
+        self._has_arrived = asyncio.Event()
         self._parts: WorkerParts | None = None
         self._configure: Configure | None = None
         self._refused_version: PolicyVersion | None = None
-        self._num_done = 0
         self._is_stopping = False
 
     # --- actions ---------------------------------------------------------------------------------
@@ -97,7 +92,12 @@ class WorkerNode(DialingNode):
                 self._configure = action
                 self._wake.set()
             case LeasesChanged() | VersionArrived():
+                self._has_arrived.set()
                 self._wake.set()
+            case LeaseCancelled():
+                self.log.info("group %d was finished by another worker", action.group_id)
+                if self._rollouts is not None:
+                    self._rollouts.give_up()
             case _:
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
@@ -108,199 +108,260 @@ class WorkerNode(DialingNode):
         self.perform(self.session.start(now=self.now))
         while not self._is_stopping:
             self._wake.clear()
-            if self._parts is None:
-                await self._configure_once()
-            elif not await self._work_once(self._parts):
-                await self._wake.wait()
-
-    async def _configure_once(self) -> None:
-        if self._configure is None:
+            if self._configure is not None and self._parts is None:
+                await self._set_up(self._configure)
+            if self._rollouts is not None and self._parts is not None:
+                self._count_calls(self._parts)
+                self._sample_more(self._rollouts)
             await self._wake.wait()
-            return
-        settings, assets = self._configure.settings, self._configure.assets
+
+    async def _set_up(self, configure: Configure) -> None:
+        settings, assets = configure.settings, configure.assets
         parts = await self.in_thread(self._engine_thread, lambda: self._build(settings, assets))
+        self._parts = parts
+        await self.recover()
         image = await self.in_thread(self._engine_thread, parts.read_local_image)
         if image is not None:
             self.session.broadcast.offer(image, blake3(image).digest())
-        self._parts = parts
-        # As many groups again wait in the queue, so that the engine never waits for the network.
-        self.session.max_groups = 2 * parts.groups_per_batch
+        rollouts = self._make_rollouts(parts)
+        await rollouts.recover()
+        self._rollouts = rollouts
+        self.session.num_places = rollouts.num_places
+        # Some wait in the queue, so that the engine never waits for the network.
+        self.session.max_groups = rollouts.max_groups
         self.perform(self.session.configured(parts.digests, now=self.now))
+        self.spawn(self._install_versions(parts, rollouts), name="install")
 
-    async def _work_once(self, parts: WorkerParts) -> bool:
-        """Install what is new and sample one batch; return whether there was anything to do."""
-        installed = await self._install_newest(parts)
-        leases = self.session.take_leases(parts.groups_per_batch)
-        if not leases:
-            self.session.activity = self._waiting_for()
-            return installed
-        self.session.activity = "sampling"
-        await self._sample(parts, leases)
-        return True
+    def _make_rollouts(self, parts: WorkerParts) -> RolloutLoop:
+        rollouts = RolloutLoop(
+            self.session,
+            parts.engine,
+            parts.sampling,
+            rules=parts.rules,
+            group_size=parts.group_size,
+            groups_per_batch=parts.groups_per_batch,
+            path=parts.partials_path,
+            admit=partial(self._admit, parts),
+            refuse=self._refuse,
+            deliver=partial(self._on_whole, parts),
+            wake=self._wake.set,
+            perform=self.perform,
+            spawn=self.spawn,
+            clock=lambda: self.now,
+            has_ended=lambda: self.has_ended,
+            log=self.log,
+        )
+        self._executors.append(rollouts.threads)
+        if parts.player is not None:
+            self._episodes = EpisodeLoop(
+                self.session,
+                parts.player,
+                parts.sampling,
+                group_size=parts.group_size,
+                groups_per_batch=parts.groups_per_batch,
+                is_continuous=parts.engine.is_continuous,
+                admit=partial(self._admit, parts),
+                refuse=self._refuse,
+                deliver=partial(self._on_played, parts),
+                wake=self._wake.set,
+                spawn=self.spawn,
+                has_ended=lambda: self.has_ended,
+            )
+            self._executors.append(self._episodes.threads)
+        return rollouts
+
+    def _sample_more(self, rollouts: RolloutLoop) -> None:
+        """Give the engine as many groups as it has room for."""
+        loop = self._episodes or rollouts
+        loop.sample_more()
+        self.session.activity = "sampling" if loop.is_busy else self._waiting_for()
 
     def _waiting_for(self) -> str:
-        if self.session.installed_version is None:
+        if self.session.standby_since is not None:
+            return "standing by"
+        installed = self.session.installed_version
+        if installed is None:
             return "waiting for weights"
+        if self.session.drafts.awaiting(installed):
+            return "waiting for newer weights"
         return "waiting for acks" if self.session.outbox.is_full else "waiting for leases"
 
     # --- weights ---------------------------------------------------------------------------------
 
-    async def _install_newest(self, parts: WorkerParts) -> bool:
+    async def _install_versions(self, parts: WorkerParts, rollouts: RolloutLoop) -> None:
+        """Install each version that arrives, or the newest of several."""
+        while not self._is_stopping:
+            self._has_arrived.clear()
+            version = self.session.broadcast.newest_complete
+            if version is None or not self._is_wanted(version):
+                await self._wait_for_version()
+            elif parts.delays is not None and not parts.delays.may_install(now=self.now):
+                await asyncio.sleep(parts.delays.wait_s(now=self.now))
+            else:
+                await self._install(parts, rollouts, version)
+                if parts.delays is not None:
+                    for name, number in parts.delays.installed(now=self.now).items():
+                        self.session.counters.add(name, number)
+
+    async def _wait_for_version(self) -> None:
+        """Wait for a version to arrive, or until it is time to try a refused one again."""
+        is_refused = self._refused_version is not None
+        try:
+            async with asyncio.timeout(INSTALL_AGAIN_S if is_refused else None):
+                await self._has_arrived.wait()
+        except TimeoutError:
+            self._refused_version = None
+
+    def _is_wanted(self, version: PolicyVersion) -> bool:
+        installed = self.session.installed_version
+        return version != self._refused_version and (installed is None or version > installed)
+
+    async def _install(
+        self, parts: WorkerParts, rollouts: RolloutLoop, version: PolicyVersion
+    ) -> None:
+        if parts.rules.stale_tokens == "drop":
+            # Nothing that older weights have begun goes on, in flight or not.
+            await rollouts.hold()
+        try:
+            await self._install_now(parts, rollouts, version)
+        finally:
+            rollouts.release()
+
+    async def _install_now(
+        self, parts: WorkerParts, rollouts: RolloutLoop, version: PolicyVersion
+    ) -> None:
         session = self.session
-        version = session.broadcast.newest_complete
-        if version in (None, session.installed_version, self._refused_version):
-            return False
-        assert version is not None
-        if session.installed_version is not None and version < session.installed_version:
-            return False
         transfer = session.broadcast.store[version]
-        session.activity = f"installing {version}"
+        if not rollouts.is_busy:
+            session.activity = f"installing {version}"
         try:
             digest = await self.in_thread(
-                self._engine_thread, lambda: _install(parts.engine, transfer)
+                self._engine_thread, lambda: install(parts.engine, transfer)
             )
         except EngineError as error:
             self._refused_version = version
-            session.counters.add("installs_failed")
+            session.counters.add("engine/installs_failed")
             self.log.warning(
                 "cannot install %s, keeping %s: %s", version, session.installed_version, error
             )
             if session.installed_version is None:
                 raise
-            return False
-        session.installed_version = version
-        self._on_installed(version, digest)
-        self.perform(session.heartbeat(now=self.now) if session.is_admitted else [])
-        return True
-
-    # --- sampling --------------------------------------------------------------------------------
-
-    async def _sample(self, parts: WorkerParts, leases: list[Lease]) -> None:
-        """Sample, score and deliver these groups."""
-        fitting = []
-        for lease in leases:
-            if len(lease.prompt_ids) <= parts.max_prompt_tokens:
-                fitting.append(lease)
-                continue
-            detail = (
-                f"the prompt has {len(lease.prompt_ids)} tokens, the model's window leaves "
-                f"{parts.max_prompt_tokens} beside "
-                f"{parts.sampling.max_completion_tokens} sampled ones"
-            )
-            self.perform(self.session.failed(lease, "prompt_too_long", detail, now=self.now))
-        if not fitting:
             return
-        version = self.session.installed_version
-        assert version is not None
-        requests = [
-            Request(
-                request_id=f"{lease.group_id}.{lease.attempt}.{member}",
-                prompt_ids=np.array(lease.prompt_ids, dtype=np.int32),
-                seed=lease.seed + member,
-            )
-            for lease in fitting
-            for member in range(parts.group_size)
-        ]
-        self._num_done = 0
-        reporter = asyncio.create_task(self._report_progress(fitting), name="progress")
-        try:
-            completions = await self.in_thread(
-                self._engine_thread,
-                lambda: parts.engine.generate(requests, parts.sampling, should_stop=self._count),
-            )
-            self.session.tokens_sampled += sum(len(c.token_ids) for c in completions)
-            self.session.activity = "scoring"
-            size = parts.group_size
-            for index, lease in enumerate(fitting):
-                own = completions[index * size : (index + 1) * size]
-                await self._deliver(parts, lease, own, version)
-        finally:
-            reporter.cancel()
+        self._on_installed(version, digest)
+        self.perform(session.on_installed(version, now=self.now))
+        self._wake.set()
 
-    def _count(self) -> bool:
-        """Count a decoding step or a reward (called by other threads); return whether to stop."""
-        self._num_done += 1
-        return self.has_ended
+    # --- groups ----------------------------------------------------------------------------------
 
-    async def _report_progress(self, leases: list[Lease]) -> None:
-        while True:
-            await asyncio.sleep(self.session.heartbeat_s / 2)
-            for lease in leases:
-                self.session.progress(lease, self._num_done)
+    def _admit(self, parts: WorkerParts, draft: Draft) -> bool:
+        """Return whether the prompt leaves room in the window; report it if it does not."""
+        num_tokens = len(draft.lease.prompt_ids)
+        if num_tokens <= parts.max_prompt_tokens:
+            return True
+        detail = (
+            f"the prompt has {num_tokens} tokens, the model's window leaves "
+            f"{parts.max_prompt_tokens} beside "
+            f"{parts.sampling.max_completion_tokens} sampled ones"
+        )
+        self.perform(self.session.failed(draft.lease, "prompt_too_long", detail, now=self.now))
+        return False
 
-    async def _deliver(
-        self,
-        parts: WorkerParts,
-        lease: Lease,
-        completions: Sequence[Completion],
-        version: PolicyVersion,
-    ) -> None:
+    def _refuse(self, leases: Sequence[Lease], why: str) -> None:
+        """Give leases back whose version was replaced before the engine had begun them."""
+        for lease in leases:
+            self.perform(self.session.outrun(lease, why, now=self.now))
+
+    def _on_whole(self, parts: WorkerParts, draft: Draft) -> None:
+        self.spawn(self._deliver(parts, draft), name="deliver")
+
+    async def _deliver(self, parts: WorkerParts, draft: Draft) -> None:
+        """Score a whole group and deliver it."""
+        lease = draft.lease
         example = Example(**lease.example)
         try:
-            rewards = await asyncio.to_thread(self._score_all, parts, example, completions)
+            rewards = await asyncio.to_thread(self._score_all, parts, example, draft)
         except RewardError as error:
-            self.perform(self.session.failed(lease, "reward_error", str(error), now=self.now))
+            self._give_up(lease, error)
             return
+        finally:
+            self._count_calls(parts)
+        if len(rewards) < len(draft.members):
+            self.session.drafts.end(draft.key)
+            return
+        if self.has_ended:
+            return
+        rollouts = [
+            member.rollout(reward, stale_tokens=parts.rules.stale_tokens)
+            for member, reward in zip(draft.members, rewards, strict=True)
+        ]
+        self._finish(lease, rollouts)
+
+    def _on_played(
+        self, parts: WorkerParts, lease: Lease, result: Sequence[Rollout] | RewardError
+    ) -> None:
+        self._count_calls(parts)
+        if self.session.is_cancelled(lease):
+            self.session.drafts.end((lease.group_id, lease.attempt))
+        elif isinstance(result, RewardError):
+            self._give_up(lease, result)
+        else:
+            self._finish(lease, result)
+
+    def _finish(self, lease: Lease, rollouts: Sequence[Rollout]) -> None:
         group = Group(
             group_id=lease.group_id,
             attempt=lease.attempt,
             worker_id=self.session.settings.node_id,
             prompt_ids=np.array(lease.prompt_ids, dtype=np.int32),
-            rollouts=tuple(
-                _make_rollout(completion, version, reward)
-                for completion, reward in zip(completions, rewards, strict=True)
-            ),
+            rollouts=tuple(rollouts),
         )
         self.perform(self.session.finished(group, now=self.now))
 
-    def _score_all(
-        self, parts: WorkerParts, example: Example, completions: Sequence[Completion]
-    ) -> list[float]:
-        """Return one reward per completion; runs in another thread."""
-        rewards: list[float] = []
-        for completion in completions:
-            text = parts.decode(completion.token_ids.tolist())
-            rewards.append(score(parts.task, example, text, parts.reward_timeout_s))
-            if self._count():
-                break  # Nobody waits for these any more.
-        return rewards
+    def _give_up(self, lease: Lease, error: RewardError) -> None:
+        self.perform(self.session.failed(lease, error.reason, str(error), now=self.now))
+
+    def _count_calls(self, parts: WorkerParts) -> None:
+        for counts in (parts.host.take_counts(), parts.engine.take_counts()):
+            for name, number in counts.items():
+                self.session.counters.add(name, number)
+
+    def _score_all(self, parts: WorkerParts, example: Example, draft: Draft) -> list[float]:
+        """Return one reward per completion, fewer once nobody waits; runs in another thread."""
+
+        def on_progress(number: int) -> None:
+            draft.num_progress += number
+
+        return parts.host.score_all(
+            example,
+            [parts.decode(member.token_ids.tolist()) for member in draft.members],
+            on_progress=on_progress,
+            should_stop=lambda: self.has_ended or self.session.is_cancelled(draft.lease),
+        )
 
     # --- stopping --------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Take no more leases, finish the running batch, wait for its acknowledgements."""
+        """Finish what is in hand, then say goodbye."""
+        await self.finish_work()
+        await super().drain()
+
+    async def finish_work(self) -> None:
+        """Hand over what is unfinished, and wait until the learner has what is finished."""
         self._is_stopping = self.session.is_leaving = True
         self._wake.set()
         self.perform(self.session.heartbeat(now=self.now) if self.session.is_admitted else [])
+        if self._rollouts is not None:
+            await self._rollouts.leave()
+        session = self.session
         await self.wait_until(
-            lambda: not self.session.running and not len(self.session.outbox), within_s=DRAIN_S
+            lambda: not session.drafts.running and not len(session.outbox), within_s=DRAIN_S
         )
-        await super().drain()
 
-
-def _install(engine: Engine, transfer: Transfer) -> str:
-    """Load a version into the engine after checking its bytes once more; return their hash."""
-    manifest = transfer.manifest
-    digest = blake3(transfer.arena)
-    if digest.digest() != manifest.image_hash:
-        raise EngineError(
-            f"{manifest.version}: the bytes in memory do not hash to what the learner signed; "
-            "check this machine's memory"
-        )
-    image = memoryview(transfer.arena).toreadonly()
-    engine.load(tensors_from_image(manifest.tensors, image))
-    return digest.hexdigest()
-
-
-def _make_rollout(completion: Completion, version: PolicyVersion, reward: float) -> Rollout:
-    num_tokens = len(completion.token_ids)
-    return Rollout(
-        token_ids=completion.token_ids,
-        sampler_logprobs=completion.logprobs,
-        policy_versions=np.tile(
-            np.array([version.lineage, version.step], dtype=np.int32), (num_tokens, 1)
-        ),
-        completion_mask=np.ones(num_tokens, dtype=np.bool_),
-        reward=reward,
-        finish_reason=completion.finish_reason,
-    )
+    def release(self) -> None:
+        """Stop the engine and the task, whose processes would outlive this one; free the arenas."""
+        if self._parts is not None:
+            self._parts.host.close()
+            if self._parts.player is not None:
+                self._parts.player.close()
+            self._parts.engine.close()
+        super().release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,18 +19,30 @@ from echo.config.machine import read_machine
 from echo.config.schema import Config
 from echo.engine.device import pick_device
 from echo.engine.engine import Engine, Sampling
+from echo.engine.lora import Lora
 from echo.engine.transformers_engine import TransformersEngine
+from echo.engine.vllm_arguments import Process
 from echo.engine.weights import load_directory, publish_image, resolve_model
 from echo.errors import ConfigError, StorageError
 from echo.protocol.delivery import Outbox
 from echo.protocol.worker_session import WorkerSession
 from echo.rollout import PolicyVersion
 from echo.runtime import wiring
+from echo.runtime.agents import AgentParts
+from echo.runtime.arenas_files import open_arenas
+from echo.runtime.delays import make_delays
 from echo.runtime.faults import Faults
+from echo.runtime.join import dial_addresses, node_keys
+from echo.runtime.lora_setup import worker_lora
+from echo.runtime.retirement import RentedWorker, terms_of
+from echo.runtime.sampling import PartialRules
+from echo.runtime.task_setup import Judge, make_judge, make_player
 from echo.runtime.transport import Transport
-from echo.runtime.worker import WorkerNode, WorkerParts
+from echo.runtime.worker import WorkerNode
+from echo.runtime.worker_parts import WorkerParts
+from echo.sim.delays import DelayedInstalls
 from echo.tasks import tokenization
-from echo.tasks.loading import load_task, task_digests
+from echo.tasks.dialogue import Dialogue
 
 DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
 """Rollouts sampled at once where memory would hold more: beyond, a CPU or GPU gains little."""
@@ -41,7 +54,9 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
     Raises:
         EchoError: if something does not fit; the message is for the user.
     """
-    transport = await wiring.start_transport(config.network, config.worker.listen)
+    keys = node_keys(config, "worker")
+    transport = await wiring.start_transport(config.network, config.worker.listen, keys)
+    wiring.warn_of_kernel(config.worker.listen, *dial_addresses(config, "worker"))
     try:
         return assemble_worker(config, transport, log=log)
     except BaseException:
@@ -61,34 +76,48 @@ def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger
         advertise=wiring.advertised(transport.listen_address, section.advertise),
         max_image_bytes=int(wiring.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
+    arenas = open_arenas(network.arena_dir, network.arena_bytes)
+    now = asyncio.get_running_loop().time()
     session = WorkerSession(
         settings,
-        wiring.make_broadcast(node_id, network),
+        wiring.make_broadcast(node_id, network, arenas),
         Outbox(max_parcels=network.max_unacked_groups, retry_s=max(2.0, 2 * network.heartbeat_s)),
-        now=asyncio.get_running_loop().time(),
+        now=now,
     )
+    session.version_wait.max_s = config.engine.version_wait_s
     node_dir = config.run_dir / "workers" / node_id
     try:
         node_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"cannot make {node_dir}: {error}; set run.dir elsewhere") from error
-    return WorkerNode(
+    node = RentedWorker(
         session,
         transport,
-        build=partial(build_parts, config, node_dir / "model"),
+        terms=terms_of(section),
+        on_release=section.on_release,
+        release_timeout_s=section.release_timeout_s,
+        started_at=now,
+        build=partial(build_parts, config, node_dir, node_id),
         on_installed=partial(record_installed, node_dir / "installed.jsonl"),
         log=log,
     )
+    node.arenas = arenas
+    return node
 
 
 def build_parts(
-    config: Config, asset_dir: Path, settings: Mapping[str, Any], assets: Mapping[str, bytes]
+    config: Config,
+    node_dir: Path,
+    node_id: str,
+    settings: Mapping[str, Any],
+    assets: Mapping[str, bytes],
 ) -> WorkerParts:
     """Build task and engine from the worker's own configuration and the learner's settings.
 
     Args:
         config: the worker's configuration.
-        asset_dir: where inherited files are put, if the worker names no model of its own.
+        node_dir: the worker's own, where inherited files and unfinished rollouts are put.
+        node_id: the worker's name, which its delays are drawn for.
         settings: what the learner decides for all workers.
         assets: files of the model that are not weights.
 
@@ -99,39 +128,103 @@ def build_parts(
     if contradictions:
         raise ConfigError("\n  ".join(["the learner's settings differ:", *contradictions]))
     config = apply_inherited(config, settings)
-    model_dir = _model_directory(config, asset_dir, assets)
+    model_dir = _model_directory(config, node_dir / "model", assets)
     template: str | None = settings.get("model.chat_template")
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
     stop_ids = tokenization.stop_ids(tokenizer, model_dir)
-    task = load_task(config.task.kind, config.task.options)
-    engine = make_engine(config, model_dir)
+    judge = make_judge(config)
+    lora = worker_lora(config, settings)
+    engine = make_engine(config, model_dir, lora)
+    delays = make_delays(config, "weights")
     max_new = config.sampling.max_completion_tokens
-    window = context_window(model_dir)
+    window = min(context_window(model_dir), engine.window or sys.maxsize)
     prompt_tokens = min(max(1, window - max_new), 1024)
     num_rollouts = min(
         engine.max_concurrent_rollouts(prompt_tokens, max_new),
         config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS,
     )
+    agents = None
+    if config.agent.enabled:
+        agents = _agent_parts(config, tokenizer, stop_ids, judge, node_dir, window=window)
     return WorkerParts(
         engine=engine,
-        task=task,
+        host=judge.host,
+        player=make_player(config, judge.turns, judge.host, engine, tokenizer, stop_ids),
         decode=lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
         sampling=make_sampling(config, stop_ids),
         group_size=config.batch.group_size,
-        reward_timeout_s=config.task.reward_timeout_s,
         max_prompt_tokens=max(1, window - max_new),
         groups_per_batch=max(1, num_rollouts // config.batch.group_size),
+        rules=make_rules(config),
+        partials_path=node_dir / "partials.bin",
         read_local_image=lambda: read_local_image(config),
-        digests=model_digests(config, model_dir, template) | task_digests(task),
+        delays=None if delays is None else DelayedInstalls(delays, node_id),
+        agents=agents,
+        digests=model_digests(config, model_dir, template) | judge.digests,
     )
 
 
-def make_engine(config: Config, model_dir: Path) -> Engine:
-    """Return the rollout engine of a worker."""
-    section = config.worker
+def _agent_parts(
+    config: Config,
+    tokenizer: Any,
+    stop_ids: list[int],
+    judge: Judge,
+    node_dir: Path,
+    *,
+    window: int,
+) -> AgentParts:
+    """Return what outside agents get to work with."""
+    return AgentParts(
+        dialogue=Dialogue(
+            tokenizer, stop_ids=stop_ids, chat_template_kwargs=config.model.chat_template_kwargs
+        ),
+        sampling=make_sampling(config, stop_ids),
+        group_size=config.batch.group_size,
+        window=window,
+        max_session_tokens=config.agent.max_session_tokens,
+        session_timeout_s=config.agent.session_timeout_s,
+        model_name=config.run.name,
+        listen=config.agent.listen,
+        endpoint_path=node_dir / "endpoint.json",
+        reward=judge.host.score,
+    )
+
+
+def make_rules(config: Config) -> PartialRules:
+    """Return what becomes of unfinished rollouts."""
+    rollout = config.rollout
+    age = rollout.max_partial_age
+    return PartialRules(
+        over_submission=rollout.over_submission,
+        stale_tokens=rollout.stale_tokens,
+        max_age=config.sync.max_staleness if age is None else age,
+        ship_s=rollout.partial_ship_s,
+    )
+
+
+def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> Engine:
+    """Return the rollout engine of a worker, for all weights or for an adapter on its base."""
+    section, how = config.worker, config.engine
     device = pick_device(section.device)
     is_gpu = device.startswith("cuda")
     dtype = ("bfloat16" if is_gpu else "float32") if section.dtype == "auto" else section.dtype
+    if how.kind == "vllm":
+        # Only here: its modules are of use to nobody else.
+        from echo.engine.vllm_engine import VllmEngine
+
+        by_device: Process = "engine" if is_gpu else "inline"
+        return VllmEngine(
+            model_dir,
+            device=device,
+            dtype=dtype,
+            process=by_device if how.process == "auto" else how.process,
+            kv_cache=how.kv_cache,
+            arguments=how.vllm,
+            memory_budget_bytes=section.memory_budget_bytes,
+            num_threads=section.num_threads,
+            timeout_s=how.timeout_s,
+            lora=lora,
+        )
     return TransformersEngine(
         model_dir,
         device=device,
@@ -139,6 +232,8 @@ def make_engine(config: Config, model_dir: Path) -> Engine:
         memory_budget_bytes=section.memory_budget_bytes,
         attn_implementation=config.model.attn_implementation,
         num_threads=section.num_threads,
+        kv_cache=how.kv_cache,
+        lora=lora,
     )
 
 
@@ -190,9 +285,9 @@ def read_local_image(config: Config) -> bytearray | None:
     """Return the weights of the worker's own model as the learner would publish them.
 
     They are used if they are, by hash, the first version that is announced; None if the worker
-    names no model or has only its configuration.
+    names no model or has only its configuration, and where the learner publishes an adapter.
     """
-    if config.model.name is None:
+    if config.model.name is None or config.lora.rank:
         return None
     model_dir = resolve_model(config.model.name, config.model.revision, config.model.cache_dir)
     if not any(model_dir.glob("*.safetensors")):

@@ -28,6 +28,7 @@ FORGETFUL_SHARE = 0.75
 class AdditionTask(GeneratedTask):
     """Add two numbers of three digits; the answer follows `>`, padded to four digits."""
 
+    is_bounded = True
     max_completion_tokens = 24
 
     def draw(self, rng: random.Random) -> tuple[str, str]:

@@ -35,6 +35,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 class CountdownTask(GeneratedTask):
     """Combine three digits into a target between 0 and 99."""
 
+    is_bounded = True
     max_completion_tokens = 12
 
     def draw(self, rng: random.Random) -> tuple[str, str]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,12 +11,16 @@ from typing import Any
 from blake3 import blake3
 
 from echo.errors import ConfigError
+from echo.tasks.imports import import_module, nearest
 from echo.tasks.task import Task
 
 BUILT_IN = {
     "addition": "echo.tasks.addition:AdditionTask",
     "countdown": "echo.tasks.countdown:CountdownTask",
+    "dataset": "echo.tasks.dataset:DatasetTask",
     "gsm8k": "echo.tasks.gsm8k:Gsm8kTask",
+    "mixture": "echo.tasks.mixture:MixtureTask",
+    "verifiers": "echo.tasks.verifiers_task:VerifiersTask",
 }
 """The tasks that have a name of their own."""
 
@@ -38,11 +38,11 @@ def load_task(kind: str, options: Mapping[str, Any]) -> Task:
     """
     if kind not in BUILT_IN and ":" not in kind:
         raise ConfigError(
-            f"task.kind = {kind!r} is unknown{_nearest(kind, BUILT_IN)}; built in are "
+            f"task.kind = {kind!r} is unknown{nearest(kind, BUILT_IN)}; built in are "
             f"{', '.join(BUILT_IN)}; your own task is named 'package.module:Class'"
         )
     module_name, _, class_name = BUILT_IN.get(kind, kind).partition(":")
-    task_class = _find_class(kind, _import_module(kind, module_name), class_name)
+    task_class = _find_class(kind, import_module(f"task.kind = {kind!r}", module_name), class_name)
     _check_options(kind, task_class, options)
     try:
         return task_class(**options)
@@ -59,9 +59,8 @@ def task_digests(task: Task) -> dict[str, str]:
         "dataset": of the dataset's files; empty if it has none, or if this node lacks one of them.
     """
     source = blake3()
-    for base in type(task).__mro__:
-        if issubclass(base, Task) and base is not Task:
-            source.update(f"{base.__qualname__}\0{_source_of(base)}\0".encode())
+    for part in (task, *task.parts()):
+        _update_source(source, part)
     dataset = ""
     files = task.dataset_files()
     if files and all(path.is_file() for path in files):
@@ -70,24 +69,12 @@ def task_digests(task: Task) -> dict[str, str]:
     return {"task_source": source.hexdigest(), "dataset": dataset}
 
 
-def _import_module(kind: str, name: str) -> ModuleType:
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        # Stays: the user's module may import its neighbours later, while it scores.
-        sys.path.insert(0, directory)
-        importlib.invalidate_caches()
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            neighbours = [path.stem for path in Path(directory).glob("*.py")]
-            problem = (
-                f"no module {name!r} in {directory} or among the installed packages"
-                f"{_nearest(name, neighbours)}"
-            )
-        else:
-            problem = f"importing {name!r} failed: {type(error).__name__}: {error}"
-        raise ConfigError(f"task.kind = {kind!r}: {problem}") from error
+def _update_source(source: blake3, task: Task) -> None:
+    for base in type(task).__mro__:
+        if issubclass(base, Task) and base is not Task:
+            source.update(f"{base.__qualname__}\0{_source_of(base)}\0".encode())
+    for path in task.source_files():
+        source.update(f"{path.name}\0{path.read_text(encoding='utf-8')}\0".encode())
 
 
 def _find_class(kind: str, module: ModuleType, name: str) -> type[Task]:
@@ -103,7 +90,7 @@ def _find_class(kind: str, module: ModuleType, name: str) -> type[Task]:
     if found is None:
         raise ConfigError(
             f"task.kind = {kind!r}: {module.__name__} has no {name!r}"
-            f"{_nearest(name, tasks)}{listing}"
+            f"{nearest(name, tasks)}{listing}"
         )
     if not (inspect.isclass(found) and issubclass(found, Task)):
         raise ConfigError(
@@ -123,7 +110,7 @@ def _check_options(kind: str, task_class: type[Task], options: Mapping[str, Any]
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"task.options.{name}: {kind!r} has no such option{_nearest(name, known)}; "
+                f"task.options.{name}: {kind!r} has no such option{nearest(name, known)}; "
                 f"it takes {', '.join(known) or 'none'}"
             )
 
@@ -139,8 +126,3 @@ def _source_of(task_class: type) -> str:
             f"the task {task_class.__qualname__} has no source file to hash; put it into a .py file"
         )
     return Path(path).read_text(encoding="utf-8")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -37,12 +37,16 @@ class Example:
     """Which example of its split this is, from 0."""
     split: str
     """"train" or "heldout"."""
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, Any]]
     """Plain text, or chat messages with `role` and `content`."""
     answer: Any = None
     """The reference, in whatever form the task's `reward` expects."""
     info: dict[str, Any] = field(default_factory=dict)
     """Whatever else `reward` needs."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The other columns of its row, where it comes from a dataset."""
+    task: str = ""
+    """The name of its task, where several are mixed."""
     source: str = ""
     """Where it came from, for messages: "train.jsonl:12", or empty."""
 
@@ -57,12 +61,29 @@ class Example:
         return self.source or f"{self.split} example {self.index}"
 
 
+class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an error of ours
+    """Raise this from a task where the same call may work a moment later.
+
+    Such as a judge model that is being started. It is called again, reward.retries times;
+    ConnectionError and TimeoutError have the same effect.
+    """
+
+
 class Task(abc.ABC):
     """A source of prompts and the judge of their answers.
 
     Subclasses take their settings as keyword arguments, from [task.options]. The constructor
     must not read datasets: a worker builds the same task and has none.
     """
+
+    is_bounded = False
+    """Whether `reward` returns soon whatever it is given, so that it needs no process of its own
+    that could be killed."""
+    has_turns = False
+    """Whether an answer may take several turns (environment.py)."""
+
+    def prepare(self) -> None:  # noqa: B027, most have nothing to prepare
+        """Do what takes long and comes before the first call; once in each process that calls."""
 
     @abc.abstractmethod
     def example(self, index: int, *, split: str) -> Example:
@@ -83,6 +104,14 @@ class Task(abc.ABC):
 
     def dataset_files(self) -> list[Path]:
         """Return the files that examples are read from; their hash identifies the dataset."""
+        return []
+
+    def parts(self) -> list[Task]:
+        """Return the tasks that this one is made of."""
+        return []
+
+    def source_files(self) -> list[Path]:
+        """Return files with code that `reward` calls, besides those that define its class."""
         return []
 
 

@@ -68,9 +68,10 @@ def load_tokenizer(
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Sequence[Mapping[str, str]],
+    prompt: str | Sequence[Mapping[str, Any]],
     *,
     chat_template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Turn a prompt into token ids.
 
@@ -81,25 +82,111 @@ def encode_prompt(
     Raises:
         DataError: for messages without a template, a template that fails, or an empty result.
     """
-    if tokenizer.chat_template is None:
-        if not isinstance(prompt, str):
-            raise DataError(
-                "the prompt is a list of messages but the tokenizer has no chat template; set "
-                "model.chat_template to a Jinja file, or use a task with text prompts"
-            )
+    if tokenizer.chat_template is None and isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     else:
-        messages = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else [dict(message) for message in prompt]
-        )
-        text = _render(tokenizer, messages, chat_template_kwargs)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = render_messages(tokenizer, messages, _with_tools(chat_template_kwargs, tools))
         # The template has written the special tokens; adding them again would double <bos>.
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise DataError(f"the prompt {prompt!r} has no tokens; a prompt needs at least one")
     return [int(token) for token in ids]
+
+
+def render_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any],
+    *,
+    opens_turn: bool = True,
+) -> str:
+    """Return messages as text, with the opening of the assistant's turn unless told otherwise.
+
+    Raises:
+        DataError: if there is no chat template, or it fails.
+    """
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise DataError(
+            "the prompt is a list of messages but the tokenizer has no chat template; set "
+            "model.chat_template to a Jinja file, or use a task with text prompts"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=opens_turn,
+            **chat_template_kwargs,
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the chat template failed: {error}; check model.chat_template and "
+            f"model.chat_template_kwargs = {dict(chat_template_kwargs)}"
+        ) from error
+    return str(text)
+
+
+TURN = "echo-turn-7f3a91"
+"""Stands for what the policy said where a conversation is rendered around it."""
+
+
+def encode_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    stop_ids: Iterable[int],
+    chat_template_kwargs: Mapping[str, Any],
+) -> list[int]:
+    """Turn what an environment says after a turn of the policy into token ids.
+
+    They follow the sampled tokens of that turn, which end with a stop token and are never encoded
+    again; the last of them open the policy's next turn. With a chat template they are what it
+    writes between the end of one assistant's turn and the beginning of the next. Without one they
+    are the messages' contents as they stand.
+
+    Args:
+        tokenizer: the model's.
+        messages: what the environment says.
+        stop_ids: the ids that end a completion.
+        chat_template_kwargs: arguments of the chat template.
+
+    Raises:
+        DataError: if the template fails, or leaves out or changes what the policy said.
+    """
+    if tokenizer.chat_template is None:
+        text = "".join(str(message["content"]) for message in messages)
+    else:
+        before: list[Mapping[str, Any]] = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": TURN},
+        ]
+        whole = render_messages(tokenizer, [*before, *messages], chat_template_kwargs)
+        _, found, text = whole.partition(TURN)
+        if not found:
+            raise DataError(
+                "the chat template leaves out what the assistant says; an environment of several "
+                "turns needs one that keeps it: set model.chat_template"
+            )
+        alone = render_messages(tokenizer, before, chat_template_kwargs, opens_turn=False)
+        closing = alone.partition(TURN)[2]
+        text = text[_end_of_turn(tokenizer, closing, stop_ids) :]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [int(token) for token in ids]
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
+    """Return how many characters of a turn's closing the sampled stop token stands for."""
+    stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in stop_ids]
+    ends = [closing.index(stop) + len(stop) for stop in stops if stop and stop in closing]
+    return min(ends, default=0)
+
+
+def _with_tools(
+    chat_template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    return {**chat_template_kwargs, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[int]:
@@ -183,25 +270,6 @@ def asset_files(directory: str | Path) -> dict[str, Path]:
             f"{root}: no config.json; model.name must be a Hugging Face model directory"
         )
     return found
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
-    chat_template_kwargs: Mapping[str, Any],
-) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the chat template failed: {error}; check model.chat_template and "
-            f"model.chat_template_kwargs = {dict(chat_template_kwargs)}"
-        ) from error
-    return str(text)
 
 
 def _existing(directory: str | Path) -> Path:

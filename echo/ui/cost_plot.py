@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from echo.errors import StorageError
-from echo.ui.extras import import_extra
+from echo.ui.figures import new_figure, save_figure, tidy
 
-_FRONT, _CHOSEN, _FAINT = "#4c72b0", "#b5479b", "#bbbbbb"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FRONT, _CHOSEN = "#4c72b0", "#b5479b"
+_Point = tuple[float, float]
+"""Share of waiting and cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,49 +46,20 @@ def cost_plot(front: Sequence[CostPoint], chosen: CostPoint, out_png: Path, *, t
         ConfigError: if matplotlib is not installed.
         StorageError: if the PNG cannot be written.
     """
-    import_extra("matplotlib", extra="planner", wanted_by="the plot of the plan")
-    # Figure without pyplot: no global state and no display, whatever the user's backend is.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
-    figure = Figure(figsize=(10, 4.2), dpi=144, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((10, 4.2), dpi=144, extra="planner", wanted_by="the plot of the plan")
     hourly, per_token = figure.subplots(1, 2)
-    idle = [point.idle_share for point in front]
-    for axes, costs, own_cost, label in (
-        (
-            hourly,
-            [point.cost_per_h for point in front],
-            chosen.cost_per_h,
-            "$ per hour, learner and traffic included",
-        ),
-        (
-            per_token,
-            [point.cost_per_million_tokens for point in front],
-            chosen.cost_per_million_tokens,
-            "$ per million trained tokens",
-        ),
-    ):
-        axes.plot(idle, costs, color=_FRONT, marker="o", markersize=5, label="cheapest fleets")
-        axes.scatter(
-            [chosen.idle_share],
-            [own_cost],
-            color=_CHOSEN,
-            marker="D",
-            s=70,
-            zorder=3,
-            label="the plan",
-        )
-        axes.set_xlabel("share of the time in which the learner waits")
-        axes.set_ylabel(label)
-        # Room for the label of the last point.
-        axes.set_xlim(-0.015, max(0.1, 1.2 * max([*idle, chosen.idle_share])))
-        axes.set_ylim(0, 1.1 * max([*costs, own_cost]))
-        axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color=_FAINT, alpha=0.4, linewidth=0.6)
-        axes.set_axisbelow(True)
+    _draw(
+        hourly,
+        [(point.idle_share, point.cost_per_h) for point in front],
+        (chosen.idle_share, chosen.cost_per_h),
+        "$ per hour, learner and traffic included",
+    )
+    _draw(
+        per_token,
+        [(point.idle_share, point.cost_per_million_tokens) for point in front],
+        (chosen.idle_share, chosen.cost_per_million_tokens),
+        "$ per million trained tokens",
+    )
     for point in front:
         hourly.annotate(
             point.label,
@@ -94,9 +70,20 @@ def cost_plot(front: Sequence[CostPoint], chosen: CostPoint, out_png: Path, *, t
         )
     hourly.legend(frameon=False, loc="lower left")
     figure.suptitle(title, fontsize=11)
-    try:
-        out_png.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out_png)
-    except OSError as error:
-        raise StorageError(f"{out_png}: cannot be written: {error.strerror}") from error
-    return out_png
+    return save_figure(figure, out_png)
+
+
+def _draw(axes: Axes, front: Sequence[_Point], chosen: _Point, label: str) -> None:
+    """Draw a cost of all fleets and of the plan against their share of waiting."""
+    from matplotlib.ticker import PercentFormatter
+
+    idle, costs = [point[0] for point in front], [point[1] for point in front]
+    axes.plot(idle, costs, color=_FRONT, marker="o", markersize=5, label="cheapest fleets")
+    axes.scatter(*chosen, color=_CHOSEN, marker="D", s=70, zorder=3, label="the plan")
+    axes.set_xlabel("share of the time in which the learner waits")
+    axes.set_ylabel(label)
+    # Room for the label of the last point.
+    axes.set_xlim(-0.015, max(0.1, 1.2 * max([*idle, chosen[0]])))
+    axes.set_ylim(0, 1.1 * max([*costs, chosen[1]]))
+    axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    tidy(axes)

@@ -100,6 +100,9 @@ class PlainLog:
         parts.append(f"{num_alive} worker{'' if num_alive == 1 else 's'}{lost}")
         parts.append(f"{short_count(snapshot.tokens_per_s)} tokens/s")
         parts.append(f"idle {snapshot.idle_ratio:.0%}")
+        if (cost := snapshot.cost) is not None:
+            standby = f", {cost.num_standby} on standby" if cost.num_standby else ""
+            parts.append(f"${cost.per_h:.2f}/h (${cost.total:.2f} so far{standby})")
         refused = [
             f"{clean(reason)} {count}" for reason, count in snapshot.refused.items() if count
         ]

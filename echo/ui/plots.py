@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from echo.errors import DataError, StorageError
-from echo.ui.extras import import_extra
+from echo.errors import DataError
+from echo.ui.figures import new_figure, save_figure
 from echo.ui.records import MetricsHistory, read_config, read_metrics, staleness_of
 
 if TYPE_CHECKING:
@@ -44,27 +44,16 @@ def learning_curve(run_dirs: Path | Sequence[Path], out_png: Path) -> Path:
         DataError: if a run has no metrics, or none of steps.
         StorageError: if metrics are damaged or the PNG cannot be written.
     """
-    import_extra("matplotlib", extra="learner", wanted_by="the learning curve")
-    # Figure without pyplot: no global state and no display, whatever the user's backend is.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     directories = [run_dirs] if isinstance(run_dirs, Path) else list(run_dirs)
     if not directories:
         raise DataError("the learning curve needs the directory of at least one run, got none")
     histories = [_read(directory) for directory in directories]
-    figure = Figure(figsize=(10, 4.2), dpi=144, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((10, 4.2), dpi=144, extra="learner", wanted_by="the learning curve")
     curves, histogram = figure.subplots(1, 2, width_ratios=(2.4, 1))
     _draw_curves(curves, histories)
     _draw_staleness(histogram, histories, _bound(directories))
     figure.suptitle(_title(directories), fontsize=11, color=_INK)
-    try:
-        out_png.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out_png)
-    except OSError as error:
-        raise StorageError(f"{out_png}: cannot be written: {error.strerror}") from error
-    return out_png
+    return save_figure(figure, out_png)
 
 
 def _read(run_dir: Path) -> MetricsHistory:

@@ -46,8 +46,6 @@ class MetricsHistory:
 class LedgerTotals:
     """What the ledger says about a run, in totals of its surviving line."""
 
-    num_accepted: int = 0
-    """Groups accepted, of all lineages."""
     num_tokens: int = 0
     """Completion tokens of the accepted groups."""
     num_trained: int = 0
@@ -175,7 +173,6 @@ def _count(record: Row, totals: LedgerTotals, trained: list[Row]) -> None:
                 if earlier["lineage"] >= record["lineage"] or earlier["step"] <= record["fork_step"]
             ]
         case "accepted":
-            totals.num_accepted += 1
             totals.num_tokens += int(record["tokens"])
         case "trained":
             trained.append(

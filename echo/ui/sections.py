@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from echo.metrics import NodeView, Snapshot
+from echo.metrics import CostView, NodeView, Snapshot
 from echo.ui.charts import (
     Curve,
     Marks,
@@ -161,7 +161,10 @@ def staleness_histogram(
 
 
 def status(snapshot: Snapshot, width: int, *, num_wait_rows: int, ascii_only: bool) -> list[Text]:
-    """Return 2 + `num_wait_rows` rows: flow, weights, and what the learner waits for."""
+    """Return 2 + `num_wait_rows` rows: flow, weights, and what the learner waits for.
+
+    Where anything has a price, a row or two more: what it costs, and who was put on standby last.
+    """
     flow = [
         f"{snapshot.num_buffered} of {snapshot.groups_per_step} buffered",
         f"{snapshot.num_leased} leased",
@@ -178,6 +181,33 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int, ascii_only: bo
     if weights.cell_len + len(cadence) <= width:
         weights.append(cadence)
     rows = [groups, weights, *_waiting(snapshot, width, num_wait_rows, ascii_only=ascii_only)]
+    if snapshot.cost is not None:
+        rows += cost_rows(snapshot.cost, width, ascii_only=ascii_only)
+    return [fit(row, width) for row in rows]
+
+
+def cost_rows(cost: CostView, width: int, *, ascii_only: bool) -> list[Text]:
+    """Return a row with what the run costs, and one with the last change of who generates."""
+    parts = [f"${cost.per_h:.2f}/h"]
+    total = f"${cost.total:.2f} so far"
+    if cost.budget_per_run is not None:
+        total += f" of ${cost.budget_per_run:.2f}"
+    parts.append(total)
+    if cost.per_million_tokens is not None:
+        parts.append(f"${cost.per_million_tokens:.3g} per million tokens")
+    parts.append(f"{cost.num_active} active, {cost.num_standby} on standby")
+    for amount, what in (
+        (cost.standby_per_h, "for machines on standby"),
+        (cost.unconfirmed_per_h, "for machines not known to be given back"),
+    ):
+        if amount:
+            parts.append(f"${amount:.2f}/h {what}")
+    # The first ones that fit: what it costs goes before where it goes to.
+    while len(parts) > 1 and len("   ".join(parts)) > width - _LABEL_WIDTH:
+        parts.pop()
+    rows = [_labelled("cost", "   ".join(parts))]
+    if cost.decision:
+        rows.append(_labelled("", clean(cost.decision, ascii_only=ascii_only), style="dim"))
     return [fit(row, width) for row in rows]
 
 

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from echo.errors import DataError
 from echo.ui.charts import bar, pad
+from echo.ui.learning import learning_facts
 from echo.ui.pace import clock
 from echo.ui.records import (
     Evaluation,
@@ -68,6 +69,8 @@ class RunSummary:
     """Completion tokens accepted."""
     broadcast_bytes: float
     """Weight bytes that the learner sent."""
+    learning: tuple[tuple[str, str], ...]
+    """How it learned: label, text; only what was measured."""
     paths: dict[str, Path]
     """Where to find what: label, path; only what exists."""
     commands: tuple[str, ...]
@@ -126,6 +129,7 @@ def summarise(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSum
         discarded=ledger.discarded,
         num_tokens=ledger.num_tokens,
         broadcast_bytes=history.broadcast_bytes,
+        learning=learning_facts(history.train, num_last=num_reward_steps),
         paths=_paths(run_dir),
         commands=tuple(_next_commands(run_dir, config) if commands is None else commands),
     )
@@ -216,6 +220,8 @@ def _facts(summary: RunSummary) -> Table:
     lost = ", ".join(f"{count} {reason}" for reason, count in summary.discarded.items())
     groups = f"{summary.num_trained} trained, {sum(summary.discarded.values())} discarded"
     table.add_row("groups", groups + (f" ({lost})" if lost else ""))
+    for label, text in summary.learning:
+        table.add_row(label, text)
     tokens = f"{summary.num_tokens} accepted, {short_count(summary.tokens_per_s)} per second"
     table.add_row("tokens", tokens)
     table.add_row("weights sent", format_bytes(summary.broadcast_bytes))

@@ -43,6 +43,7 @@ def make_inputs(
             log_ratios=(learner - sampler).detach()[mask],
             advantages=advantages[:, None].expand(mask.shape)[mask],
         ),
+        reference_logprobs=0.8 * sampler - 0.1,
     )
     inputs = replace(inputs, **fields)
     if inputs.log_expectation is None and bool(mask.any(1).all()) and len(mask) > 1:
@@ -84,6 +85,7 @@ def rows_of(inputs: LossInputs, rows: Tensor) -> LossInputs:
             "proximal_logprobs",
             "staleness",
             "log_expectation",
+            "reference_logprobs",
         )
     }
     return replace(inputs, **changed)

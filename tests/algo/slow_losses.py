@@ -7,7 +7,7 @@ a whole batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from echo.algo.loss import LossInputs
@@ -17,6 +17,7 @@ from echo.algo.loss import LossInputs
 class SlowRollout:
     learner: list[float]
     sampler: list[float]
+    reference: list[float]
     staleness: list[int]
     advantage: float
     group: int
@@ -26,6 +27,7 @@ def rollouts_of(inputs: LossInputs) -> list[SlowRollout]:
     """The rollouts' trained tokens as lists."""
     assert inputs.group_index is not None
     assert inputs.staleness is not None
+    assert inputs.reference_logprobs is not None
     found = []
     for row, mask in enumerate(inputs.completion_mask.tolist()):
         kept = [token for token, is_trained in enumerate(mask) if is_trained]
@@ -33,6 +35,7 @@ def rollouts_of(inputs: LossInputs) -> list[SlowRollout]:
             SlowRollout(
                 learner=[float(inputs.learner_logprobs[row, token].detach()) for token in kept],
                 sampler=[float(inputs.sampler_logprobs[row, token]) for token in kept],
+                reference=[float(inputs.reference_logprobs[row, token]) for token in kept],
                 staleness=[int(inputs.staleness[row, token]) for token in kept],
                 advantage=float(inputs.advantages[row]),
                 group=int(inputs.group_index[row]),
@@ -65,14 +68,69 @@ def token_terms(rollout: SlowRollout, low: float, high: float, dual: float | Non
     ]
 
 
+Keep = Callable[[SlowRollout], bool]
+
+
+def keep_all(_rollout: SlowRollout) -> bool:
+    return True
+
+
+def ratios(rollout: SlowRollout) -> list[float]:
+    return [math.exp(p - q) for p, q in zip(rollout.learner, rollout.sampler, strict=True)]
+
+
+def keep_geometric(low: float, high: float) -> Keep:
+    """Geo-RS: the geometric mean of the token ratios lies in a range."""
+    return lambda rollout: low <= math.prod(ratios(rollout)) ** (1 / len(rollout.learner)) <= high
+
+
+def keep_unvetoed(least: float) -> Keep:
+    return lambda rollout: min(ratios(rollout)) >= least
+
+
+def keep_opsm(most: float) -> Keep:
+    """Off-policy sequence masking: a bad rollout goes where the divergence is too large."""
+    return lambda rollout: (
+        rollout.advantage >= 0 or mean([-math.log(ratio) for ratio in ratios(rollout)]) <= most
+    )
+
+
 def grpo(
     rollouts: Sequence[SlowRollout],
     low: float = 0.2,
     high: float = 0.28,
     dual: float | None = 3.0,
+    *,
+    keep: Keep = keep_all,
 ) -> float:
-    total = sum(sum(token_terms(rollout, low, high, dual)) for rollout in rollouts)
+    total = sum(sum(token_terms(rollout, low, high, dual)) for rollout in rollouts if keep(rollout))
     return -total / num_tokens(rollouts)
+
+
+def pulled_grpo(
+    rollouts: Sequence[SlowRollout],
+    estimator: str,
+    coef: float,
+    *,
+    is_weighted: bool = True,
+    still: Sequence[SlowRollout] | None = None,
+) -> float:
+    """GRPO and its KL to a reference, k3 limited as documented.
+
+    The weights of k2 are those of `still`, at rest.
+    """
+    total = 0.0
+    for rollout, at_rest in zip(rollouts, still or rollouts, strict=True):
+        weighing = at_rest if estimator == "k2" else rollout
+        for p, ref, ratio in zip(rollout.learner, rollout.reference, ratios(weighing), strict=True):
+            log_r = min(ref - p, 5.0) if estimator == "k3" else ref - p
+            penalty = {
+                "k1": -log_r,
+                "k2": log_r**2 / 2,
+                "k3": math.exp(log_r) - 1 - log_r,
+            }[estimator]
+            total += penalty * (min(ratio, 2.0) if is_weighted else 1.0)
+    return grpo(rollouts) + coef * total / num_tokens(rollouts)
 
 
 def grpo_sequence_mean(rollouts: Sequence[SlowRollout]) -> float:
@@ -88,11 +146,17 @@ def dr_grpo(rollouts: Sequence[SlowRollout], max_length: int) -> float:
     return -total / (len(rollouts) * max_length)
 
 
-def cispo(rollouts: Sequence[SlowRollout], high: float = 5.0) -> float:
+def cispo(
+    rollouts: Sequence[SlowRollout],
+    high: float = 5.0,
+    *,
+    still: Sequence[SlowRollout] | None = None,
+) -> float:
+    """The weights, which have no gradient, are those of `still`."""
     total = 0.0
-    for rollout in rollouts:
-        for p, q in zip(rollout.learner, rollout.sampler, strict=True):
-            total += min(math.exp(p - q), high) * rollout.advantage * p
+    for rollout, at_rest in zip(rollouts, still or rollouts, strict=True):
+        for p, ratio in zip(rollout.learner, ratios(at_rest), strict=True):
+            total += min(ratio, high) * rollout.advantage * p
     return -total / num_tokens(rollouts)
 
 
@@ -151,13 +215,15 @@ def decoupled_ppo(
     cap: float = 2.0,
     *,
     loglinear: bool = False,
+    still: Sequence[SlowRollout] | None = None,
 ) -> float:
+    """The proximal policy, which has no gradient, is that of `still`."""
     total = 0.0
-    for rollout in rollouts:
-        proximal = list(rollout.learner)
+    for rollout, at_rest in zip(rollouts, still or rollouts, strict=True):
+        proximal = list(at_rest.learner)
         if loglinear:
             for i, (p, q, s) in enumerate(
-                zip(rollout.learner, rollout.sampler, rollout.staleness, strict=True)
+                zip(at_rest.learner, rollout.sampler, rollout.staleness, strict=True)
             ):
                 proximal[i] = q + ((s - 1) / s if s >= 1 else 0.0) * (p - q)
         deltas = [x - q for x, q in zip(proximal, rollout.sampler, strict=True)]
@@ -168,11 +234,18 @@ def decoupled_ppo(
     return -total / num_tokens(rollouts)
 
 
-def gspo(rollouts: Sequence[SlowRollout], low: float = 3e-4, high: float = 4e-4) -> float:
+def gspo(
+    rollouts: Sequence[SlowRollout],
+    low: float = 0.02,
+    high: float = 0.03,
+    *,
+    keep: Keep = keep_all,
+) -> float:
     values = []
     for rollout in rollouts:
         ratio = math.exp(mean(rollout.learner) - mean(rollout.sampler))
-        values.append(ppo_term(ratio, rollout.advantage, low, high, None))
+        value = ppo_term(ratio, rollout.advantage, low, high, None)
+        values.append(value if keep(rollout) else 0.0)
     return -mean(values)
 
 

@@ -1,8 +1,14 @@
-"""What holds for every loss: its paper's formula, finite differences, invariances, refusals."""
+"""What holds for every loss: its paper's formula, finite differences, invariances, refusals.
+
+"Every loss" is every one of the registry with the options that change its formula, behind each mask
+and with each pull towards a reference.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,9 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo.algo.corrections import MaskedLoss, RolloutMasks
+from echo.algo.advantages import group_advantages, overlong_penalties
+from echo.algo.corrections import MaskedLoss, RolloutMasks, importance_weights
 from echo.algo.loss import Loss, needs_of
 from echo.algo.losses import LOSSES, make_loss
+from echo.algo.reference import KlEstimator, ReferenceKlLoss
 from echo.errors import ConfigError
 from tests.algo import slow_losses as slow
 from tests.algo.batches import (
@@ -88,9 +96,41 @@ for _kind in ("token_tis", "sequence_tis", "token_mis", "sequence_mis"):
         partial(slow.decoupled_ppo, kind=_kind, floor=0.5, cap=5.0),
     )
 
-PENALISED = {name for name in CASES if "term" in name or "kl" in name}
-STOPPED = {"cispo", "decoupled_ppo loglinear"}
-"""Their gradient stops at part of their value: finite differences do not apply, see by hand."""
+CASES |= {
+    "grpo behind a geometric mask": (
+        make_loss("grpo", geometric_low=0.8, geometric_high=1.1),
+        partial(slow.grpo, keep=slow.keep_geometric(0.8, 1.1)),
+    ),
+    "grpo behind a veto": (
+        make_loss("grpo", veto=0.5),
+        partial(slow.grpo, keep=slow.keep_unvetoed(0.5)),
+    ),
+    "gspo behind opsm": (
+        make_loss("gspo", opsm=0.1),
+        partial(slow.gspo, keep=slow.keep_opsm(0.1)),
+    ),
+}
+
+
+def _pulled(estimator: KlEstimator, *, weighted: bool = True) -> tuple[Loss, Slow]:
+    loss = ReferenceKlLoss(
+        loss=make_loss("grpo"), coef=0.1, estimator=estimator, importance_weighted=weighted
+    )
+    return loss, partial(slow.pulled_grpo, estimator=estimator, coef=0.1, is_weighted=weighted)
+
+
+PULLED = {
+    "grpo pulled by k1": _pulled("k1"),
+    "grpo pulled by k2": _pulled("k2"),
+    "grpo pulled by k3": _pulled("k3"),
+    "grpo pulled by k2 unweighted": _pulled("k2", weighted=False),
+    "grpo pulled by k3 unweighted": _pulled("k3", weighted=False),
+}
+CASES |= PULLED
+
+PENALISED = {name for name in CASES if "term" in name or "kl" in name} | PULLED.keys()
+STOPPED = {"cispo", "decoupled_ppo loglinear", "grpo pulled by k2"}
+"""Their gradient stops at part of their value, which finite differences have to hold still."""
 EXPECTATION = {name for name in CASES if name.startswith("gepo") and name != "gepo+"}
 """Their ratio is not 1 on-policy, and may be clipped even there."""
 EACH_LOSS = pytest.mark.parametrize("name", CASES)
@@ -128,6 +168,29 @@ def test_gradcheck_in_float64(name: str, spread: float) -> None:
     assert torch.autograd.gradcheck(function, inputs.learner_logprobs)
 
 
+@pytest.mark.parametrize("name", sorted(STOPPED))
+@pytest.mark.parametrize("spread", [0.05, 1.0])
+def test_where_a_gradient_stops_it_is_that_of_the_rest(name: str, spread: float) -> None:
+    loss, slow_loss = CASES[name]
+    inputs = random_inputs(5, spread=spread)
+    still = slow.rollouts_of(inputs)
+    # A partial of the case's slow function, whatever options it is bound to.
+    held = {
+        "cispo": slow.cispo,
+        "decoupled_ppo loglinear": partial(slow.decoupled_ppo, loglinear=True),
+        "grpo pulled by k2": slow_loss,
+    }[name]
+    grad = gradient(loss, inputs)
+    for row, token in inputs.completion_mask.nonzero().tolist():
+        values = []
+        for step in (1e-6, -1e-6):
+            moved = inputs.learner_logprobs.detach().clone()
+            moved[row, token] += step
+            rollouts = slow.rollouts_of(replace(inputs, learner_logprobs=moved))
+            values.append(held(rollouts, still=still))
+        assert grad[row, token].item() == pytest.approx((values[0] - values[1]) / 2e-6, abs=1e-8)
+
+
 # ----------------------------------------------------------------------------------- invariances
 
 
@@ -148,6 +211,7 @@ def test_padding_changes_nothing_whatever_it_holds(name: str) -> None:
         learner_logprobs=pad(spoil(inputs.learner_logprobs), math.nan),
         sampler_logprobs=pad(spoil(inputs.sampler_logprobs), -math.inf),
         proximal_logprobs=pad(spoil(inputs.proximal_logprobs), math.inf),
+        reference_logprobs=pad(spoil(inputs.reference_logprobs), math.nan),
         completion_mask=torch.nn.functional.pad(inputs.completion_mask, (0, 3)),
         staleness=torch.nn.functional.pad(inputs.staleness, (0, 3)),
     )
@@ -182,8 +246,9 @@ def test_parts_of_a_batch_add_up_to_the_whole(name: str) -> None:
     assert total == pytest.approx(loss(inputs).loss.item(), abs=1e-13)
     together = torch.cat([gradient(loss, part) for part in parts])
     assert torch.allclose(together, gradient(loss, inputs), rtol=1e-13, atol=0)
-    for metric, count in counts(loss(inputs)).items():
-        assert sum(counts(loss(part))[metric] for part in parts) == count
+    for metric, count in loss(inputs).token_counts.items():
+        found = sum(loss(part).token_counts[metric].item() for part in parts)
+        assert found == pytest.approx(count.item(), rel=1e-12)
 
 
 @EACH_LOSS
@@ -199,7 +264,7 @@ def test_equal_rewards_give_exactly_no_gradient(name: str) -> None:
     assert loss(zero).loss == 0
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - EXPECTATION))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - EXPECTATION - PULLED.keys()))
 def test_without_staleness_it_is_the_policy_gradient(name: str) -> None:
     """Each token's share of A differs only by how the loss averages."""
     loss, inputs = loss_of(name), random_inputs(spread=0.0)
@@ -225,6 +290,23 @@ def test_without_staleness_gepo_weighs_by_the_group() -> None:
     shares = (ratio.flatten() / (len(LENGTHS) * lengths))[:, None]
     expected = torch.where(inputs.completion_mask, -shares * inputs.advantages[:, None], 0.0)
     assert torch.allclose(gradient(loss, inputs), expected, rtol=1e-13, atol=0)
+
+
+def test_without_staleness_the_pull_to_the_sampler_and_to_a_reference_rest() -> None:
+    """The one has no gradient where the policies are equal; nor has that of a reference there."""
+    inputs = random_inputs(spread=0.0)
+    expected = gradient(loss_of("gepo"), inputs)
+    assert torch.equal(gradient(loss_of("gepo with kl"), inputs), expected)
+    at_learner = replace(inputs, reference_logprobs=inputs.learner_logprobs.detach())
+    expected = gradient(loss_of("grpo"), inputs)
+    for name in PULLED.keys() - {"grpo pulled by k1"}:
+        assert torch.equal(gradient(loss_of(name), at_learner), expected)
+    # k1 is 0 there, but its gradient is 1 per token: only in the mean it pulls nowhere.
+    inputs = replace(inputs, advantages=torch.zeros_like(inputs.advantages))
+    found = gradient(
+        loss_of("grpo pulled by k1"), replace(at_learner, advantages=inputs.advantages)
+    )
+    assert torch.allclose(found[inputs.completion_mask] * inputs.num_tokens, doubles(0.1))
 
 
 @EACH_LOSS
@@ -253,13 +335,44 @@ def test_float32_stays_float32(name: str) -> None:
     inputs = random_inputs()
     changed = {
         field: getattr(inputs, field).detach().float()
-        for field in ("learner_logprobs", "sampler_logprobs", "proximal_logprobs", "advantages")
+        for field in (
+            "learner_logprobs",
+            "sampler_logprobs",
+            "proximal_logprobs",
+            "reference_logprobs",
+            "advantages",
+        )
     }
     assert inputs.log_expectation is not None
     single = replace(inputs, log_expectation=inputs.log_expectation.float(), **changed)
     output = loss_of(name)(single)
     assert output.loss.dtype == torch.float32
     assert output.loss.item() == pytest.approx(loss_of(name)(inputs).loss.item(), rel=1e-4)
+
+
+# ----------------------------------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    "loss", [*LOSSES.values(), ReferenceKlLoss], ids=lambda loss: loss.__name__
+)
+def test_a_docstring_gives_equation_source_difference_and_limits(loss: type[Loss]) -> None:
+    text = inspect.getdoc(loss) or ""
+    for part in ("loss = ", "Source: ", "Differs from the paper: ", "Limits: "):
+        assert part in text, part
+    assert "Shapes: " in (sys.modules[loss.__module__].__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [RolloutMasks, importance_weights, group_advantages, overlong_penalties],
+    ids=lambda part: part.__name__,
+)
+def test_so_does_one_of_what_stands_around_a_loss(part: Callable[..., object]) -> None:
+    text = inspect.getdoc(part) or ""
+    for word in ("Source: ", "Differs from the paper: ", "Limits: "):
+        assert word in text, word
+    assert "Shapes: " in (sys.modules[part.__module__].__doc__ or "")
 
 
 # -------------------------------------------------------------------------------------- registry

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 
 from echo.cli.node import main
+from echo.cli.output import make_log
 from echo.config.load import load_config, save_resolved
 
 LEARNER = '[model]\nname = "nowhere"\n'
+JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}"
+
+
+@pytest.fixture(autouse=True)
+def _no_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ECHO_JOIN", raising=False)
 
 
 @pytest.fixture
@@ -29,6 +37,8 @@ def run(*arguments: object) -> int:
         (["--role", "relay", "--init-from", "x"], "--init-from is for the learner; a relay"),
         (["--role", "learner", "--yes"], "--yes accepts changes to a run that is resumed"),
         (["--role", "learner"], "--config FILE is missing"),
+        (["--role", "learner", "--max-lifetime", "1h"], "--max-lifetime is for a worker"),
+        (["--role", "relay", "--exit-when-parked-for", "9s"], "--exit-when-parked-for is for a"),
         (["--role", "learner", "--config", "missing.toml"], "missing.toml: cannot be read"),
     ],
 )
@@ -51,6 +61,24 @@ def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[st
     assert run("--role", "worker", "--config", config, "--dry-run") == 0
     assert "tcp://a:1" in capsys.readouterr().out
     assert list(config.parent.iterdir()) == before
+
+
+def test_a_rented_worker_is_told_when_to_leave(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--exit-when-parked-for", "10min", "--max-lifetime", "12h"]
+    options += ["--exit-if-learner-gone", "1min"]
+    assert run("--role", "worker", "--config", config, "--dry-run", *options) == 0
+    shown = capsys.readouterr().out
+    for key, seconds in (
+        ("exit_when_parked_for_s", 600),
+        ("max_lifetime_s", 43200),
+        ("exit_if_learner_gone_s", 60),
+    ):
+        assert any(key in line and str(seconds) in line for line in shown.splitlines()), key
+    wrong = run("--role", "worker", "--config", config, "--max-lifetime", "soon", "--dry-run")
+    assert wrong == 2
+    assert "worker.max_lifetime_s" in capsys.readouterr().err
 
 
 def test_there_must_be_something_to_resume(
@@ -78,11 +106,58 @@ def test_a_resume_prints_the_difference_and_refuses_what_is_not_safe(
     assert run("--role", "learner", "--config", own, "--dry-run") == 0
 
 
+def test_a_worker_without_a_join_string_is_told_where_it_is(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--role", "worker", "--config", config) == 2
+    err = capsys.readouterr().err
+    assert "this worker has no join string, and links are encrypted" in err
+    assert "runs/NAME/keys/join on the learner's machine" in err
+    assert "ECHO_JOIN" in err
+    assert "security.join_file" in err
+
+
+def test_a_damaged_join_string_is_not_repeated(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHO_JOIN", JOIN[:-1])
+    assert run("--role", "worker", "--config", config) == 2
+    err = capsys.readouterr().err
+    assert "ECHO_JOIN is not a join string" in err
+    assert "ssss" not in err
+
+
+def test_a_join_string_is_all_that_a_worker_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ECHO_JOIN", JOIN)
+    quick = ["--set", "network.reconnect_for_s=0.2", "--set", "worker.name=lonely"]
+    assert run("--role", "worker", *quick, "--dry-run") == 0
+    assert run("--role", "worker", *quick) == 4
+    printed = "".join(capsys.readouterr())
+    assert "no learner reached" in printed
+    log = (tmp_path / "runs" / "run" / "logs" / "lonely.log").read_text()
+    for text in (printed, log):
+        assert "s" * 22 not in text
+    # A learner invites, it does not join.
+    assert run("--role", "learner") == 2
+
+
+def test_warnings_of_the_transport_are_in_the_nodes_log(tmp_path: Path) -> None:
+    path = tmp_path / "node.log"
+    make_log("talkative", to_file=path, to_terminal=False)
+    logging.getLogger("echo.runtime.links").warning("refused")
+    logging.getLogger("echo.runtime.links").info("next attempt")
+    assert path.read_text().split()[1:] == ["WARNING", "refused"]
+
+
 def test_a_worker_that_finds_nobody_gives_up(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run("--role", "worker", "--config", config, "--set", "worker.connect=tcp://127.0.0.1:9",
-               "--set", "network.reconnect_for_s=0.2", "--set", "worker.name=lonely")  # fmt: skip
+               "--set", "network.reconnect_for_s=0.2", "--set", "worker.name=lonely",
+               "--set", "security.curve=false")  # fmt: skip
     assert code == 4
     assert "network.reconnect_for_s sets how long to try" in capsys.readouterr().err
     assert "no learner reached" in (config.parent / "run" / "logs" / "lonely.log").read_text()

@@ -14,6 +14,7 @@ import pytest
 
 from echo.cli.main import find_command
 from echo.cli.plan import main, to_json
+from echo.cli.plan_text import _signed
 from echo.config.load import parse_config
 from echo.planner.overlap import Resource
 
@@ -69,7 +70,34 @@ def test_the_commands_are_ones_that_echo_node_takes(planned: tuple[Path, str]) -
     base = tomllib.loads((EXAMPLE.parent / "wan.toml").read_text())
     for command, role in zip(commands, roles, strict=True):
         sets = [command[i + 1] for i, part in enumerate(command) if part == "--set"]
-        parse_config(base, sets, role)  # refuses what is no setting
+        config, _ = parse_config(base, sets, role)  # refuses what is no setting
+        # What the run's own activation goes by is what the plan went by.
+        if role == "learner":
+            assert config.learner.price_per_h == 2.69
+            assert config.network.price_per_gb == 0.02
+            assert config.activation.budget_per_h == 10.0
+        else:
+            assert config.network.region == "frankfurt"
+        if role == "relay":
+            assert config.relay.price_per_h == 0.03
+        if role == "worker":
+            assert (config.worker.price_per_h, config.worker.price_per_gb) == (0.34, 0.005)
+
+
+def test_spot_machines_state_their_losses(tmp_path: Path) -> None:
+    fleet = tmp_path / "spot.toml"
+    text = EXAMPLE.read_text().replace("count = 12", "count = 1")
+    fleet.write_text(text.replace("price_per_h = 0.22", "price_per_h = 0.01"))
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main([str(fleet), "--out", str(tmp_path)]) == 0
+    [line, *_] = [line for line in output.getvalue().splitlines() if "ore-4090-spot-1" in line]
+    assert "--set worker.losses_per_h=0.15 --set worker.restart_s=300" in line
+
+
+def test_a_change_that_rounds_to_nothing_has_no_sign() -> None:
+    changes = (-0.04, 0.04, -0.06, 0.3)
+    assert [_signed(change, 1) for change in changes] == ["0.0", "0.0", "-0.1", "+0.3"]
 
 
 def test_the_hetero_plan_names_launchers(

@@ -18,12 +18,14 @@ from echo.cli.quickstart import (
     NodeProcess,
     find_config,
     free_settings,
+    join_environment,
     main,
     next_commands,
     stop,
     wait_for,
 )
 from echo.config.load import load_config, parse_config
+from echo.runtime.curve import Join
 
 PATIENT = """
 import signal, sys, time
@@ -80,9 +82,21 @@ def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
     assert config.worker.connect[0] == config.relay.listen
 
 
+def test_nodes_join_by_their_environment(tmp_path: Path) -> None:
+    table = {"run": {"dir": str(tmp_path)}, "model": {"name": "x"}}
+    config, _ = parse_config(table, role="learner")
+    environment = join_environment(config)
+    join = Join.parse(environment["ECHO_JOIN"])
+    assert join.address.startswith("tcp://127.0.0.1:7700#")
+    assert join_environment(config) == environment
+    plain, _ = parse_config(table, ["security.curve=false"], role="learner")
+    assert join_environment(plain) == {}
+
+
 def test_nodes_end_by_themselves_are_asked_and_then_made_to() -> None:
     done, asked = start("done", "print()"), start("asked", PATIENT)
-    stop([done, asked], grace_s=0.2)
+    stop([done], grace_s=60.0)
+    stop([asked], grace_s=0.1)
     assert (done.process.returncode, asked.process.returncode) == (0, 7)
 
 
@@ -90,10 +104,16 @@ def test_who_ends_the_quickstart_ends_its_learner() -> None:
     learner, node = start("learner", PATIENT), start("w1", "import sys\nprint()\nsys.exit(3)")
     node.process.wait()
     before = signal.getsignal(signal.SIGTERM)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    def terminate() -> None:
+        while "w1 ended" not in console.export_text(clear=False):
+            time.sleep(0.01)  # sooner it might end the tests
+        os.kill(os.getpid(), signal.SIGTERM)
+
     began = time.monotonic()
     console = Console(record=True, width=80, quiet=False, stderr=True)
+    threading.Thread(target=terminate, daemon=True).start()
     assert wait_for(learner, [node], console) == 7
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert "w1 ended with code 3" in console.export_text()
     assert signal.getsignal(signal.SIGTERM) == before

@@ -7,6 +7,9 @@ import pytest
 from echo.config.load import parse_config
 from echo.errors import ConfigError
 
+SECRET = "s" * 22
+JOIN = f"tcp://10.0.0.5:7700#{'k' * 43}.{SECRET}"
+
 
 def problems_of(*overrides: str, role: str | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -29,6 +32,59 @@ def test_auto_never_deadlocks() -> None:
     assert config.sync.initial_publish_period == 1
 
 
+def test_the_adaptive_bound_lies_within_the_hard_one() -> None:
+    parse_config({}, ["sync.max_staleness=6", "adaptive.most=6", "adaptive.least=6"])
+    assert "at most sync.max_staleness = 6" in problems_of(
+        "sync.max_staleness=6", "adaptive.most=7"
+    )
+    assert "must be at most 3, the largest bound" in problems_of(
+        "sync.max_staleness=6", "adaptive.most=3", "adaptive.least=4"
+    )
+
+
+def test_unfinished_rollouts_within_the_bound() -> None:
+    bound = "sync.max_staleness=3"
+    parse_config({}, [bound, "rollout.over_submission=2", "rollout.max_partial_age=3"])
+    assert "at most sync.max_staleness = 3" in problems_of(bound, "rollout.max_partial_age=4")
+    on_policy = ["sync.max_staleness=0", "sync.publish_period=1"]
+    assert "has no use with sync.max_staleness = 0" in problems_of(
+        *on_policy, "rollout.over_submission=2"
+    )
+
+
+def test_an_exact_version_and_what_cannot_be_with_it() -> None:
+    exact = "rollout.exact_version=true"
+    parse_config({}, [exact])
+    assert "must be 1 with rollout.exact_version" in problems_of(
+        exact, "sync.max_staleness=3", "rollout.over_submission=2"
+    )
+    assert "newer weights would wait" in problems_of(exact, "agent.enabled=true")
+    assert "has no use" in problems_of(exact, "rollout.stale_tokens=mask")
+    assert "has no use" in problems_of(exact, "rollout.max_partial_age=1")
+
+
+def test_delays_in_order() -> None:
+    law = "delays.law=lognormal"
+    parse_config({}, [law, "delays.upper_s=90s"])
+    assert "must be below delays.upper_s = 50" in problems_of(law, "delays.upper_s=50")
+    assert "must be below" in problems_of(law, "delays.upper_s=60")
+    parse_config({}, ["delays.law=constant", "delays.upper_s=60"])
+    assert "has no effect: delays.law" in problems_of("delays.speedup=600")
+
+
+def test_a_pull_without_any_effect() -> None:
+    parse_config({}, ["reference.kl_coef=0.1", "reference.kl_estimator=k1"])
+    text = problems_of(
+        "reference.kl_coef=0.1",
+        "reference.kl_estimator=k1",
+        "reference.importance_weighted=false",
+    )
+    assert "pulls nowhere without importance weights" in text
+    text = problems_of("reference.name=base")
+    assert "reference.name" in text
+    assert "has no effect: reference.kl_coef = 0" in text
+
+
 @pytest.mark.parametrize("key", ["dead_after_s", "lease_timeout_s"])
 def test_patience_is_at_least_two_heartbeats(key: str) -> None:
     parse_config({}, ["network.heartbeat_s=1s", f"network.{key}=2s"])
@@ -36,10 +92,26 @@ def test_patience_is_at_least_two_heartbeats(key: str) -> None:
     assert f'network.{key} = "1.9s": must be at least twice network.heartbeat_s (1 s)' in text
 
 
-def test_a_window_holds_two_chunks() -> None:
-    parse_config({}, ["network.chunk_bytes=4MiB"])
-    text = problems_of("network.chunk_bytes=5MiB")
-    assert "network.window_bytes = 8388608 (default): must be at least twice" in text
+def test_encrypted_chunks_fit_into_a_cache() -> None:
+    parse_config({}, ["network.chunk_bytes=1MiB"])
+    text = problems_of("network.chunk_bytes=2MiB")
+    assert "network.chunk_bytes = " in text
+    assert "too much with security.curve = true" in text
+    assert "clearly more CPU; lower it to 1MiB" in text
+
+
+def test_a_join_string_is_for_encrypted_runs() -> None:
+    text = problems_of(f'worker.connect=["{JOIN}"]', "security.curve=false")
+    assert "security.curve = false" in text
+    assert "is a join string; remove one of the two" in text
+    assert "." + SECRET not in text
+
+
+@pytest.mark.parametrize("key", ["security.join_file=keys/join", f"security.join={JOIN}"])
+def test_a_join_string_says_where_to_connect(key: str) -> None:
+    parse_config({}, [key], "worker")
+    with pytest.raises(ConfigError, match=r"at least one address.*ECHO_JOIN"):
+        parse_config({}, [key, "security.curve=false"], "worker")
 
 
 def test_a_group_fits_into_a_message() -> None:

@@ -57,7 +57,6 @@ def test_every_key_is_known_to_its_layer() -> None:
         ({"batch": 8}, "this is a section, not a key; write [batch]"),
         ({"batch": {"group_size": {"x": 8}}}, "this key takes a plain value, not a table"),
         ({"profile": {"x": 8}}, "this key takes a plain value, not a table"),
-        ({"lora": {"rank": 8}}, "there is no such key here: adapters are not supported"),
         ({"model": {"trust_remote_code": True}}, "code that comes with a model is never run"),
     ],
 )

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.config.describe import dry_run_text
+from echo.config.diff import diff_configs
 from echo.config.leaves import leaves
 from echo.config.load import (
     keys_set_by_user,
@@ -93,6 +95,8 @@ def test_the_wan_profile() -> None:
     assert (config.batch.group_size, config.batch.groups_per_step) == (16, 32)
     assert (config.checkpoint.interval_steps, config.checkpoint.interval_s) == (10, 900.0)
     assert config.sampling.max_completion_tokens == 8192
+    assert config.loss.kind == "gspo"
+    assert config_of({"profile": "wan"}, "loss.dual_clip=2", "loss.kind=grpo").loss.kind == "grpo"
 
 
 def test_later_sources_win_and_are_remembered() -> None:
@@ -102,7 +106,8 @@ def test_later_sources_win_and_are_remembered() -> None:
     assert config.sources["batch.group_size"] == "configuration"
     assert config.sources["run.max_steps"] == "--set"
     assert config.sources["batch.groups_per_step"] == "profile wan"
-    assert config.sources["loss.kind"] == "default"
+    assert config.sources["loss.kind"] == "profile wan"
+    assert config.sources["loss.clip_low"] == "default"
     assert keys_set_by_user(config) == {"profile", "batch.group_size", "run.max_steps"}
 
 
@@ -220,7 +225,7 @@ def test_an_unknown_role() -> None:
 
 
 def test_the_resolved_configuration_comes_back(tmp_path: Path) -> None:
-    config = config_of({"profile": "wan"}, "loss.dual_clip=false", "worker.connect=tcp://a:1")
+    config = config_of({"profile": "wan"}, "loss.clip_low=false", "worker.connect=tcp://a:1")
     save_resolved(config, tmp_path / "config.json")
     again = load_resolved(tmp_path / "config.json")
     assert resolved(again) == resolved(config)
@@ -264,3 +269,76 @@ def test_no_value_does_anything_but_load_or_be_reported(values: dict[tuple[str, 
         assert any(".".join(path) in message for path in values)
     else:
         assert json.loads(json.dumps(resolved(config))) == resolved(config)
+
+
+def test_the_secret_of_a_join_string_is_never_written_or_shown(tmp_path: Path) -> None:
+    secret, address = "s" * 22, f"tcp://10.0.0.5:7700#{'k' * 43}"
+    join = f"{address}.{secret}"
+    table = {"worker": {"connect": [join]}, "security": {"join": join}}
+    config, _ = parse_config(table, role="worker")
+    assert config.worker.connect == (join,)
+    save_resolved(config, tmp_path / "config.json")
+    texts = [(tmp_path / "config.json").read_text(), dry_run_text(config, "worker")]
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**table, "learner": {"advertise": join}})
+    for text in [*texts, str(caught.value)]:
+        assert address in text
+        assert secret not in text
+    again = load_resolved(tmp_path / "config.json")
+    assert again.worker.connect == (address,)
+    assert diff_configs(config, again) == []
+
+
+# ------------------------------------------------------------------------- changing a saved run
+
+
+def saved(directory: Path, *overrides: str) -> Path:
+    config, _ = parse_config({}, overrides)
+    save_resolved(config, directory / "config.json")
+    return directory / "config.json"
+
+
+def test_options_that_another_loss_lacks_give_way_on_resume(tmp_path: Path) -> None:
+    pull = ("reference.kl_coef=0.1", "reference.kl_estimator=k2")
+    path = saved(tmp_path, "loss.dual_clip=4", "loss.clip_high=0.3", "loss.veto=1e-4", *pull)
+    config = load_resolved(path, ["loss.kind=gepo"])
+    # gepo has clips, and neither a dual clip nor masks.
+    assert (config.loss.dual_clip, config.loss.veto, config.loss.clip_high) == (None, None, 0.3)
+    keys = {change.key for change in diff_configs(load_resolved(path), config)}
+    assert keys == {"loss.kind", "loss.dual_clip", "loss.veto"}
+    assert load_resolved(path, ["reference.kl_coef=0"]).reference.kl_estimator == "k3"
+    assert load_resolved(path).loss.dual_clip == 4
+
+
+def test_what_is_asked_for_now_does_not_give_way(tmp_path: Path) -> None:
+    path = saved(tmp_path, "loss.dual_clip=4")
+    with pytest.raises(ConfigError, match=r"--set: loss\.scope .* has no effect"):
+        load_resolved(path, ["loss.kind=gspo", "loss.scope=group"])
+    own = saved(tmp_path, "loss.kind=mine:loss", "loss.options.a=1", "loss.options.b=2")
+    assert load_resolved(own, ["loss.kind=grpo"]).loss.options == {}
+    # In a file written by hand, every value was asked for.
+    with pytest.raises(ConfigError, match=r"has no effect with loss\.kind"):
+        parse_config({"loss": {"dual_clip": 4}}, ["loss.kind=gepo"])
+
+
+# ------------------------------------------------------------------------------------- pull mode
+
+
+def test_pull_is_on_policy_whatever_the_profile() -> None:
+    for profile in ("lan", "wan"):
+        config, _ = parse_config({}, [f"profile={profile}", "sync.mode=pull"])
+        assert (config.sync.max_staleness, config.sync.publish_period) == (0, 1)
+        # The workers' defaults contradict nothing.
+        assert "sync.max_staleness" not in keys_set_by_user(config)
+    config, _ = parse_config({}, ["sync.mode=push_pull"])
+    assert config.sync.max_staleness == 2
+
+
+def test_pull_with_a_lag_is_refused_and_gives_way_on_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({}, ["sync.mode=pull", "sync.max_staleness=3", "sync.publish_period=2"])
+    assert "sync.max_staleness = 3: must be 0" in str(caught.value)
+    assert "sync.publish_period = 2: must be 1" in str(caught.value)
+    path = saved(tmp_path, "sync.max_staleness=3", "sync.publish_period=2")
+    config = load_resolved(path, ["sync.mode=pull"])
+    assert (config.sync.max_staleness, config.sync.publish_period) == (0, 1)

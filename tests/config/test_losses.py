@@ -49,7 +49,7 @@ def test_every_key_of_the_section_is_read_by_somebody() -> None:
     read |= {*losses.MASK_OPTIONS, *losses.ADVANTAGE_OPTIONS, "kind", "options"}
     assert set(LossSection.model_fields) == read
     fields = {field.name for field in dataclasses.fields(AdvantageSettings)}
-    assert fields == {*losses.ADVANTAGE_OPTIONS, "max_completion_tokens"}
+    assert fields == {*losses.ADVANTAGE_OPTIONS, "max_completion_tokens", "keep_zero_variance"}
 
 
 def test_the_help_lists_every_loss() -> None:
@@ -130,6 +130,12 @@ def test_an_option_without_effect_is_refused(kind: str, option: str, why: str) -
     assert f"--set: loss.{name} = " in text
     assert f'has no effect with loss.kind = "{kind}": ' in text
     assert why in text
+
+
+def test_a_loss_that_nobody_asked_for_says_where_it_is_from() -> None:
+    """Across the internet lags are large, and the profile's loss is another than the usual."""
+    text = problems_of("profile=wan", "loss.dual_clip=3")
+    assert 'loss.kind = "gspo", the default of the profile wan: gspo takes clip_low' in text
 
 
 @pytest.mark.parametrize("kind", sorted(LOSSES.keys() - {"decoupled_ppo"}))

@@ -47,6 +47,24 @@ def sizes(budget: Budget) -> dict[str, int]:
     return {item.name: item.num_bytes for item in budget.items}
 
 
+def test_an_adapter_by_hand() -> None:
+    def items_of(role: Role, *overrides: str) -> dict[str, int]:
+        overrides = ("model.dtype=float32", "network.keep_versions=2", *overrides)
+        return sizes(memory_budget(config_of(*overrides), role, TINY, Machine(host_bytes=GIB)))
+
+    # Rank 2; each layer has q, k, v, o of 8x8, 8x4, 8x4, 8x8 and three of 8x16.
+    num_trained = 2 * 2 * (16 + 12 + 12 + 16 + 3 * 24)
+    found = items_of("learner", "lora.rank=2")
+    assert found["base"] == 4 * 1000
+    assert found["masters"] == found["gradients"] == 4 * num_trained
+    assert found["Adam moments"] == 8 * num_trained
+    assert found["3 versions"] == 3 * 4 * num_trained
+    assert items_of("worker", "lora.rank=2")["weights"] == items_of("worker")["weights"]
+    found = items_of("learner", "lora.rank=2", "lora.target_modules=['q_proj', 'v_proj']")
+    assert found["masters"] == 4 * 2 * 2 * (16 + 12)
+    assert "base" not in items_of("learner")
+
+
 def test_the_learner_by_hand() -> None:
     config = config_of("learner.micro_batch_tokens=100", "sampling.max_completion_tokens=30")
     machine = Machine(host_bytes=GIB)
@@ -63,6 +81,43 @@ def test_the_learner_by_hand() -> None:
     assert budget.needed_bytes == sum(sizes(budget).values())
     assert budget.fits
     assert budget.remedies == ()
+
+
+def test_bfloat16_halves_products_and_reads_copies_of_the_weights() -> None:
+    config = config_of("learner.micro_batch_tokens=100", "sampling.max_completion_tokens=30")
+    on_gpu = Machine(host_bytes=GIB, gpu_bytes=GIB)
+    found = sizes(memory_budget(config, "learner", TINY, on_gpu, prompt_tokens=10))
+    # Per token and layer: 4 bytes for 6x8 numbers, 2 for (3x2 + 4x1)x4 + 4x16.
+    assert found["activations"] == 2 * (4 * 48 + 2 * 104) * 100
+    assert found["bfloat16 copies"] == 2000
+    exact = config_of(
+        "learner.micro_batch_tokens=100",
+        "sampling.max_completion_tokens=30",
+        "learner.dtype=float32",
+    )
+    found = sizes(memory_budget(exact, "learner", TINY, on_gpu, prompt_tokens=10))
+    assert found["activations"] == 4 * 2 * 152 * 100
+    assert "bfloat16 copies" not in found
+
+
+def test_a_gpu_keeps_the_last_version_where_deltas_are_made() -> None:
+    size = 2 * QWEN3_600M.num_params
+    assert sizes(budget_of("learner", 64 * GIB, 64 * GIB))["last version"] == size
+    exact = budget_of("learner", 64 * GIB, 64 * GIB, "model.dtype=float32")
+    assert sizes(exact)["last version"] == 2 * size
+    full = budget_of("learner", 64 * GIB, 64 * GIB, "network.codec=full")
+    assert "last version" not in sizes(full)
+    assert "last version" not in sizes(budget_of("learner", 64 * GIB, None))
+
+
+def test_a_reference_takes_its_weights() -> None:
+    budgets = [
+        budget_of("learner", 64 * GIB, None, *overrides)
+        for overrides in ((), ("reference.kl_coef=0.1",))
+    ]
+    assert "reference" not in sizes(budgets[0])
+    assert sizes(budgets[1])["reference"] == 4 * QWEN3_600M.num_params
+    assert budgets[1].needed_bytes - budgets[0].needed_bytes == 4 * QWEN3_600M.num_params
 
 
 def test_checkpointing_keeps_inputs_and_one_layer() -> None:

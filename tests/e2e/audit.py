@@ -9,10 +9,13 @@ checks them. The format is described at the top of echo/runtime/ledger.py. What 
 * group ids are granted without gap; a group is accepted at most once, from a worker that it was
   granted to, and only with samples of versions that had been published;
 * an accepted group has at most one end (trained on the surviving line, or discarded), and exactly
-  one when the run is finished;
+  one when the run is finished; a group that ends without having been accepted (its rewards were
+  all equal, its worker gave it up) was granted, ends once, and is neither accepted nor trained
+  afterwards;
 * no token was trained on beyond `max_staleness`, computed from the versions of the accepted group
   and the step at which it was consumed, in abandoned steps too; and every version trained on lay
-  on the history of its time.
+  on the history of its time;
+* a bound on staleness that the learner chose for itself lay within `max_staleness`.
 """
 
 from __future__ import annotations
@@ -67,6 +70,9 @@ class _Auditor:
         self.result = Audit()
         self.lineage = 0
         self.grants: set[tuple[int, int, str]] = set()
+        self.granted: set[int] = set()
+        self.unusable: set[int] = set()
+        """Groups whose prompts could not be had."""
         self.published: set[tuple[int, int]] = set()
         self.steps: list[Record] = []
 
@@ -97,6 +103,7 @@ class _Auditor:
 
     def _on_granted(self, record: Record) -> None:
         self.grants.add((record["group"], record["attempt"], record["worker"]))
+        self.granted.add(record["group"])
 
     def _on_published(self, record: Record) -> None:
         version = tuple(record["version"])
@@ -110,6 +117,8 @@ class _Auditor:
         group = record["group"]
         if group in self.result.accepted:
             self._problem(f"group {group} was accepted twice")
+        if self.result.discarded[group]:
+            self._problem(f"group {group} was accepted after its discard")
         if (group, record["attempt"], record["worker"]) not in self.grants:
             self._problem(
                 f"group {group} was accepted from {record['worker']} (attempt {record['attempt']})"
@@ -122,6 +131,10 @@ class _Auditor:
 
     def _on_discarded(self, record: Record) -> None:
         group = record["group"]
+        if record["reason"] == "prompt_error":
+            self.unusable.add(group)
+        elif group not in self.granted:
+            self._problem(f"group {group} was discarded and never granted")
         self.result.discarded[group] += 1
         self.result.discard_reasons[record["reason"]] += 1
 
@@ -135,31 +148,48 @@ class _Auditor:
             self._problem(f"step {step} is made of {len(record['groups'])} groups")
         tokens: Counter[int] = Counter()
         for group in record["groups"]:
-            tokens += self._check_trained_group(group, consumed_at)
+            trimmed = record.get("trimmed", {}).get(str(group))
+            tokens += self._check_trained_group(group, consumed_at, trimmed)
         recorded = Counter({int(lag): count for lag, count in record["staleness"].items()})
         if recorded != tokens:
             self._problem(f"step {step} says staleness {dict(recorded)}, it was {dict(tokens)}")
         self.steps.append({**record, "tokens_by_staleness": tokens})
 
-    def _check_trained_group(self, group: int, consumed_at: int) -> Counter[int]:
-        """Check one group of a step; return its tokens by staleness."""
+    def _on_bound(self, record: Record) -> None:
+        if not 0 <= record["bound"] <= self.max_staleness or not record["cause"]:
+            self._problem(f"step {record['step']} chose the bound {record['bound']}")
+
+    def _check_trained_group(
+        self, group: int, consumed_at: int, trimmed: list[int] | None
+    ) -> Counter[int]:
+        """Check one group of a step, or what was left of it; return its tokens by staleness."""
         accepted = self.result.accepted.get(group)
         if accepted is None:
             self._problem(f"group {group} was trained at step {consumed_at + 1} before acceptance")
             return Counter()
         if self.result.discarded[group]:
             self._problem(f"group {group} was trained at step {consumed_at + 1} after its discard")
-        self._check_versions(accepted, consumed_at)
-        # The ledger counts tokens per group, so a group of several versions could not be divided;
-        # today's workers sample each group with one.
-        if len(accepted["versions"]) != 1:
-            self._problem(f"group {group} was sampled by {len(accepted['versions'])} versions")
+        versions, counts = accepted["versions"], accepted["version_tokens"]
+        if trimmed is not None:
+            versions, left_out = versions[-len(trimmed) :], versions[: -len(trimmed)]
+            counts = counts[-len(trimmed) :]
+            if counts != trimmed or not left_out:
+                self._problem(f"group {group} was trimmed to {trimmed} of {counts} tokens")
+            if any(consumed_at - step <= self.max_staleness for _, step in left_out):
+                self._problem(f"group {group} was trimmed of {left_out} at step {consumed_at + 1}")
+        self._check_versions(group, versions, consumed_at)
+        if not versions or len(counts) != len(versions) or min(counts) < 1:
+            self._problem(f"group {group} was sampled by {versions}, {counts} tokens each")
             return Counter()
-        return Counter({consumed_at - accepted["versions"][0][1]: accepted["tokens"]})
+        if sum(counts) > accepted["tokens"]:
+            self._problem(f"group {group} has {accepted['tokens']} tokens, trained are {counts}")
+        tokens: Counter[int] = Counter()
+        for (_, step), count in zip(versions, counts, strict=True):
+            tokens[consumed_at - step] += count
+        return tokens
 
-    def _check_versions(self, accepted: Record, consumed_at: int) -> None:
-        group = accepted["group"]
-        for lineage, step in accepted["versions"]:
+    def _check_versions(self, group: int, versions: list[list[int]], consumed_at: int) -> None:
+        for lineage, step in versions:
             lag = consumed_at - step
             if not 0 <= lag <= self.max_staleness:
                 self._problem(f"group {group} was trained with staleness {lag}")
@@ -178,8 +208,7 @@ class _Auditor:
         ]
 
     def _check_group_ids(self) -> None:
-        granted = {group for group, _, _ in self.grants}
-        missing = set(range(max(granted, default=-1) + 1)) - granted
+        missing = set(range(max(self.granted, default=-1) + 1)) - self.granted - self.unusable
         if missing:
             self._problem(f"groups {sorted(missing)} were never granted, later ones were")
 

@@ -1,8 +1,9 @@
 """Real processes of `python -m echo.cli.node`, started, killed, waited for and always cleaned up.
 
 A `Cluster` is one directory with one configuration, and the nodes that a test starts in it. They
-talk over loopback on ports that were free a moment ago. Every wait is bounded; one that fails shows
-the end of every log.
+talk over loopback on ports that nobody else is given meanwhile. Every wait is bounded; one that
+fails shows the end of every log. Where something is to happen in the middle of a run, a gate holds
+the run there (`Cluster.hold_from`), however long the test takes to look.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from echo.runtime.curve import load_or_create_keys, write_join
+from echo.runtime.join import ECHO_JOIN
 from tests.e2e.audit import Audit, Record, audit, read_ledger
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STARTS_WITHIN_S = 60.0
-"""Seconds for a process to import torch and to do its first work, on a busy machine."""
+WITHIN_S = 150.0
+"""Seconds for whatever is waited for, on a busy machine: imports of torch, whole runs."""
 TAIL_LINES = 40
 
 CONFIG = """
@@ -34,6 +37,7 @@ name = "{model}"
 
 [task]
 kind = "digits:DigitsTask"
+reward_timeout_s = 100
 
 [sampling]
 max_completion_tokens = 8
@@ -45,6 +49,7 @@ publish_period = 1
 [batch]
 group_size = 4
 groups_per_step = 4
+keep_zero_variance = true
 
 [optimizer]
 learning_rate = 1e-2
@@ -72,9 +77,9 @@ interval_steps = 0
 
 [network]
 heartbeat_s = 0.2
-dead_after_s = 2
+dead_after_s = 4
 lease_timeout_s = 10
-reconnect_for_s = 60
+reconnect_for_s = 150
 chunk_bytes = "16KiB"
 window_bytes = "64KiB"
 
@@ -89,17 +94,28 @@ TASK = '''"""A task whose rewards differ within a group and whose pace the envir
 
 import os
 import time
+from pathlib import Path
 
 from echo.tasks.task import Example, Task
 
+GATE = Path(__file__).with_name("gate")
+
 
 class DigitsTask(Task):
-    """The share of digits; REWARD_S makes each reward take a while, so that a run has a middle."""
+    """The share of digits.
+
+    REWARD_S makes each reward take a while, and the file `gate` tells from which example on none is
+    given yet. The file REWARD_MARK, if there is to be one, appears with the first reward.
+    """
 
     def example(self, index: int, *, split: str) -> Example:
         return Example(index=index, split=split, prompt=f"{index % 1000:03d}=")
 
     def reward(self, example: Example, completion: str) -> float:
+        if mark := os.environ.get("REWARD_MARK"):
+            Path(mark).touch()
+        while GATE.exists() and example.index >= int(GATE.read_text()):
+            time.sleep(0.02)
         time.sleep(float(os.environ.get("REWARD_S", "0")))
         return sum(character.isdigit() for character in completion) / 8
 '''
@@ -107,12 +123,13 @@ class DigitsTask(Task):
 Result = TypeVar("Result")
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def reserve_port() -> tuple[socket.socket, int]:
+    """Return a port that only who asks for it by number gets, as long as the socket is open."""
+    reserved = socket.socket()
+    # Then others may listen on it although it is bound here.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved, reserved.getsockname()[1]
 
 
 class NodeProcess:
@@ -135,7 +152,7 @@ class NodeProcess:
     def kill(self) -> None:
         """Kill it at once, as `kill -9` does."""
         self.process.kill()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
 
     def interrupt(self) -> None:
         """Press Ctrl-C."""
@@ -147,8 +164,11 @@ class Cluster:
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory = directory
-        self.learner_address = f"tcp://127.0.0.1:{free_port()}"
-        self.relay_address = f"tcp://127.0.0.1:{free_port()}"
+        self._reserved, (learner_port, relay_port) = zip(
+            *(reserve_port() for _ in range(2)), strict=True
+        )
+        self.learner_address = f"tcp://127.0.0.1:{learner_port}"
+        self.relay_address = f"tcp://127.0.0.1:{relay_port}"
         self.run_dir = directory / "runs" / "run"
         self.nodes: list[NodeProcess] = []
         self.settings: dict[str, object] = {}
@@ -159,6 +179,10 @@ class Cluster:
             CONFIG.format(model=model, learner=self.learner_address, relay=self.relay_address)
         )
         (directory / "digits.py").write_text(TASK)
+        self.join = str(
+            write_join(self.run_dir, self.learner_address, *load_or_create_keys(self.run_dir))
+        )
+        """With which relays and workers join; made here, so that any node may start first."""
 
     # --- processes -------------------------------------------------------------------------------
 
@@ -196,7 +220,12 @@ class Cluster:
             process = subprocess.Popen(
                 [*command, *arguments],
                 cwd=self.directory,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {})},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(REPOSITORY),
+                    ECHO_JOIN: self.join,
+                    **(env or {}),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -211,6 +240,20 @@ class Cluster:
         for node in self.nodes:
             if node.is_running:
                 node.kill()
+        for reserved in self._reserved:
+            reserved.close()
+
+    # --- holding ---------------------------------------------------------------------------------
+
+    def hold_from(self, group: int) -> None:
+        """Let nobody finish this group, or a later one, until the gate is moved or opened."""
+        written = self.directory / "gate.new"
+        written.write_text(str(group))
+        written.rename(self.directory / "gate")
+
+    def let_go(self) -> None:
+        """Open the gate for good."""
+        self.hold_from(1 << 60)
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -220,7 +263,7 @@ class Cluster:
         what: str,
         *,
         alive: NodeProcess | None = None,
-        within_s: float = STARTS_WITHIN_S,
+        within_s: float = WITHIN_S,
     ) -> Result:
         """Look until `condition` is true and return its value; `alive` must not end before."""
         give_up_at = time.monotonic() + within_s
@@ -237,7 +280,7 @@ class Cluster:
                 raise AssertionError(f"not within {within_s:.0f} s: {what}\n{self.logs}")
             time.sleep(0.02)
 
-    def wait_for_end(self, node: NodeProcess, *, within_s: float = STARTS_WITHIN_S) -> int:
+    def wait_for_end(self, node: NodeProcess, *, within_s: float = WITHIN_S) -> int:
         """Wait until a process has ended and return its exit code."""
         self.wait_for(lambda: not node.is_running, f"{node.name} ends", within_s=within_s)
         return int(node.process.returncode)
@@ -274,7 +317,7 @@ class Cluster:
         result = audit(
             self.records(),
             max_staleness=max_staleness,
-            groups_per_step=4,
+            groups_per_step=self.settings.get("batch.groups_per_step", 4),
             is_finished=is_finished,
         )
         problems = "\n".join(result.problems)
@@ -290,8 +333,9 @@ class Cluster:
         return max((row.get(f"count/{counter}", 0) for row in self.metrics()), default=0)
 
     def installed(self, worker: str) -> list[Record]:
-        """Return what a worker has installed."""
-        return read_ledger(self.run_dir / "workers" / worker / "installed.jsonl")
+        """Return what a worker has installed so far."""
+        path = self.run_dir / "workers" / worker / "installed.jsonl"
+        return read_ledger(path) if path.exists() else []
 
     def open_groups(self, worker: str) -> set[int]:
         """Return the groups that a worker was granted and that have not come to an end."""

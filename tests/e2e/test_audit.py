@@ -21,9 +21,11 @@ def granted(group: int, attempt: int = 0, worker: str = "w1") -> Record:
 
 
 def accepted(group: int, *versions: list[int], attempt: int = 0, worker: str = "w1") -> Record:
+    share = 10 // max(1, len(versions))
     return {
         "kind": "accepted", "group": group, "attempt": attempt, "worker": worker,
-        "versions": list(versions), "tokens": 10, "rewards": [0.0, 1.0], "spool": ["1.bin", 0, 1],
+        "versions": list(versions), "version_tokens": [share] * len(versions), "tokens": 10,
+        "rewards": [0.0, 1.0], "spool": ["1.bin", 0, 1],
     }  # fmt: skip
 
 
@@ -62,6 +64,7 @@ def honest_ledger() -> Ledger:
         granted(5),
         granted(4, attempt=1, worker="w2"),
         accepted(4, [2, 1], attempt=1, worker="w2"),
+        discarded(5, "zero_variance"),
         trained(2, 2, [2, 4], {"1": 10, "0": 10}),
         discarded(3, "run_finished"),
     ]
@@ -87,8 +90,36 @@ def test_an_honest_ledger_with_a_lost_step_passes() -> None:
     assert result.num_steps == 2
     assert result.trained == {0: [1], 1: [1], 2: [2], 4: [2]}
     assert result.staleness == {0: 30, 1: 10}
-    assert result.discard_reasons == {"run_finished": 1}
+    assert result.discard_reasons == {"run_finished": 1, "zero_variance": 1}
     assert result.fork_steps == {1: 0, 2: 1}
+
+
+def test_a_group_of_two_versions_is_as_stale_as_its_tokens_are() -> None:
+    records = honest_ledger()
+    at = index_of(records, "accepted", group=4)
+    records[at] = accepted(4, [1, 1], [2, 1], attempt=1, worker="w2")
+    assert examine(records).problems == []
+    at = index_of(records, "accepted", group=3)
+    records[at] = accepted(3, [1, 0], [1, 1])
+    found = "step 2 says staleness {1: 10, 0: 10}, it was {1: 15, 0: 5}"
+    assert found in examine(records).problems
+
+
+def test_a_group_may_be_trimmed_of_what_had_grown_too_old() -> None:
+    records = honest_ledger()
+    at = index_of(records, "accepted", group=4)
+    records[at] = accepted(4, [1, 0], [2, 1], attempt=1, worker="w2")
+    step = records[index_of(records, "trained", lineage=2)]
+    step |= {"consumed_at": 1, "staleness": {"1": 10, "0": 5}, "trimmed": {"4": [5]}}
+    # Within the bound there was no reason to.
+    assert examine(records).problems == ["group 4 was trimmed of [[1, 0]] at step 2"]
+    assert examine(records, max_staleness=0).problems[-1] == "group 2 was trained with staleness 1"
+    step["trimmed"] = {"4": [4]}
+    assert "group 4 was trimmed to [4] of [5] tokens" in examine(records).problems
+    step["trimmed"] = {"4": [5, 5]}
+    assert "group 4 was trimmed to [5, 5] of [5, 5] tokens" in examine(records).problems
+    del step["trimmed"]
+    assert examine(records).problems[0].startswith("step 2 says staleness")
 
 
 def test_an_unfinished_run_may_have_groups_without_an_end() -> None:
@@ -122,6 +153,20 @@ VIOLATIONS = {
     "a group trained and discarded": (
         append(discarded(0)),
         "group 0: trained at [1], discarded 1 times",
+    ),
+    "a bound beyond the hard one": (
+        append({"kind": "bound", "step": 2, "before": 1, "bound": 2, "cause": "room"}),
+        "step 2 chose the bound 2",
+    ),
+    "a group accepted after it had ended": (
+        lambda records: records.insert(
+            index_of(records, "accepted", group=0), discarded(0, "zero_variance")
+        ),
+        "group 0 was accepted after its discard",
+    ),
+    "a group that nobody was granted has an end": (
+        append(discarded(99, "zero_variance")),
+        "group 99 was discarded and never granted",
     ),
     "a group discarded twice": (
         append(discarded(3)),
@@ -180,7 +225,15 @@ VIOLATIONS = {
     ),
     "a trained group without a trainable token": (
         change("accepted", {"group": 0}, versions=[]),
-        "group 0 was sampled by 0 versions",
+        "group 0 was sampled by [], [10] tokens each",
+    ),
+    "more tokens than the group has": (
+        change("accepted", {"group": 0}, version_tokens=[11]),
+        "group 0 has 10 tokens, trained are [11]",
+    ),
+    "a version without a token": (
+        change("accepted", {"group": 0}, versions=[[1, 0], [1, 0]], version_tokens=[10, 0]),
+        "group 0 was sampled by [[1, 0], [1, 0]], [10, 0] tokens each",
     ),
     "a version published twice": (append(published(2, 1)), "version (2, 1) was published twice"),
     "a version of an old lineage": (

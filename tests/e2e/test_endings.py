@@ -14,13 +14,14 @@ PACE = {"REWARD_S": "0.02"}
 
 def test_an_interrupted_run_is_saved_and_resumed_with_changes(cluster: Cluster) -> None:
     """Ctrl-C, a refused unsafe change, and a resumption with a safe one, under a living worker."""
-    learner = cluster.start("learner", settings={"checkpoint.interval_steps": 100})
+    endless = {"run.max_steps": 1000, "checkpoint.interval_steps": 1000}
+    learner = cluster.start("learner", settings=endless)
     worker = cluster.start("worker", name="w1", env=PACE)
     cluster.wait_for_step(3, learner)
 
     learner.interrupt()
 
-    assert cluster.wait_for_end(learner, within_s=10) == 0
+    assert cluster.wait_for_end(learner) == 0
     step = cluster.records("trained")[-1]["step"]
     assert cluster.records("checkpoint")[-1]["step"] == step
     assert f"stopped at step {step}; --resume continues from step {step}" in learner.output
@@ -31,7 +32,7 @@ def test_an_interrupted_run_is_saved_and_resumed_with_changes(cluster: Cluster) 
     refused = cluster.start(
         "learner", "--resume", settings={"batch.group_size": 8, "optimizer.learning_rate": 5e-3}
     )
-    assert cluster.wait_for_end(refused, within_s=10) == 2
+    assert cluster.wait_for_end(refused) == 2
     assert "UNSAFE batch.group_size: 4 -> 8" in refused.output
     assert "safe   optimizer.learning_rate: 0.01 -> 0.005" in refused.output
     assert "batch.group_size is not safe for this run" in refused.output
@@ -42,7 +43,7 @@ def test_an_interrupted_run_is_saved_and_resumed_with_changes(cluster: Cluster) 
     resumed = cluster.start("learner", "--resume", settings=settings)
     cluster.finish(resumed, worker)
     assert "UNSAFE" not in resumed.output
-    assert f"run.max_steps: 10 -> {step + 4}" in resumed.output
+    assert f"run.max_steps: 1000 -> {step + 4}" in resumed.output
     result = cluster.audit()
     assert result.fork_steps == {1: 0, 2: step}
     assert result.num_steps == step + 4
@@ -51,19 +52,27 @@ def test_an_interrupted_run_is_saved_and_resumed_with_changes(cluster: Cluster) 
 def test_a_worker_drains_at_the_first_interrupt_and_stops_at_the_second(cluster: Cluster) -> None:
     learner = cluster.start("learner", settings={"run.max_steps": 1000})
     polite = cluster.start("worker", name="polite", env=PACE)
-    stuck = cluster.start("worker", name="stuck", env={"REWARD_S": "9"})
+    mark = cluster.directory / "stuck-in-a-reward"
+    stuck = cluster.start("worker", name="stuck", env={"REWARD_S": "45", "REWARD_MARK": str(mark)})
     cluster.wait_for_step(1, learner)
-    cluster.wait_for(lambda: cluster.open_groups("stuck"), "stuck holds groups", alive=learner)
+    cluster.wait_for(mark.exists, "stuck judges a group", alive=learner)
 
     stuck.interrupt()
     polite.interrupt()
 
-    assert cluster.wait_for_end(polite, within_s=15) == 0
-    assert "polite left: stopped by its operator" in cluster.log("learner")
-    assert stuck.is_running, "it should wait for its running batch"
-    assert "again to stop at once" in stuck.output
+    assert cluster.wait_for_end(polite) == 0
+    cluster.wait_for(
+        lambda: "polite left: stopped by its operator" in cluster.log("learner"),
+        "the learner hears of it",
+        alive=learner,
+    )
+    cluster.wait_for(
+        lambda: "again to stop at once" in stuck.output,
+        "it waits for its running batch",
+        alive=stuck,
+    )
     stuck.interrupt()
-    assert cluster.wait_for_end(stuck, within_s=2) == INTERRUPTED
+    assert cluster.wait_for_end(stuck) == INTERRUPTED
     cluster.audit(is_finished=False)
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from tests.e2e.cluster import Cluster, NodeProcess
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PACE = {"REWARD_S": "0.02"}
 INTERVAL = 3
 """Steps between checkpoints."""
 MAX_STEPS = 9
@@ -20,10 +19,11 @@ MAX_STEPS = 9
 class Lives:
     """One run and the learners that lead it, one after the other."""
 
-    def __init__(self, cluster: Cluster, **settings: object) -> None:
+    def __init__(self, cluster: Cluster, *, reward_s: float, **settings: object) -> None:
         self.cluster = cluster
         self.settings = settings
-        self.workers = [cluster.start("worker", name=name, env=PACE) for name in ("w1", "w2")]
+        pace = {"REWARD_S": str(reward_s)}
+        self.workers = [cluster.start("worker", name=name, env=pace) for name in ("w1", "w2")]
         self.num_lives = 0
 
     def start(self, kill_at: str = "") -> NodeProcess:
@@ -34,15 +34,34 @@ class Lives:
         self.num_lives += 1
         return self.cluster.start("learner", *arguments, settings=settings)
 
-    def live_until(self, kill_at: str) -> None:
+    def start_with_workers(self, kill_at: str = "") -> NodeProcess:
+        """Start the learner, and let no group be finished before both workers are there."""
+        self.cluster.hold_from(0)
+        num_joined = {worker.name: self.count_joined(worker.name) for worker in self.workers}
+        learner = self.start(kill_at)
+        for name, number in num_joined.items():
+            self.cluster.wait_for(
+                lambda name=name, number=number: self.count_joined(name) > number,
+                f"{name} joins",
+                alive=learner,
+            )
+        self.cluster.let_go()
+        return learner
+
+    def count_joined(self, name: str) -> int:
+        return self.cluster.log(name).count("joined run")
+
+    def live_until(self, kill_at: str, *, with_workers: bool = False) -> None:
         """Let the learner live until that point; its workers must survive it."""
-        code = self.cluster.wait_for_end(self.start(kill_at))
+        start = self.start_with_workers if with_workers else self.start
+        code = self.cluster.wait_for_end(start(kill_at))
         assert code == -signal.SIGKILL, f"ended with {code} before {kill_at}\n{self.cluster.logs}"
         assert all(worker.is_running for worker in self.workers), self.cluster.logs
 
-    def live_to_the_end(self) -> None:
+    def live_to_the_end(self, *, with_workers: bool = False) -> None:
         """Let the learner finish the run, and the workers end with it."""
-        self.cluster.finish(self.start(), *self.workers)
+        start = self.start_with_workers if with_workers else self.start
+        self.cluster.finish(start(), *self.workers)
 
     @property
     def saved_step(self) -> int:
@@ -69,7 +88,7 @@ def test_a_learner_killed_at_every_point_goes_on_each_time(cluster: Cluster) -> 
     rng = random.Random(7)
     points = ["stored", "stepped", "trained", "published", "checkpoint", "checkpointed"]
     rng.shuffle(points)
-    lives = Lives(cluster)
+    lives = Lives(cluster, reward_s=0.02)
     fork_steps = [0]
 
     for name in points:
@@ -92,14 +111,14 @@ def test_rollouts_of_abandoned_versions_are_refused_with_that_reason(cluster: Cl
     When step 6 has been made nothing older than v2 may still be sampled from (max_staleness 3), so
     whatever the workers hold then is refused when they deliver it to the next learner.
     """
-    lives = Lives(cluster, **{"checkpoint.interval_steps": 100})
+    lives = Lives(cluster, reward_s=0.02, **{"checkpoint.interval_steps": 100})
     num_held = 0
     for _ in range(2):
-        lives.live_until("stepped:6")
+        lives.live_until("stepped:6", with_workers=True)
         num_held += len(cluster.open_groups("w1") | cluster.open_groups("w2"))
     assert num_held, "the workers held nothing that could be refused"
 
-    lives.live_to_the_end()
+    lives.live_to_the_end(with_workers=True)
 
     result = cluster.audit()
     assert result.fork_steps == {1: 0, 2: 0, 3: 0}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echo.engine.device import free_gpu_bytes, pick_device, set_num_threads
+from echo.engine.device import free_gpu_bytes, pick_device, pick_dtype, set_num_threads
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:1"])
@@ -32,3 +32,10 @@ def test_zero_threads_leave_the_setting_alone() -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_mixed_precision_is_for_gpus_unless_asked_for() -> None:
+    assert pick_dtype("auto", "cpu") == torch.float32
+    assert pick_dtype("auto", "cuda:1") == torch.bfloat16
+    assert pick_dtype("float32", "cuda") == torch.float32
+    assert pick_dtype("bfloat16", "cpu") == torch.bfloat16

@@ -233,6 +233,73 @@ def test_mixtures_are_measured_and_refused_on_demand(tiny_model_dir: Path) -> No
     assert metrics["dropped/mixed_policies"] == pytest.approx(share)
 
 
+def damaged(group: Group, **changes: Any) -> Group:
+    return change_of(group, 0, **changes)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+def test_groups_that_would_poison_the_weights_are_refused_by_name(
+    value: float, tiny_model_dir: Path
+) -> None:
+    trainer = make_trainer(tiny_model_dir, LOSSES["dapo"])
+    group = make_group([1, 0], 2)
+    logprobs = group.rollouts[0].sampler_logprobs.copy()
+    logprobs[-1] = value
+    assert trainer.refusal(damaged(group, sampler_logprobs=logprobs)) == "bad_logprobs"
+    masked = np.ones(len(logprobs), np.bool_)
+    masked[-1] = False
+    hidden = damaged(group, sampler_logprobs=logprobs, completion_mask=masked)
+    assert trainer.refusal(hidden) is None
+    if value != 0.5:
+        assert trainer.refusal(damaged(group, reward=value)) == "bad_reward"
+    ids = np.full(len(logprobs), 32, np.int32)
+    assert trainer.refusal(damaged(group, token_ids=ids)) == "bad_token_ids"
+    alone = dataclasses.replace(group, rollouts=group.rollouts[:1])
+    assert trainer.refusal(alone) == "one_member"
+
+
+def test_groups_without_a_gradient_are_told_apart(tiny_model_dir: Path) -> None:
+    plain = make_trainer(tiny_model_dir, LOSSES["dapo"])
+    equal_rewards, useful = make_group([0.3] * 3, 0), make_group([1, 0, 0.5], 0)
+    assert plain.refusal(useful) is None
+    assert plain.refusal(equal_rewards) == "zero_variance"
+    # The only rollouts with an advantage have no trained token: (1, 0, .5) - .5.
+    assert plain.refusal(masked_out(masked_out(useful, 0), 1)) == "zero_variance"
+    keeping = AdvantageSettings(keep_zero_variance=True)
+    kept = make_trainer(tiny_model_dir, LOSSES["dapo"], advantages=keeping)
+    assert kept.refusal(equal_rewards) is None
+    # A penalty has a gradient on every rollout.
+    assert make_trainer(tiny_model_dir, LOSSES["gepo with kl"]).refusal(equal_rewards) is None
+
+
+def test_a_group_without_a_trained_token_counts_towards_no_step(tiny_model_dir: Path) -> None:
+    group = make_group([1, 0], 0)
+    masked = masked_out(masked_out(group, 0), 1)
+    keeping = AdvantageSettings(keep_zero_variance=True)
+    # Whatever the loss asks for: rollouts without an advantage, whole groups, or nothing.
+    for name in ("dapo", "dppo_tv", "gepo"):
+        trainer = make_trainer(tiny_model_dir, LOSSES[name], advantages=keeping)
+        assert trainer.refusal(masked) == "all_masked"
+        assert trainer.refusal(group) is None
+    filtering = AdvantageSettings(overlong_filter=True)
+    filtered = make_trainer(tiny_model_dir, LOSSES["dapo"], advantages=filtering)
+    assert filtered.refusal(cut_off(cut_off(group, 0), 1)) == "all_masked"
+
+
+def test_what_shapes_rewards_and_masks_decides_whether_there_is_a_gradient(
+    tiny_model_dir: Path,
+) -> None:
+    group = make_group([1, 1, 1], 0)
+    longest = max(rollout.num_tokens for rollout in group.rollouts)
+    shaping = AdvantageSettings(max_completion_tokens=longest, overlong_buffer_tokens=longest)
+    shaped = make_trainer(tiny_model_dir, LOSSES["dapo"], advantages=shaping)
+    assert shaped.refusal(group) is None
+    filtering = AdvantageSettings(overlong_filter=True)
+    filtered = make_trainer(tiny_model_dir, LOSSES["gepo"], advantages=filtering)
+    cut = change_of(make_group([1, 0, 0], 0), 1, finish_reason="length")
+    assert filtered.refusal(cut) == "lost_member"
+
+
 def test_a_batch_refused_throughout_changes_nothing(tiny_model_dir: Path) -> None:
     trainer = make_trainer(tiny_model_dir, LOSSES["gepo"])
     before = trainer.snapshot()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,22 @@ from echo.engine.sampling import sampling_logprobs
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.weights import load_directory, publish_image, tensors_from_image
 from echo.errors import EngineError
+from tests.engine.engine_contract import (
+    ENDLESS,
+    LONG,
+    TOLERANCE,
+    V1,
+    V2,
+    V3,
+    EngineContract,
+    EngineLifeContract,
+    Models,
+    Watched,
+    versions_of,
+)
+from tests.engine.engine_contract import reference_logprobs as contract_logprobs
 
+Weights = Mapping[str, Tensor]
 MakeTinyModel = Callable[..., Path]
 
 EOS = 2
@@ -334,3 +349,107 @@ def test_config_json_alone_is_enough(tiny_model_dir: Path, tmp_path: Path) -> No
     engine.load(load_directory(tiny_model_dir, "float32"))
     expected = run(loaded(tiny_model_dir), equal_prompts(8), sampling())
     assert_same(run(engine, equal_prompts(8), sampling()), expected)
+
+
+class Torn(dict[str, Tensor]):
+    """Weights of which the middle is gone when they are copied, once they have been checked."""
+
+    num_reads_left = 1
+
+    def items(self):  # type: ignore[no-untyped-def]
+        self.num_reads_left -= 1
+        for number, item in enumerate(super().items()):
+            if self.num_reads_left < 0 and number == len(self) // 2:
+                raise OSError("the memory is gone")
+            yield item
+
+
+class TestTransactions(Models):
+    """A swap that fails half way leaves the version before, every bit of it."""
+
+    @pytest.fixture
+    def engine(self, model_dirs: list[Path], weights: list[Weights]) -> TransformersEngine:
+        engine = TransformersEngine(model_dirs[0])
+        engine.load(weights[0], V1)
+        return engine
+
+    def bits(self, engine: TransformersEngine) -> dict[str, bytes]:
+        return {name: t.numpy().tobytes() for name, t in engine._model.state_dict().items()}
+
+    def test_an_idle_engine_keeps_its_version(
+        self, engine: TransformersEngine, weights: list[Weights]
+    ) -> None:
+        before = self.bits(engine)
+        message = r"v2 could not be copied in: OSError: the memory is gone; rolled back.*: v1"
+        for _ in range(2):
+            with pytest.raises(EngineError, match=message):
+                engine.load(Torn(weights[1]), V2)
+            assert self.bits(engine) == before
+            assert engine.installed == V1
+        engine.load(weights[1], V2)
+        after = self.bits(engine)
+        assert after != before
+        with pytest.raises(EngineError, match="rolled back, version: v2"):
+            engine.load(Torn(weights[0]), V3)
+        assert self.bits(engine) == after
+
+    def test_rollouts_under_way_go_on_with_it(
+        self,
+        engine: TransformersEngine,
+        models: list[torch.nn.Module],
+        weights: list[Weights],
+    ) -> None:
+        prompts = [request([1, 5, n], n, f"r{n}") for n in range(4)]
+        watched = Watched(engine, prompts)
+        watched.wait_for(60)
+        with pytest.raises(EngineError, match="the memory is gone"):
+            engine.load(Torn(weights[1]), V2)
+        for prompt, completion in zip(prompts, watched.result(), strict=True):
+            assert set(versions_of(completion)) == {V1}
+            assert len(completion.token_ids) == LONG
+            expected = contract_logprobs(models[0], prompt, completion, ENDLESS)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+    def test_without_a_version_before_there_is_none_after(
+        self, model_dirs: list[Path], weights: list[Weights]
+    ) -> None:
+        engine = TransformersEngine(model_dirs[0])
+        with pytest.raises(EngineError, match="rolled back, version: none"):
+            engine.load(Torn(weights[0]), V1)
+        with pytest.raises(EngineError, match="no weights are loaded"):
+            run(engine, [request([1])], sampling())
+
+    def test_where_the_version_before_is_gone_too_nothing_is_sampled_any_more(
+        self, model_dirs: list[Path], weights: list[Weights]
+    ) -> None:
+        engine = TransformersEngine(model_dirs[0])
+        first = Torn(weights[0])
+        engine.load(dict(first), V1)
+        first.num_reads_left = 0
+        engine._tensors = first
+        watched = Watched(engine, [request([1, 5])])
+        watched.wait_for(20)
+        with pytest.raises(EngineError, match=r"v2 could not .* nor v1 again .* are neither"):
+            engine.load(Torn(weights[1]), V2)
+        with pytest.raises(EngineError, match="the weights are gone"):
+            watched.result()
+        with pytest.raises(EngineError, match="no weights are loaded"):
+            run(engine, [request([1])], sampling())
+
+
+class TestContract(EngineContract):
+    """The suite that every engine passes."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def make_engine(cls) -> Callable[..., TransformersEngine]:
+        return TransformersEngine
+
+
+class TestLifeContract(EngineLifeContract):
+    """Its part for engines of their own."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def make_engine(cls) -> Callable[..., TransformersEngine]:
+        return TransformersEngine

@@ -31,6 +31,7 @@ def test_the_smoke_run_measures_ours_and_names_who_is_absent(
     assert {"echo", "naive", "echo torch"} <= result["results"].keys()
     for name in ("echo", "echo torch"):
         assert result["results"][name]["max_logprob_error"] < 1e-4
+        assert result["results"][name]["same_bits"]
         if not option:
             assert result["results"][name]["grad_weight_error"] < 1e-5
     assert "torch.compile  ABSENT" in done.stdout

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from dataclasses import replace
 
 import pytest
 
 from echo.planner.catalogue import GPUS, MODELS
-from echo.planner.hex import Scheduler
+from echo.planner.hex import Schedule, Scheduler
 from echo.planner.hex_train import Cluster, HexJob
 from tests.planner.test_hex_train import JOB
 
 
 def cluster(**counts: int) -> Cluster:
     return Cluster(gpus={name: GPUS[name] for name in counts}, counts=counts)
+
+
+def try_all(scheduler: Scheduler) -> Schedule:
+    """Return the best schedule of all divisions."""
+    return min(map(scheduler.price, scheduler._divisions()), key=lambda s: s.rank)
 
 
 @pytest.mark.slow
@@ -34,7 +38,7 @@ def test_small_clusters_equal_brute_force() -> None:
         if sum(counts.values()) == 0:
             continue
         scheduler = Scheduler(cluster(**counts), job)
-        assert scheduler.find().step_s == scheduler.try_all().step_s, (counts, job)
+        assert scheduler.find().step_s == try_all(scheduler).step_s, (counts, job)
 
 
 @pytest.mark.slow
@@ -46,16 +50,23 @@ def test_three_types_equal_brute_force() -> None:
         ),
         JOB,
     )
-    assert scheduler.find().step_s == scheduler.try_all().step_s
+    assert scheduler.find().step_s == try_all(scheduler).step_s
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"])
-def test_56_gpus_take_seconds(model: str) -> None:
+def test_56_gpus_take_few_tries(model: str) -> None:
     job = replace(JOB, model=MODELS[model], rollouts_per_step=8192, completion_tokens=8000)
-    began = time.process_time()
-    schedule = Scheduler(cluster(H800=24, H20=32), job).find()
-    assert time.process_time() - began < 10
+    scheduler = Scheduler(cluster(H800=24, H20=32), job)
+    tried, price = [], scheduler.price
+
+    def note(counts: tuple[int, ...]) -> Schedule:
+        tried.append(counts)
+        return price(counts)
+
+    scheduler.price = note  # type: ignore[method-assign]
+    schedule = scheduler.find()
+    assert len(tried) < 2000, "each takes some milliseconds"
     # H800s train at a third of the price, H20s generate at a third.
     assert schedule.train_counts["H800"] >= 20
     assert schedule.train_counts["H20"] == 0

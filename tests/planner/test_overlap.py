@@ -87,11 +87,19 @@ def test_pausing_workers_stretch_the_cycle_by_the_broadcast() -> None:
 
 
 def test_on_policy_training_does_everything_in_turn() -> None:
-    # S = 0, kappa = 1: broadcast 2 s, batch 64 / 6.4 = 10 s, group 3 s, step 10 s: 25 s.
+    # S = 0, kappa = 1: broadcast 2 s, batch 64 / 6.4 = 10 s, step 10 s: 22 s.
     job = replace(JOB, max_staleness=0, publish_period=1)
     prediction = predict(job, rate=6.4, broadcast_s=2.0, latency_s=3.0)
-    assert prediction.step_s == pytest.approx(25.0)
+    assert prediction.step_s == pytest.approx(22.0)
     assert prediction.staleness == {0: 1.0}
+    # Where a group takes longer than the batch of a fleet that is never full, it decides.
+    assert predict(job, rate=6.4, broadcast_s=2.0, latency_s=14.0).step_s == pytest.approx(26.0)
+    # Groups of different lengths leave workers idle while the last ones go on.
+    uneven = replace(job, completion_spread=0.2)
+    late = predict(uneven, rate=6.4, broadcast_s=2.0, latency_s=3.0)
+    assert late.step_s == pytest.approx(22.0 + 0.2 * 3.0)
+    wild = replace(job, completion_spread=2.0)
+    assert predict(wild, rate=6.4, broadcast_s=2.0, latency_s=3.0).step_s == pytest.approx(23.5)
 
 
 def test_leases_make_no_waste_and_their_absence_does() -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from echo.planner import selection, selection_milp
+from echo.planner.fleet import Fleet
+from echo.planner.job import Job
 from echo.planner.selection import (
     is_sufficient,
     select,
-    select_by_brute_force,
     select_greedily,
 )
 from echo.planner.selection_milp import OutOfTimeError, select_exactly
 from tests.planner.fleets import JOB, make_fleet, make_offer, random_case
+
+
+def select_by_brute_force(fleet: Fleet, job: Job) -> tuple[int, ...] | None:
+    """Return the cheapest sufficient set by trying every one."""
+    choices = itertools.product(*(range(offer.count + 1) for offer in fleet.offers))
+    sufficient = (counts for counts in choices if is_sufficient(fleet, job, counts))
+    return min(sufficient, key=lambda counts: fleet.cost_per_h(job, counts), default=None)
 
 
 def test_the_cheaper_of_two_offers_is_filled_up_by_the_dearer() -> None:

@@ -27,10 +27,13 @@ from echo.protocol.actions import (
     Configure,
     Dial,
     HangUp,
+    LeaseCancelled,
     LeasesChanged,
     Note,
+    RecordCancel,
     RecordEnd,
     RecordGrant,
+    RecordRefusal,
     Send,
     Stop,
     StoreGroup,
@@ -45,11 +48,12 @@ from echo.protocol.leases import LeaseBook
 from echo.protocol.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
 from echo.protocol.messages import Lease
 from echo.protocol.node_session import NodeSession
+from echo.protocol.parcel import DecodeBlock
 from echo.protocol.reception import LearnerSettings
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.worker_session import WorkerSession
 from echo.rollout import Group, Lineage, PolicyVersion, Rollout
-from echo.runtime.ledger import read_history
+from echo.runtime.history import read_history
 from echo.sim.network import Link, Network
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -227,8 +231,14 @@ class World:
                 case Stop():
                     process.stop = process.stop or action
                     self.kill(process)
+                case DecodeBlock():
+                    self.later(0.001, lambda work=action: self._decode(process, work))
                 case _:
                     process.on_action(action)
+
+    def _decode(self, process: Process, work: DecodeBlock) -> None:
+        if process.is_alive:
+            self.perform(process, process.session.decoded(work, work.run(), now=self.now))
 
     def _dial(self, process: Process, action: Dial) -> None:
         number = next(self._serial)
@@ -426,6 +436,10 @@ class Run:
                 self.world.later(0.01, lambda: self._stored(process, group))
             case RecordEnd():
                 self.journal("discarded", group=action.group_id, reason=action.reason)
+            case RecordCancel():
+                self.journal("cancelled", group=action.group_id, worker=action.worker_id)
+            case RecordRefusal():
+                self.journal("refused", group=action.group_id, reason=action.reason)
             case _:
                 raise AssertionError(action)
 
@@ -606,6 +620,8 @@ class SimEngine:
                 self._install(action.version)
             case LeasesChanged():
                 self._sample()
+            case LeaseCancelled():
+                pass  # it ends as it would have, and is not delivered
             case _:
                 raise AssertionError(action)
 
@@ -627,14 +643,15 @@ class SimEngine:
     def _sample(self) -> None:
         if self._is_busy or self.session.installed_version is None:
             return
-        leases = self.session.take_leases(1)
-        if leases:
+        size, now = self.run.numbers.group_size, self.run.world.now
+        drafts = self.session.take(1, group_size=size, now=now)
+        if drafts:
             self._is_busy = True
             if self.is_hung:
                 return
             version = self.session.installed_version
             delay_s = self.run.numbers.sample_s
-            self.run.world.later(delay_s, lambda: self._sampled(leases[0], version))
+            self.run.world.later(delay_s, lambda: self._sampled(drafts[0].lease, version))
 
     def _sampled(self, lease: Lease, version: PolicyVersion) -> None:
         if not self.process.is_alive:

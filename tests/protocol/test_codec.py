@@ -24,6 +24,7 @@ from echo.protocol.codec import (
     forwarded,
     other_protocol,
 )
+from echo.protocol.manifest import FULL, Form
 from echo.rollout import Group, Lineage, PolicyVersion, Rollout
 
 fast = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -53,6 +54,7 @@ KNOWN: dict[Any, st.SearchStrategy[Any]] = {
     ),
     "NodeStats": st.builds(messages.NodeStats, state=NAMES, fetching=st.none() | VERSIONS),
 }
+FORMS = st.sampled_from([FULL, Form("anchor")]) | st.builds(Form, st.just("delta"), VERSIONS)
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "str": NAMES,
     "int": SIZES,
@@ -70,6 +72,15 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "tuple[LeaseState, ...]": st.lists(KNOWN["LeaseState"], max_size=3).map(tuple),
     "tuple[Lease, ...]": st.lists(LEASE, max_size=2).map(tuple),
     "NodeStats": KNOWN["NodeStats"],
+    "Price": st.builds(messages.Price, per_h=st.none() | st.floats(0, 1e3)),
+    "bool": st.booleans(),
+    "Form": FORMS,
+    "tuple[ParcelOffer, ...]": st.lists(
+        st.builds(messages.ParcelOffer, VERSIONS, st.none() | VERSIONS, SIZES), max_size=3
+    ).map(tuple),
+    "tuple[tuple[tuple[str, str], ...], ...]": st.lists(
+        st.lists(st.tuples(NAMES, NAMES), max_size=3).map(tuple), max_size=3
+    ).map(tuple),
 }
 KINDS = list(messages.AnyMessage.__args__)
 
@@ -163,7 +174,7 @@ def test_an_unknown_message_is_refused_with_its_sender() -> None:
 def test_another_protocol_version_is_seen_before_the_body_is_read() -> None:
     envelope = decode_envelope(envelope_of(msgspec.msgpack.encode({"type": "Launch"}), protocol=7))
     assert other_protocol(envelope) is not None
-    with pytest.raises(RemoteProtocolError, match="w1 speaks protocol version 7, this node 1"):
+    with pytest.raises(RemoteProtocolError, match="w1 speaks protocol version 7, this node 2"):
         decode_message(envelope)
     assert other_protocol(decode_envelope(envelope_of(b"\x80"))) is None
 

@@ -1,37 +1,60 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.buffer import StalenessBuffer
+from echo.errors import DataError
 from echo.metrics import Counters
-from echo.protocol.actions import RecordGrant
-from echo.protocol.granting import Granting, SettledGroups
+from echo.protocol.actions import Note, RecordEnd, RecordGrant
+from echo.protocol.granting import MAX_ATTEMPTS, Granting
 from echo.protocol.leases import LeaseBook
 from echo.protocol.membership import Member
-from echo.protocol.messages import Heartbeat, LeaseState, NodeStats
+from echo.protocol.messages import Heartbeat, Lease, LeaseState, NodeStats
+from echo.protocol.reception import LearnerSettings
+from echo.protocol.settled import SettledGroups
 from echo.rollout import Lineage, PolicyVersion
 from tests.protocol.harness import make_group, make_lease
 
 LINEAGES = (Lineage(1, 0), Lineage(2, 3))
 
 
-def make_granting(**changes: Any) -> Granting:
+def make_settings(**changes: Any) -> LearnerSettings:
+    settings: dict[str, Any] = {
+        "run_id": "run",
+        "public_key": b"",
+        "advertise": "",
+        "max_staleness": 1,
+        "groups_per_step": 4,
+        "group_size": 2,
+        "max_completion_tokens": 100,
+        "vocab_size": 10,
+        "heartbeat_s": 1.0,
+        "dead_after_s": 4.0,
+        "settings": {},
+        "assets": {},
+        "digests": {},
+    }
+    return LearnerSettings(**(settings | changes))
+
+
+def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Granting:
     settings: dict[str, Any] = {
         "leases": LeaseBook(timeout_s=10.0),
         "buffer": StalenessBuffer(max_staleness=1, lineages=LINEAGES),
         "make_lease": make_lease,
         "lineages": LINEAGES,
-        "max_staleness": 1,
-        "groups_per_step": 4,
         "step": 3,
         "next_group_id": 12,
         "settled": range(12),
         "counters": Counters(),
     }
-    return Granting(**(settings | changes))
+    return Granting(make_settings(**of), **(settings | changes))
 
 
 def make_worker(name: str, installed: tuple[int, int] | None, capacity: int = 8) -> Member:
@@ -65,12 +88,150 @@ def test_admission_is_by_the_version_that_the_worker_holds() -> None:
     assert granted(granting, make_worker("w2", (1, 2))) == {}
 
 
+def test_a_closed_admission_is_told_without_looking_at_anybody() -> None:
+    granting = make_granting()
+    newest = PolicyVersion(2, 3)
+    assert not granting.is_closed(newest)
+    assert granting.is_closed(PolicyVersion(2, 1))  # (1 + 1 + 1) * 4 = 12: all are consumed
+    assert len(granted(granting, make_worker("w1", (2, 3), 100))["w1"]) == 8
+    assert granting.is_closed(newest)
+    assert granting.is_closed(None)
+    # A group that ends otherwise makes room for another.
+    granting.end(12, "failed")
+    assert not granting.is_closed(newest)
+    assert granted(granting, make_worker("w1", (2, 3), 100)) == {"w1": [20]}
+    assert granting.is_closed(newest)
+
+
+def test_a_closed_admission_does_not_keep_from_copies() -> None:
+    granting = make_granting(of={"hedge_factor": 1.5})
+    granted(granting, make_worker("w1", (2, 3), 100))
+    assert not granting.is_closed(PolicyVersion(2, 3))
+
+
+def test_a_lease_names_the_oldest_version_that_admission_lets_through() -> None:
+    granting = make_granting()
+    _, leases = granting.grant([make_worker("w1", (2, 3), 100)], now=0.0)
+    # The batch of step 4 may hold what v2 sampled, the next one only what v3 did; both versions
+    # are of the first lineage, too, which the second left at step 3.
+    wanted = {lease.group_id: lease.min_version for lease in leases["w1"]}
+    assert wanted == {n: PolicyVersion(1, 2 if n < 16 else 3) for n in range(12, 20)}
+    [record] = [r for r in granting.leases.worker_leases("w1") if r.group_id == 18]
+    record.is_confirmed = True
+    lost, _ = granting.reconcile(
+        make_worker("w1", (2, 3)), listing(), has_progress=False, resend_after_s=1.0, now=0.1
+    )
+    assert [lease.min_version for lease in lost] == [PolicyVersion(1, 3)]
+
+
+def test_a_lease_names_the_exact_version_of_its_worker_where_groups_must_not_mix() -> None:
+    granting = make_granting(of={"exact_version": True})
+    here = PolicyVersion(2, 3)
+    worker = make_worker("w1", (2, 3), 2)
+    _, leases = granting.grant([worker], now=0.0)
+    assert {lease.exact_version for lease in leases["w1"]} == {here}
+    [record] = [r for r in granting.leases.worker_leases("w1") if r.group_id == 12]
+    record.is_confirmed = True
+
+    def lost(member: Member) -> list[Lease]:
+        return granting.reconcile(
+            member, listing(), has_progress=False, resend_after_s=1.0, now=0.1
+        )[0]
+
+    # It is the same lease that is sent again, whatever is installed by now.
+    newer = make_worker("w1", (2, 4), 2)
+    assert [(lease.group_id, lease.exact_version) for lease in lost(newer)] == [(12, here)]
+    # One that the learner knows from a list only is for what the worker has then.
+    adopted = granting.leases.adopt(10, 0, "w1", now=0.0)
+    adopted.is_confirmed = True
+    assert [(le.group_id, le.exact_version) for le in lost(newer)] == [(10, PolicyVersion(2, 4))]
+    _, leases = make_granting().grant([worker], now=0.0)
+    assert {lease.exact_version for lease in leases["w1"]} == {None}
+
+
+def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:
+    def make_or_fail(group_id: int, attempt: int) -> Lease:
+        if group_id in (12, 14):
+            raise DataError("example 12: no chat template")
+        return make_lease(group_id, attempt)
+
+    granting = make_granting(make_lease=make_or_fail)
+    records, leases = granting.grant([make_worker("w1", (2, 3), 3)], now=0.0)
+    assert [lease.group_id for lease in leases["w1"]] == [13, 15, 16]
+    ended = [(r.group_id, r.reason) for r in records if isinstance(r, RecordEnd)]
+    assert ended == [(12, "prompt_error"), (14, "prompt_error")]
+    texts = [r.text for r in records if isinstance(r, Note)]
+    assert texts[0] == "group 12 is left out: example 12: no chat template"
+    assert granting.counters["discarded/prompt_error"] == 2
+
+
+def test_prompts_none_of_which_can_be_had_end_the_run() -> None:
+    def fail(group_id: int, attempt: int) -> Lease:
+        raise DataError("no chat template")
+
+    with pytest.raises(DataError, match="1000 prompts in a row cannot be used"):
+        make_granting(make_lease=fail).grant([make_worker("w1", (2, 3), 3)], now=0.0)
+
+
+def test_a_lower_bound_gates_new_leases_only_and_the_hard_one_is_never_passed() -> None:
+    granting = make_granting()
+    buffer = granting.buffer
+    buffer.admission_staleness = 0
+    # (0 + w + 1) * B = 16 for w = 3.
+    assert granted(granting, make_worker("w1", (2, 3), 100)) == {"w1": list(range(12, 16))}
+    assert granted(granting, make_worker("w2", (2, 3), 100)) == {}
+    assert granting.leases.num_running == 4
+    buffer.admission_staleness = 9
+    assert granted(granting, make_worker("w2", (2, 3), 100)) == {"w2": list(range(16, 20))}
+
+
 def test_the_worker_with_the_smaller_share_of_its_capacity_in_use_comes_first() -> None:
     workers = make_worker("w1", (2, 3), 2), make_worker("w2", (2, 3), 4)
     given = granted(make_granting(), *workers)
     assert {name: len(groups) for name, groups in given.items()} == {"w1": 2, "w2": 4}
-    given = granted(make_granting(groups_per_step=2, step=2, next_group_id=4), *workers)
+    given = granted(make_granting(of={"groups_per_step": 2}, step=2, next_group_id=4), *workers)
     assert {name: len(groups) for name, groups in given.items()} == {"w1": 2, "w2": 4}
+
+
+def with_places(name: str, installed: tuple[int, int], num_places: int) -> Member:
+    """Return a worker that holds eight groups and samples so many of them at one time."""
+    worker = make_worker(name, installed)
+    worker.stats = NodeStats(num_places=num_places)
+    return worker
+
+
+def test_nothing_waits_at_a_worker_before_it_has_shown_its_speed() -> None:
+    granting, worker = make_granting(), with_places("w1", (2, 3), 2)
+    assert granted(granting, worker) == {"w1": [12, 13]}
+    assert granted(granting, worker) == {}
+    granting.forecast.made("w1", num_tokens=10, seconds=1.0, now=0.0)
+    assert granted(granting, worker) == {"w1": list(range(14, 20))}
+
+
+@pytest.mark.parametrize(
+    ("lag_s", "expected"),
+    [
+        # Four more than now may be promised once "old" has v3, too: two of them are left to it.
+        (0.0, {"new": [12, 14, 16, 17], "old": [13, 15]}),
+        # The other is done with all before that.
+        (10.0, {"new": list(range(12, 20))}),
+        # It should have it by now, so it is not reckoned with.
+        (None, {"new": [12, 14, 16, 17, 18, 19], "old": [13, 15]}),
+    ],
+)
+def test_what_a_worker_can_do_once_it_has_newer_weights_is_left_to_it_if_that_is_soon(
+    lag_s: float | None, expected: dict[str, list[int]]
+) -> None:
+    granting = make_granting()
+    new, old = with_places("new", (2, 3), 1), with_places("old", (1, 2), 1)
+    now = 100.0
+    for name in ("new", "old"):
+        granting.forecast.made(name, num_tokens=10, seconds=1.0, now=now)
+    granting.forecast.installed("new", PolicyVersion(1, 2), now=50.0)
+    granting.forecast.installed("old", PolicyVersion(1, 2), now=50.0 + 2 * (lag_s or 0.0))
+    newest_at = now if lag_s is not None else now - 20.0
+    granting.forecast.installed("new", PolicyVersion(2, 3), now=newest_at)
+    assert granted(granting, new, old, now=now) == expected
 
 
 def test_who_has_no_weights_or_abandoned_ones_gets_nothing() -> None:
@@ -92,6 +253,18 @@ def test_returned_groups_are_granted_before_new_ones_and_settled_ones_never() ->
     granting.next_group_id = 15
     granting.settled.add(13)
     assert granted(granting, make_worker("w1", (2, 3), 3)) == {"w1": [12, 14, 15]}
+
+
+def test_a_group_that_came_back_too_often_ends_and_the_next_is_granted() -> None:
+    granting, worker = make_granting(), make_worker("w1", (2, 3), 1)
+    for _ in range(MAX_ATTEMPTS):
+        assert granted(granting, worker) == {"w1": [12]}
+        [record] = granting.leases.worker_leases("w1")
+        granting.leases.revoke(record)
+    records, leases = granting.grant([worker], now=0.0)
+    assert RecordEnd(12, "attempts_exhausted") in records
+    assert [lease.group_id for lease in leases["w1"]] == [13]
+    assert granting.counters["discarded/attempts_exhausted"] == 1
 
 
 def test_what_the_worker_lacks_is_sent_again_and_what_the_book_lacks_is_entered() -> None:
@@ -123,7 +296,7 @@ def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_
     assert len(granting.leases.expire(now=10.0)) == 2
     beat = listing((12, 0, 0), (13, 0, -1))
     granting.reconcile(worker, beat, has_progress=False, resend_after_s=2.0, now=10.1)
-    assert granting.leases.num_returned == 2
+    assert len(granting.leases._returned) == 2
     # 13 lies finished in its outbox; 12 still occupies its engine.
     assert (worker.num_strays, worker.is_stuck) == (1, True)
     assert granted(granting, worker) == {}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.leases import LeaseBook, num_admissible
+from echo.protocol.leases import LeaseBook, most_promised
 
 
 def admissible(**numbers: int) -> int:
@@ -12,7 +12,13 @@ def admissible(**numbers: int) -> int:
         "max_staleness": 2, "installed_step": 0, "step": 0, "groups_per_step": 4,
         "num_buffered": 0, "num_running": 0,
     }  # fmt: skip
-    return num_admissible(**(defaults | numbers))
+    return room(**(defaults | numbers))
+
+
+def room(*, step: int, groups_per_step: int, num_buffered: int, num_running: int, **of: int) -> int:
+    """Return how many more groups are admitted, as `Granting` counts them."""
+    promised = step * groups_per_step + num_buffered + num_running
+    return max(0, most_promised(groups_per_step=groups_per_step, **of) - promised)
 
 
 def test_the_worked_example() -> None:
@@ -52,8 +58,8 @@ def test_the_rule_is_that_of_filling_batches_in_order(
     lag: int, num_buffered: int, num_running: int, **numbers: int
 ) -> None:
     numbers["step"] = numbers["installed_step"] + lag
-    room = num_admissible(**numbers, num_buffered=num_buffered, num_running=num_running)
-    assert room == room_by_hand(**numbers, promised=num_buffered + num_running)
+    left = room(**numbers, num_buffered=num_buffered, num_running=num_running)
+    assert left == room_by_hand(**numbers, promised=num_buffered + num_running)
 
 
 # --- the book ------------------------------------------------------------------------------------
@@ -96,9 +102,9 @@ def test_a_group_with_another_lease_does_not_wait(book: LeaseBook) -> None:
     book.grant(3, "w1", now=0.0)
     book.grant(3, "w2", now=5.0)
     assert [record.worker_id for record in book.expire(now=10.0)] == ["w1"]
-    assert (book.num_running, book.num_returned) == (1, 0)
+    assert (book.num_running, len(book._returned)) == (1, 0)
     assert [record.worker_id for record in book.expire(now=15.0)] == ["w2"]
-    assert (book.num_running, book.num_returned) == (0, 1)
+    assert (book.num_running, len(book._returned)) == (0, 1)
 
 
 def test_the_oldest_returned_group_goes_first(book: LeaseBook) -> None:
@@ -115,7 +121,7 @@ def test_a_group_waits_once_and_not_while_it_is_leased(book: LeaseBook) -> None:
     book.return_group(4)
     book.grant(6, "w1", now=0.0)
     book.return_group(6)
-    assert book.num_returned == 1
+    assert len(book._returned) == 1
 
 
 def test_a_lease_from_before_a_restart_is_taken_up(book: LeaseBook) -> None:
@@ -123,7 +129,7 @@ def test_a_lease_from_before_a_restart_is_taken_up(book: LeaseBook) -> None:
         book.return_group(group_id)
     record = book.adopt(4, 2, "w1", now=3.0)
     assert (record.granted_at, record.attempt) == (3.0, 2)
-    assert book.num_returned == 1
+    assert len(book._returned) == 1
     assert book.grant(4, "w2", now=4.0).attempt == 3
     book.adopt(4, 0, "w3", now=5.0)
     assert book.num_attempts(4) == 4
@@ -136,7 +142,7 @@ def test_a_finished_group_leaves_nothing_behind(book: LeaseBook) -> None:
     book.grant(2, "w1", now=0.0)
     book.expire(now=10.0)
     assert book.finish(2) == []
-    assert book.num_returned == 0
+    assert len(book._returned) == 0
     assert not book.has_expired(2, 0, "w1")
     assert book.finish(99) == []
 
@@ -169,7 +175,7 @@ def test_every_open_group_is_leased_or_waits_and_never_both(
                     book.renew(record, num_tokens=1, now=now)
         leased = {group_id for group_id in range(5) if book.workers_of(group_id)}
         assert book.num_running == len(leased)
-        assert book.num_running + book.num_returned == len(open_groups)
+        assert book.num_running + len(book._returned) == len(open_groups)
         per_worker = sum(book.num_leases(f"w{i}") for i in range(3))
         assert per_worker == sum(len(book.workers_of(group_id)) for group_id in range(5))
 
@@ -185,4 +191,35 @@ def test_an_attempt_is_revoked_whoever_holds_it() -> None:
     assert book.num_running == 0
     assert book.next_returned() == 7
     book.revoke_attempt(7, 1)  # nobody holds it any more
-    assert book.num_returned == 0
+    assert len(book._returned) == 0
+
+
+def test_the_load_of_a_group_is_the_mean_of_what_its_worker_held_at_its_start_and_at_its_end() -> (
+    None
+):
+    book = LeaseBook(timeout_s=10.0)
+    for group_id in range(4):
+        book.grant(group_id, "w1", now=1.0)
+    book.note_load("w1", now=1.0)
+    book.grant(4, "w1", now=2.0)
+    book.note_load("w1", now=2.0)
+    assert book.load("w1", 0, 0) == 4.5  # 4 when it was granted, 5 now
+    assert book.load("w1", 4, 0) == 5
+    for group_id in (1, 2, 3):
+        book.finish(group_id)
+    assert book.load("w1", 0, 0) == 3
+    assert book.load("w2", 77, 0) == 1  # not in the book any more: only itself is known of
+
+
+def test_a_lease_that_was_given_back_does_not_come_back_by_an_old_list() -> None:
+    book = LeaseBook(timeout_s=10.0)
+    book.grant(3, "w1", now=0.0)
+    book.give_back(3, 0, "w1")
+    assert book.has_expired(3, 0, "w1")
+    assert book.num_leases("w1") == 0
+    assert book.next_returned() == 3
+    assert book.grant(3, "w1", now=1.0).attempt == 1
+    # Said twice, as when the answer is lost, it takes nothing from who has it now.
+    book.give_back(3, 0, "w1")
+    assert book.workers_of(3) == ["w1"]
+    assert book.next_returned() is None

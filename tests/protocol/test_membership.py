@@ -4,7 +4,6 @@ import pytest
 
 from echo.protocol.membership import Roster
 from echo.protocol.messages import Heartbeat, Hello, NodeStats
-from echo.protocol.topology import Site
 from echo.rollout import PolicyVersion
 
 
@@ -39,7 +38,6 @@ def test_a_node_is_known_then_a_member_then_gone(roster: Roster) -> None:
     member.is_member = True
     assert roster.members("worker") == [member]
     assert roster.members("relay") == []
-    assert roster.sites() == [Site("w1", "worker", None)]
     assert roster.deadline == 11.0
     assert roster.expire(now=10.9) == []
     assert roster.expire(now=11.0) == [member]

@@ -32,7 +32,6 @@ from tests.protocol.harness import (
     Run,
     make_group,
     make_image,
-    make_lease,
     message_of,
     state_of,
 )
@@ -156,7 +155,7 @@ def test_another_protocol_version_is_refused_with_both(
     def as_of_another_release(call: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with monkeypatch.context() as patch:
-                patch.setattr(codec, "PROTOCOL_VERSION", 2)
+                patch.setattr(codec, "PROTOCOL_VERSION", 3)
                 return call(*args, **kwargs)
 
         return wrapped
@@ -167,10 +166,10 @@ def test_another_protocol_version_is_refused_with_both(
     run.world.run(5.0)
     assert worker.stop is not None
     assert worker.stop.reason == "protocol_version"
-    assert "speaks protocol version 1, this node 2" in str(worker.stop.error)
+    assert "speaks protocol version 2, this node 3" in str(worker.stop.error)
     refuser = relay if first == "relay" else learner
     assert refuser.session.counters["refused/protocol_version"] >= 1
-    assert any("w1 speaks protocol version 2" in note for note in refuser.notes)
+    assert any("w1 speaks protocol version 3" in note for note in refuser.notes)
 
 
 def test_a_second_process_of_the_same_name_is_refused_and_the_first_goes_on(
@@ -385,7 +384,7 @@ def test_after_a_hiccup_of_the_planned_parent_a_node_returns_to_it(tmp_path: Pat
     run = Run(tmp_path, dead_after_s=4.0)
     _, _, [worker] = start_all(run)
     run.world.run(5.0)
-    peer = worker.session._weights.current.peer
+    peer = worker.session._weights._lanes[0].current.peer
     run.world.perform(worker, worker.session.disconnected(peer, "reset", now=run.world.now))
     run.world.run(7.0)
     assert worker.session.stats().parent == "learner"
@@ -419,7 +418,7 @@ def test_a_worker_that_leaves_gives_its_groups_back_at_once(tmp_path: Path) -> N
     run.world.perform(worker, worker.session.leave("done here"))
     run.world.run(4.1)
     assert learner.session.leases.num_leases("w1") == 0
-    assert learner.session.leases.num_returned == 3
+    assert len(learner.session.leases._returned) == 3
     assert not learner.session.roster.nodes
 
 
@@ -480,7 +479,7 @@ def test_a_hung_engine_loses_its_leases_and_is_given_no_more(tmp_path: Path) -> 
     assert learner.session.leases.num_leases("w1") == 3
     run.start_worker("w2")
     run.world.run(40.0)
-    assert len(hung.session.running) == 1
+    assert len(hung.session.drafts.running) == 1
     assert learner.session.leases.num_leases("w1") == 0
     assert learner.session.counters["leases_expired"] == 3
     assert len(run.trained()) > 40
@@ -493,8 +492,8 @@ def test_leases_that_wait_behind_a_long_group_do_not_expire(tmp_path: Path) -> N
     worker = run.start_worker("w1")
 
     def report(num_tokens: int) -> None:
-        for key in worker.session.running:
-            worker.session.running[key] = num_tokens
+        for draft in worker.session.drafts.running.values():
+            draft.num_progress = num_tokens
         run.world.later(0.5, lambda: report(num_tokens + 1))
 
     report(1)
@@ -593,19 +592,6 @@ def deliver(run: Run, group_id: int, **changes: Any) -> tuple[Any, list[Any]]:
     return (acks[0] if acks else None), actions
 
 
-@pytest.fixture
-def hung_run(tmp_path: Path) -> Run:
-    """A run whose only worker holds the groups 0, 1 and 2 and never finishes one."""
-    run = Run(tmp_path)
-    run.start_learner()
-    worker = run.start_worker("w1")
-    worker.on_action.__self__.is_hung = True
-    run.world.run(3.0)
-    worker.session.returned([make_lease(0, 0)])
-    assert sorted(group_id for group_id, _ in worker.session.queue) == [0, 1, 2]
-    return run
-
-
 def change(group: Any, **fields: Any) -> Any:
     """Return a group whose first rollout has other arrays."""
     first = dataclasses.replace(group.rollouts[0], **fields)
@@ -646,6 +632,19 @@ def test_results_are_judged_by_their_content(hung_run: Run) -> None:
     assert type(actions[0]).__name__ == "StoreGroup"
 
 
+def test_mixed_versions_are_refused_where_a_lease_names_one(hung_run: Run) -> None:
+    learner = hung_run.learner
+    first = make_group(0, PolicyVersion(1, 0)).rollouts[0].policy_versions.copy()
+    first[-1] = 1, 1
+    group = change(make_group(0, PolicyVersion(1, 0)), policy_versions=first)
+    settings = learner._intake.settings
+    learner._intake.settings = dataclasses.replace(settings, exact_version=True)
+    assert deliver(hung_run, 0, group=group)[0].reason == "mixed_versions"
+    learner._intake.settings = settings
+    # Elsewhere only that the learner has not published it yet is wrong with it.
+    assert deliver(hung_run, 0, group=group)[0].reason == "version_from_the_future"
+
+
 def test_a_group_is_acknowledged_only_after_it_is_stored_and_once(hung_run: Run) -> None:
     ack, actions = deliver(hung_run, 0)
     assert ack is None
@@ -665,12 +664,12 @@ def test_a_late_result_of_a_group_granted_again_wins_if_it_is_the_first(hung_run
     learner = hung_run.world.process("learner")
     record = learner.session.leases.worker_leases("w1")[0]
     learner.session.leases.revoke(record)
-    assert learner.session.leases.num_returned == 1
+    assert len(learner.session.leases._returned) == 1
     ack, actions = deliver(hung_run, 0)
     assert ack is None
     assert type(actions[0]).__name__ == "StoreGroup"
     learner.session.stored(0, now=3.0)
-    assert learner.session.leases.num_returned == 0
+    assert len(learner.session.leases._returned) == 0
 
 
 def test_a_group_that_keeps_failing_to_arrive_is_given_up(hung_run: Run) -> None:
@@ -688,32 +687,33 @@ def test_an_acknowledgement_takes_a_lease_from_the_queue(hung_run: Run) -> None:
     ack = Ack(group_id=1, attempt=0, outcome="duplicate")
     control = worker.session._control.peer
     worker.session.receive(control, codec.encode(ack, source="learner", target="w1"), now=3.0)
-    assert sorted(group_id for group_id, _ in worker.session.queue) == [0, 2]
+    assert sorted(group_id for group_id, _ in worker.session.drafts.queue) == [0, 2]
 
 
 def test_a_full_outbox_stops_leases_until_it_is_acknowledged(hung_run: Run) -> None:
     worker = hung_run.world.process("w1")
     session = worker.session
     session.outbox.max_parcels = 1
-    [lease] = session.take_leases(1)
-    session.finished(make_group(lease.group_id, PolicyVersion(1, 0)), now=3.0)
+    [draft] = session.take(1, group_size=2)
+    session.finished(make_group(draft.lease.group_id, PolicyVersion(1, 0)), now=3.0)
     assert session.outbox.is_full
     assert session.capacity() == 0
-    assert session.take_leases(1) == []
+    assert session.take(1, group_size=2) == []
     ack = codec.encode(Ack(group_id=0, attempt=0, outcome="accepted"), source="l", target="w1")
     actions = session.receive(session._control.peer, ack, now=3.1)
     assert isinstance(message_of(actions[-1].frames), Heartbeat)
     assert session.capacity() == 3
 
 
-def test_leases_that_an_engine_gives_back_are_begun_again(hung_run: Run) -> None:
+def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones(hung_run: Run) -> None:
     session = hung_run.world.process("w1").session
-    leases = session.take_leases(2)
-    session.progress(leases[0], 7)
-    assert [state.num_tokens for state in session.lease_states()] == [0, 7, 0]
-    session.returned(leases)
-    assert not session.running
-    assert [lease.group_id for lease in session.take_leases(3)] == [0, 1, 2]
+    drafts = session.take(2, group_size=2)
+    drafts[1].num_progress = 7
+    session.park(drafts[1])
+    states = {state.group_id: state for state in session.lease_states()}
+    assert [states[i].num_tokens for i in range(3)] == [0, 7, 0]
+    assert [states[i].is_waiting for i in range(3)] == [False, True, True]
+    assert [draft.lease.group_id for draft in session.take(3, group_size=2)] == [1, 2]
 
 
 def test_a_node_that_is_not_known_is_told_to_say_hello(tmp_path: Path) -> None:

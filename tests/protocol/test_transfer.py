@@ -28,10 +28,10 @@ def make_transfer() -> Transfer:
 def test_a_new_arena_fills_chunk_by_chunk_whatever_their_order_and_their_type() -> None:
     transfer = make_transfer()
     assert len(transfer.arena) == len(IMAGE)
-    assert transfer.missing_ranges() == ((0, 3),)
+    assert transfer.missing() == ((0, 3),)
     transfer.hold(2, bytearray(IMAGE[2048:]))  # shorter than the others
     transfer.hold(0, memoryview(IMAGE)[:1024])
-    assert transfer.missing_ranges() == ((1, 2),)
+    assert transfer.missing() == ((1, 2),)
     assert not transfer.is_complete
     transfer.hold(1, IMAGE[1024:2048])
     assert transfer.is_complete

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -26,10 +27,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def write_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that makes a module with a task importable: (name, source)."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return write
+
+
+@pytest.fixture
 def play(tmp_path: Path, model_dir: Path) -> Play:
     """Return a function that plays a scenario, a coroutine function of a `Run`."""
 
-    def run_scenario(scenario: Callable[[Run], Awaitable[None]], *, limit_s: float = 10) -> None:
+    def run_scenario(scenario: Callable[[Run], Awaitable[None]], *, limit_s: float = 100) -> None:
         async def main() -> None:
             async with asyncio.timeout(limit_s):
                 await scenario(Run(tmp_path, model_dir, MemoryNetwork()))

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 
 from echo.errors import StorageError
 from echo.protocol.codec import encode_group
-from echo.rollout import Group, Lineage, PolicyVersion, Rollout
+from echo.rollout import Group, Lineage, PolicyVersion, Rollout, trim_stale
 from echo.runtime import ledger as ledger_module
-from echo.runtime.ledger import History, Ledger, read_history, read_records
+from echo.runtime.history import History, read_history, read_records
+from echo.runtime.ledger import Ledger
 
 V0 = PolicyVersion(1, 0)
 OPEN: list[Ledger] = []
@@ -98,11 +100,44 @@ def test_what_happened_is_read_back_in_order(tmp_path: Path) -> None:
     assert all(record["at"] > 1.6e9 for record in found)
     accepted = found[2]
     assert (accepted["group"], accepted["attempt"], accepted["worker"]) == (0, 1, "w1")
-    assert (accepted["versions"], accepted["tokens"]) == ([[1, 0]], 10)
+    # The first token of each rollout is masked.
+    assert (accepted["versions"], accepted["version_tokens"]) == ([[1, 0]], [8])
+    assert accepted["tokens"] == 10
     assert accepted["rewards"] == [0.0, 0.1]
     assert accepted["spool"][:2] == ["000001.bin", 0]
     assert (found[3]["version"], found[3]["root"]) == ([1, 0], "0102")
     assert (found[4]["reason"], found[4]["step"]) == ("stale", 9)
+
+
+def test_a_group_of_several_versions_says_which_sampled_how_much(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    group = make_group(0)
+    versions = group.rollouts[0].policy_versions.copy()
+    versions[:4] = (2, 7)
+    swapped = replace(group.rollouts[0], policy_versions=versions)
+    store(ledger, replace(group, rollouts=(swapped, group.rollouts[1])))
+    [record] = [record for record in records(tmp_path) if record["kind"] == "accepted"]
+    assert (record["versions"], record["version_tokens"]) == ([[1, 0], [2, 7]], [5, 3])
+    # What a step says of the same group agrees.
+    staleness = ledger.trained([ledger.load(0, tuple(record["spool"]))], lineage=2, consumed_at=9)
+    assert staleness == {9: 5, 2: 3}
+
+
+def test_a_step_says_what_was_left_of_a_group_that_was_trimmed(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    group = make_group(0)
+    versions = group.rollouts[0].policy_versions.copy()
+    versions[2:] = (1, 7)
+    both = tuple(replace(rollout, policy_versions=versions) for rollout in group.rollouts)
+    store(ledger, replace(group, rollouts=both))
+    trimmed = trim_stale(replace(group, rollouts=both), step=9, max_staleness=2)
+    assert trimmed is not None
+    staleness = ledger.trained([trimmed, make_group(1)], lineage=1, consumed_at=9)
+    ledger.close()
+    accepted, step = records(tmp_path)[-2:]
+    assert accepted["versions"] == [[1, 0], [1, 7]]
+    assert step["trimmed"] == {"0": accepted["version_tokens"][1:]}
+    assert staleness[2] == accepted["version_tokens"][1]
 
 
 def test_a_step_is_recorded_with_the_staleness_of_its_trained_tokens(tmp_path: Path) -> None:

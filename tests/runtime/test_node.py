@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -36,7 +37,7 @@ def fail() -> list[Action]:
 
 def play(scenario: Callable[[Node, Script, MemoryNetwork], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             network, script = MemoryNetwork(), Script()
             transport = MemoryTransport(network, "node", "tcp://node:1")
             await transport.start()
@@ -92,6 +93,33 @@ def test_an_error_of_a_task_ends_it_and_everything_beside_it(
 
     play(scenario)
     assert "internal error" in caplog.text
+
+
+def test_work_that_the_end_overtakes_is_closed_before_it_began() -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        late: list[Coroutine[Any, Any, None]] = []
+
+        async def endless() -> None:
+            await asyncio.Event().wait()
+
+        async def begin_another() -> None:
+            try:
+                await endless()
+            finally:
+                late.append(endless())
+                node.spawn(late[-1], name="late")
+
+        node.spawn(begin_another(), name="first")
+        await asyncio.sleep(0)
+        late.append(endless())
+        node.stop("done")
+        node.spawn(late[-1], name="too late")
+        assert await running == "done"
+        assert [inspect.getcoroutinestate(work) for work in late] == [inspect.CORO_CLOSED] * 2
+
+    play(scenario)
 
 
 def test_a_message_is_answered_and_the_timer_fires() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from echo.algo.group_stats import GroupStats
+from echo.rollout import Group
 from echo.runtime.progress import RATE_WINDOW_S, Progress, describe_wait
 from tests.runtime.harness import Play, Run, running
 from tests.runtime.test_recovery import make_group
@@ -13,11 +16,13 @@ from tests.runtime.test_recovery import make_group
 
 def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
     progress = Progress(staleness_tokens={0: 100}, now=10.0)
-    progress.accepted(make_group(0), now=11.0)
-    progress.stepped(waited_s=1.5, trained_s=0.5, staleness={0: 3, 2: 1})
-    row = progress.step_metrics({"reward/mean": 0.5}, {0: 3, 2: 1}, bytes_sent=70, now=12.0)
+    group = make_group(0)
+    progress.accepted(group, now=11.0)
+    progress.stepped([group], waited_s=1.5, trained_s=0.5, staleness={0: 3, 2: 1})
+    row = progress.step_metrics({"loss/policy": 0.5}, {0: 3, 2: 1}, bytes_sent=70, now=12.0)
     assert row == {
-        "reward/mean": 0.5,
+        **GroupStats.of([group]).metrics(),
+        "loss/policy": 0.5,
         "time/step": 2.0,
         "time/train": 0.5,
         "time/wait_for_batch": 1.5,
@@ -28,9 +33,41 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
         "staleness/max": 2,
         "staleness/hist": {"0": 3, "2": 1},
     }
+    progress.stepped([group], waited_s=0.0, trained_s=0.5, staleness={})
     again = progress.step_metrics({}, {}, bytes_sent=100, now=13.0)
     assert (again["broadcast/bytes"], again["perf/tokens_per_s"]) == (30, 0.0)
     assert "staleness/mean" not in again
+
+
+def rewarded(group_id: int, *rewards: float) -> Group:
+    group = make_group(group_id)
+    [rollout] = group.rollouts[:1]
+    return replace(group, rollouts=tuple(replace(rollout, reward=reward) for reward in rewards))
+
+
+def test_groups_that_did_not_count_are_part_of_the_rewards_of_their_step() -> None:
+    progress = Progress(staleness_tokens={}, now=0.0)
+    for number, rewards in enumerate([(1, 1), (0, 0), (1, 1)]):
+        progress.left_out(rewarded(number, *rewards), "zero_variance", now=1.0)
+    for expected in ((0.625, 0.5, 0.25), (0.5, 0.0, 1.0)):
+        progress.stepped([rewarded(9, 1, 0)], waited_s=0.0, trained_s=1.0, staleness={})
+        row = progress.step_metrics({"reward/mean": 0.5}, {}, bytes_sent=0, now=2.0)
+        rewards = row["reward/mean"], row["groups/all_right"], row["groups/useful"]
+        assert row["groups/dropped/zero_variance"] == (0.75 if expected[2] < 1 else 0.0)
+        # Told with the first step that follows, and never again.
+        assert rewards == expected
+
+
+def test_a_useful_group_ends_a_barren_stretch() -> None:
+    progress = Progress(staleness_tokens={}, now=0.0)
+    progress.left_out(rewarded(0, 0, 0), "zero_variance", now=1.0)
+    progress.left_out(rewarded(1, 0, 0), "zero_variance", now=1.0)
+    assert progress.barren.num_groups == 2
+    assert "choose easier prompts" in progress.describe_barren(3)
+    progress.accepted(rewarded(2, 0, 1), now=1.0)
+    assert progress.barren.num_groups == 0
+    progress.left_out(rewarded(3, 1, 1), "zero_variance", now=1.0)
+    assert "the task is solved, and the run ends at step 3" in progress.describe_barren(3)
 
 
 def test_only_recent_groups_count_for_the_rate() -> None:
@@ -48,12 +85,30 @@ def test_the_learner_says_whom_it_waits_for(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner()
         async with running(learner):
-            await asyncio.sleep(0.05)
+            while not run.snapshots:  # noqa: ASYNC110, a list has no events
+                await asyncio.sleep(0.01)
             assert describe_wait(learner.session) == "2 groups; no worker has joined yet"
         [snapshot] = run.snapshots[-1:]
         assert snapshot.waiting_for == "2 groups; no worker has joined yet"
         assert (snapshot.step, snapshot.max_steps, snapshot.num_buffered) == (0, 3, 0)
         assert snapshot.broadcast_done == 1.0
+
+    play(scenario)
+
+
+def test_the_learner_says_that_what_comes_is_of_no_use(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            run={"max_steps": 1000},
+            task={"kind": "tests.runtime.rewards:AlwaysRight"},
+            batch={"keep_zero_variance": False, "max_barren_batches": 30},
+            ui={"refresh_per_s": 30},
+        )
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        texts = [snapshot.waiting_for for snapshot in run.snapshots]
+        assert any("; nothing could be learned from the last" in text for text in texts)
+        assert run.snapshots[-1].refused["zero_variance"] >= 60
 
     play(scenario)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from echo.errors import DataError
 from echo.runtime.prompts import CACHED_LEASES, PromptSource
 from echo.tasks.task import Example, Task
 
@@ -70,3 +71,22 @@ def test_no_heldout_prompt_is_used_twice(num_heldout: int | None, expected: int)
     found = make(task=Counting(num_heldout)).heldout(8)
     assert [example.prompt for example, _ in found] == [f"heldout {i}" for i in range(expected)]
     assert [ids for _, ids in found] == [[1, i] for i in range(expected)]
+
+
+def test_prompts_that_cannot_be_had_are_found_before_a_run_begins() -> None:
+    def encode(example: Example) -> list[int]:
+        if example.index == 7:
+            raise DataError("no chat template")
+        return [1]
+
+    source = PromptSource(Counting(), encode=encode, seed=0, num_examples=None)
+    with pytest.raises(DataError, match="example 7: no chat template"):
+        source.check()
+    seen: list[int] = []
+
+    def encode_one_of_few(example: Example) -> list[int]:
+        seen.append(example.index)
+        return encode(example)
+
+    PromptSource(Counting(), encode=encode_one_of_few, seed=0, num_examples=5).check()
+    assert sorted(seen) == [0, 1, 2, 3, 4]

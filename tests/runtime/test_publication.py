@@ -5,6 +5,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from echo.engine.version_images import VersionImages
 from echo.engine.weights import tensors_from_image
 from echo.protocol.manifest import verify
 from echo.rollout import PolicyVersion
@@ -23,7 +24,7 @@ def test_a_publication_is_signed_and_rounded() -> None:
         version(4),
         run_id="toy",
         model_digest="m",
-        dtype="bfloat16",
+        images=VersionImages("bfloat16", block_bytes=1024),
         chunk_bytes=1024,
         key=key,
     )
@@ -89,3 +90,16 @@ def test_versions_that_nobody_takes_are_forgotten() -> None:
     for step in range(10 * MAX_PENDING):
         pace.published(version(step), num_bytes=1, now=float(step))
     assert not pace.received([version(8 * MAX_PENDING)], now=1e6, train_s=1.0)
+
+
+def test_a_lower_bound_shortens_the_period_and_a_higher_one_gives_it_back() -> None:
+    pace = PublishPace(period=4, is_auto=False, max_staleness=6)
+    for bound, period in ((5, 4), (2, 3), (0, 1), (6, 4)):
+        pace.limit(bound)
+        assert pace.period == period
+    pace = PublishPace(period=4, is_auto=True, max_staleness=6)
+    pace.limit(1)
+    assert pace.period == 2
+    pace.published(version(0), num_bytes=1, now=0.0)
+    pace.received([version(0)], now=50.0, train_s=1.0)
+    assert pace.period == 2  # 50 steps long, and the bound lets it be S + 1

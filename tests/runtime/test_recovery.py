@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +103,7 @@ def test_what_was_trained_after_the_checkpoint_waits_again(run_dir: Path) -> Non
     assert start.ends == {3: "abandoned_version"}
     assert start.open_attempts == {4: 2}
     assert start.settled == {0, 1, 2, 3, 5}
-    assert start.next_group_id == 5
+    assert start.next_group_id == 6
     assert start.staleness_tokens == {0: 4}
 
 
@@ -110,6 +111,20 @@ def test_what_is_too_old_by_then_ends_as_stale(run_dir: Path) -> None:
     start = resume(run_dir, max_staleness=0)
     assert start.ends == {1: "stale", 3: "abandoned_version"}
     assert [group.group_id for group in resume(run_dir, max_staleness=0).buffered] == [2]
+
+
+def test_what_is_only_in_part_too_old_stays_without_that_part(run_dir: Path) -> None:
+    with opened(run_dir) as ledger:
+        group = make_group(6)
+        versions = np.array([[1, 0], [1, 1]], np.int32)
+        rollout = replace(group.rollouts[0], policy_versions=versions)
+        store(ledger, replace(group, rollouts=(rollout, rollout)))
+        for trims_stale in (False, True):
+            start = recover(ledger, run_id="toy", max_staleness=0, trims_stale=trims_stale)
+            assert start.ends.get(6) == (None if trims_stale else "stale")
+    [group] = [group for group in start.buffered if group.group_id == 6]
+    assert group.rollouts[0].completion_mask.tolist() == [False, True]
+    assert group.is_trimmed
 
 
 def test_two_crashes_from_one_checkpoint_are_two_lineages(run_dir: Path) -> None:

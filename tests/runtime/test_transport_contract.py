@@ -1,22 +1,26 @@
-"""One contract for every transport: ZeroMQ over loopback, and memory over a simulated network."""
+"""One contract for every transport: ZeroMQ, plain and encrypted, and simulated memory."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Awaitable, Callable
 
 import pytest
 import uvloop
 
 from echo.errors import TransportError
+from echo.runtime.curve import CurveKeys, Join
 from echo.runtime.transport import (
+    MESSAGE_OVERHEAD_BYTES,
     Connected,
     Disconnected,
     Received,
     Transport,
     TransportEvent,
     TransportOptions,
+    parse_address,
 )
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.transport_zmq import ZmqTransport
@@ -28,12 +32,15 @@ OPTIONS = TransportOptions(
     max_unread_messages=16,
     max_burst_messages=64,
     max_burst_bytes=4 << 20,
-    heartbeat_s=0.1,
-    dead_after_s=0.5,
+    # Nobody is found dead, and no last words are lost, because of a busy machine.
+    heartbeat_s=100.0,
+    dead_after_s=1000.0,
     min_redial_s=0.02,
     max_redial_s=0.1,
-    linger_s=0.5,
+    linger_s=30.0,
 )
+HASTY = dataclasses.replace(OPTIONS, linger_s=0.1)
+"""For who leaves with something unsaid."""
 
 
 class Node:
@@ -64,6 +71,7 @@ class World:
     """Makes transports of one kind that can reach one another, and closes them."""
 
     def __init__(self, kind: str) -> None:
+        self._is_encrypted = kind == "curve"
         self._network = MemoryNetwork() if kind == "memory" else None
         self._stack = contextlib.AsyncExitStack()
         self._names = iter("abcdefgh")
@@ -71,12 +79,16 @@ class World:
     async def node(self, listen: str | None = None, options: TransportOptions = OPTIONS) -> Node:
         transport: Transport
         if self._network is None:
-            transport = ZmqTransport(listen, options)
+            transport = ZmqTransport(listen, options, self._keys())
         else:
             transport = MemoryTransport(self._network, next(self._names), listen, options)
         self._stack.push_async_callback(transport.close)
         await transport.start()
         return Node(transport)
+
+    def _keys(self) -> CurveKeys | None:
+        join = Join("tcp://learner:1", bytes(16))
+        return CurveKeys.of_node("relay", join) if self._is_encrypted else None
 
     async def pair(self, options: TransportOptions = OPTIONS) -> tuple[Node, Node, str, str]:
         """Return listener, dialler, the dialler's id there, and the listener's id here."""
@@ -99,23 +111,24 @@ class World:
 
 async def insist(node: Node, peer: str, frames: list[bytes]) -> None:
     """Send as soon as there is room."""
-    for _ in range(5000):
-        if node.transport.send(peer, frames):
-            return
+    while not node.transport.send(peer, frames):  # noqa: ASYNC110, nothing tells of it
         await asyncio.sleep(0.001)
-    pytest.fail("no room in five seconds")
 
 
 Scenario = Callable[[World], Awaitable[None]]
 
 
-@pytest.fixture(params=["zmq-asyncio", "zmq-uvloop", "memory-asyncio", "memory-uvloop"])
+@pytest.fixture(
+    params=[
+        f"{kind}-{loop}" for kind in ("zmq", "curve", "memory") for loop in ("asyncio", "uvloop")
+    ]
+)
 def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
     kind, _, loop = request.param.partition("-")
 
     async def bounded(scenario: Scenario) -> None:
         world = World(kind)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             try:
                 await scenario(world)
             finally:
@@ -150,7 +163,7 @@ def test_a_listener_tells_its_real_port(run: Run) -> None:
         address = listener.transport.listen_address
         assert address is not None
         assert address.startswith("tcp://127.0.0.1:")
-        assert int(address.rpartition(":")[2]) > 0
+        assert parse_address(address)[1] > 0
         assert (await world.node()).transport.listen_address is None
 
     run(scenario)
@@ -282,15 +295,18 @@ def test_a_peer_that_does_not_read_is_refused_and_disturbs_nobody(run: Run) -> N
     run(scenario)
 
 
-@pytest.mark.slow
 def test_tiny_messages_are_bounded_too(run: Run) -> None:
     async def scenario(world: World) -> None:
-        listener, _, child, _ = await world.pair()
+        listener, _, child, _ = await world.pair(HASTY)
+        chunk, num_refused = bytes(1 << 18), 0
+        while num_refused < 50:  # what the kernels hold is not ours to bound, so it is filled first
+            if not listener.transport.send(child, [chunk]):
+                num_refused += 1
+                await asyncio.sleep(0.002)
         accepted = 0
         while listener.transport.send(child, [b""]):
             accepted += 1
-        assert accepted < 200_000
-        assert listener.transport.stats().refused_sends == 1
+        assert 0 < accepted <= OPTIONS.max_unsent_bytes / MESSAGE_OVERHEAD_BYTES
 
     run(scenario)
 
@@ -380,6 +396,9 @@ def test_after_hanging_up_on_an_inbound_peer_its_messages_are_discarded(run: Run
         assert other.transport.send(up, [b"wanted"])
         newcomer = await listener.expect(Connected)
         assert await listener.message() == (newcomer.peer, [b"wanted"])
+        while not listener.transport.stats().discarded_messages:  # its link may be the slower one
+            assert other.transport.send(up, [b"more"])
+            assert await listener.message() == (newcomer.peer, [b"more"])
         assert listener.transport.stats().discarded_messages == 1
 
     run(scenario)
@@ -405,7 +424,7 @@ def test_close_wakes_the_receiver_and_ends_everything(run: Run) -> None:
         waiting = asyncio.create_task(dialler.transport.receive())
         await asyncio.sleep(0.01)
         dialler.transport.dial("tcp://127.0.0.1:9")
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             await dialler.transport.close()
             await dialler.transport.close()
         with pytest.raises(TransportError, match="closed"):

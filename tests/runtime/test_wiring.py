@@ -8,6 +8,9 @@ import pytest
 from echo.config.load import parse_config
 from echo.errors import TransportError
 from echo.runtime import wiring
+from echo.runtime.kernel import KernelFacts
+
+KEY = "k" * 42 + "A"
 
 
 @pytest.mark.parametrize(
@@ -18,6 +21,9 @@ from echo.runtime import wiring
         ("tcp://0.0.0.0:7700", None, None),
         ("tcp://[::]:7700", None, None),
         ("tcp://0.0.0.0:7700", "tcp://gpu.example:7700", "tcp://gpu.example:7700"),
+        (f"tcp://10.0.0.1:7700#{KEY}", None, f"tcp://10.0.0.1:7700#{KEY}"),
+        (f"tcp://0.0.0.0:7700#{KEY}", None, None),
+        (f"tcp://0.0.0.0:7700#{KEY}", "tcp://gpu.example:1", f"tcp://gpu.example:1#{KEY}"),
     ],
 )
 def test_only_an_address_that_others_can_dial_is_told(
@@ -59,3 +65,42 @@ def test_a_port_in_use_is_named() -> None:
             await first.close()
 
     asyncio.run(scenario())
+
+
+def test_a_plain_listener_on_a_network_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(listen: str) -> None:
+        transport = await wiring.start_transport(parse_config({})[0].network, listen)
+        await transport.close()
+
+    asyncio.run(scenario("tcp://127.0.0.1:0"))
+    assert "security.curve" not in caplog.text
+    asyncio.run(scenario("tcp://0.0.0.0:0"))
+    assert "security.curve is false: whoever reaches tcp://0.0.0.0:0 can read" in caplog.text
+
+
+def test_no_address_of_a_node_bears_the_secret() -> None:
+    join = f"tcp://a:1#{KEY}.{'s' * 22}"
+    config, _ = parse_config({"worker": {"connect": ["tcp://b:2", join]}})
+    settings = wiring.node_settings(
+        config, "worker", node_id="n", advertise=None, max_image_bytes=1
+    )
+    assert settings.addresses == ("tcp://b:2", f"tcp://a:1#{KEY}")
+
+
+def test_sockets_per_link_are_the_users_or_follow_from_the_kernel() -> None:
+    network = parse_config({}, ["network.sockets_per_link=3"])[0].network
+    assert wiring.sockets_per_link(network, "tcp://127.0.0.1:1") == 3
+    network = parse_config({})[0].network
+    assert wiring.sockets_per_link(network, "tcp://127.0.0.1:1") == 1
+    assert 1 <= wiring.sockets_per_link(network, f"tcp://10.0.0.5:1#{KEY}") <= 8
+
+
+def test_the_kernel_matters_for_links_between_machines(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = KernelFacts(congestion_control="cubic", can_use_bbr=False, is_bbr_available=True)
+    monkeypatch.setattr(wiring, "read_facts", lambda: facts)
+    wiring.warn_of_kernel(None, "tcp://127.0.0.1:1", f"tcp://localhost:1#{KEY}")
+    assert caplog.text == ""
+    wiring.warn_of_kernel(None, "tcp://10.0.0.5:1")
+    assert "tcp_allowed_congestion_control" in caplog.text

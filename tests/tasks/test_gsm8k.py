@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from echo.errors import ConfigError, DataError
-from echo.tasks.gsm8k import Gsm8kTask, extract_answer, is_equal
+from echo.tasks.gsm8k import Gsm8kTask
 from echo.tasks.task import Example
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
@@ -18,30 +18,6 @@ pytest.importorskip("math_verify")
 def reward(reference: str, completion: str) -> float:
     example = Example(index=0, split="train", prompt="?", answer=reference)
     return Gsm8kTask().reward(example, completion)
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("6 * 7 = 42\n#### 42", "42"),
-        ("#### 41\nNo, wait.\n#### $42.00.", "42.00"),
-        ("####\n1,234,567", "1234567"),
-        (r"So \boxed{\frac{1}{2}} it is, 3 times", r"\frac{1}{2}"),
-        (r"\boxed{12} then \boxed{\text{about } 13}", "13"),
-        ("first 3, then 4.5 apples.", "4.5"),
-        ("**-17**", "-17"),
-        ("7 - 12 = -5", "-5"),
-        ("between 10-12", "12"),
-        ("half: .5", ".5"),
-        ("it costs $1,250.", "1250"),
-        ("#### ", None),
-        ("ends with 8 ####", "8"),
-        ("nothing here", None),
-        (r"\boxed{unclosed", None),
-    ],
-)
-def test_the_final_answer_is_found(completion: str, answer: str | None) -> None:
-    assert extract_answer(completion) == answer
 
 
 @pytest.mark.parametrize(
@@ -120,9 +96,3 @@ def test_all_references_of_the_data_set_are_right_and_perturbed_ones_wrong(
         assert task.reward(example, json.loads(line)["answer"]) == 1.0, example
         wrong = float(example.answer) + rng.choice([-10, -1, 0.5, 1, 9])
         assert task.reward(example, f"#### {wrong:f}") == 0.0, example
-
-
-def test_equality_is_of_values() -> None:
-    assert is_equal("3", "3.000")
-    assert not is_equal("3", "3.001")
-    assert not is_equal("3", "")

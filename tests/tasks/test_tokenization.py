@@ -12,6 +12,7 @@ from echo.tasks.tokenization import (
     asset_files,
     decode,
     encode_prompt,
+    encode_turn,
     load_tokenizer,
     stop_ids,
     tokenizer_digests,
@@ -138,3 +139,53 @@ def test_a_missing_or_unusable_directory_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match=r"no config\.json"):
         asset_files(tmp_path)
+
+
+TURNS = (
+    "{% for m in messages %}<bos>{{ m.role | length }}:{{ m.content }}<eos>;{% endfor %}"
+    "{% if add_generation_prompt %}<bos>9:{% endif %}"
+)
+
+
+def test_a_turn_of_the_environment_continues_the_conversation(plain: Path) -> None:
+    """What was sampled and what is said make the ids that the whole would have."""
+    tokenizer = load_tokenizer(plain, chat_template=TURNS)
+    stops = stop_ids(tokenizer, plain)
+    prompt = encode_prompt(tokenizer, "1+1", chat_template_kwargs={})
+    sampled = [*tokenizer("=3", add_special_tokens=False)["input_ids"], stops[0]]
+    said = [{"role": "user", "content": "0"}, {"role": "tool", "content": "7"}]
+    ids = encode_turn(tokenizer, said, stop_ids=stops, chat_template_kwargs={})
+    conversation = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "=3"},
+        *said,
+    ]
+    whole = encode_prompt(tokenizer, conversation, chat_template_kwargs={})
+    assert [*prompt, *sampled, *ids] == whole
+    assert text_of(ids) == ";<bos>4:0<eos>;<bos>4:7<eos>;<bos>9:"
+
+
+def test_a_turn_without_a_template_is_its_contents(plain: Path) -> None:
+    said = [{"role": "user", "content": "1+"}, {"role": "user", "content": "2="}]
+    ids = encode_turn(load_tokenizer(plain), said, stop_ids=[0], chat_template_kwargs={})
+    assert text_of(ids) == "1+2="
+
+
+def test_a_template_that_closes_turns_without_a_stop_token_is_kept_whole(plain: Path) -> None:
+    tokenizer = load_tokenizer(plain, chat_template=TEMPLATE)
+    said = [{"role": "user", "content": "0"}]
+    ids = encode_turn(tokenizer, said, stop_ids=[2], chat_template_kwargs={})
+    assert text_of(ids) == ";<bos>4:0;="
+
+
+def test_a_template_that_drops_what_was_said_is_refused(plain: Path) -> None:
+    tokenizer = load_tokenizer(plain, chat_template="{{ messages[-1].content }}")
+    said = [{"role": "user", "content": "0"}]
+    with pytest.raises(DataError, match=r"leaves out what the assistant says; .*chat_template"):
+        encode_turn(tokenizer, said, stop_ids=[2], chat_template_kwargs={})
+
+
+def test_tools_reach_the_template(plain: Path) -> None:
+    tokenizer = load_tokenizer(plain, chat_template="{% for t in tools %}{{ t.n }}{% endfor %}=")
+    ids = encode_prompt(tokenizer, "1", chat_template_kwargs={}, tools=[{"n": 4}, {"n": 2}])
+    assert text_of(ids) == "42="

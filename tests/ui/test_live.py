@@ -178,12 +178,12 @@ def test_update_never_waits_for_a_paused_terminal(make_snapshot) -> None:
     class Paused(Terminal):
         def write(self, text: str) -> int:
             is_writing.set()
-            resumed.wait(10)
+            resumed.wait(120)
             return super().write(text)
 
     view = LiveView(terminal_console(Paused()), refresh_per_s=1000)
     view.update(make_snapshot())
-    assert is_writing.wait(10)
+    assert is_writing.wait(120)
     # The drawing thread is stuck now; were these drawn by the caller, they would be stuck as well.
     for step in range(100):
         view.update(make_snapshot(step=step))

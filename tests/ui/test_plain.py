@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from echo.ui.plain import PlainLog
+from tests.ui.test_sections import COST
 
 
 class Clock:
@@ -34,6 +35,11 @@ def test_step_line_says_it_all(log: PlainLog, make_snapshot) -> None:
         "[1:10] step 7/10  reward 0.700  staleness 0.50 (max 2 of 3)  1 worker (1 lost)  "
         "1.23k tokens/s  idle 25%  refused stale 4"
     ]
+
+
+def test_a_step_says_what_it_costs_where_there_are_prices(log: PlainLog, make_snapshot) -> None:
+    [line] = log.lines_for(make_snapshot(**QUIET, cost=COST))
+    assert "$16.20/h ($3.46 so far, 2 on standby)" in line
 
 
 def test_a_step_is_told_once_and_fast_steps_are_skipped(

@@ -105,7 +105,7 @@ def test_ledger_counts_only_the_surviving_line(tmp_path: Path) -> None:
     write(tmp_path / "ledger.jsonl", records, tail='{"kind": "tra')
     totals = read_ledger(tmp_path)
     assert totals.staleness_tokens == {0: 8, 1: 5, 2: 3}
-    assert (totals.num_trained, totals.num_accepted, totals.num_tokens) == (2, 2, 16)
+    assert (totals.num_trained, totals.num_tokens) == (2, 16)
     assert totals.discarded == {"stale": 1}
     assert totals.lineage_starts == [100.0, 200.0]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.metrics import NodeView
+from echo.metrics import CostView, NodeView
 from echo.ui import sections
 
 
@@ -63,3 +63,31 @@ def test_long_waits_wrap_and_end_visibly_cut(make_snapshot) -> None:
     assert len(rows) == 4
     assert rows[2].plain.startswith("learner  idle 25%   waits for 12 groups; 9 on w3")
     assert rows[3].plain.rstrip().endswith("...")
+
+
+COST = CostView(
+    per_h=16.2,
+    total=3.456,
+    per_million_tokens=1.25,
+    standby_per_h=14.0,
+    unconfirmed_per_h=0.0,
+    budget_per_run=20.0,
+    num_active=1,
+    num_standby=2,
+    decision="fewer or cheaper workers are enough: 1 of 3 workers active",
+)
+
+
+def test_costs_have_a_row_and_the_last_decision_another(make_snapshot) -> None:
+    without = sections.status(make_snapshot(), 120, num_wait_rows=1, ascii_only=True)
+    rows = sections.status(make_snapshot(cost=COST), 140, num_wait_rows=1, ascii_only=True)
+    assert [row.plain.rstrip() for row in rows[len(without) :]] == [
+        "cost     $16.20/h   $3.46 so far of $20.00   $1.25 per million tokens   "
+        "1 active, 2 on standby   $14.00/h for machines on standby",
+        "         fewer or cheaper workers are enough: 1 of 3 workers active",
+    ]
+
+
+def test_in_a_narrow_view_what_it_costs_goes_first(make_snapshot) -> None:
+    row = sections.status(make_snapshot(cost=COST), 60, num_wait_rows=1, ascii_only=True)[-2]
+    assert row.plain.rstrip() == "cost     $16.20/h   $3.46 so far of $20.00"

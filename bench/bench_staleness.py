@@ -1,0 +1,230 @@
+"""Train at given lags and with every correction: what staleness costs, and what wins it back.
+
+Each run is colocated.py's: the real trainer, engine, task and small model in one process, where
+groups wait for their step as long as the lag says. A run adds its row to the rows file as it ends,
+so the grid can be filled over several sessions; --report makes results and plots of what is there.
+
+    python bench/bench_staleness.py --experiments fixed addition --jobs 2 --resume
+    python bench/bench_staleness.py --experiments fixed addition --report
+
+addition, countdown   GRPO on the task of that name, lag fixed and drawn evenly from 0 up
+fixed                 every correction on addition, each group exactly 11 versions old
+delays                the same at HeteroRL's delays: lognormal, 60 to 1800 s, in both directions
+chosen                what the fixed lag recommends, beside GRPO, at smaller fixed lags
+
+Advantages are divided by their group's spread for every loss, so that losses differ in nothing but
+how they correct. All else is the quickstart's, but for the number of steps and held-out prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness import add_row, read_rows
+
+CONFIGS = {"addition": "quickstart", "countdown": "countdown"}
+LAGS = (
+    *(f"fixed:{lag}" for lag in (0, 1, 3, 6, 11)),
+    *(f"uniform:{lag}" for lag in (1, 3, 6, 11)),
+)
+DELAYS = "delays:64"
+DELAY_SETTINGS = ("delays.law=lognormal", "delays.lower_s=60", "delays.upper_s=1800")
+STEP_S = 60.0
+"""Emulated seconds of an optimizer step among the delays."""
+NUM_WORKERS = 4
+LOSSES: dict[str, tuple[str, ...]] = {
+    # The weight is 1 for every token: the plain policy gradient, as if all were on-policy.
+    "none": ("kind=cispo", "clip_low=1e-9", "clip_high=1e-9"),
+    "grpo": ("kind=grpo",),
+    "decoupled_ppo + tis": ("kind=decoupled_ppo", "importance_weight=token_tis"),
+    "gspo .2/.28": ("kind=gspo", "clip_low=0.2", "clip_high=0.28"),
+    "gspo .02/.03": ("kind=gspo", "clip_low=0.02", "clip_high=0.03"),
+    "gspo 3e-4/4e-4": ("kind=gspo", "clip_low=3e-4", "clip_high=4e-4"),
+    "gepo no clip": ("kind=gepo", "clip_low=false", "clip_high=false"),
+    "gepo .2": ("kind=gepo", "clip_low=0.2", "clip_high=0.2"),
+    "gepo .02": ("kind=gepo", "clip_low=0.02", "clip_high=0.02"),
+    "gepo+ .2": ("kind=gepo", "clip_low=0.2", "clip_high=0.2", "gate_kl=0.002"),
+    "cispo": ("kind=cispo",),
+    "m2po": ("kind=m2po",),
+}
+CHOSEN = "gspo .02/.03"
+METRICS = (
+    "ess", "mismatch_kl", "is_ratio/max", "clip_ratio/mean", "dropped/m2", "gepo/gated",
+    "entropy/mean", "grad_norm", "useful_share",
+)  # fmt: skip
+"""What a row keeps of a step's metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is varied; seeds repeat it."""
+
+    task: str
+    lag: str
+    loss: str
+
+
+EXPERIMENTS: dict[str, tuple[Case, ...]] = {
+    "fixed": tuple(Case("addition", "fixed:11", loss) for loss in LOSSES),
+    "addition": tuple(Case("addition", lag, "grpo") for lag in LAGS),
+    "delays": tuple(Case("addition", DELAYS, loss) for loss in LOSSES),
+    "countdown": tuple(Case("countdown", lag, "grpo") for lag in LAGS),
+    "chosen": tuple(
+        Case("addition", lag, loss)
+        for lag in ("fixed:0", "fixed:3", "fixed:6", "fixed:11")
+        for loss in ("grpo", CHOSEN)
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run."""
+
+    case: Case
+    seed: int
+    steps: int
+    prompts: int
+    """Held-out ones of an evaluation."""
+    overrides: tuple[str, ...] = ()
+    """Further settings of the configuration."""
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What its row begins with, and is found by."""
+        own = {"seed": self.seed, "steps": self.steps, "prompts": self.prompts}
+        return {**asdict(self.case), **own, "set": list(self.overrides)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=[*EXPERIMENTS])
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, help="only these")
+    parser.add_argument("--lags", nargs="+", help="only these, such as fixed:11")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=512, help="held-out, for each evaluation")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, a thread each")
+    parser.add_argument("--rows", type=Path, default=harness.RESULTS / "staleness_rows.jsonl")
+    parser.add_argument("--resume", action="store_true", help="skip runs whose rows are there")
+    parser.add_argument("--report", action="store_true", help="run nothing; write what is there")
+    arguments = parser.parse_args()
+    if arguments.report:
+        import staleness_report
+
+        same = {"steps": arguments.steps, "prompts": arguments.prompts, "set": arguments.set}
+        rows = [row for row in read_rows(arguments.rows) if same.items() <= row.items()]
+        chosen = {name: EXPERIMENTS[name] for name in arguments.experiments}
+        staleness_report.report(rows, chosen, same)
+        return
+    if arguments.rows.exists() and not arguments.resume:
+        sys.exit(f"{arguments.rows} exists; --resume goes on with it, --rows names another")
+    found = list(plan(arguments))
+    done = [{name: row[name] for name in found[0].key} for row in read_rows(arguments.rows)]
+    left = [run for run in found if run.key not in done]
+    print(f"{len(left)} of {len(found)} runs to do", flush=True)
+    execute(left, arguments.rows, arguments.jobs)
+
+
+def plan(arguments: argparse.Namespace) -> Iterator[Run]:
+    """Yield the runs, every case of an experiment with one seed before the next seed."""
+    seen = set()
+    for name in arguments.experiments:
+        for seed in arguments.seeds:
+            for case in EXPERIMENTS[name]:
+                is_wanted = (arguments.losses is None or case.loss in arguments.losses) and (
+                    arguments.lags is None or case.lag in arguments.lags
+                )
+                if is_wanted and (case, seed) not in seen:
+                    seen.add((case, seed))
+                    yield Run(case, seed, arguments.steps, arguments.prompts, tuple(arguments.set))
+
+
+def execute(runs: Sequence[Run], rows: Path, jobs: int) -> None:
+    """Do the runs in processes of one thread each, and add the row of each as it ends."""
+    if not runs:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    models = {task: make_model(task) for task in {run.case.task for run in runs}}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(train_one, run, models[run.case.task]) for run in runs]
+        for future in as_completed(futures):
+            row = future.result()
+            add_row(rows, row)
+            last = row["evaluations"][-1]
+            print(
+                f"{row['task']} {row['lag']} {row['loss']} seed {row['seed']}: sampled "
+                f"{last['sampled']:.3f}, greedy {last['greedy']:.3f}, {row['cpu_s']:.0f} s of CPU",
+                flush=True,
+            )
+
+
+def make_model(task: str) -> Path:
+    """Return the quickstart's warmed-up model, made if it is not there yet."""
+    from rich.console import Console
+
+    from echo.cli.quickstart import make_model
+
+    return make_model(task, Console(stderr=True), for_vllm=False)
+
+
+def train_one(run: Run, model: Path) -> dict[str, Any]:
+    """Train once and return the row."""
+    from colocated import make_lags, scores, train
+
+    from echo.config.load import load_config
+
+    case = run.case
+    overrides = [
+        f"model.name={model}",
+        f"run.seed={run.seed}",
+        f"run.max_steps={run.steps}",
+        f"eval.interval_steps={max(1, run.steps // 10)}",
+        f"eval.num_prompts={run.prompts}",
+        "loss.normalize_by_std=true",
+        *(f"loss.{setting}" for setting in LOSSES[case.loss]),
+        *(DELAY_SETTINGS if case.lag.startswith("delays") else ()),
+        *run.overrides,
+    ]
+    path = harness.RESULTS.parents[1] / "configs" / f"{CONFIGS[case.task]}.toml"
+    config, _ = load_config(path, overrides, "learner")
+    lags = make_lags(case.lag, config, STEP_S, NUM_WORKERS)
+    began = time.process_time()
+    found = list(train(config, lags))
+    return {
+        **run.key,
+        "model": digest_of(model),
+        "evaluations": [scores(part.result) for part in found],
+        "metrics": [
+            {name: float(f"{part.metrics[name]:.5g}") for name in METRICS if name in part.metrics}
+            for part in found[1:]
+        ],
+        "staleness": found[-1].staleness,
+        "lost_groups": getattr(lags, "num_lost", 0),
+        "cpu_s": round(time.process_time() - began, 1),
+        "commit": harness.environment()["commit"],
+    }  # fmt: skip
+
+
+def digest_of(model: Path) -> str:
+    """Return a short hash of the weights that a run starts from."""
+    from blake3 import blake3
+
+    return blake3((model / "model.safetensors").read_bytes()).hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A learner's session without training, for what only publishes weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echo.buffer import StalenessBuffer
+from echo.config.schema import Config
+from echo.errors import LocalProtocolError
+from echo.protocol.learner_session import LearnerSession, LearnerSettings
+from echo.protocol.leases import LeaseBook
+from echo.protocol.membership import Member
+from echo.protocol.messages import LEARNER_ID, Lease, Plan
+from echo.protocol.planning import Planning
+from echo.protocol.topology_backups import with_backups
+from echo.protocol.topology_fleet import survey
+from echo.protocol.topology_trees import stripe_trees
+from echo.rollout import Lineage
+from echo.runtime import wiring
+from echo.runtime.identity import Identity
+
+
+def publishing_session(config: Config, identity: Identity, advertise: str) -> LearnerSession:
+    """Return the session of a learner that has nothing to lease."""
+    lineages = (Lineage(lineage=1, fork_step=0),)
+    return LearnerSession(
+        LearnerSettings(
+            run_id=identity.run_id,
+            public_key=identity.public_key,
+            advertise=advertise,
+            max_staleness=1,
+            groups_per_step=1,
+            group_size=2,
+            max_completion_tokens=1,
+            vocab_size=1,
+            heartbeat_s=config.network.heartbeat_s,
+            dead_after_s=config.network.dead_after_s,
+            settings={},
+            assets={},
+            digests={},
+            chunk_bytes=config.network.chunk_bytes,
+        ),
+        broadcast=wiring.make_broadcast(LEARNER_ID, config.network),
+        buffer=StalenessBuffer(max_staleness=1, lineages=lineages),
+        leases=LeaseBook(timeout_s=config.network.lease_timeout_s),
+        make_lease=_no_lease,
+        lineages=lineages,
+        step=0,
+        next_group_id=0,
+        settled=(),
+    )
+
+
+def _no_lease(group_id: int, attempt: int) -> Lease:
+    raise LocalProtocolError(f"lease {group_id}/{attempt} where there are no workers")
+
+
+class ForcedPlanning(Planning):
+    """A learner's planning that always makes the same kind of plan."""
+
+    def __init__(self, planning: Planning, kind: str, ways: int = 0) -> None:
+        """Plan chain, star, tree (`ways` is the fan-out) or stripes (`ways` of them)."""
+        super().__init__(learner=planning.learner, chunk_bytes=planning.chunk_bytes)
+        self.epoch = planning.epoch
+        self._kind, self._ways = kind, ways
+
+    def is_due(self, *, now: float) -> bool:
+        return False
+
+    def plan(
+        self, members: Sequence[Member], *, uplink_bytes_per_s: float | None, now: float
+    ) -> dict[str, Plan]:
+        # Who cannot be reached serves nobody: in a chain it comes last.
+        ordered = sorted(members, key=lambda member: member.advertise is None)
+        sites = [self._site(member, set()) for member in ordered]
+        fleet = survey(sites, learner=self.learner, rtt_s=lambda *_: 0.0)
+        count = len(sites) + 1
+        if self._kind == "stripes" and sites:
+            trees = stripe_trees(fleet, self._ways, does_spare_learner=True)
+        else:
+            fan_out = {"chain": 1, "star": count, "tree": self._ways}.get(self._kind, 1)
+            trees = [[-1, *((node - 1) // fan_out for node in range(1, count))]]
+        if trees is None:
+            raise LocalProtocolError(f"no {self._ways} stripes over {count - 1} receivers")
+        self.epoch += 1
+        parents = with_backups(fleet, trees, previous={})
+        return {name: Plan(epoch=self.epoch, stripes=lists) for name, lists in parents.items()}

@@ -1,0 +1,123 @@
+"""A learner or worker whose model work takes a given time; everything else is the real thing.
+
+The learner makes its real step (of a tiny model) and then waits until the step has taken `step_s`.
+The worker's engine makes up tokens; each of its groups takes `group_s`, give or take `spread`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echo.cli.learner import run_learner
+from echo.cli.node import read_file, run_role
+from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.engine.trainer import StepResult, Trainer
+from echo.rollout import Group, PolicyVersion
+from echo.runtime import worker_setup
+
+TOKENS = 16
+"""Of every completion."""
+
+
+class TimedEngine(Engine):
+    """Makes up completions in a given time; versions are taken and not looked at."""
+
+    is_continuous = True
+
+    def __init__(self, group_s: float, spread: float) -> None:
+        self._group_s = group_s
+        self._random = random.Random()
+        self._spread = spread
+        self._installed: PolicyVersion | None = None
+
+    @property
+    def installed(self) -> PolicyVersion | None:
+        return self._installed
+
+    def load(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        self._installed = version
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None] = lambda _: None,
+        on_completion: Callable[[Completion], None] = lambda _: None,
+        **_: Any,
+    ) -> list[Completion]:
+        version = self._installed
+        assert version is not None
+        until = time.monotonic() + self._group_s * self._random.uniform(
+            1 - self._spread, 1 + self._spread
+        )
+        while (left_s := until - time.monotonic()) > 0 and not should_stop():
+            time.sleep(min(left_s, 0.25))
+            on_tokens(1)
+        versions = np.array([[version.lineage, version.step]] * TOKENS, dtype=np.int32)
+        completions = [
+            Completion(
+                request_id=request.request_id,
+                token_ids=np.full(TOKENS, 5 + index % 3, dtype=np.int32),
+                logprobs=np.full(TOKENS, -2.5, dtype=np.float32),
+                policy_versions=versions,
+                finish_reason="length",
+            )
+            for index, request in enumerate(requests)
+        ]
+        for completion in completions if left_s <= 0 else ():
+            on_completion(completion)
+        return completions
+
+    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
+        raise NotImplementedError("no run asks for it")
+
+    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
+        return 1 << 20
+
+    def close(self) -> None:
+        pass
+
+
+def make_timed_step(step_s: float) -> Callable[[Trainer, Sequence[Group]], StepResult]:
+    """Return an optimizer step that takes `step_s` in all."""
+    real = Trainer.step
+
+    def step(trainer: Trainer, groups: Sequence[Group]) -> StepResult:
+        began = time.monotonic()
+        result = real(trainer, groups)
+        time.sleep(max(0.0, step_s - (time.monotonic() - began)))
+        return result
+
+    return step
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("role", choices=("learner", "worker"))
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--step-s", type=float, default=1.0)
+    parser.add_argument("--group-s", type=float, default=1.0)
+    parser.add_argument("--spread", type=float, default=0.1)
+    arguments = parser.parse_args()
+    config, _ = read_file(arguments.config, arguments.set, arguments.role)
+    if arguments.role == "learner":
+        Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign]
+        return run_learner(config, resume=False, has_report=False)
+    worker_setup.make_engine = lambda *_: TimedEngine(arguments.group_s, arguments.spread)
+    return run_role(config, "worker")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

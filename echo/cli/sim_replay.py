@@ -1,0 +1,155 @@
+"""Predict a recorded run from its inputs: what its nodes and links could do, and its configuration.
+
+Taken from the run is what the simulator has no other way to know: tokens per second of a group on
+each worker and how many groups it held at most, lengths of groups, times of its optimizer steps and
+broadcasts, the share of groups from which something could be learned. All else, such as who waits
+for whom, how old tokens are and what is dropped, is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from echo.cli.plan_run import RunRates, read_ledger, read_rates
+from echo.config.profiles import PROFILES
+from echo.planner.fleet import Fleet, Offer, Region
+from echo.sim.lengths import RecordedLengths
+from echo.sim.scenario import Scenario, Settings
+from echo.sim.summary import RUN_IN, Summary
+from echo.ui.records import Row, json_lines, read_config, read_metrics
+from echo.units import format_duration
+
+REGION = "recorded"
+UNLIMITED = 1e12
+"""Bytes per second of links that the run's broadcasts did not show to be slower."""
+
+
+def recorded_scenario(run_dir: Path, *, seed: int, num_chunks: int) -> Scenario:
+    """Return the scenario of a recorded run.
+
+    Raises:
+        DataError: if it has made no step or accepted no group yet.
+        StorageError: if a file is damaged.
+    """
+    rates, config = read_rates(run_dir), read_config(run_dir)
+    rows = read_metrics(run_dir).train
+    _, group_tokens = read_ledger(run_dir / "ledger.jsonl", rates.job.group_size)
+    job, network = rates.job, config.get("network", {})
+    defaults = PROFILES[config.get("profile", "lan")]
+    version_bytes = max(1.0, job.version_bytes)
+    rate = version_bytes / rates.broadcast_s if rates.broadcast_s else UNLIMITED
+
+    def network_s(name: str) -> float:
+        return float(network.get(name, defaults[f"network.{name}"]))
+
+    offers = tuple(_offer(name, rates) for name in rates.workers)
+    return Scenario(
+        name=f"{rates.name}, replayed",
+        fleet=Fleet(
+            offers=offers,
+            regions={REGION: Region(name=REGION, bytes_per_s=rate, latency_s=0.0005)},
+            uplink_bytes_per_s=UNLIMITED,
+        ),
+        job=replace(job, version_bytes=version_bytes),
+        counts=[1] * len(offers),
+        settings=Settings(
+            num_steps=len(rows),
+            seed=seed,
+            chunks_per_version=num_chunks,
+            heartbeat_s=network_s("heartbeat_s"),
+            dead_after_s=network_s("dead_after_s"),
+            lease_timeout_s=network_s("lease_timeout_s"),
+            reconnect_for_s=network_s("reconnect_for_s"),
+            # A group goes at the pace that was recorded from grant to acceptance, in which all
+            # waiting is contained, however many are held.
+            alone_speedup=1.0,
+            queue_share=0.0,
+            setup_s=0.5,
+            join_within_s=0.5,
+            swap_s=0.0,
+            publish_s=job.publish_period * _overhead_s(rows),
+        ),
+        lengths=RecordedLengths(
+            [round(tokens) for tokens in group_tokens],
+            group_size=job.group_size,
+            useful_share=_useful_share(run_dir / "ledger.jsonl"),
+            seed=seed,
+        ),
+        train_times=_values(rows, "time/train"),
+    )
+
+
+def _offer(name: str, rates: RunRates) -> Offer:
+    worker = rates.workers[name]
+    group_size = rates.job.group_size
+    num_groups = max(1, worker.concurrency // group_size)
+    return Offer(
+        name=name,
+        region=REGION,
+        count=1,
+        price_per_h=0.0,
+        tokens_per_s=num_groups * worker.pace,
+        concurrency=num_groups * group_size,
+        down_bytes_per_s=UNLIMITED,
+        up_bytes_per_s=UNLIMITED,
+    )
+
+
+def _values(rows: Sequence[Row], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _overhead_s(rows: Sequence[Row]) -> float:
+    """Return the mean seconds of a step in which the learner neither trains nor waits."""
+    spent = [
+        row["time/step"] - row["time/train"] - row["time/wait_for_batch"]
+        for row in rows[1:]
+        if row.get("time/step")
+    ]
+    return max(0.0, fmean(spent)) if spent else 0.0
+
+
+def _useful_share(ledger: Path) -> float:
+    """Return the share of the delivered groups that counted towards a step."""
+    accepted: set[int] = set()
+    num_useless = 0
+    for _, record in json_lines(ledger):
+        if record.get("kind") == "accepted":
+            accepted.add(record["group"])
+        elif record.get("kind") == "discarded" and record.get("reason") == "zero_variance":
+            num_useless += record["group"] not in accepted
+    return len(accepted) / max(1, len(accepted) + num_useless)
+
+
+def comparison(run_dir: Path, summary: Summary) -> tuple[str, dict[str, Mapping[str, float]]]:
+    """Return recorded beside simulated figures, as text and as a record."""
+    rows = read_metrics(run_dir).train
+    counted = rows[int(RUN_IN * len(rows)) :]
+    step_s = fmean(_values(counted, "time/step"))
+    idle = sum(_values(counted, "time/wait_for_batch")) / sum(_values(counted, "time/step"))
+    hist: dict[int, float] = {}
+    for row in counted:
+        for lag, tokens in row.get("staleness/hist", {}).items():
+            hist[int(lag)] = hist.get(int(lag), 0.0) + tokens
+    total = max(1e-9, sum(hist.values()))
+    recorded = {
+        "step_s": step_s,
+        "idle_share": idle,
+        "mean_staleness": sum(lag * tokens for lag, tokens in hist.items()) / total,
+        "max_staleness": float(max(hist, default=0)),
+    }
+    simulated = {name: float(getattr(summary, name)) for name in recorded}
+    lines = [
+        f"  {'':16}{'recorded':>12}{'simulated':>12}",
+        f"  {'s per step':16}{format_duration(recorded['step_s']):>12}"
+        f"{format_duration(simulated['step_s']):>12}",
+        f"  {'learner waits':16}{recorded['idle_share']:>12.1%}{simulated['idle_share']:>12.1%}",
+        f"  {'mean staleness':16}{recorded['mean_staleness']:>12.2f}"
+        f"{simulated['mean_staleness']:>12.2f}",
+        f"  {'max staleness':16}{recorded['max_staleness']:>12.0f}"
+        f"{simulated['max_staleness']:>12.0f}",
+    ]
+    return "\n".join(lines), {"recorded": recorded, "simulated": simulated}

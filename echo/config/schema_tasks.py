@@ -1,0 +1,47 @@
+"""The sections that say where prompts come from and who judges the answers.
+
+As in schema.py, the text under a field is its help, unit first.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from echo.config.fields import Bytes, HttpAddress, Seconds, TaskKind
+from echo.config.section import Section
+
+
+class TaskSection(Section):
+    """Where prompts and rewards come from."""
+
+    roles = ("learner", "worker")
+    kind: TaskKind = "addition"
+    """addition, countdown, dataset, gsm8k, mixture, verifiers, or your own, "module:Class"."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the task's class."""
+    reward_timeout_s: Seconds = Field(default=10.0, gt=0)
+    """Seconds that one reward may take before its group is refused."""
+    step_timeout_s: Seconds = Field(default=60.0, gt=0)
+    """Seconds that one call of an environment (a tool, a turn) may take."""
+
+
+class RewardSection(Section):
+    """Where and how the task's code runs that judges answers and plays environments."""
+
+    roles = ("learner", "worker")
+    where: Literal["worker", "learner"] = "worker"
+    """worker: where the answer is sampled; learner: there, and references never leave it."""
+    address: HttpAddress | None = None
+    """http://host:port of bin/echo-task-server, where the code runs; unset: in this process."""
+    isolation: Literal["auto", "process", "none"] = "auto"
+    """process: of its own, which can be killed; none: this one; auto: none if known to be safe."""
+    max_concurrent: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Calls at a time, each in a process of its own; auto: the cores, at most 4."""
+    memory_limit_bytes: Bytes | None = Field(default=2 * 2**30, ge=2**20)
+    """Bytes that the task may take in one process, beside its imports."""
+    retries: int = Field(default=2, ge=0, le=100)
+    """How often a call is repeated that failed for want of a connection or asks for it."""
+    max_turns: int = Field(default=16, ge=1, le=1000)
+    """Turns of the policy after which an environment that goes on is ended."""

@@ -1,0 +1,254 @@
+"""Low-rank adapters (LoRA): what is trained, published and exported in place of all weights.
+
+The base model stays as it is. Next to the weight of each target module, [out, in], lie two small
+matrices A [rank, in] and B [out, rank], and the module computes with weight + alpha / rank * B A.
+B starts at 0, so that version 0 is the base itself.
+
+A version's image holds A and B alone, under the names of peft's own files. Whoever samples needs
+the base too: it is read from a directory and must have the learner's hash (`base_digest`).
+
+Engines compute base and adapter side by side, never merged: merging would round the sum to the
+engine's dtype, and the learner's ratio would see it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from echo.engine.skeleton import build_skeleton, check_weights
+from echo.engine.weights import dtype_name, load_directory, weight_files
+from echo.errors import ConfigError, DataError, StorageError
+
+ADAPTER_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+NAME = "default"
+"""Of the one adapter, inside peft's modules."""
+PREFIX = "base_model.model."
+"""What stands before a module's name in peft's files."""
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """A base model and the shape of the adapter next to it."""
+
+    base_dir: Path
+    """Hugging Face directory with the base's weights."""
+    rank: int
+    alpha: int
+    """The adapter's product counts alpha / rank times."""
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    """Last parts of module names, or "all-linear" for every linear layer but the head."""
+
+
+def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
+    """Put an adapter next to a model's weights, which are frozen, and return its tensors by name.
+
+    A is drawn from torch's global generator. The tensors have the model's dtype and device, and
+    they require no gradient.
+
+    Raises:
+        ConfigError: if peft is missing, or a target module is not in the model or cannot be one.
+    """
+    config = _peft_config(lora)
+    _check_targets(model, lora.target_modules)
+    from peft import inject_adapter_in_model
+
+    dtype = next(model.parameters()).dtype
+    inject_adapter_in_model(config, model, NAME)
+    model.requires_grad_(False)
+    found = {}
+    for name, parameter in model.named_parameters():
+        if f".{NAME}." in name and ".lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+            found[PREFIX + name.replace(f".{NAME}.", ".")] = parameter
+    return found
+
+
+def build_adapted(
+    lora: Lora, dtype: torch.dtype, attn_implementation: str
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return a model that samples, with the base's weights, and its adapter's tensors.
+
+    Raises:
+        DataError: if the base's weights cannot be read.
+        EngineError: if they do not fit its config.json.
+        ConfigError: as `add_adapter`.
+    """
+    model = build_skeleton(lora.base_dir, dtype, attn_implementation)
+    own = model.state_dict()
+    weights = load_directory(lora.base_dir, dtype_name(dtype))
+    check_weights(own, weights)
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+    return model, add_adapter(model, lora)
+
+
+def base_digest(directory: Path) -> str:
+    """Hash the weights of a directory by name, shape, type and value, however they are sharded.
+
+    Raises:
+        DataError: if they are missing or damaged.
+    """
+    tensors = {}
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 -- not a dict
+                    tensor = file.get_tensor(name)
+                    label = f"{name} {tensor.dtype} {list(tensor.shape)}"
+                    tensors[label] = _digest(tensor)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path}: cannot read the weights: {error}") from error
+    digest = blake3()
+    for label in sorted(tensors):
+        digest.update(label.encode() + b"\n" + tensors[label])
+    return digest.hexdigest()
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether a directory holds an adapter and not a whole model."""
+    return (directory / ADAPTER_FILE).is_file()
+
+
+def load_adapter(directory: Path) -> dict[str, Tensor]:
+    """Read an adapter's tensors, float32.
+
+    Raises:
+        DataError: if they cannot be read.
+    """
+    try:
+        return {n: t.float() for n, t in load_file(directory / ADAPTER_FILE).items()}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{directory / ADAPTER_FILE}: cannot read the adapter: {error}") from error
+
+
+def write_adapter(
+    directory: Path, tensors: Mapping[str, Tensor], lora: Lora, *, base_name: str
+) -> None:
+    """Write the two files of an adapter into an existing directory.
+
+    Args:
+        directory: where to.
+        tensors: by name, as in an image.
+        lora: its shape.
+        base_name: directory or hub id of the base, from which peft will load it.
+
+    Raises:
+        OSError: if they cannot be written.
+    """
+    config = _peft_config(lora)
+    config.target_modules = set(target_names(tensors))
+    config.base_model_name_or_path = base_name
+    config.inference_mode = True
+    fields = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
+    try:
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            directory / ADAPTER_FILE,
+            metadata={"format": "pt"},
+        )
+    except SafetensorError as error:  # an OSError in its own wrapping
+        raise OSError(f"{ADAPTER_FILE}: {error}") from error
+    (directory / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def export_adapter(
+    directory: Path,
+    assets: Mapping[str, Path],
+    tensors: Mapping[str, Tensor],
+    lora: Lora,
+    *,
+    base_name: str,
+) -> None:
+    """Write a directory that peft loads; it appears whole or not at all.
+
+    Args:
+        directory: where to; one of the same name is replaced.
+        assets: files to put beside the adapter, by name, such as the tokenizer's.
+        tensors: by name, as in an image.
+        lora: its shape.
+        base_name: directory or hub id of the base.
+
+    Raises:
+        StorageError: if the disk is full or not writable; what was there before is kept.
+    """
+    partial = directory.with_name(f"{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, path in assets.items():
+            if name != "config.json":  # which would make it look like a whole model
+                shutil.copyfile(path, partial / name)
+        write_adapter(partial, tensors, lora, base_name=base_name)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StorageError(f"{directory}: the adapter could not be written: {error}") from error
+
+
+def target_names(tensors: Iterable[str]) -> list[str]:
+    """Return the last parts of the names of the modules that have an adapter, sorted."""
+    return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
+
+
+def _digest(tensor: Tensor) -> bytes:
+    values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return blake3(values.data, max_threads=blake3.AUTO).digest()
+
+
+def _peft_config(lora: Lora) -> Any:
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"lora.rank = {lora.rank} needs peft, which cannot be imported here ({error}): run "
+            "bin/echo-setup --extra lora (with the role of this node), or set lora.rank = 0 on the "
+            "learner"
+        ) from error
+    all_linear = lora.target_modules == (ALL_LINEAR,)
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=ALL_LINEAR if all_linear else list(lora.target_modules),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
+    """Refuse target modules that are not there, or in which an adapter would not be seen.
+
+    Log-probabilities are computed from hidden states and the head's own weight, and embeddings are
+    looked up, not multiplied.
+    """
+    head = model.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    if wanted == (ALL_LINEAR,):
+        return
+    for name in wanted:
+        if name not in linear:
+            raise ConfigError(
+                f"lora.target_modules: {name!r} is no linear layer of {type(model).__name__} that "
+                f"can have an adapter; it has {', '.join(sorted(linear))} (the head and the "
+                f'embeddings cannot), or write "{ALL_LINEAR}" for all of them'
+            )

@@ -1,0 +1,105 @@
+"""How often to publish: a fixed period, or the smallest that hides the broadcast of a version."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from echo.rollout import PolicyVersion
+
+MAX_PENDING = 64
+"""Versions whose arrival is awaited for the measurement; a slower node is not waited for."""
+
+
+def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) -> int:
+    """Return the smallest period in which training hides the broadcast of one version.
+
+    The smallest kappa with kappa * t_train_s > t_bcast_s, at most S + 1: with a longer period the
+    newest published version would be too old to sample for the step before the next publication,
+    and learner and workers would wait for each other.
+
+    Args:
+        t_train_s: seconds per optimizer step, above 0.
+        t_bcast_s: seconds until the slowest active worker holds a published version, from 0 up.
+        max_staleness: S, from 0 up.
+
+    Returns:
+        Optimizer steps between publications, from 1 to S + 1.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+    """
+    if not (t_train_s > 0 and t_bcast_s >= 0 and max_staleness >= 0):
+        raise ValueError(
+            f"auto_publish_period({t_train_s=}, {t_bcast_s=}, {max_staleness=}): t_train_s must be "
+            "above 0, the others at least 0"
+        )
+    longest = max_staleness + 1
+    ratio = t_bcast_s / t_train_s
+    return longest if ratio >= longest else min(longest, math.floor(ratio) + 1)
+
+
+class PublishPace:
+    """When to publish: a fixed period, or one that follows what was measured."""
+
+    def __init__(self, *, period: int, is_auto: bool, max_staleness: int) -> None:
+        """Start with `period` steps between publications.
+
+        Args:
+            period: kappa, or where to begin if it is measured.
+            is_auto: whether it follows what is measured.
+            max_staleness: S, which bounds it.
+        """
+        self.period = period
+        self._longest = period
+        self._is_auto = is_auto
+        self._max_staleness = max_staleness
+        self._published_at: dict[PolicyVersion, float] = {}
+        self._num_bytes = 0
+        self.broadcast_s: float | None = None
+        """Seconds that the last fully received version took to reach every node."""
+
+    def limit(self, max_staleness: int) -> None:
+        """Follow another bound on staleness from now on: a version for each S + 1 steps at least.
+
+        A period that is measured follows with the next measurement.
+        """
+        self._max_staleness = max_staleness
+        longest = self.period if self._is_auto else self._longest
+        self.period = min(longest, max_staleness + 1)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the weights after `step` are to be published."""
+        return step % self.period == 0
+
+    def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
+        """Note when a version of this size was published."""
+        self._num_bytes = num_bytes
+        self._published_at[version] = now
+        if len(self._published_at) > MAX_PENDING:
+            del self._published_at[min(self._published_at)]
+
+    def received(
+        self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
+    ) -> bool:
+        """Note what every node holds; return whether a version has reached all of them."""
+        slowest = min((v for v in installed if v is not None), default=None)
+        if slowest is None or None in installed:
+            return False
+        arrived = [v for v in self._published_at if v <= slowest]
+        if not arrived:
+            return False
+        self.broadcast_s = now - self._published_at[max(arrived)]
+        for version in arrived:
+            del self._published_at[version]
+        if self._is_auto and train_s is not None:
+            self.period = auto_publish_period(train_s, self.broadcast_s, self._max_staleness)
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """Return the period, and what the last measured broadcast took."""
+        row: dict[str, float] = {"publish_period": self.period}
+        if self.broadcast_s is not None:
+            row["broadcast/seconds"] = self.broadcast_s
+            row["broadcast/goodput"] = self._num_bytes / max(self.broadcast_s, 1e-6)
+        return row

@@ -1,0 +1,135 @@
+"""What a parent remembers of one child, and of what that child has asked for.
+
+A Fetch names places of a lane. Those of a parcel may lie beyond what this node knows of it so far:
+they are kept, and wanted as soon as its next segment is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo.errors import RemoteProtocolError
+from echo.protocol.manifest import FULL
+from echo.protocol.messages import OPEN_END, Fetch
+from echo.protocol.store import ItemId
+from echo.protocol.transfer import Chunked
+from echo.rollout import PolicyVersion
+
+MAX_LANES = 1024
+
+
+@dataclass(slots=True)
+class Child:
+    """What a parent remembers of one child."""
+
+    is_subscribed: bool = False
+    newest: PolicyVersion | None = None
+    """What it said it holds."""
+    announced: object = None
+    """What it was told last."""
+    told_of: PolicyVersion | None = None
+    """Newest version that it was told of."""
+    fetching: ItemId | None = None
+    awaiting: ItemId | None = None
+    """What it asked for before it was known here."""
+    lane: int = 0
+    num_lanes: int = 1
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Places of its lane that it asked for, known here or not."""
+    num_places: int = 0
+    """Places of its lane that were known when `wanted` was last added to."""
+    wanted: deque[int] = field(default_factory=deque)
+    is_open: bool = False
+    """Whether it wants chunks that will be added to the parcel."""
+    num_segments: int = 0
+    credit_bytes: int = 0
+    lead: int = 0
+    """How far into the item it is, in chunks of all lanes, from where its siblings were then."""
+    began_at: float = 0.0
+    acked_at: float = 0.0
+    """When it acknowledged chunks last, or began."""
+    num_sent: int = 0
+    held_at: float | None = None
+    """Since when it is held back for a sibling."""
+    held_s: float = 0.0
+    """How long it was, before that."""
+    heard_at: float = 0.0
+    told_waiting_at: float = 0.0
+    waiting_s: float = 0.0
+    """Within how long it was told that it will be told again."""
+    unanswered_since: float | None = None
+    """When it was told of an item, if nothing was heard of it since."""
+
+    def stop(self) -> None:
+        """Forget what it fetches."""
+        self.fetching = self.awaiting = self.held_at = None
+        self.ranges, self.num_places, self.is_open = (), 0, False
+        self.wanted.clear()
+
+    def takes_as(self, other: Child) -> bool:
+        """Return whether it fetches chunks of an item that another child fetches as well."""
+        common = math.gcd(self.num_lanes, other.num_lanes)
+        is_same_item = self.fetching is not None and self.fetching == other.fetching
+        return is_same_item and (self.lane - other.lane) % common == 0
+
+    def begin(self, message: Fetch, *, now: float) -> None:
+        """Take down what it asks for, which is here or on its way."""
+        self.fetching = (message.version, message.form)
+        self.lane, self.num_lanes, self.ranges = message.lane, message.num_lanes, message.ranges
+        self.num_segments = max(0, message.num_segments)
+        self.credit_bytes = max(0, message.credit_bytes)
+        self.began_at = self.acked_at = self.told_waiting_at = now
+        self.waiting_s = 0.0
+        self.lead, self.num_sent, self.held_s = 0, 0, 0.0
+
+    def grow(self, item: Chunked) -> None:
+        """Want what has become known of what it asked for."""
+        num_places = len(range(self.lane, item.num_chunks, self.num_lanes))
+        for start, stop in self.ranges:
+            places = range(max(start, self.num_places), min(stop, num_places))
+            self.wanted.extend(self.lane + place * self.num_lanes for place in places)
+        self.num_places = num_places
+        self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_places
+
+    def hold_back(self, now: float) -> None:
+        """Note that it could be sent a chunk, and is not."""
+        if self.held_at is None:
+            self.held_at, self.waiting_s = now, 0.0
+
+    def sent(self, num_bytes: int, now: float) -> None:
+        """Note that it was sent a chunk."""
+        self.credit_bytes -= num_bytes
+        self.lead += self.num_lanes
+        self.num_sent += 1
+        self.told_waiting_at, self.waiting_s = now, 0.0
+        self.held_s += 0.0 if self.held_at is None else now - self.held_at
+        self.held_at = None
+
+    def rate(self, now: float) -> float:
+        """Return the chunks per second that it has taken while nothing held it back."""
+        held_s = self.held_s + (0.0 if self.held_at is None else now - self.held_at)
+        return self.num_sent / max(now - self.began_at - held_s, 1e-3)
+
+
+def check_fetch(message: Fetch, item: Chunked) -> None:
+    """Refuse a Fetch of what an item does not consist of.
+
+    Raises:
+        RemoteProtocolError: if its lane or its ranges are impossible.
+    """
+    lane, num_lanes = message.lane, message.num_lanes
+    if not 0 <= lane < num_lanes <= MAX_LANES:
+        raise RemoteProtocolError(f"a Fetch of lane {lane} of {num_lanes}")
+    num_places = len(range(lane, item.num_chunks, num_lanes))
+    is_parcel = message.form != FULL
+    previous = 0
+    for start, stop in message.ranges:
+        # A parcel may be longer at the child than here, or its end be known only here.
+        is_known = stop <= num_places or (is_parcel and (item.is_open or stop == OPEN_END))
+        if not (previous <= start < stop and is_known):
+            raise RemoteProtocolError(
+                f"a Fetch of {message.version} with bad ranges {message.ranges!r:.80}"
+            )
+        previous = stop

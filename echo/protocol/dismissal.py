@@ -1,0 +1,49 @@
+"""The end of a run: who is told when, so that everybody hears of it.
+
+What goes to a worker may pass through a relay, so relays are told last, and not before nobody else
+is left, except from the last call on.
+"""
+
+from __future__ import annotations
+
+from echo.protocol.actions import Action
+from echo.protocol.membership import Member, Roster
+from echo.protocol.messages import Finish
+from echo.protocol.reception import SendTo
+
+
+class Dismissal:
+    """Tells the nodes that the run is over."""
+
+    def __init__(self, roster: Roster, *, send: SendTo) -> None:
+        """Start with a run that is not over.
+
+        Args:
+            roster: the session's.
+            send: returns the Send of a message to a node.
+        """
+        self.reason: str | None = None
+        self.is_last_call = False
+        self._roster = roster
+        self._to = send
+
+    def tell(self) -> list[Action]:
+        """Tell whoever may leave, if the run is over."""
+        if self.reason is None:
+            return []
+        finish = Finish(reason=self.reason)
+        nodes = sorted(self._roster.nodes.values(), key=lambda node: node.role == "relay")
+        return [
+            action
+            for node in nodes
+            if self.may_leave(node)
+            for action in self._to(node.node_id, finish)
+        ]
+
+    def may_leave(self, member: Member) -> bool:
+        """Return whether no other node may need this one to hear that the run is over."""
+        return (
+            self.is_last_call
+            or member.role != "relay"
+            or all(node.role == "relay" for node in self._roster.nodes.values())
+        )

@@ -1,0 +1,259 @@
+"""How long a group will take on a worker, from what has been measured of both.
+
+Length is counted in the tokens of a group's longest completion, since that one decides when the
+group is done, and a worker's speed in such tokens per second between the start of a group and its
+delivery: rewards, tools and prefill are in it, and it hardly depends on how many groups run beside.
+
+What is left of a group that already has n tokens is read from the lengths of the groups that were
+accepted lately: the mean of those above n, less n. With a heavy tail that grows with n; beyond the
+longest of them the rest is taken to be as long as what has been sampled.
+
+What a running group has is not told, only the progress of all its completions together. Its longest
+one adds at most the worker's speed, and at most all of that progress: so a group that has stalled
+shows, and one of which a single completion still runs does not look stalled.
+
+A worker whose speed has not been measured is tried: it counts as twice as fast as the fastest, and
+what it then holds as on its way at the median of the others. A speed that was measured long ago
+grows more hopeful while the worker is given nothing (it doubles every `HOPE_GROUPS` groups'
+worth of its own time, up to the fastest), so that a worker that was slow for a while is tried
+again with one group, the less often the slower it was.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right, insort
+from collections import deque
+from dataclasses import dataclass
+from itertools import accumulate
+
+from echo.protocol.leases import LeaseRecord
+from echo.protocol.messages import LeaseState
+from echo.protocol.recent import RecentMap
+from echo.rollout import PolicyVersion
+
+MAX_LENGTHS = 256
+"""Groups whose lengths are remembered, the newest."""
+
+MAX_WORKERS = 10_000
+"""Workers whose speeds are remembered; those that are away keep theirs."""
+
+MAX_VERSIONS = 16
+"""Versions of which it is remembered when the first worker had them."""
+
+MEMORY = 0.8
+"""Weight of what was known of a speed when another group comes."""
+
+SLOWEST = 1 / 64
+"""A group's own rate in relation to its worker's speed counts as this much at least."""
+
+HOPE_GROUPS = 4.0
+"""Idle time, in groups that the worker could have made, after which its speed counts double."""
+
+
+class Lengths:
+    """The lengths of the last groups."""
+
+    def __init__(self, *, max_tokens: int) -> None:
+        """Know nothing but the longest that there can be."""
+        self._max_tokens = max_tokens
+        self._newest: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._sums: list[int] = [0]
+        """Of the k shortest, for each k."""
+        self.mean = self.rest(0.0)
+        """The expected length of a group; half of what is allowed while nothing is known."""
+
+    def add(self, num_tokens: int) -> None:
+        """Take the length of another group."""
+        if len(self._newest) == MAX_LENGTHS:
+            self._sorted.remove(self._newest.popleft())
+        self._newest.append(num_tokens)
+        insort(self._sorted, num_tokens)
+        self._sums = [0, *accumulate(self._sorted)]
+        self.mean = self.rest(0.0)
+
+    def rest(self, num_tokens: float) -> float:
+        """Return how many tokens a group is expected to need that has so many; above 0."""
+        if not self._sorted:
+            return max(1.0, (self._max_tokens - num_tokens) / 2)
+        first = bisect_right(self._sorted, num_tokens)
+        num_longer = len(self._sorted) - first
+        if not num_longer:
+            return max(1.0, num_tokens)
+        return (self._sums[-1] - self._sums[first]) / num_longer - num_tokens
+
+
+@dataclass(slots=True)
+class Speed:
+    """What is known of one worker."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    """Both of the groups that it has made, the older ones weighing less."""
+    load_s: float = 0.0
+    """The seconds of each of them times the groups that it had in hand meanwhile."""
+    provisional: float | None = None
+    """Tokens per second that its heartbeats show, of use until it has made a group."""
+    busy_at: float = 0.0
+    """When it last held a lease."""
+    version: PolicyVersion | None = None
+    lag_s: float = 0.0
+    """How much later than the first worker it installs a version."""
+    freed_at: float = 0.0
+    """When it last delivered a group: another may have begun then."""
+
+    @property
+    def measured(self) -> float | None:
+        """Tokens per second, or None while nothing is known."""
+        return self.tokens / self.seconds if self.seconds else self.provisional
+
+    @property
+    def load(self) -> float:
+        """Groups that it had in hand when it was measured; 1 while nothing is known."""
+        return self.load_s / self.seconds if self.seconds else 1.0
+
+
+class Forecast:
+    """Lengths and speeds."""
+
+    def __init__(self, *, max_tokens: int, group_size: int, heartbeat_s: float) -> None:
+        """Know nothing.
+
+        Args:
+            max_tokens: longest completion that is allowed.
+            group_size: rollouts per group.
+            heartbeat_s: seconds between two heartbeats of a worker.
+        """
+        self._heartbeat_s = heartbeat_s
+        self.lengths = Lengths(max_tokens=max_tokens)
+        self._group_size = group_size
+        self._speeds: RecentMap[str, Speed] = RecentMap(max_entries=MAX_WORKERS)
+        self._first_at: RecentMap[PolicyVersion, float] = RecentMap(max_entries=MAX_VERSIONS)
+        self._usual = 1.0
+        self._fastest = 1.0
+
+    def of(self, worker_id: str) -> Speed:
+        """Return what is known of a worker."""
+        speed = self._speeds.get(worker_id)
+        if speed is None:
+            speed = self._speeds[worker_id] = Speed()
+        return speed
+
+    def made(
+        self, worker_id: str, *, num_tokens: int, seconds: float, now: float, load: float = 1.0
+    ) -> None:
+        """Note a group that was accepted.
+
+        Args:
+            worker_id: who made it.
+            num_tokens: of its longest completion.
+            seconds: from its start there to its delivery; 0 if that is not known.
+            load: groups that the worker had in hand meanwhile, this one included.
+            now: the present instant.
+        """
+        self.lengths.add(num_tokens)
+        speed = self.of(worker_id)
+        speed.freed_at = speed.busy_at = now
+        if seconds > 0:
+            speed.tokens = MEMORY * speed.tokens + num_tokens
+            speed.seconds = MEMORY * speed.seconds + seconds
+            speed.load_s = MEMORY * speed.load_s + load * seconds
+
+    def installed(self, worker_id: str, version: PolicyVersion, *, now: float) -> None:
+        """Note which version a worker has installed."""
+        first_at = self._first_at.get(version)
+        if first_at is None:
+            first_at = self._first_at[version] = now
+        speed = self.of(worker_id)
+        if speed.version != version:
+            speed.version = version
+            speed.lag_s = (speed.lag_s + now - first_at) / 2
+
+    def installs_at(self, worker_id: str, version: PolicyVersion, *, now: float) -> float | None:
+        """Return when a worker should have a version that others have; None if that is unknown."""
+        first_at, lag_s = self._first_at.get(version), self.of(worker_id).lag_s
+        if first_at is None or now > first_at + 2 * lag_s + self._heartbeat_s:
+            return None
+        return max(now, first_at + lag_s)
+
+    def seen(self, worker_id: str, leases: list[LeaseRecord], *, now: float) -> None:
+        """Note what a heartbeat said of a worker's leases."""
+        speed = self.of(worker_id)
+        if leases:
+            speed.busy_at = now
+        shown = [r.num_tokens / r.running_s for r in leases if r.running_s > 0]
+        if shown:
+            # The mean of a group's completions is below its longest: a lower bound.
+            speed.provisional = max(shown) / self._group_size or None
+
+    def refresh(self, worker_ids: list[str]) -> None:
+        """Compare the workers that are here now."""
+        known = [speed for name in worker_ids if (speed := self.of(name).measured) is not None]
+        self._usual = statistics.median(known) if known else 1.0
+        self._fastest = max(known, default=1.0)
+
+    def is_measured(self, worker_id: str) -> bool:
+        """Return whether anything is known of a worker's speed."""
+        return self.of(worker_id).measured is not None
+
+    def known_speed(self, speed: Speed) -> float:
+        """Return the tokens per second that a worker made of one group, as far as is known."""
+        measured = speed.measured
+        return 2 * self._fastest if measured is None else measured
+
+    def hope(self, speed: Speed, *, now: float) -> float:
+        """Return how many times faster than it was a worker may be by now; at least 1."""
+        known = self.known_speed(speed)
+        if known >= self._fastest:
+            return 1.0
+        idle_groups = (now - speed.busy_at) * known / self.lengths.mean
+        hope: float = 2.0 ** min(idle_groups / HOPE_GROUPS, 60.0)
+        return max(1.0, min(hope, self._fastest / known))
+
+    def speed(self, worker_id: str, *, now: float) -> float:
+        """Return the tokens per second that a worker is expected to make of one group."""
+        speed = self.of(worker_id)
+        return self.known_speed(speed) * self.hope(speed, now=now)
+
+    def heard(self, record: LeaseRecord, state: LeaseState, *, now: float) -> None:
+        """Note what a heartbeat says of a lease."""
+        if state.running_s <= 0 or state.num_tokens < 0:
+            return
+        speed = self.of(record.worker_id).measured or self._usual
+        is_first = record.running_s <= 0
+        if is_first:
+            record.heard_at, record.rate = now - state.running_s, speed
+        record.running_s = state.running_s
+        elapsed_s = now - record.heard_at
+        if elapsed_s < 0.75 * self._heartbeat_s and not is_first:
+            return  # a heartbeat out of turn: the worker may not have counted anew
+        progress = max(0, state.num_tokens - record.heard_tokens)
+        own = min(speed * elapsed_s, float(progress))
+        record.longest += own
+        if elapsed_s > 0:
+            own_rate = max(own / elapsed_s, SLOWEST * speed)
+            record.rate = own_rate if is_first and progress else (record.rate + own_rate) / 2
+        record.heard_at, record.heard_tokens = now, state.num_tokens
+
+    def outlook(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
+        """Return how long a leased group will be, and how long it will still run.
+
+        Args:
+            record: the lease.
+            is_running: whether the worker should have begun it, where no heartbeat has said so.
+            now: the present instant.
+
+        Returns:
+            Tokens of its longest completion in the end, and seconds from its start or from now.
+        """
+        speed = self.of(record.worker_id)
+        rate = speed.measured or self._usual
+        sampled = 0.0
+        if record.running_s > 0:
+            rate = record.rate
+            sampled = record.longest + rate * (now - record.heard_at)
+        elif is_running:
+            sampled = rate * (now - max(record.granted_at, speed.freed_at))
+        rest = self.lengths.rest(sampled)
+        return sampled + rest, rest / rate

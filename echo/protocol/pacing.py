@@ -1,0 +1,109 @@
+"""How a learner with thousands of nodes keeps its work per node flat.
+
+* `Paced`: work that goes through all nodes (grant leases, plan the links) is asked for by nearly
+  every message. In a small fleet it is done at once; in a large one no more often than in
+  proportion to its size, so that what it costs per second does not depend on the size.
+* `Deadlines`: the first of many instants that move, without looking at all of them.
+* `earliest`: of a few instants; sessions ask for it after every message.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+MANY_NODES = 64
+"""Fleets up to this size are served at once."""
+GRANT_S = 3e-4
+"""Seconds per node between two rounds of grants: 0.3 s with 1000 nodes, of which each holds more
+groups than it samples at a time."""
+PLAN_S = 1e-2
+"""The same between two plans: 10 s with 1000 nodes, so that many who join make one plan."""
+
+Item = TypeVar("Item")
+
+
+def earliest(*instants: float | None) -> float | None:
+    """Return the first of some instants, of which None is never; None if all are."""
+    first = None
+    for at in instants:
+        if at is not None and (first is None or at < first):
+            first = at
+    return first
+
+
+class Paced:
+    """Something that is wanted often, and done when it can be afforded."""
+
+    def __init__(self, node_s: float) -> None:
+        """Want nothing.
+
+        Args:
+            node_s: seconds for each node between doing it twice, in a fleet of many.
+        """
+        self._node_s = node_s
+        self._done_at = -math.inf
+        self.deadline: float | None = None
+        """When it is to be done; None if it is not wanted."""
+
+    def may(self, num_nodes: int, *, now: float) -> bool:
+        """Return whether to do it now; if not, it is wanted at `deadline`."""
+        pause_s = self._node_s * num_nodes if num_nodes > MANY_NODES else 0.0
+        if now >= self._done_at + pause_s:
+            self._done_at, self.deadline = now, None
+            return True
+        self.deadline = self._done_at + pause_s
+        return False
+
+    def is_due(self, *, now: float) -> bool:
+        """Return whether it is wanted and can be afforded now."""
+        return self.deadline is not None and now >= self.deadline
+
+
+class Deadlines(Generic[Item]):
+    """Items whose deadlines move to later instants, and the first of them.
+
+    An item's true deadline is asked for when the noted one comes first, and noted anew if it has
+    moved; one that has become earlier than it was would be missed.
+    """
+
+    def __init__(self, deadline_of: Callable[[Item], float | None]) -> None:
+        """Start empty.
+
+        Args:
+            deadline_of: an item's true deadline; None for one that is over.
+        """
+        self._deadline_of = deadline_of
+        self._heap: list[tuple[float, int, Item]] = []
+        self._serial = 0
+
+    def add(self, item: Item) -> None:
+        """Watch an item until it is over or has been due."""
+        at = self._deadline_of(item)
+        if at is not None:
+            self._serial += 1
+            heapq.heappush(self._heap, (at, self._serial, item))
+
+    @property
+    def first(self) -> float | None:
+        """The first deadline; None without one."""
+        heap = self._heap
+        while heap:
+            at, serial, item = heap[0]
+            true_at = self._deadline_of(item)
+            if true_at == at:
+                return at
+            if true_at is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (true_at, serial, item))
+        return None
+
+    def take_due(self, *, now: float) -> list[Item]:
+        """Return the items whose deadline has come, in order; they are not watched any more."""
+        due = []
+        while (first := self.first) is not None and first <= now:
+            due.append(heapq.heappop(self._heap)[2])
+        return due

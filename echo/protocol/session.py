@@ -1,0 +1,26 @@
+"""What a shell needs of a session, be it a process (`runtime/node.py`) or simulated."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from echo.protocol.actions import Action
+from echo.protocol.codec import Frame
+from echo.protocol.parcel import DecodeBlock
+
+
+class Session(Protocol):
+    """A node's conversation: events in, actions out, without IO and without a clock."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` must be called next."""
+
+    def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Handle one message."""
+
+    def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action]:
+        """Take the result of a DecodeBlock."""
+
+    def expire(self, *, now: float) -> list[Action]:
+        """Do what has become due."""

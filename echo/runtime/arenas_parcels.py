@@ -1,0 +1,234 @@
+"""What has come of parcels, in files that a restarted node reads again.
+
+An image is fetched into an arena that is a file itself. A parcel is not: its size is not known
+before its last table, and what comes out of its chunks lies elsewhere. So each parcel has a
+journal, to which tables and chunks are appended as they have been verified:
+
+    v12-L1-anchor-<run>.parcel             of version 12, lineage 1, coded on its own
+    v12-L1-from-v11-L1-<run>.parcel        coded against version 11 of the same lineage
+
+    record: magic (4 bytes), index of the chunk or 2^32 - 1 for a table, length, then the bytes
+
+* **Killed in mid-write**: the last record is torn, and cut off before more is appended. Nothing is
+  synced; after a power failure a lost page fails its hash or its signature
+  (`echo/protocol/resuming.py`), and what follows a lost header is not read.
+* **Limit and full disk**: a journal only spares a later process a transfer. So all of them together
+  take what versions leave of network.arena_bytes, the oldest give way first, and one that cannot be
+  written is removed. Chunks are in memory besides, so nothing else changes.
+* A journal is removed with its parcel, which may long outlive the fetch: children take it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo.protocol.manifest import Form
+from echo.rollout import PolicyVersion
+
+_HEADER = struct.Struct("<4sII")
+_MAGIC = b"echo"
+_TABLE = 2**32 - 1
+_NAME = re.compile(
+    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-"
+    r"(?:anchor|from-v(?P<base_step>\d{1,18})-L(?P<base_lineage>\d{1,18}))-"
+    r"(?P<run>[0-9a-f]{16})\.parcel"
+)
+
+_log = logging.getLogger(__name__)
+
+
+def is_parcel(name: str) -> bool:
+    """Return whether a file bears the name of a journal."""
+    return _NAME.fullmatch(name) is not None
+
+
+class ParcelFile:
+    """The journal of one parcel."""
+
+    def __init__(self, files: ParcelFiles, path: Path, num_bytes: int = 0) -> None:
+        """Name a file; `open` makes or continues it."""
+        self.path = path
+        self.num_bytes = num_bytes
+        """Bytes on the disk."""
+        self._files = files
+        self._descriptor: int | None = None
+        self._num_sound = 0
+        """Bytes up to the end of the last record that was read and accepted."""
+
+    def open(self) -> None:
+        """Open it for appending behind what `records` has accepted; a torn end is cut off.
+
+        Raises:
+            OSError: if it cannot be opened.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self.path, flags, 0o600)
+        os.ftruncate(self._descriptor, self._num_sound)
+        self.num_bytes = self._num_sound
+
+    def records(self) -> Iterator[tuple[int | None, bytes]]:
+        """Yield (index of a chunk, or None for a table; bytes), up to where the file is torn.
+
+        Whoever asks for the next record has accepted the one before.
+
+        Raises:
+            OSError: if the file cannot be read.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as file:
+            size = os.fstat(descriptor).st_size
+            while len(header := file.read(_HEADER.size)) == _HEADER.size:
+                magic, index, length = _HEADER.unpack(header)
+                stop = self._num_sound + _HEADER.size + length
+                if magic != _MAGIC or stop > size:
+                    return
+                yield (None if index == _TABLE else index), file.read(length)
+                self._num_sound = stop
+
+    def table(self, frame: bytes) -> None:
+        """Add the signed table of the next segment."""
+        self._append(_TABLE, frame)
+
+    def chunk(self, index: int, data: memoryview) -> None:
+        """Add a chunk that has been verified."""
+        self._append(index, data)
+
+    def _append(self, index: int, data: bytes | memoryview) -> None:
+        if self._descriptor is None:
+            return
+        size = _HEADER.size + len(data)
+        if not self._files.make_room(size, keep=self):
+            _log.info("%s: no room under the limit; a restart would fetch it anew", self.path)
+            self.remove()
+            return
+        try:
+            num_written = os.writev(
+                self._descriptor, [_HEADER.pack(_MAGIC, index, len(data)), data]
+            )
+            fault = "" if num_written == size else os.strerror(errno.ENOSPC)
+        except OSError as error:
+            fault = error.strerror or "unknown error"
+        self.num_bytes += size
+        if fault:
+            self._files.warn(f"{self.path.name} cannot be written: {fault}")
+            self.remove()
+
+    def remove(self) -> None:
+        """Forget everything."""
+        self._files.forget(self)
+        self.close()
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            self._files.warn(f"{self.path.name} cannot be removed: {error.strerror}")
+
+    def close(self) -> None:
+        """Write no more; what is there stays."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParcel:
+    """What a former process has written down of a parcel; nothing about it has been verified."""
+
+    version: PolicyVersion
+    form: Form
+    journal: ParcelFile
+
+
+class ParcelFiles:
+    """All journals in a directory.
+
+    Args:
+        directory: where.
+        has_room: whether so many bytes more would fit beside versions and journals.
+        warn: says something to the operator, once.
+    """
+
+    def __init__(
+        self, directory: Path, *, has_room: Callable[[int], bool], warn: Callable[[str], None]
+    ) -> None:
+        self.directory = directory
+        self.warn = warn
+        self._has_room = has_room
+        self._open: list[ParcelFile] = []
+        """Oldest first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all journals."""
+        return sum(file.num_bytes for file in self._open)
+
+    def begin(self, version: PolicyVersion, form: Form, run: str) -> ParcelFile | None:
+        """Return a new journal, None if it cannot be made."""
+        name = "anchor" if form.base is None else f"from-v{form.base.step}-L{form.base.lineage}"
+        path = self.directory / f"v{version.step}-L{version.lineage}-{name}-{run}.parcel"
+        file = ParcelFile(self, path)
+        try:
+            file.open()
+        except OSError as error:
+            self.warn(f"{path.name} cannot be written: {error.strerror}")
+            return None
+        self._open.append(file)
+        return file
+
+    def forget(self, file: ParcelFile) -> None:
+        """Count a journal no more."""
+        if file in self._open:
+            self._open.remove(file)
+
+    def make_room(self, num_bytes: int, *, keep: ParcelFile | None = None) -> bool:
+        """Remove the oldest until `num_bytes` more fit; tell whether they do."""
+        while not self._has_room(num_bytes):
+            file = next((file for file in self._open if file is not keep), None)
+            if file is None:
+                return False
+            file.remove()
+        return True
+
+    def remove_all(self) -> None:
+        """Remove every journal: their room is wanted for a version."""
+        for file in self._open[:]:
+            file.remove()
+
+    def recover(self, run: str) -> list[SavedParcel]:
+        """Return what a former process left of a run, newest first, and remove the rest."""
+        known = {file.path for file in self._open}
+        saved = []
+        for entry in os.scandir(self.directory):
+            path, match = Path(entry.path), _NAME.fullmatch(entry.name)
+            if match is None or path in known or not entry.is_file(follow_symlinks=False):
+                continue
+            journal = ParcelFile(self, path, entry.stat(follow_symlinks=False).st_size)
+            if match["run"] != run:
+                journal.remove()
+                continue
+            form = Form("anchor")
+            if match["base_step"] is not None:
+                base = PolicyVersion(int(match["base_lineage"]), int(match["base_step"]))
+                form = Form("delta", base)
+            version = PolicyVersion(int(match["lineage"]), int(match["step"]))
+            saved.append(SavedParcel(version, form, journal))
+        saved.sort(key=lambda each: each.version, reverse=True)
+        for each in saved[:]:
+            if not self._has_room(each.journal.num_bytes):
+                each.journal.remove()
+                saved.remove(each)
+            else:
+                self._open.insert(0, each.journal)
+        return saved
+
+    def close(self) -> None:
+        """Write no more; what is there stays for a later process."""
+        for file in self._open:
+            file.close()
+        self._open.clear()

@@ -1,0 +1,170 @@
+"""What becomes of a delivered group until it may be trained: judged, written, acknowledged.
+
+A group from which the trainer would learn nothing is ended at once with its reason: it is
+acknowledged, gives its admission back, and another is granted for it. All others are written to
+the journal, and acknowledged and put into the buffer once they are on the disk. Where delays are
+injected, a group becomes visible there only after its delay, as if it had been on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+
+from echo.buffer import StalenessBuffer
+from echo.protocol.actions import Action, Note, StoreGroup
+from echo.protocol.learner_session import LearnerSession
+from echo.rollout import Group
+from echo.runtime.delays import WeightDelays
+from echo.runtime.faults import Faults
+from echo.runtime.late_rewards import LateRewards
+from echo.runtime.ledger import Ledger
+from echo.runtime.progress import Progress
+from echo.runtime.task_metrics import TaskMetrics
+from echo.sim.delays import DelayInjector
+from echo.tasks.faults import RewardError
+
+
+class Arrivals:
+    """The way of groups from the learner's session into its buffer."""
+
+    def __init__(
+        self,
+        session: LearnerSession,
+        *,
+        ledger: Ledger,
+        buffer: StalenessBuffer,
+        progress: Progress,
+        refusal: Callable[[Group], str | None],
+        max_barren_groups: int,
+        delays: DelayInjector | None,
+        perform: Callable[[Iterable[Action]], None],
+        sync: Callable[[], Awaitable[None]],
+        faults: Faults,
+        clock: Callable[[], float],
+    ) -> None:
+        """Join the parts; `run` stores.
+
+        Args:
+            session: the learner's conversation.
+            ledger: the journal, open.
+            buffer: where groups wait to be trained.
+            progress: running totals.
+            refusal: why a group should not count towards a step, or None.
+            max_barren_groups: see `is_barren`.
+            delays: of groups on their way to the learner; None for none.
+            perform: carries out what the session asks for.
+            sync: forces the journal onto the disk, off the loop.
+            faults: where to die, in tests.
+            clock: the loop's, seconds.
+        """
+        self._session = session
+        self._ledger = ledger
+        self._buffer = buffer
+        self._progress = progress
+        self._refusal = refusal
+        self._max_barren_groups = max_barren_groups
+        self._delays = delays
+        self._perform = perform
+        self._sync = sync
+        self._faults = faults
+        self._clock = clock
+        self._unsynced: list[Group] = []
+        self._store_wanted = asyncio.Event()
+        self._has_news = asyncio.Event()
+        self.is_open = True
+        """Whether groups are taken in; one that comes later is never acknowledged."""
+        self.late_rewards: LateRewards | None = None
+        """Who scores the groups, where workers do not."""
+        self._task_metrics = TaskMetrics()
+        self._weight_delays = WeightDelays()
+
+    @property
+    def is_barren(self) -> bool:
+        """Whether nothing could be learned from any of the last `max_barren_groups` groups."""
+        return self._progress.barren.num_groups >= self._max_barren_groups
+
+    def take_in(self, action: StoreGroup) -> None:
+        """Have a group scored if nobody has; then write it, or end it and grant another."""
+        if self.late_rewards is None:
+            self._take_in(action)
+        else:
+            self.late_rewards.score(action, then=self._take_in, on_fault=self._on_fault)
+
+    def _take_in(self, action: StoreGroup) -> None:
+        """Write a group that counts towards a step; end one that does not, and grant another."""
+        if not self.is_open:
+            return
+        reason = self._refusal(action.group)
+        if reason is not None:
+            self._end(action.group, reason)
+            return
+        self._ledger.store(action.group, action.header, action.arrays)
+        self._unsynced.append(action.group)
+        self._store_wanted.set()
+
+    def _on_fault(self, group: Group, error: RewardError) -> None:
+        if self.is_open:
+            text = f"group {group.group_id}: {error.reason}: {error}"
+            self._perform([Note("warning", text)])
+            self._end(group, error.reason)
+
+    def _end(self, group: Group, reason: str) -> None:
+        self._ledger.discarded(group.group_id, reason, step=self._session.step)
+        self._session.counters.add(f"discarded/{reason}")
+        self._progress.left_out(group, reason, now=self._clock())
+        self._perform(self._session.stored(group.group_id, now=self._clock()))
+        if self.is_barren:
+            self._has_news.set()
+
+    async def run(self) -> None:
+        """Force written groups onto the disk, many at once, then acknowledge them."""
+        while self.is_open or self._unsynced:
+            await self._store_wanted.wait()
+            self._store_wanted.clear()
+            groups, self._unsynced = self._unsynced, []
+            if not groups:
+                continue
+            await self._sync()
+            for group in groups:
+                self._faults.reach("stored", group.group_id)
+                delay_s = 0.0 if self._delays is None else self._delays.draw(group.worker_id)
+                self._buffer.put(group, visible_at=self._clock() + delay_s)
+                self._progress.accepted(group, now=self._clock())
+                self._perform(self._session.stored(group.group_id, now=self._clock()))
+            self._has_news.set()
+
+    def close(self) -> None:
+        """Take nothing in any more; `run` ends once what was written is in the buffer."""
+        self.is_open = False
+        self._store_wanted.set()
+
+    def wake(self) -> None:
+        """End `wait`."""
+        self._has_news.set()
+
+    async def wait(self, *, until: float | None) -> None:
+        """Wait until groups have come, or nothing can be learned, since the last call.
+
+        Args:
+            until: instant at which to look again even so, or None.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._has_news.wait()
+        self._has_news.clear()
+
+    def metrics(self) -> Mapping[str, float | Mapping[str, float]]:
+        """Return which delays were injected, and how the task's code did."""
+        totals = {
+            member.node_id: member.stats.refused
+            for member in self._session.roster.members("worker")
+        }
+        if self.late_rewards is not None:
+            totals["learner"] = self.late_rewards.counts()
+        row: dict[str, float | Mapping[str, float]] = {
+            **self._task_metrics.row(totals),
+            **self._weight_delays.metrics(totals),
+        }
+        return row | ({} if self._delays is None else dict(self._delays.metrics()))

@@ -1,0 +1,337 @@
+"""Rollouts of several turns: the engine samples, the environment replies, until one ends it.
+
+Token in, token out: what was sampled stays the tokens that were sampled; what the environment says
+is encoded once and appended, and both together are the prefix of the next turn. A rollout's mask
+is True for sampled tokens only, and only they have log-probabilities. `max_completion_tokens`
+bounds the whole, the environment's tokens included.
+
+All rollouts of a call advance together, turn by turn: one call of the engine for all that go on,
+then all replies, several at a time. An episode ends
+
+    stop      when the environment says so
+    length    when a turn was cut off at the limit, when there is no room for what the environment
+              says and one token more, or after `max_turns` turns: an environment that never ends
+              by itself ends here, is counted, and is asked for the outcome all the same
+
+A fault of the environment's fails its group: nothing of it is trained on. Where the fault was not
+its own (its process was killed for another's) the group is played again, a bounded number of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.errors import DataError
+from echo.protocol.messages import Lease
+from echo.rollout import PolicyVersion, Rollout
+from echo.tasks.environment import Message
+from echo.tasks.faults import RewardError
+from echo.tasks.host import TICK_S, Episode, TaskHost
+from echo.tasks.task import Example
+
+MAX_THREADS = 64
+"""Replies that are waited for at one time; how many run is the host's affair."""
+
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of an episode's turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opening:
+    """A group of episodes to be played."""
+
+    name: str
+    """For request ids, such as "17.0"."""
+    prompt_ids: npt.NDArray[np.int32]
+    example: Example
+    seeds: Sequence[int]
+    """One for each episode."""
+
+
+def openings_of(leases: Sequence[Lease], *, group_size: int) -> list[Opening]:
+    """Return what is to be played for these leases."""
+    return [
+        Opening(
+            name=f"{lease.group_id}.{lease.attempt}",
+            prompt_ids=np.array(lease.prompt_ids, dtype=np.int32),
+            example=Example(**lease.example),
+            seeds=[lease.seed + member for member in range(group_size)],
+        )
+        for lease in leases
+    ]
+
+
+class EpisodePlayer:
+    """Plays groups of episodes; thread-safe."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        host: TaskHost,
+        *,
+        encode_turn: Callable[[Sequence[Message]], list[int]],
+        decode: Callable[[Sequence[int]], str],
+        max_turns: int,
+        retries: int,
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            engine: samples.
+            host: where the environment runs.
+            encode_turn: what the environment says -> token ids.
+            decode: token ids of a turn -> text.
+            max_turns: turns of the policy in one episode.
+            retries: how often a group is played again that others have spoilt.
+        """
+        self._engine = engine
+        self._host = host
+        self._encode_turn = encode_turn
+        self._decode = decode
+        self._max_turns = max_turns
+        self._retries = retries
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "echo-episode")
+
+    def play(
+        self,
+        openings: Sequence[Opening],
+        sampling: Sampling,
+        *,
+        should_stop: Callable[[], bool],
+        on_progress: Callable[[int], None],
+        exact_version: PolicyVersion | None = None,
+    ) -> list[list[Rollout] | RewardError]:
+        """Play groups to their ends; one result for each, in their order.
+
+        Args:
+            openings: the groups.
+            sampling: how; `max_completion_tokens` bounds a whole episode.
+            should_stop: once it returns True everything is dropped, and errors come back.
+            on_progress: told of tokens and replies, and now and then while waiting for replies.
+            exact_version: samples all turns, and newer weights wait; None for any.
+
+        Raises:
+            VersionError: before any turn, if that version is not installed.
+        """
+        held = nullcontext() if exact_version is None else self._engine.holding(exact_version)
+        with held:
+            return self._play_all(openings, sampling, should_stop, on_progress)
+
+    def _play_all(
+        self,
+        openings: Sequence[Opening],
+        sampling: Sampling,
+        should_stop: Callable[[], bool],
+        on_progress: Callable[[int], None],
+    ) -> list[list[Rollout] | RewardError]:
+        """Play groups, and again those that others have spoilt."""
+        results: list[list[Rollout] | RewardError] = [
+            RewardError("not played", reason="reward_lost") for _ in openings
+        ]
+        for _ in range(self._retries + 1):
+            wanted = [
+                index
+                for index, result in enumerate(results)
+                if isinstance(result, RewardError) and result.reason == "reward_lost"
+            ]
+            if not wanted or should_stop():
+                break
+            groups = [
+                [_Play(opening, member, sampling) for member in range(len(opening.seeds))]
+                for opening in (openings[index] for index in wanted)
+            ]
+            self._play(groups, sampling, should_stop, on_progress)
+            for index, group in zip(wanted, groups, strict=True):
+                results[index] = _result(group)
+        return results
+
+    def close(self) -> None:
+        """Wait for nobody any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _play(
+        self,
+        groups: Sequence[Sequence[_Play]],
+        sampling: Sampling,
+        should_stop: Callable[[], bool],
+        on_progress: Callable[[int], None],
+    ) -> None:
+        everybody = [play for group in groups for play in group]
+        try:
+            self._each(self._begin, everybody, on_progress)
+            for turn in range(self._max_turns):
+                # The first fault fails its group, so nobody goes on with the others of it.
+                running = [
+                    play
+                    for group in groups
+                    if not any(play.fault for play in group)
+                    for play in group
+                    if not play.reason
+                ]
+                if not running or should_stop():
+                    break
+                requests = [play.request(turn) for play in running]
+                completions = self._engine.generate(
+                    requests, sampling, should_stop=should_stop, on_tokens=on_progress
+                )
+                if should_stop():
+                    break
+                for play, completion in zip(running, completions, strict=True):
+                    play.add_sampled(completion)
+                is_last = turn + 1 == self._max_turns
+                self._each(partial(self._reply, is_last=is_last), running, on_progress)
+            over = [play for play in everybody if play.reason and not play.fault]
+            self._each(self._judge, over, on_progress)
+        finally:
+            for play in everybody:
+                if play.episode is not None:
+                    # The threads may be gone already, where the node ends; so is the host then.
+                    with suppress(RuntimeError):
+                        self._threads.submit(_close, play.episode)
+
+    def _each(
+        self,
+        function: Callable[[_Play], None],
+        plays: Sequence[_Play],
+        on_progress: Callable[[int], None],
+    ) -> None:
+        """Call a function for each, several at a time; a fault of the environment's is noted."""
+
+        def guarded(play: _Play) -> None:
+            try:
+                function(play)
+            except RewardError as error:
+                play.fault = error
+
+        running = {self._threads.submit(guarded, play) for play in plays}
+        while running:
+            done, running = wait(running, timeout=TICK_S, return_when=FIRST_COMPLETED)
+            on_progress(max(1, len(done)))
+            for future in done:
+                future.result()
+            # `close` cancels what has not begun, and `wait` would wait for it for ever.
+            running = {future for future in running if not future.cancelled()}
+
+    def _begin(self, play: _Play) -> None:
+        play.episode = self._host.begin(play.opening.example)
+
+    def _reply(self, play: _Play, *, is_last: bool) -> None:
+        """Tell the environment what was said, and take in what it answers."""
+        assert play.episode is not None
+        messages = play.episode.reply(self._decode(play.turn_ids.tolist()))
+        if messages is None and not play.is_cut:
+            play.reason = "stop"
+        elif messages is None or play.is_cut:
+            play.reason = "length"
+            self._host.count("env/token_limit")
+        elif is_last:
+            play.reason = "length"
+            self._host.count("env/turn_limit")
+        else:
+            try:
+                ids = self._encode_turn(messages)
+            except DataError as error:
+                text = f"{self._host.name} on {play.opening.example}: {error}"
+                raise RewardError(text) from error
+            if not play.add_said(ids):
+                play.reason = "length"
+                self._host.count("env/token_limit")
+
+    def _judge(self, play: _Play) -> None:
+        assert play.episode is not None
+        play.reward = play.episode.outcome()
+
+
+class _Play:
+    """One episode: its tokens so far, and how it stands."""
+
+    def __init__(self, opening: Opening, member: int, sampling: Sampling) -> None:
+        self.opening = opening
+        self.episode: Episode | None = None
+        self.fault: RewardError | None = None
+        self.reason = ""
+        """Why it is over; empty while it goes on."""
+        self.reward = 0.0
+        self.turn_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        """What was sampled last."""
+        self.is_cut = False
+        """Whether that was cut off at the limit."""
+        self._member = member
+        self._max_tokens = sampling.max_completion_tokens
+        self._parts: list[tuple[Any, Any, Any, Any]] = []
+        self._num_tokens = 0
+
+    def request(self, turn: int) -> Request:
+        """Return what the engine is asked for the next turn."""
+        seed = self.opening.seeds[self._member] + turn * SEED_STRIDE
+        return Request(
+            request_id=f"{self.opening.name}.{self._member}.{turn}",
+            prompt_ids=self.opening.prompt_ids,
+            seed=seed & (2**63 - 1),
+            prefix_ids=self._joined(0, np.int32),
+        )
+
+    def add_sampled(self, completion: Completion) -> None:
+        """Append what the policy said."""
+        ids = completion.token_ids
+        self.turn_ids, self.is_cut = ids, completion.finish_reason != "stop"
+        mask = np.ones(len(ids), np.bool_)
+        self._parts.append((ids, completion.logprobs, completion.policy_versions, mask))
+        self._num_tokens += len(ids)
+
+    def add_said(self, ids: Sequence[int]) -> bool:
+        """Append what the environment says, if there is room for it and a token more."""
+        if self._num_tokens + len(ids) >= self._max_tokens:
+            return False
+        length = len(ids)
+        version = self._parts[-1][2][-1:]
+        self._parts.append(
+            (
+                np.array(ids, np.int32),
+                np.zeros(length, np.float32),
+                np.repeat(version, length, axis=0),
+                np.zeros(length, np.bool_),
+            )
+        )
+        self._num_tokens += length
+        return True
+
+    def rollout(self) -> Rollout:
+        """Return it as it has ended."""
+        return Rollout(
+            token_ids=self._joined(0, np.int32),
+            sampler_logprobs=self._joined(1, np.float32),
+            policy_versions=self._joined(2, np.int32),
+            completion_mask=self._joined(3, np.bool_),
+            reward=self.reward,
+            finish_reason=self.reason,
+        )
+
+    def _joined(self, column: int, dtype: Any) -> Any:
+        if not self._parts:
+            return np.empty(0, dtype)
+        return np.concatenate([part[column] for part in self._parts])
+
+
+def _result(group: Sequence[_Play]) -> list[Rollout] | RewardError:
+    faults = [play.fault for play in group if play.fault is not None]
+    if faults:
+        # An own fault says more than that others took the process along.
+        return min(faults, key=lambda fault: fault.reason == "reward_lost")
+    if any(not play.reason for play in group):
+        return RewardError("the node ended first", reason="reward_lost")
+    return [play.rollout() for play in group]
+
+
+def _close(episode: Episode) -> None:
+    with suppress(RewardError):
+        episode.close()

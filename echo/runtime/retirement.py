@@ -1,0 +1,185 @@
+"""A worker on a rented machine: when it leaves, and how its machine is given back.
+
+A worker on standby still bills. So a worker may leave by itself: after so long on standby, after so
+long in all, or after so long without the learner. It then takes no more leases, finishes and
+delivers what it has in hand, runs the user's command that gives the machine back, and says goodbye
+with the news of how that went: only a release that is confirmed ends the learner's counting.
+
+The command also runs when the learner says that the run is over. It does not run after Ctrl-C or an
+error: then somebody will want to look at the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from echo.config.schema import WorkerSection
+from echo.protocol.messages import Goodbye
+from echo.protocol.worker_session import WorkerSession
+from echo.runtime.agent_worker import AgentWorkerNode
+from echo.units import format_duration
+
+CHECK_S = 0.25
+MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
+"""Of the release command's output that are logged, the last ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """For how long a machine is kept; None is for ever."""
+
+    parked_for_s: float | None
+    lifetime_s: float | None
+    learner_gone_for_s: float | None
+
+    @property
+    def are_endless(self) -> bool:
+        """Whether the worker never leaves by itself."""
+        return self.parked_for_s is self.lifetime_s is self.learner_gone_for_s is None
+
+    def reason_to_leave(
+        self, session: WorkerSession, *, started_at: float, now: float
+    ) -> str | None:
+        """Return why the worker should leave now, or None.
+
+        Args:
+            session: the worker's.
+            started_at: when its process started.
+            now: the present.
+        """
+        since = session.standby_since
+        if self.parked_for_s is not None and since is not None and now - since >= self.parked_for_s:
+            return f"on standby for {format_duration(now - since)} (exit_when_parked_for_s)"
+        if self.lifetime_s is not None and now - started_at >= self.lifetime_s:
+            return f"here for {format_duration(now - started_at)} (max_lifetime_s)"
+        gone_s = now - session.learner_heard_at
+        if self.learner_gone_for_s is not None and gone_s >= self.learner_gone_for_s:
+            return f"without the learner for {format_duration(gone_s)} (exit_if_learner_gone_s)"
+        return None
+
+
+def terms_of(section: WorkerSection) -> Terms:
+    """Return the terms that a configuration states."""
+    return Terms(
+        parked_for_s=section.exit_when_parked_for_s,
+        lifetime_s=section.max_lifetime_s,
+        learner_gone_for_s=section.exit_if_learner_gone_s,
+    )
+
+
+class RentedWorker(AgentWorkerNode):
+    """A worker that leaves by itself, and gives its machine back."""
+
+    def __init__(
+        self,
+        *args: Any,
+        terms: Terms,
+        on_release: str | None,
+        release_timeout_s: float,
+        started_at: float,
+        **kwargs: Any,
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            *args: see `WorkerNode`.
+            terms: when to leave.
+            on_release: shell command that gives the machine back; None for none.
+            release_timeout_s: seconds that it may take.
+            started_at: when the process started, on the loop's clock.
+            **kwargs: see `WorkerNode`.
+        """
+        super().__init__(*args, **kwargs)
+        self._terms = terms
+        self._on_release = on_release
+        self._release_timeout_s = release_timeout_s
+        self._started_at = started_at
+        self._releasing: asyncio.Task[bool] | None = None
+
+    async def work(self) -> None:
+        """Work until it is time to leave."""
+        if not self._terms.are_endless:
+            self.spawn(self._retire(), name="retirement")
+        await super().work()
+
+    async def run(self) -> str:
+        """Run until stopped; give the machine back if the run is over."""
+        reason = await super().run()
+        # What has begun goes on: the run may have ended in the middle of it.
+        if self._num_interrupts == 0 or self._releasing is not None:
+            await self._release(reason)
+        return reason
+
+    async def _retire(self) -> None:
+        reason: str | None = None
+        while reason is None:
+            await asyncio.sleep(CHECK_S)
+            reason = self._terms.reason_to_leave(
+                self.session, started_at=self._started_at, now=self.now
+            )
+        self.log.warning("leaving: %s", reason)
+        await self.finish_work()
+        self.session.activity = "releasing"
+        is_released = await self._release(reason)
+        if self.session.is_admitted:
+            goodbye = Goodbye(reason=reason, is_released=is_released)
+            self.perform(self.session.to_learner(goodbye))
+        self.stop(reason)
+
+    async def _release(self, reason: str) -> bool:
+        """Run the command that gives the machine back, once; return whether it says that it has."""
+        if self._on_release is None:
+            return False
+        if self._releasing is None:
+            work = release(
+                self._on_release, reason=reason, timeout_s=self._release_timeout_s, log=self.log
+            )
+            self._releasing = asyncio.create_task(work, name="release")
+        return await asyncio.shield(self._releasing)
+
+
+async def release(command: str, *, reason: str, timeout_s: float, log: logging.Logger) -> bool:
+    """Run a shell command within a time, log what it prints, and return whether it succeeded.
+
+    Args:
+        command: for the shell; finds the reason in ECHO_RELEASE_REASON.
+        reason: why the machine is given back.
+        timeout_s: seconds after which it and its children are killed.
+        log: where its output goes.
+    """
+    log.info("giving the machine back: running worker.on_release")
+    outcome = "did not end within its time (worker.release_timeout_s) and was killed"
+    # A file and no pipe: what the command leaves in the background may hold a pipe open.
+    with tempfile.TemporaryFile() as output:
+        process = await asyncio.create_subprocess_shell(
+            command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "ECHO_RELEASE_REASON": reason},
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+                outcome = f"ended with code {process.returncode}"
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
+        lines = output.read().decode(errors="replace").splitlines()[-MAX_OUTPUT_LINES:]
+    for line in lines:
+        log.info("on_release: %s", line)
+    if process.returncode == 0:
+        log.info("on_release %s: the machine is given back", outcome)
+        return True
+    log.error("on_release %s: the machine may go on billing; look after it", outcome)
+    return False

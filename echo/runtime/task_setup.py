@@ -1,0 +1,150 @@
+"""From the configuration to the place where a task's code runs, and to what plays its episodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from echo.config.schema import Config
+from echo.engine.engine import Engine
+from echo.errors import ConfigError
+from echo.runtime.episodes import EpisodePlayer
+from echo.tasks import tokenization
+from echo.tasks.environment import Environment
+from echo.tasks.host import InlineHost, LaterHost, Limits, TaskHost
+from echo.tasks.http_host import HttpHost, TaskInfo
+from echo.tasks.loading import load_task, task_digests
+from echo.tasks.pool import PoolHost
+from echo.tasks.task import Task
+
+MAX_AUTO_PROCESSES = 4
+MAX_AUTO_REMOTE_CALLS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What a worker needs of a task."""
+
+    host: TaskHost
+    turns: int | None
+    """Most turns of an episode; None where an answer is one turn."""
+    digests: dict[str, str]
+    """Hashes of its code and data, as far as this node has them."""
+
+
+def make_judge(config: Config) -> Judge:
+    """Return who judges the answers of a worker.
+
+    Raises:
+        ConfigError: if the task cannot be loaded, or its server cannot be reached.
+    """
+    if config.reward.where == "learner":
+        return Judge(LaterHost(), None, {})
+    if config.reward.address is not None:
+        remote = _make_remote(config, config.reward.address)
+        info = remote.describe()
+        turns = info.max_turns if info.has_turns else None
+        return Judge(remote, turns, {"task_source": info.digest})
+    task = load_task(config.task.kind, config.task.options)
+    return Judge(make_local_host(config, task), turns_of(config, task), task_digests(task))
+
+
+def make_task_host(config: Config, task: Task) -> TaskHost:
+    """Return where the learner has answers judged; nothing is started or reached for yet.
+
+    Raises:
+        ConfigError: if an environment is to run where it cannot.
+    """
+    if config.reward.where == "learner" and config.agent.enabled:
+        raise ConfigError(
+            'reward.where = "learner": agents, which agent.enabled asks for, are rewarded where '
+            "they are served; remove one of the two"
+        )
+    if config.reward.where == "learner" and task.has_turns:
+        raise ConfigError(
+            f'reward.where = "learner": {type(task).__name__} is an environment, which replies '
+            "while workers sample; remove it"
+        )
+    if config.reward.address is not None:
+        return _make_remote(config, config.reward.address)
+    return make_local_host(config, task)
+
+
+def make_local_host(config: Config, task: Task) -> TaskHost:
+    """Return a host for the task on this machine; no process starts before it is needed."""
+    section, limits = config.reward, _limits(config)
+    if section.isolation == "none" or (section.isolation == "auto" and task.is_bounded):
+        return InlineHost(task, limits)
+    wanted = section.max_concurrent
+    size = min(MAX_AUTO_PROCESSES, os.cpu_count() or 1) if wanted == "auto" else wanted
+    return PoolHost(config.task.kind, config.task.options, limits, max_concurrent=size)
+
+
+def describe_task(config: Config, task: Task) -> TaskInfo:
+    """Return what a task's server says of it."""
+    return TaskInfo(
+        name=type(task).__name__,
+        has_turns=task.has_turns,
+        max_turns=turns_of(config, task),
+        digest=task_digests(task)["task_source"],
+    )
+
+
+def turns_of(config: Config, task: Task) -> int | None:
+    """Return how many turns an episode may have; None where an answer is one turn."""
+    if not isinstance(task, Environment) or not task.has_turns:
+        return None
+    return task.max_turns or config.reward.max_turns
+
+
+def _make_remote(config: Config, address: str) -> HttpHost:
+    wanted = config.reward.max_concurrent
+    size = MAX_AUTO_REMOTE_CALLS if wanted == "auto" else wanted
+    return HttpHost(address, _limits(config), max_concurrent=size)
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(
+        score_s=config.task.reward_timeout_s,
+        step_s=config.task.step_timeout_s,
+        retries=config.reward.retries,
+        memory_bytes=config.reward.memory_limit_bytes,
+    )
+
+
+def make_player(
+    config: Config,
+    turns: int | None,
+    host: TaskHost,
+    engine: Engine,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+) -> EpisodePlayer | None:
+    """Return what plays the episodes of an environment; None where answers are one turn.
+
+    Args:
+        config: with the learner's settings in it.
+        turns: most turns of an episode, or None.
+        host: where it runs.
+        engine: samples.
+        tokenizer: of the model.
+        stop_ids: what ends a turn.
+    """
+    if turns is None:
+        return None
+    return EpisodePlayer(
+        engine,
+        host,
+        encode_turn=partial(
+            tokenization.encode_turn,
+            tokenizer,
+            stop_ids=stop_ids,
+            chat_template_kwargs=config.model.chat_template_kwargs,
+        ),
+        decode=lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
+        max_turns=turns,
+        retries=config.reward.retries,
+    )

@@ -1,0 +1,105 @@
+"""From the configuration to the learner's trainer: loss, reference policy, optimizer, precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echo.algo.loss import Loss
+from echo.algo.reference import ReferenceKlLoss
+from echo.config.losses import advantage_options, loss_options
+from echo.config.schema import Config
+from echo.engine.custom_loss import load_loss
+from echo.engine.device import pick_device, pick_dtype, set_num_threads
+from echo.engine.lora import Lora, load_adapter
+from echo.engine.trainer import OptimizerSettings, ReferenceModel, Trainer
+from echo.engine.trainer_batch import AdvantageSettings
+from echo.engine.weights import Weights, load_directory, resolve_model
+from echo.runtime.lora_setup import initial_adapter
+from echo.runtime.recovery import StartingPoint
+
+
+def build_trainer(
+    config: Config, model_dir: Path, start: StartingPoint, lora: Lora | None = None
+) -> Trainer:
+    """Return the trainer at the starting point, of all weights or of an adapter."""
+    learner, optimizer, loss = config.learner, config.optimizer, config.loss
+    max_tokens = config.sampling.max_completion_tokens
+    set_num_threads(learner.num_threads)
+    device = pick_device(learner.device)
+    tensors = None
+    if start.checkpoint is None:
+        tensors = initial_weights(config, lora)
+    trainer = Trainer(
+        model_dir,
+        loss=build_loss(config),
+        optimizer=OptimizerSettings(
+            learning_rate=optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps,
+            weight_decay=optimizer.weight_decay,
+            beta1=optimizer.beta1,
+            beta2=optimizer.beta2,
+            eps=optimizer.eps,
+            max_grad_norm=optimizer.max_grad_norm,
+        ),
+        temperature=config.sampling.temperature,
+        advantages=AdvantageSettings(
+            **advantage_options(loss.model_dump(), max_completion_tokens=max_tokens),
+            keep_zero_variance=config.batch.keep_zero_variance,
+        ),
+        reference=find_reference(config, model_dir, lora),
+        device=device,
+        dtype=pick_dtype(learner.dtype, device),
+        init_tensors=tensors,
+        lora=lora,
+        micro_batch_tokens=learner.micro_batch_tokens,
+        vocab_chunk=learner.vocab_chunk,
+        gradient_checkpointing=learner.gradient_checkpointing,
+        attn_implementation=config.model.attn_implementation,
+        seed=config.run.seed,
+    )
+    if start.checkpoint is not None:
+        trainer.load_state(start.checkpoint)
+    return trainer
+
+
+def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
+    """Return the weights that the run starts from, if they are not the model directory's.
+
+    With `lora` they are those of an adapter, and None where it starts as nothing on its base.
+    """
+    adapter = initial_adapter(config)
+    if adapter is not None:
+        return load_adapter(adapter)
+    if config.learner.init_from is None or lora is not None:
+        return None
+    return load_directory(Path(config.learner.init_from).expanduser(), "float32")
+
+
+def build_loss(config: Config) -> Loss:
+    """Return the policy loss, with the pull towards the reference if there is one."""
+    section, reference = config.loss, config.reference
+    options = loss_options(
+        section.model_dump(), max_completion_tokens=config.sampling.max_completion_tokens
+    )
+    loss = load_loss(section.kind, options)
+    if not reference.kl_coef:
+        return loss
+    return ReferenceKlLoss(
+        loss=loss,
+        coef=reference.kl_coef,
+        estimator=reference.kl_estimator,
+        importance_weighted=reference.importance_weighted,
+    )
+
+
+def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ReferenceModel | None:
+    """Return where the reference policy comes from: the same after a resume as before."""
+    section = config.reference
+    if not section.kl_coef:
+        return None
+    if section.name is None:
+        tensors = initial_weights(config, lora)
+        return ReferenceModel(model_dir=model_dir, tensors=tensors, lora=lora)
+    return ReferenceModel(
+        model_dir=resolve_model(section.name, section.revision, config.model.cache_dir)
+    )

@@ -1,0 +1,133 @@
+"""What goes wrong: what the scenario says, and machines that are taken away at random.
+
+A learner that dies comes back with what it has on its disk; one that does not ends the run.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+from echo.sim.clock import Clock
+from echo.sim.records import History
+from echo.sim.scenario import LEARNER_REGION, Fault, Scenario
+from echo.sim.site import Site
+from echo.sim.wires import Wires
+
+
+class Stage(Protocol):
+    """What faults act on."""
+
+    scenario: Scenario
+    clock: Clock
+    wires: Wires
+    history: History
+    sites: list[Site]
+
+    def start_worker(self, site: Site) -> None:
+        """Start a process at a site."""
+
+    def end_learner(self, *, is_silent: bool) -> None:
+        """End the learner's process."""
+
+    def resume_learner(self, *, away_s: float) -> None:
+        """Start it again after so long."""
+
+
+class Faults:
+    """All faults of one run."""
+
+    def __init__(self, stage: Stage) -> None:
+        """Know the stage; `begin` sets the clock."""
+        self._stage = stage
+        self._learner_died_at: float | None = None
+        """None while it is there."""
+
+    def begin(self) -> None:
+        """Have everything happen at its time."""
+        stage = self._stage
+        for fault in stage.scenario.faults:
+            stage.clock.at(fault.at_s, self._happen, fault)
+        for site in stage.sites:
+            if site.offer.losses_per_h > 0:
+                chance = random.Random(f"{stage.scenario.settings.seed}/losses/{site.name}")
+                self._await_loss(site, chance)
+
+    def _happen(self, fault: Fault) -> None:
+        clock, wires = self._stage.clock, self._stage.wires
+        if fault.kind == "cut":
+            wires.cut(fault.target)
+            if fault.for_s is not None:
+                clock.after(fault.for_s, wires.mend, fault.target)
+            return
+        if fault.target == LEARNER_REGION:
+            self._take_learner(fault)
+            return
+        for site in self._targets(fault.target):
+            if fault.kind == "slow":
+                self._slow(site, fault)
+            else:
+                self._take(site, is_silent=fault.kind == "preempt", for_s=fault.for_s)
+
+    def _targets(self, name: str) -> list[Site]:
+        return [site for site in self._stage.sites if name in (site.name, site.offer.name, "*")]
+
+    # --- the learner -----------------------------------------------------------------------------
+
+    def _take_learner(self, fault: Fault) -> None:
+        """End the learner; one that is dead already stays so until it comes back."""
+        clock, history = self._stage.clock, self._stage.history
+        if self._learner_died_at is None:
+            self._learner_died_at = clock.now
+            self._stage.end_learner(is_silent=fault.kind == "preempt")
+            if fault.for_s is not None:
+                clock.after(fault.for_s, self._resume_learner)
+                return
+        if fault.for_s is None:
+            history.end = "the learner died and did not come back"
+            clock.stop()
+
+    def _resume_learner(self) -> None:
+        assert self._learner_died_at is not None
+        away_s, self._learner_died_at = self._stage.clock.now - self._learner_died_at, None
+        self._stage.resume_learner(away_s=away_s)
+
+    # --- loss and return -------------------------------------------------------------------------
+
+    def _await_loss(self, site: Site, chance: random.Random) -> None:
+        wait_s = chance.expovariate(site.offer.losses_per_h / 3600)
+        self._stage.clock.after(wait_s, self._lose, site, chance)
+
+    def _lose(self, site: Site, chance: random.Random) -> None:
+        """Take a spot machine away, and wait for the next loss from its return on."""
+        self._take(site, is_silent=True, for_s=site.offer.restart_s)
+        self._stage.clock.after(site.offer.restart_s, self._await_loss, site, chance)
+
+    def _take(self, site: Site, *, is_silent: bool, for_s: float | None) -> None:
+        clock, worker = self._stage.clock, site.worker
+        site.num_absences += 1
+        if worker is not None:
+            self._stage.history.num_deaths += 1
+            worker.end(is_silent=is_silent)
+        if is_silent:
+            # A machine that is taken away is not paid for any more; one with a dead process is.
+            site.give_back(clock.now)
+        if for_s is not None:
+            clock.after(for_s, self._return, site)
+
+    def _return(self, site: Site) -> None:
+        site.num_absences -= 1
+        if not site.num_absences and site.worker is None and not site.is_given_up:
+            self._stage.start_worker(site)
+
+    # --- stragglers ------------------------------------------------------------------------------
+
+    def _slow(self, site: Site, fault: Fault) -> None:
+        self._scale(site, fault.factor)
+        if fault.for_s is not None:
+            self._stage.clock.after(fault.for_s, self._scale, site, 1 / fault.factor)
+
+    def _scale(self, site: Site, factor: float) -> None:
+        site.tokens_per_s *= factor
+        if site.worker is not None:
+            site.worker.set_rate(site.tokens_per_s)

@@ -1,0 +1,113 @@
+"""From a scenario to what its learner is made of: settings, leases, buffer and times."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from echo.buffer import StalenessBuffer
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.learner_session import LearnerSession
+from echo.protocol.leases import LeaseBook
+from echo.protocol.messages import Lease
+from echo.protocol.reception import LearnerSettings
+from echo.protocol.topology_fleet import ASSUMED_BYTES_PER_S
+from echo.sim.journal import Start
+from echo.sim.learner import LearnerTimes
+from echo.sim.scenario import LEARNER_REGION, Scenario
+from echo.sim.versions import CHUNK_BYTES, Versions
+
+RUN_ID = "simulation"
+LEARNER_ADDRESS = "tcp://learner:7700"
+LOST_WORKER = "(before the restart)"
+"""Holder of leases that were out when the learner died, until their worker claims them."""
+UNBOUNDED = 1 << 30
+"""A bound on staleness that never holds a lease back."""
+
+
+def make_buffer(scenario: Scenario, start: Start) -> StalenessBuffer:
+    """Return the buffer with what waited on the disk."""
+    job = scenario.job
+    buffer = StalenessBuffer(max_staleness=job.max_staleness, lineages=start.lineages)
+    if not scenario.settings.is_paced:
+        # Without pacing the session knows no bound; the buffer keeps the real one all the same.
+        buffer.admission_staleness = UNBOUNDED
+    for group in start.buffered:
+        buffer.put(group)
+    return buffer
+
+
+def make_session(
+    scenario: Scenario,
+    start: Start,
+    *,
+    public_key: bytes,
+    versions: Versions,
+    broadcast: Broadcast,
+    buffer: StalenessBuffer,
+    now: float,
+) -> LearnerSession:
+    """Return the learner's session with its leases as they were."""
+    leases = LeaseBook(timeout_s=scenario.settings.lease_timeout_s)
+    for group_id, num_attempts in sorted(start.open_attempts.items()):
+        leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
+    return LearnerSession(
+        _settings(scenario, public_key=public_key, scale=versions.scale),
+        broadcast=broadcast,
+        buffer=buffer,
+        leases=leases,
+        make_lease=_make_lease,
+        lineages=start.lineages,
+        step=start.step,
+        next_group_id=start.next_group_id,
+        settled=start.settled,
+    )
+
+
+def _settings(scenario: Scenario, *, public_key: bytes, scale: float) -> LearnerSettings:
+    job, settings = scenario.job, scenario.settings
+    return LearnerSettings(
+        run_id=RUN_ID,
+        public_key=public_key,
+        advertise=LEARNER_ADDRESS,
+        max_staleness=job.max_staleness if settings.is_paced else UNBOUNDED,
+        groups_per_step=job.groups_per_step,
+        group_size=job.group_size,
+        max_completion_tokens=max(1, round(job.max_completion_tokens)),
+        vocab_size=1,
+        heartbeat_s=settings.heartbeat_s,
+        dead_after_s=settings.dead_after_s,
+        settings={},
+        assets={},
+        digests={},
+        chunk_bytes=CHUNK_BYTES,
+        region=LEARNER_REGION,
+        price_per_gb=_egress_per_gb(scenario) * scale,
+        uplink_bytes_per_s=ASSUMED_BYTES_PER_S / scale,
+    )
+
+
+def _egress_per_gb(scenario: Scenario) -> float:
+    """Return $ per GB that leaves the learner: the mean over the regions where nodes stand."""
+    fleet = scenario.fleet
+    regions = {o.region for o, count in zip(fleet.offers, scenario.counts, strict=True) if count}
+    prices = [fleet.regions[name].price_per_gb for name in sorted(regions)]
+    return fmean(prices) if prices else 0.0
+
+
+def make_times(scenario: Scenario) -> LearnerTimes:
+    """Return how long the learner takes for what is not simulated."""
+    settings = scenario.settings
+    return LearnerTimes(
+        train_s=scenario.job.train_s,
+        train_spread=settings.train_spread,
+        recorded=scenario.train_times,
+        publish_s=settings.publish_s,
+        journal_s=settings.journal_s,
+        seed=settings.seed,
+        give_up_after_s=settings.give_up_after_s,
+    )
+
+
+def _make_lease(group_id: int, attempt: int) -> Lease:
+    """Return a lease whose prompt says nothing."""
+    return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})

@@ -1,0 +1,324 @@
+"""Environments of the package `verifiers` as tasks: one turn, several turns, tool use.
+
+    [task]
+    kind = "verifiers"
+    options = { env = "my_env", args = { num_examples = 500 } }
+
+`env` is what `verifiers.load_environment` takes: an installed environment's id, or the name of a
+module beside the configuration with a function `load_environment`. The environment keeps its own
+loop, stop conditions, tools and rubric; only its model is another: `_Policy` below is a client of
+verifiers' whose answers come from our workers' engines. So each episode is a coroutine of the
+environment's, which waits there for every turn of the policy.
+
+What the environment adds to a conversation must come after what is there already: it may not
+rewrite what was said, since those are the tokens that are trained on. Rubrics that compare the
+rollouts of a group have no place here, as episodes are judged one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from echo.errors import ConfigError, DataError
+from echo.tasks.environment import Environment, Message
+from echo.tasks.task import Example
+from echo.tasks.tool_calls import find_calls, without_calls
+
+TESTED = "verifiers 0.2.1"
+"""The release whose interface this is; 0.3 moved it and 0.4 has another."""
+
+MODEL = "policy"
+
+
+class VerifiersTask(Environment):
+    """An environment of verifiers'.
+
+    Args:
+        env: its id, or its module.
+        args: keyword arguments of its `load_environment`.
+    """
+
+    def __init__(self, *, env: str = "", args: Mapping[str, Any] | None = None) -> None:
+        if not env:
+            raise ConfigError(
+                'task.kind = verifiers: name the environment, such as task.options.env = "my_env"'
+            )
+        self._name = env
+        self._args = dict(args or {})
+
+    def prepare(self) -> None:
+        """Load the environment, which may take long."""
+        assert self._environment is not None
+
+    def example(self, index: int, *, split: str) -> Example:
+        """Return a row of the environment's dataset; its evaluation dataset is held out."""
+        rows = self._rows[split]
+        row = rows[index % len(rows)]
+        prompt = row["prompt"]
+        return Example(
+            index=index,
+            split=split,
+            prompt=prompt if isinstance(prompt, str) else _plain(prompt),
+            answer=row.get("answer", ""),
+            info={"row": {name: value for name, value in row.items() if name != "prompt"}},
+            source=f"{self._name} {split}:{index % len(rows)}",
+        )
+
+    def num_examples(self, *, split: str) -> int:
+        """Return the rows of a split."""
+        return len(self._rows[split])
+
+    def tools(self, example: Example) -> list[dict[str, Any]]:
+        """Return the schemas of the environment's tools, or of the row's own."""
+        info = example.info["row"].get("info")
+        info = json.loads(info) if isinstance(info, str) and info else info
+        own = info.get("tool_defs") if isinstance(info, dict) else None
+        tools = own if own is not None else self._environment.tool_defs
+        return [_schema(tool) for tool in tools or []]
+
+    def begin(self, example: Example) -> _Session:
+        """Start the environment's coroutine and wait until it asks for the first turn."""
+        session = _Session(self._environment, example)
+        first = session.next_request()
+        if first is None or _plain(first) != _as_messages(example.prompt):
+            session.end()
+            raise RuntimeError(
+                f"{self._name} changes its prompt when a rollout begins; the prompt has been sent "
+                "to workers already, so it must stand in the dataset"
+            )
+        return session
+
+    def reply(self, state: _Session, text: str) -> list[Message] | None:
+        """Hand a turn to the environment; return what it adds before the next."""
+        return state.reply(text)
+
+    def outcome(self, state: _Session) -> float:
+        """Return what the rubric says."""
+        return state.outcome()
+
+    def end(self, state: _Session) -> None:
+        """Cancel what still runs."""
+        state.end()
+
+    @functools.cached_property
+    def _environment(self) -> Any:
+        vf = _import_verifiers()
+        try:
+            environment = vf.load_environment(self._name, **self._args)
+        except Exception as error:
+            raise ConfigError(
+                f"task.options.env = {self._name!r}: {type(error).__name__}: {error}; install it "
+                "(prime env install), or put its module into the current directory"
+            ) from error
+        if environment.requires_group_rollouts:
+            raise ConfigError(
+                f"task.options.env = {self._name!r}: its rubric compares the rollouts of a group; "
+                "only rewards of single rollouts can be used"
+            )
+        return environment
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, list[dict[str, Any]]]:
+        environment = self._environment
+        rows = {
+            "train": _dataset(environment.get_dataset),
+            "heldout": _dataset(environment.get_eval_dataset),
+        }
+        if not rows["train"]:
+            raise DataError(f"the environment {self._name} has no training rows")
+        return rows
+
+
+class _Session:
+    """One episode: the environment's coroutine, and the turns that pass in and out."""
+
+    def __init__(self, environment: Any, example: Example) -> None:
+        self._environment = environment
+        self._requests: queue.SimpleQueue[list[Any] | BaseException | None] = queue.SimpleQueue()
+        self._turn: asyncio.Future[str | None] | None = None
+        self._said: list[Message] = []
+        self._state: Any = None
+        row = {**example.info["row"], "prompt": example.prompt}
+        self._task = asyncio.run_coroutine_threadsafe(self._run(row), _loop())
+
+    def next_request(self) -> list[Any] | None:
+        """Wait for the environment to ask for a turn; None if it has ended."""
+        request = self._requests.get()
+        if isinstance(request, BaseException):
+            raise request
+        if request is not None:
+            self._said = _plain(request)
+        return request
+
+    def reply(self, text: str) -> list[Message] | None:
+        before = self._said
+        self._answer(text)
+        request = self.next_request()
+        if request is None:
+            return None
+        now = self._said
+        if now[: len(before)] != before or now[len(before)].get("role") != "assistant":
+            raise RuntimeError(
+                "the environment rewrites what was said before; only environments that add to a "
+                "conversation can be trained on"
+            )
+        return [
+            {"role": message["role"], "content": _text(message.get("content"))}
+            for message in now[len(before) + 1 :]
+        ]
+
+    def outcome(self) -> float:
+        if self._state is None:
+            # It waits for a turn that there is no room for: the way to say so is verifiers' own.
+            self._answer(None)
+            if self.next_request() is not None:
+                raise RuntimeError("the environment goes on although there is no room for a turn")
+        error = self._state["error"]
+        if error is not None:
+            cause = error.__cause__ or error
+            raise RuntimeError(f"{type(error).__name__}: {cause!r}")
+        return float(self._state["reward"] or 0.0)
+
+    def end(self) -> None:
+        self._task.cancel()
+
+    def _answer(self, text: str | None) -> None:
+        turn = self._turn
+        assert turn is not None
+        _loop().call_soon_threadsafe(turn.set_result, text)
+
+    async def sample(self, prompt: list[Any]) -> str | None:
+        """Ask for a turn; called by the environment. None means that there is no room for one."""
+        self._turn = asyncio.get_running_loop().create_future()
+        self._requests.put(prompt)
+        return await self._turn
+
+    async def _run(self, row: Mapping[str, Any]) -> None:
+        try:
+            self._state = await self._environment._run_rollout_state(  # noqa: SLF001, its wrapper drops the state
+                row, _policy(self), MODEL, {}
+            )
+        except BaseException as error:
+            self._requests.put(error)
+            raise
+        self._requests.put(None)
+
+
+def _policy(session: _Session) -> Any:
+    """Return a client of verifiers' that samples from us."""
+    vf = _import_verifiers()
+    from verifiers.clients import Client
+    from verifiers.types import Response, ResponseMessage, ToolCall
+
+    class _Policy(Client):  # type: ignore[misc]
+        def setup_client(self, config: Any) -> Any:
+            return config
+
+        async def to_native_tool(self, tool: Any) -> Any:
+            return tool
+
+        async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
+            return messages, {}
+
+        async def get_native_response(self, prompt: Any, *_: Any, **__: Any) -> str:
+            text = await session.sample(prompt)
+            if text is None:
+                raise vf.OverlongPromptError("no room for another turn")
+            return text
+
+        async def raise_from_native_response(self, response: str) -> None:
+            pass
+
+        async def from_native_response(self, response: str) -> Any:
+            calls = [
+                ToolCall(
+                    id=f"call_{uuid.uuid4().hex[:12]}",
+                    name=call.name or "malformed",
+                    arguments=json.dumps(call.arguments),
+                )
+                for call in find_calls(response)
+            ]
+            message = ResponseMessage(
+                content=without_calls(response) if calls else response,
+                tool_calls=calls or None,
+                finish_reason="tool_calls" if calls else "stop",
+                is_truncated=False,
+            )
+            return Response(
+                id=uuid.uuid4().hex, created=int(time.time()), model=MODEL, message=message
+            )
+
+        async def close(self) -> None:
+            pass
+
+    return _Policy(None)
+
+
+def _import_verifiers() -> Any:
+    try:
+        import verifiers
+    except ImportError as error:
+        raise ConfigError(
+            "task.kind = verifiers needs the package verifiers; pip install 'echo-rl[verifiers]'"
+        ) from error
+    if not hasattr(verifiers, "load_environment"):
+        version = getattr(verifiers, "__version__", "unknown")
+        raise ConfigError(
+            f"task.kind = verifiers: version {version} of the package has another interface than "
+            f"{TESTED}; pip install 'echo-rl[verifiers]'"
+        )
+    logging.getLogger("verifiers").setLevel(logging.WARNING)
+    return verifiers
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the loop in which all environments of this process live; it has its own thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="echo-verifiers", daemon=True).start()
+    return loop
+
+
+def _dataset(get: Any) -> list[dict[str, Any]]:
+    try:
+        rows = get()
+    except ValueError:  # the environment has no such dataset
+        return []
+    # Through JSON, since a lease carries them.
+    return [json.loads(json.dumps(dict(row), default=str)) for row in rows]
+
+
+def _as_messages(prompt: str | list[dict[str, Any]]) -> list[Message]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return _plain(prompt)
+
+
+def _plain(messages: Any) -> list[Message]:
+    """Return messages of verifiers' as plain objects without the keys that are not set."""
+    dumped = [m if isinstance(m, dict) else m.model_dump() for m in messages]
+    return [
+        {name: value for name, value in message.items() if value is not None}
+        for message in json.loads(json.dumps(dumped, default=str))
+    ]
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content)
+    return str(content or "")
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    table = tool if isinstance(tool, dict) else tool.model_dump()
+    function = {name: table[name] for name in ("name", "description", "parameters")}
+    return {"type": "function", "function": function}

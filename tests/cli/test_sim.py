@@ -1,0 +1,197 @@
+"""`echo-sim` from file to text, JSON, metrics and plot, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.cli.scenario import load_scenario, read_tables
+from echo.cli.sim import main
+from echo.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = """
+[sim]
+num_steps = 6
+chunks_per_version = 4
+join_within_s = 1
+setup_s = 1
+[job]
+model = "Qwen3-4B"
+groups_per_step = 4
+group_size = 4
+completion_tokens = 100
+max_completion_tokens = 400
+max_staleness = 2
+publish_period = 1
+version_bytes = "80MB"
+[learner]
+gpu = "H100-SXM"
+price_per_h = 2.0
+uplink_mbit_per_s = 800
+train_s = "10s"
+[[regions]]
+name = "near"
+mbit_per_s = 400
+latency_s = "20ms"
+[[offers]]
+name = "gpu"
+gpu = "RTX 4090"
+region = "near"
+count = 4
+price_per_h = 0.34
+down_mbit_per_s = 800
+up_mbit_per_s = 800
+tokens_per_s = 100
+concurrency = 8
+can_listen = true
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def test_a_run_is_printed_and_written(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(scenario), "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    for words in ("small: 4 gpu; seed 0", "6 steps", "learner waits", "staleness: mean", "cost: $"):
+        assert words in text
+    record = json.loads((tmp_path / "out" / "sim.json").read_text())
+    assert record["num_steps"] == 6
+    assert record["is_complete"] is True
+    rows = [json.loads(r) for r in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["staleness/max"] <= 2
+    assert rows[-1]["cost/total"] == pytest.approx(record["cost"])
+    assert (tmp_path / "out" / "sim.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_set_on_the_command_line_counts(scenario: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    settings = ["sim.num_steps=3", "offers.gpu.count=2", "job.max_staleness=1", "sim.rent.gpu=1"]
+    argv = [str(scenario), "--out", str(out)]
+    assert main([*argv, *(word for text in settings for word in ("--set", text))]) == 0
+    record = json.loads((out / "sim.json").read_text())
+    assert record["num_steps"] == 3
+    assert max(map(int, record["staleness"])) <= 1
+
+
+def test_prices_and_a_death_of_the_learner_take_part(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario.write_text(
+        SMALL.replace("num_steps = 6", "num_steps = 12\ncheckpoint_steps = 4")
+        + "[activation]\nmin_dwell_s = 20\n"
+        + '[[faults]]\nat_s = 75\nkind = "kill"\ntarget = "learner"\nfor_s = 10\n'
+    )
+    assert main([str(scenario), "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "the learner died 1 times, was away for 10s" in text
+    assert "workers on standby in the end; the learner itself counts $" in " ".join(text.split())
+    record = json.loads((tmp_path / "out" / "sim.json").read_text())
+    assert record["num_restarts"] == 1
+    rows = [json.loads(r) for r in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[-1]["cost/per_hour"] > 0
+    assert rows[-1]["workers/active"] + rows[-1]["workers/standby"] == 4
+
+
+def test_a_sweep_simulates_every_combination(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweeps = ["--sweep", "job.max_staleness=1,2", "--sweep", "sim.rent.gpu=1,4", "--seeds", "2"]
+    argv = [str(scenario), *sweeps, "--set", "sim.num_steps=3", "--out", str(tmp_path)]
+    assert main(argv) == 0
+    assert "means of 2 seeds" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "sweep.json").read_text())["rows"]
+    assert [tuple(row["set"].values()) for row in rows] == [
+        ("1", "1"), ("1", "4"), ("2", "1"), ("2", "4"),
+    ]  # fmt: skip
+    assert [run["seed"] for run in rows[0]["runs"]] == [0, 1]
+    few, many = (row["runs"][0]["idle_share"] for row in rows[:2])
+    assert few > many
+    assert (tmp_path / "sweep.png").stat().st_size > 1000
+
+
+def test_a_plan_says_what_is_rented(scenario: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    record = {"rent": [{"offer": "gpu", "count": 2}], "job": {"publish_period": 3}}
+    plan.write_text(json.dumps(record))
+    tables = read_tables([scenario], ["job.publish_period=auto"])
+    found, _ = load_scenario(tables, name="x", source="x", plan=plan)
+    assert (list(found.counts), found.job.publish_period, found.is_auto_period) == ([2], 3, False)
+    plan.write_text(json.dumps(record | {"rent": [{"offer": "other", "count": 2}]}))
+    with pytest.raises(ConfigError, match="rents other, which the scenario does not offer"):
+        load_scenario(tables, name="x", source="x", plan=plan)
+
+
+@pytest.mark.parametrize("name", ["scenario-example.toml", "fleet-example.toml"])
+def test_the_examples_are_scenarios(name: str) -> None:
+    scenario, _ = load_scenario(read_tables([CONFIGS / name]), name="x", source=name)
+    assert sum(scenario.counts) >= 20
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"sim": {"num_stepz": 3}}, "did you mean num_steps?"),
+        ({"sim": {"seed": -1}}, "seed = -1: must be greater than or equal to 0"),
+        ({"sim": {"rent": {"gpux": 3}}}, 'did you mean "gpu"?'),
+        ({"sim": {"rent": {"gpu": 9}}}, "9 of gpu, which has a count of 4"),
+        ({"sim": {"rent": {"gpu": 0}}}, "rent leaves no node"),
+        ({"sim": {"heartbeat_s": 9, "dead_after_s": 5}}, "must be longer than heartbeat_s = 9"),
+        ({"faults": [{"at_s": 1, "kind": "kill", "target": "gpu-9"}]}, "faults[1]: target"),
+        ({"faults": [{"at_s": 1, "kind": "cut", "target": "gpu"}]}, 'did you mean "gpu-4"?'),
+        ({"faults": {"at_s": 1}}, "faults must be written [[faults]]"),
+        ({"prices": [{"offer": "gpu", "at_s": 1, "price_per_h": -1}]}, "price_per_h = -1"),
+        ({"prices": [{"offer": "x", "at_s": 1, "price_per_h": 1}]}, "prices[1]: offer"),
+        ({"paths": [{"region": "near", "loss": 1.5}]}, "paths[1] (near): loss = 1.5"),
+        ({"paths": [{"region": "nera"}]}, 'did you mean "near"?'),
+        ({"learnr": {}}, "did you mean learner?"),
+        ({"faults": [{"at_s": 1, "kind": "slow", "target": "learner"}]}, "faults[1]: target"),
+        ({"activation": {"mod": "on"}}, "did you mean mode?"),
+        ({"activation": {"budget_per_h": -1}}, "budget_per_h = -1"),
+        ({"sim": {"image_bytes": "81MB"}}, "must be at least 1.25 times job.version_bytes"),
+    ],
+)
+def test_bad_rows_are_named(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_scenario(tomllib.loads(SMALL) | change, name="x", source="small.toml")
+    assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ([], "no SCENARIO given"),
+        (["FILE", "--seeds", "3"], "--seeds is the number of seeds"),
+        (["FILE", "--set", "num_steps=3"], "write table.key=value"),
+        (["FILE", "--set", "offers.gpi.count=3"], "no row of [[offers]] called 'gpi'"),
+        (["FILE", "--sweep", "sim.seed="], "write key=value,value"),
+        (["missing.toml"], "cannot be read"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    scenario: Path, argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(scenario) if word == "FILE" else word for word in argv]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_run_without_an_end_says_so(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario.write_text(SMALL + '[[faults]]\nat_s = 20\nkind = "preempt"\ntarget = "*"\n')
+    # It is given up after an hour of simulated time.
+    assert main([str(scenario), "--out", str(tmp_path / "out")]) == 1
+    assert "NOT FINISHED: 6 steps were asked for" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""A run that was recorded is predicted from its inputs; here the simulator itself recorded it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.cli.sim import main
+from echo.cli.sim_text import step_row
+from echo.protocol.actions import Action, RecordGrant, StoreGroup
+from echo.sim.learner import SimLearner
+from echo.sim.scenario import Scenario
+from echo.sim.simulation import Simulation
+from echo.sim.summary import Summary, summarise
+from tests.sim.scenarios import make_job, make_offer, make_scenario
+
+
+def record(scenario: Scenario, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Summary:
+    """Simulate, and write what a run would have written."""
+    ledger: list[dict[str, Any]] = [{"kind": "lineage", "lineage": 1, "fork_step": 0, "at": 0.0}]
+    carry_out = SimLearner.on_action
+
+    def on_action(self: SimLearner, action: Action) -> None:
+        now = self.clock.now
+        if isinstance(action, RecordGrant):
+            lease = action.lease
+            who = {"group": lease.group_id, "attempt": lease.attempt, "worker": action.worker_id}
+            ledger.append({"kind": "granted", **who, "at": now})
+        elif isinstance(action, StoreGroup):
+            group = action.group
+            tokens = simulation.groups.length(group.group_id).num_tokens
+            who = {"group": group.group_id, "attempt": group.attempt, "worker": group.worker_id}
+            ledger.append({"kind": "accepted", **who, "at": now, "tokens": tokens})
+        carry_out(self, action)
+
+    simulation = Simulation(scenario)
+    with monkeypatch.context() as patch:
+        patch.setattr(SimLearner, "on_action", on_action)
+        history = simulation.run()
+    job = scenario.job
+    config = {
+        "profile": "lan",
+        "batch": {"groups_per_step": job.groups_per_step, "group_size": job.group_size},
+        "sync": {"max_staleness": job.max_staleness, "publish_period": job.publish_period},
+        "sampling": {"max_completion_tokens": job.max_completion_tokens},
+        "network": {"heartbeat_s": 2.0},
+    }
+    rows = [
+        step_row(step, 0.0)
+        | {"reward/mean": 0.5, "broadcast/goodput": job.version_bytes / (step.broadcast_s or 1.0)}
+        for step in history.steps
+    ]
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ledger))
+    return summarise(scenario, history)
+
+
+@pytest.mark.parametrize("tokens_per_s", [30.0, 100.0])
+def test_a_recorded_run_is_predicted(
+    tokens_per_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    offer = make_offer(tokens_per_s=tokens_per_s, concurrency=4, can_listen=True)
+    scenario = make_scenario(
+        offer, job=make_job(max_staleness=4), num_steps=30, train_spread=0.2, heartbeat_s=2.0
+    )
+    recorded = record(scenario, tmp_path / "run", monkeypatch)
+    assert main(["--replay", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert "recorded   simulated" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "out" / "sim.json").read_text())["replay"]
+    assert figures["recorded"]["step_s"] == pytest.approx(recorded.step_s, rel=0.02)
+    assert figures["simulated"]["step_s"] == pytest.approx(recorded.step_s, rel=0.1)
+    assert figures["simulated"]["idle_share"] == pytest.approx(recorded.idle_share, abs=0.1)
+    staleness = figures["simulated"]["mean_staleness"]
+    assert staleness == pytest.approx(recorded.mean_staleness, abs=0.7)
+
+
+def test_a_replay_takes_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--replay", str(tmp_path), "--set", "sim.seed=1"]) == 2
+    assert "--replay RUN takes everything from the run" in capsys.readouterr().err
+    assert main(["--replay", str(tmp_path)]) == 3

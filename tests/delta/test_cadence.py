@@ -1,0 +1,137 @@
+"""Anchors, deltas and composites are made where they spare bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from echo.delta.cadence import MAX_STEPS, RETRY_AFTER, AnchorPlan
+from echo.delta.paths import Offer, cheapest_path, path_bytes
+from echo.rollout import PolicyVersion
+
+FULL = 1_000_000
+
+
+def v(step: int) -> PolicyVersion:
+    return PolicyVersion(1, step)
+
+
+class Learner:
+    """Publishes versions as a plan says; nothing is ever forgotten."""
+
+    def __init__(self, delta_bytes: int, anchor_bytes: int = 2 * FULL // 3) -> None:
+        self.plan = AnchorPlan(FULL)
+        self.delta_bytes = delta_bytes
+        self.anchor_bytes = anchor_bytes
+        self.offers: list[Offer] = []
+        self.anchors: list[int] = []
+        self.deltas: list[int] = []
+
+    def make(self, offer: Offer) -> None:
+        self.offers.append(offer)
+        self.plan.made(offer)
+
+    def publish(self, step: int) -> None:
+        is_delta_due = step > 0 and self.plan.is_delta_due()
+        self.offers = [offer for offer in self.offers if offer.kind != "full"]
+        self.make(Offer(v(step), None, "full", FULL))
+        if is_delta_due:
+            self.make(Offer(v(step), v(step - 1), "delta", self.delta_bytes))
+            self.deltas.append(step)
+        if self.plan.is_anchor_due(self.offers, v(step)):
+            self.make(Offer(v(step), None, "anchor", self.anchor_bytes))
+            self.anchors.append(step)
+
+    def late_joiner_pays(self, step: int) -> int:
+        path = cheapest_path((), self.offers, v(step))
+        assert path is not None
+        return path_bytes(path)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "period"),
+    [(116, MAX_STEPS), (37, 7), (10, 2), (2.8, 1)],
+    ids=["lr 1e-6", "lr 5e-6", "large steps", "fp32"],
+)
+def test_anchors_follow_the_size_of_the_deltas(ratio: float, period: int) -> None:
+    learner = Learner(round(FULL / ratio))
+    for step in range(40):
+        learner.publish(step)
+        assert learner.late_joiner_pays(step) <= 1.25 * learner.anchor_bytes
+        path = cheapest_path((), learner.offers, v(step))
+        assert path is not None
+        assert len(path) <= MAX_STEPS
+    assert learner.anchors == list(range(0, 40, period))
+
+
+def test_anchors_that_spare_nothing_are_made_once() -> None:
+    learner = Learner(FULL // 100, anchor_bytes=FULL)
+    for step in range(40):
+        learner.publish(step)
+    assert learner.anchors == [0]
+
+
+def test_deltas_that_spare_little_are_tried_again_from_time_to_time() -> None:
+    learner = Learner(FULL * 6 // 10)
+    for step in range(20):
+        learner.publish(step)
+    assert learner.deltas == [1, 1 + RETRY_AFTER, 1 + 2 * RETRY_AFTER]
+    learner.delta_bytes = FULL // 100
+    for step in range(20, 30):
+        learner.publish(step)
+    assert learner.deltas[3:] == [25, 26, 27, 28, 29]
+
+
+def lagging(num_versions: int = 12) -> Learner:
+    learner = Learner(1000)
+    for step in range(num_versions):
+        learner.publish(step)
+    return learner
+
+
+def test_nodes_that_are_up_to_date_or_one_behind_need_no_composite() -> None:
+    learner = lagging()
+    installed = [v(11)] * 10 + [v(10)] * 10
+    assert learner.plan.composites(learner.offers, v(11), installed) == []
+
+
+def test_a_composite_is_made_where_the_nodes_spare_its_size() -> None:
+    learner = lagging()
+    # Four deltas are 4000 bytes, a composite of four 2828: one node spares 1172, three 3516.
+    assert learner.plan.composites(learner.offers, v(11), [v(7)] * 2) == []
+    assert learner.plan.composites(learner.offers, v(11), [v(7)] * 3) == [v(7)]
+    # Of eight: 4757 instead of 8000.
+    assert learner.plan.composites(learner.offers, v(11), [v(3)] * 2) == [v(3)]
+
+
+def test_a_node_between_two_bases_uses_the_composite_too() -> None:
+    learner = lagging()
+    assert learner.plan.composites(learner.offers, v(11), [v(6)] * 3) == [v(7)]
+
+
+def test_each_composite_counts_what_the_ones_before_left_to_spare() -> None:
+    learner = lagging()
+    installed = [v(3)] * 2 + [v(7)] * 20
+    # Alone, the two at v3 would have earned theirs; after that of v7 they spare too little.
+    assert learner.plan.composites(learner.offers, v(11), [v(3)] * 2) == [v(3)]
+    assert learner.plan.composites(learner.offers, v(11), installed) == [v(7)]
+
+
+def test_a_measured_composite_replaces_the_rule_of_thumb() -> None:
+    learner = lagging()
+    learner.make(Offer(v(11), v(7), "delta", 3900))
+    assert learner.plan.composites(learner.offers, v(11), [v(7)] * 5) == []  # there is one
+    learner.publish(12)
+    assert learner.plan.composites(learner.offers, v(12), [v(8)] * 5) == []  # 100 bytes each
+
+
+def test_before_anything_was_measured_no_composite_is_made() -> None:
+    plan = AnchorPlan(FULL)
+    offers = [Offer(v(4), None, "full", FULL)]
+    plan.made(offers[0])
+    assert plan.composites(offers, v(4), [v(0)] * 10) == []
+
+
+def test_who_holds_an_ancient_version_takes_the_anchor_and_needs_no_composite() -> None:
+    learner = lagging(100)
+    learner.offers = learner.offers[-8:]
+    assert learner.plan.composites(learner.offers, v(99), [v(3)] * 3) == []

@@ -1,0 +1,107 @@
+"""The cheapest way to a version, against trying them all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo.delta.paths import Offer, cheapest_path, path_bytes
+from echo.errors import RemoteProtocolError
+from echo.rollout import PolicyVersion
+
+
+def v(step: int) -> PolicyVersion:
+    return PolicyVersion(1, step)
+
+
+def full(step: int, num_bytes: int) -> Offer:
+    return Offer(v(step), None, "full", num_bytes)
+
+
+def delta(base: int, step: int, num_bytes: int) -> Offer:
+    return Offer(v(step), v(base), "delta", num_bytes)
+
+
+VERSIONS = st.integers(0, 4).map(v)
+SIZES = st.integers(0, 6)
+OFFERS = st.lists(
+    st.one_of(
+        st.builds(Offer, VERSIONS, st.none(), st.sampled_from(["full", "anchor"]), SIZES),
+        st.builds(Offer, VERSIONS, VERSIONS, st.just("delta"), SIZES),
+    ),
+    max_size=6,
+)
+
+
+def every_cost(
+    held: set[PolicyVersion], offers: Sequence[Offer], target: PolicyVersion
+) -> list[tuple[int, int]]:
+    """Return (bytes, steps) of all orders of all selections of offers that lead to the target."""
+    costs = []
+    for length in range(1, len(offers) + 1):
+        for path in itertools.permutations(offers, length):
+            is_first_possible = path[0].base is None or path[0].base in held
+            is_linked = all(b.base == a.version for a, b in itertools.pairwise(path))
+            if is_first_possible and is_linked and path[-1].version == target:
+                costs.append((path_bytes(path), length))
+    return costs
+
+
+@given(st.sets(VERSIONS, max_size=3), OFFERS, VERSIONS)
+@settings(deadline=None, max_examples=200)
+def test_no_way_is_cheaper(
+    held: set[PolicyVersion], offers: list[Offer], target: PolicyVersion
+) -> None:
+    path = cheapest_path(held, offers, target)
+    costs = every_cost(held, offers, target)
+    if target in held:
+        assert path == []
+    elif path is None:
+        assert costs == []
+    else:
+        assert path[0].base is None or path[0].base in held
+        assert all(b.base == a.version for a, b in itertools.pairwise(path))
+        assert path[-1].version == target
+        assert (path_bytes(path), len(path)) == min(costs)
+
+
+def test_a_returning_node_takes_the_composite_a_late_one_the_anchor() -> None:
+    anchor = Offer(v(3), None, "anchor", 60)
+    composite = delta(2, 6, 5)
+    chain = [delta(step, step + 1, 2) for step in range(2, 6)]
+    offers = [full(6, 100), anchor, *chain, composite]
+    assert cheapest_path([v(2)], offers, v(6)) == [composite]
+    assert cheapest_path([v(4)], offers, v(6)) == chain[2:]
+    assert cheapest_path([], offers, v(6)) == [anchor, *chain[1:]]
+    assert cheapest_path([v(1)], offers, v(6)) == [anchor, *chain[1:]]
+
+
+def test_of_equal_bytes_the_fewest_steps_and_then_the_first_offer_win() -> None:
+    long = [delta(0, 1, 1), delta(1, 2, 1)]
+    short = [delta(0, 2, 2), Offer(v(2), v(0), "delta", 2)]
+    path = cheapest_path([v(0)], [*long, *short], v(2))
+    assert path is not None
+    assert len(path) == 1
+    assert path[0] is short[0]
+    detour = [delta(0, 1, 1), delta(1, 2, 0), delta(2, 9, 1)]
+    direct = [delta(0, 3, 2), delta(3, 9, 0)]
+    assert cheapest_path([v(0)], [*detour, *direct], v(9)) == direct
+
+
+def test_a_version_that_nothing_leads_to_has_no_path() -> None:
+    assert cheapest_path([v(1)], [delta(2, 3, 1), delta(3, 2, 1)], v(3)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "num_bytes"), [("full", v(1), 1), ("delta", None, 1), ("anchor", None, -1)]
+)
+def test_an_impossible_offer_is_refused(
+    kind: Literal["full", "anchor", "delta"], base: PolicyVersion | None, num_bytes: int
+) -> None:
+    with pytest.raises(RemoteProtocolError, match="impossible offer of v2"):
+        Offer(v(2), base, kind, num_bytes)

@@ -1,0 +1,100 @@
+"""A program outside, with its own loop and its own rewards, trains a policy through real nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+AGENT = '''"""Ask twice, and be rewarded for digits; told nothing but an address and a token."""
+
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+endpoint = json.load(open(sys.argv[1]))
+
+
+def post(path, body, session=""):
+    headers = {"Authorization": f"Bearer {endpoint['token']}", "X-Echo-Session": session}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(endpoint["url"] + path, data, headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read() or "null")
+
+
+def play(episode):
+    name, prompt = episode["session"], episode["prompt"]
+    call = {"prompt": prompt, "max_tokens": 6}
+    first = post("/v1/completions", call, name)["choices"][0]["text"]
+    call["prompt"] = prompt + first + "="
+    second = post("/v1/completions", call, name)["choices"][0]["text"]
+    reward = sum(map(str.isdigit, first + second)) / 12
+    sys.stdout.write(json.dumps([name, reward]) + "\\n")
+    post(f"/v1/echo/sessions/{name}/reward", {"reward": reward})
+
+
+def work(_):
+    try:
+        while True:
+            episode = post("/v1/echo/sessions", {"wait_s": 5})
+            if episode is not None:
+                play(episode)
+    except (urllib.error.URLError, ConnectionError, http.client.HTTPException) as error:
+        sys.stderr.write(f"the run is over: {error}\\n")
+
+
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(work, range(8)))
+'''
+MAX_STEPS = 12
+
+
+def test_a_program_outside_trains_a_policy(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.settings = {
+        "run.max_steps": MAX_STEPS,
+        "agent.enabled": True,
+        "agent.max_session_tokens": 40,
+        "agent.listen": "tcp://127.0.0.1:0",
+        "optimizer.learning_rate": 1e-2,
+    }
+    learner = cluster.start("learner")
+    worker = cluster.start("worker", name="w1")
+    endpoint = cluster.run_dir / "workers" / "w1" / "endpoint.json"
+    cluster.wait_for(endpoint.exists, "the endpoint is up", alive=worker)
+    script = tmp_path / "agent.py"
+    script.write_text(AGENT)
+    with (tmp_path / "agent.out").open("w+") as output:
+        agent = subprocess.Popen(
+            [sys.executable, str(script), str(endpoint)],
+            env={k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            cluster.finish(learner, worker)
+            _, complaints = agent.communicate(timeout=60)
+            assert agent.returncode == 0, complaints
+        finally:
+            agent.kill()
+    result = cluster.audit()
+    assert result.num_steps == MAX_STEPS
+    given = [json.loads(line)[1] for line in (tmp_path / "agent.out").read_text().splitlines()]
+    booked = [reward for record in cluster.records("accepted") for reward in record["rewards"]]
+    assert booked, "no group was accepted"
+    assert set(booked) <= set(given), "rewards that no agent has given"
+    rewards = [row["reward/mean"] for row in cluster.metrics() if "reward/mean" in row]
+    assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.1, rewards

@@ -1,0 +1,76 @@
+"""Workers told to stop, or killed, in the middle of their rollouts, and one that comes back."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster, NodeProcess
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SLOW_NODE = '''"""A node whose engine takes its time for each token."""
+
+import runpy
+import time
+
+from echo.runtime.engine_call import EngineCall
+
+on_tokens = EngineCall.on_tokens
+
+
+def wait_first(call, number):
+    time.sleep(0.04)
+    on_tokens(call, number)
+
+
+EngineCall.on_tokens = wait_first
+runpy.run_module("echo.cli.node", run_name="__main__")
+'''
+
+
+def partials_of(cluster: Cluster, name: str) -> Path:
+    return cluster.run_dir / "workers" / name / "partials.bin"
+
+
+def begin_rollouts(cluster: Cluster, name: str, learner: NodeProcess) -> NodeProcess:
+    """Start a slow worker, and wait until it has shipped what it has begun."""
+    worker = cluster.start("worker", name=name, program=("slow_node.py",))
+    path = partials_of(cluster, name)
+    cluster.wait_for(path.exists, f"{name} has written what it has begun", alive=learner)
+    assert cluster.open_groups(name)
+    return worker
+
+
+def test_what_lost_workers_have_begun_is_finished_by_others(cluster: Cluster) -> None:
+    cluster.settings["sampling.max_completion_tokens"] = 100
+    (cluster.directory / "slow_node.py").write_text(SLOW_NODE)
+    settings = {
+        "run.max_steps": 8,
+        "rollout.partial_ship_s": 1,
+        "rollout.over_submission": 2,
+    }
+    learner = cluster.start("learner", settings=settings)
+
+    told_to_stop = begin_rollouts(cluster, "w1", learner)
+    told_to_stop.process.send_signal(signal.SIGTERM)
+    assert cluster.wait_for_end(told_to_stop) in (0, 130, 143)
+    left = partials_of(cluster, "w1").read_bytes()
+
+    killed = begin_rollouts(cluster, "w2", learner)
+    killed.kill()
+    assert len(cluster.records("trained")) < 8, "the run was over too soon to show anything"
+
+    # The machine of the first comes back, with what it had and another address.
+    assert partials_of(cluster, "w1").read_bytes() == left
+    back = cluster.start("worker", name="w1")
+    cluster.finish(learner, back)
+
+    result = cluster.audit()
+    assert result.num_steps == 8
+    # To the second what the first had shipped, and back what the second had.
+    assert cluster.count("partials/handed_over") >= 2
+    assert cluster.count("partials/resumed") >= 2
+    assert "unfinished groups of" in cluster.log("w1")

@@ -1,0 +1,477 @@
+"""What every engine must do, as one suite: a test file inherits it and says how to make an engine.
+
+Log-probabilities are compared with the learner's own model (transformers, float32, no cache, no
+batch), so what is shown here is the agreement that training relies on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.engine.sampling import sampling_logprobs
+from echo.engine.version_fence import VersionError
+from echo.engine.weights import load_directory, publish_image, tensors_from_image
+from echo.errors import EngineError
+from echo.rollout import PolicyVersion
+
+MakeTinyModel = Callable[..., Path]
+MakeEngine = Callable[..., Engine]
+
+EOS = 2
+WITHIN_S = 120.0
+"""Seconds for whatever is waited for, on a busy machine."""
+SLOW = threading.Event()
+"""Set while something is to happen to a generation; engines that run ahead of their callers heed it
+with the help of their tests."""
+LONG = 400
+"""Tokens of a completion that must still be running when something happens to it."""
+TOLERANCE = 1e-4
+"""Nats between an engine's log-probability and the learner's, both in float32."""
+V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
+
+SAMPLINGS = {
+    "plain": Sampling(1.0, 1.0, 0, 16, (EOS,)),
+    "temperature": Sampling(0.6, 1.0, 0, 16, (EOS,)),
+    "top_k": Sampling(1.0, 1.0, 5, 16, (EOS,)),
+    "top_p": Sampling(1.0, 0.7, 0, 16, (EOS,)),
+    "all": Sampling(1.5, 0.9, 12, 16, (EOS,)),
+    "greedy": Sampling(1.0, 1.0, 0, 16, (EOS,), greedy=True),
+}
+PLAIN = SAMPLINGS["plain"]
+ENDLESS = Sampling(1.0, 1.0, 0, LONG, ())
+
+
+def request(prompt: Sequence[int], seed: int = 0, name: str = "r") -> Request:
+    return Request(name, np.array(prompt, np.int32), seed)
+
+
+def mixed_requests(num_rows: int) -> list[Request]:
+    """Prompts of unequal length, each used four times."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 32, length) for length in rng.integers(1, 20, num_rows)]
+    return [request(prompts[row // 4].tolist(), row, f"r{row}") for row in range(num_rows)]
+
+
+def run(engine: Engine, requests: Sequence[Request], how: Sampling = PLAIN) -> list[Completion]:
+    return engine.generate(requests, how, should_stop=lambda: False)
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: torch.nn.Module, prompt: Request, completion: Completion, how: Sampling
+) -> np.ndarray:
+    """One full forward over prompt and completion: no cache, no padding, no batch."""
+    ids = torch.tensor([*prompt.context_ids.tolist(), *completion.token_ids.tolist()])
+    start = len(prompt.context_ids)
+    logits = model(input_ids=ids[None]).logits[0, start - 1 : -1]
+    return sampling_logprobs(logits, how).gather(1, ids[start:, None])[:, 0].numpy()
+
+
+def versions_of(completion: Completion) -> list[PolicyVersion]:
+    """The version of each token."""
+    return [PolicyVersion(*row) for row in completion.policy_versions.tolist()]
+
+
+class Watched:
+    """A generation in another thread that can be watched, told to stop and waited for.
+
+    What somebody has waited for goes on slowly until its result is asked for: there is time to do
+    something to it, also on a busy machine.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], how: Sampling = ENDLESS):
+        self.num_tokens = 0
+        self.stop = threading.Event()
+        self._changed = threading.Condition()
+        self._pool = ThreadPoolExecutor(1)
+        self._future = self._pool.submit(
+            engine.generate, requests, how, should_stop=self.stop.is_set, on_tokens=self._count
+        )
+        self._future.add_done_callback(lambda _: self._notify())
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _count(self, num_tokens: int) -> None:
+        with self._changed:
+            self.num_tokens += num_tokens
+            self._changed.notify_all()
+        if SLOW.is_set():
+            self.stop.wait(0.05)
+
+    def wait_for(self, num_tokens: int) -> None:
+        """Return once so many tokens have come in all."""
+        SLOW.clear()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.num_tokens >= num_tokens or self._future.done(), timeout=WITHIN_S
+            )
+            SLOW.set()
+            assert not self._future.done(), self._future.result()
+            assert self.num_tokens >= num_tokens, f"{self.num_tokens} tokens in {WITHIN_S:g} s"
+
+    def result(self) -> list[Completion]:
+        SLOW.clear()
+        try:
+            return self._future.result(timeout=WITHIN_S)
+        finally:
+            self._pool.shutdown()
+
+
+class Models:
+    """Fixtures: two sets of weights for one model, as a directory, as a model, as tensors."""
+
+    @pytest.fixture(scope="class", params=["tied", "untied"])
+    @classmethod
+    def model_dirs(
+        cls, request: pytest.FixtureRequest, make_tiny_model: MakeTinyModel
+    ) -> list[Path]:
+        """Two sets of weights for one model, with room for long completions."""
+        is_tied = request.param == "tied"
+        # Heads of 32: the smallest that vLLM samples with on a CPU.
+        shape = {"tie_word_embeddings": is_tied, "max_position_embeddings": 512, "head_dim": 32}
+        return [make_tiny_model(seed=seed, initializer_range=0.2, **shape) for seed in (0, 1)]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def models(cls, model_dirs: list[Path]) -> list[torch.nn.Module]:
+        torch.set_num_threads(1)
+        return [AutoModelForCausalLM.from_pretrained(path).eval() for path in model_dirs]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def weights(cls, model_dirs: list[Path]) -> list[Mapping[str, Tensor]]:
+        """As they arrive at a worker: views of a version's image."""
+        found = []
+        for path in model_dirs:
+            specs, image = publish_image(load_directory(path, "float32"), "float32")
+            found.append(tensors_from_image(specs, memoryview(image).toreadonly()))
+        return found
+
+
+class EngineContract(Models):
+    """Inherit it and give the fixture `make_engine`: (model directory, **settings) -> engine."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_engine(cls, make_engine: MakeEngine, model_dirs: list[Path]) -> Iterator[Engine]:
+        engine = make_engine(model_dirs[0])
+        yield engine
+        engine.close()
+
+    @pytest.fixture
+    def engine(self, shared_engine: Engine, weights: list[Mapping[str, Tensor]]) -> Engine:
+        """An engine that samples from the first weights, called v1."""
+        shared_engine.load(weights[0], V1)
+        return shared_engine
+
+    @pytest.mark.parametrize("how", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+    def test_logprobs_are_the_learners(
+        self, engine: Engine, models: list[torch.nn.Module], how: Sampling
+    ) -> None:
+        requests = mixed_requests(16)
+        for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
+            assert completion.request_id == prompt.request_id
+            assert completion.token_ids.dtype == np.int32
+            assert completion.logprobs.dtype == np.float32
+            expected = reference_logprobs(models[0], prompt, completion, how)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+    def test_the_seed_decides(self, engine: Engine) -> None:
+        requests = [
+            request([1, 5, 6], seed, str(i)) for i, seed in enumerate((11, 12, 11, -1, 2**63))
+        ]
+        first, second, third, negative, large = run(engine, requests, replace(PLAIN, stop_ids=()))
+        assert first.token_ids.tolist() == third.token_ids.tolist()
+        others = [second, negative, large]
+        assert len({tuple(c.token_ids.tolist()) for c in (first, *others)}) == 4
+        alone = run(engine, requests[1:2], replace(PLAIN, stop_ids=()))[0]
+        assert alone.token_ids.tolist() == second.token_ids.tolist()
+
+    def test_greedy_is_the_most_likely_token(
+        self, engine: Engine, models: list[torch.nn.Module]
+    ) -> None:
+        prompt = request([1, 5, 6])
+        completion = run(engine, [prompt], SAMPLINGS["greedy"])[0]
+        ids = [1, 5, 6]
+        for token in completion.token_ids.tolist():
+            with torch.no_grad():
+                logits = models[0](input_ids=torch.tensor([ids])).logits[0, -1]
+            assert token == int(logits.argmax())
+            ids.append(token)
+
+    def test_completions_end_at_a_stop_id_or_the_limit(self, engine: Engine) -> None:
+        how = replace(PLAIN, stop_ids=(EOS, 9, 30), max_completion_tokens=12)
+        reasons = set()
+        for completion in run(engine, mixed_requests(48), how):
+            ids = completion.token_ids.tolist()
+            reasons.add(completion.finish_reason)
+            assert not {EOS, 9, 30} & set(ids[:-1])
+            if completion.finish_reason == "stop":
+                assert ids[-1] in (EOS, 9, 30)
+            else:
+                assert (completion.finish_reason, len(ids)) == ("length", 12)
+        assert reasons == {"stop", "length"}
+
+    def test_the_models_window_is_a_limit(self, engine: Engine) -> None:
+        assert engine.window == 512
+        prompt = request([1] + [5] * 499)
+        completion = run(engine, [prompt], ENDLESS)[0]
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", 12)
+
+    @pytest.mark.parametrize(
+        ("prompt", "message"),
+        [
+            ([], "request r: the prompt is empty"),
+            ([1] * 512, "the prompt has 512 tokens, the model's window 512"),
+            ([1, 32], "token ids from 1 to 32, the model a vocabulary of 32"),
+            ([-1], "token ids from -1 to -1"),
+        ],
+    )
+    def test_prompts_that_do_not_fit_are_refused(
+        self, engine: Engine, prompt: list[int], message: str
+    ) -> None:
+        with pytest.raises(EngineError, match=message):
+            run(engine, [request([1, 5], name="good"), request(prompt)])
+
+    def test_no_requests_give_no_completions(self, engine: Engine) -> None:
+        assert run(engine, []) == []
+
+    def test_abort_returns_what_was_sampled(
+        self, engine: Engine, models: list[torch.nn.Module]
+    ) -> None:
+        requests = [request([1, 5, 6], seed, f"r{seed}") for seed in range(4)]
+        watched = Watched(engine, requests)
+        watched.wait_for(40)
+        watched.stop.set()
+        completions = watched.result()
+        assert [c.request_id for c in completions] == [r.request_id for r in requests]
+        assert {c.finish_reason for c in completions} == {"abort"}
+        assert sum(len(c.token_ids) for c in completions) >= 40
+        for prompt, completion in zip(requests, completions, strict=True):
+            assert len(completion.token_ids) == len(completion.logprobs) < LONG
+            assert completion.policy_versions.shape == (len(completion.token_ids), 2)
+            expected = reference_logprobs(models[0], prompt, completion, ENDLESS)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+    def test_nothing_is_sampled_once_told_to_stop(self, engine: Engine) -> None:
+        completions = engine.generate(mixed_requests(8), ENDLESS, should_stop=lambda: True)
+        assert {c.finish_reason for c in completions} == {"abort"}
+        assert sum(len(c.token_ids) for c in completions) < 8 * LONG
+
+    def test_a_prefix_is_continued(self, engine: Engine, models: list[torch.nn.Module]) -> None:
+        how = replace(PLAIN, stop_ids=(), max_completion_tokens=10)
+        begun = Request("r", np.array([1, 5], np.int32), 3, np.array([7, 8, 9], np.int32))
+        completion = run(engine, [begun], how)[0]
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", 7)
+        expected = reference_logprobs(models[0], begun, completion, how)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+        full = replace(begun, prefix_ids=np.full(10, 5, np.int32))
+        with pytest.raises(EngineError, match="10 tokens were sampled before and 10 are allowed"):
+            run(engine, [full], how)
+
+    def test_a_stopped_rollout_goes_on_under_other_weights(
+        self,
+        engine: Engine,
+        models: list[torch.nn.Module],
+        weights: list[Mapping[str, Tensor]],
+    ) -> None:
+        """Segments of two versions join into one rollout, each token exact under its own."""
+        requests = [request([1, 5, *range(3, 4 + n)], n, f"r{n}") for n in range(3)]
+        watched = Watched(engine, requests)
+        watched.wait_for(60)
+        watched.stop.set()
+        begun = watched.result()
+        engine.load(weights[1], V2)
+        how = replace(ENDLESS, max_completion_tokens=max(len(c.token_ids) for c in begun) + 20)
+        resumed = [
+            replace(prompt, prefix_ids=first.token_ids, seed=prompt.seed + 100)
+            for prompt, first in zip(requests, begun, strict=True)
+        ]
+        for prompt, first, second in zip(requests, begun, run(engine, resumed, how), strict=True):
+            assert set(versions_of(first)) == {V1}
+            assert set(versions_of(second)) == {V2}
+            assert len(first.token_ids) + len(second.token_ids) == how.max_completion_tokens
+            whole = replace(second, token_ids=np.concatenate([first.token_ids, second.token_ids]))
+            num_old = len(first.token_ids)
+            old = reference_logprobs(models[0], prompt, whole, how)[:num_old]
+            new = reference_logprobs(models[1], prompt, whole, how)[num_old:]
+            np.testing.assert_allclose(first.logprobs, old, atol=TOLERANCE)
+            np.testing.assert_allclose(second.logprobs, new, atol=TOLERANCE)
+
+    def test_a_completion_is_told_while_others_go_on(self, engine: Engine) -> None:
+        stop, told = threading.Event(), []
+
+        def tell(completion: Completion) -> None:
+            told.append(completion)
+            stop.set()
+
+        short = Request("short", np.array([1, 5], np.int32), 3, np.full(LONG - 4, 7, np.int32))
+        completions = engine.generate(
+            [request([1, 5, 6], 1, "long"), short],
+            ENDLESS,
+            should_stop=stop.is_set,
+            on_completion=tell,
+        )
+        assert [completion.request_id for completion in told] == ["short"]
+        assert told[0].token_ids.tolist() == completions[1].token_ids.tolist()
+        assert [c.finish_reason for c in completions] == ["abort", "length"]
+        assert 4 <= len(completions[0].token_ids) < LONG
+
+    def test_weights_are_swapped_while_tokens_come(
+        self,
+        engine: Engine,
+        models: list[torch.nn.Module],
+        weights: list[Mapping[str, Tensor]],
+    ) -> None:
+        """Each token is what the version it names would have sampled: keys and values too."""
+        requests = [request([1, 5, 6, *range(3, 3 + n)], n, f"r{n}") for n in range(4)]
+        watched = Watched(engine, requests)
+        watched.wait_for(60)
+        engine.load(weights[1], V2)
+        assert engine.installed == V2
+        for prompt, completion in zip(requests, watched.result(), strict=True):
+            versions = versions_of(completion)
+            assert completion.finish_reason == "length"
+            assert set(versions) == {V1, V2}
+            assert versions == sorted(versions)
+            is_old = np.array(versions) == np.array([V1])
+            num_old = versions.count(V1)
+            old = reference_logprobs(models[0], prompt, completion, ENDLESS)
+            new = reference_logprobs(models[1], prompt, completion, ENDLESS)
+            assert len(is_old) == LONG
+            np.testing.assert_allclose(completion.logprobs[:num_old], old[:num_old], atol=TOLERANCE)
+            np.testing.assert_allclose(completion.logprobs[num_old:], new[num_old:], atol=TOLERANCE)
+
+    def test_wrong_weights_leave_the_version_before(
+        self, engine: Engine, models: list[torch.nn.Module], weights: list[Mapping[str, Tensor]]
+    ) -> None:
+        name = "model.norm.weight"
+        missing = {key: value for key, value in weights[1].items() if key != name}
+        wrong = {**weights[1], name: torch.ones(3)}
+        for tensors, message in [(missing, f"missing: {name}"), (wrong, "wrong shape")]:
+            with pytest.raises(EngineError, match=message):
+                engine.load(tensors, V2)
+            assert engine.installed == V1
+            [completion] = run(engine, [request([1, 5, 6])])
+            assert set(versions_of(completion)) == {V1}
+            expected = reference_logprobs(models[0], request([1, 5, 6]), completion, PLAIN)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+    def test_versions_are_honoured_or_refused(self, engine: Engine) -> None:
+        def ask(**bounds: PolicyVersion) -> list[Completion]:
+            return engine.generate([request([1])], PLAIN, should_stop=lambda: False, **bounds)
+
+        assert set(versions_of(ask(min_version=V1, exact_version=V1)[0])) == {V1}
+        with pytest.raises(VersionError, match="at least v2 is wanted, v1 is installed"):
+            ask(min_version=V2)
+        with pytest.raises(VersionError, match="exactly v2 is wanted, v1 is installed"):
+            ask(exact_version=V2)
+
+    def test_a_swap_waits_for_requests_of_an_exact_version(
+        self, engine: Engine, weights: list[Mapping[str, Tensor]]
+    ) -> None:
+        started = threading.Event()
+        with ThreadPoolExecutor(2) as pool:
+            exact = pool.submit(
+                engine.generate,
+                [request([1, 5])],
+                ENDLESS,
+                should_stop=lambda: False,
+                on_tokens=lambda _: started.set(),
+                exact_version=V1,
+            )
+            assert started.wait(WITHIN_S)
+            swap = pool.submit(engine.load, weights[1], V2)
+            [completion] = exact.result(timeout=WITHIN_S)
+            swap.result(timeout=WITHIN_S)
+        assert set(versions_of(completion)) == {V1}
+        assert engine.installed == V2
+
+    def test_a_swap_waits_for_several_calls_that_are_held_together(
+        self, engine: Engine, weights: list[Mapping[str, Tensor]]
+    ) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            with engine.holding(V1):
+                swap = pool.submit(engine.load, weights[1], V2)
+                for turn in range(3):
+                    [completion] = run(engine, [request([1, 5], turn)])
+                    assert set(versions_of(completion)) == {V1}
+                assert not swap.done()
+            swap.result(timeout=WITHIN_S)
+        [completion] = run(engine, [request([1, 5])])
+        assert set(versions_of(completion)) == {V2}
+        with pytest.raises(VersionError, match="exactly v1 is wanted, v2"), engine.holding(V1):
+            pass
+
+    def test_calls_from_several_threads_get_their_own(
+        self, engine: Engine, models: list[torch.nn.Module]
+    ) -> None:
+        batches = [[request([1, n], n, f"{n}.{i}") for i in range(3)] for n in range(3, 7)]
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda batch: run(engine, batch), batches))
+        for batch, completions in zip(batches, results, strict=True):
+            for prompt, completion in zip(batch, completions, strict=True):
+                assert completion.request_id == prompt.request_id
+                expected = reference_logprobs(models[0], prompt, completion, PLAIN)
+                np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+
+    def test_more_tokens_mean_fewer_rollouts_at_once(self, engine: Engine) -> None:
+        few, many = (engine.max_concurrent_rollouts(16, n) for n in (480, 16))
+        assert 1 <= few <= many
+
+
+class EngineLifeContract(Models):
+    """The same for what needs an engine of its own: of some there can be only one in a process."""
+
+    def test_a_kept_cache_mixes_both_versions(
+        self,
+        make_engine: MakeEngine,
+        model_dirs: list[Path],
+        models: list[torch.nn.Module],
+        weights: list[Mapping[str, Tensor]],
+    ) -> None:
+        engine = make_engine(model_dirs[0], kv_cache="keep")
+        try:
+            engine.load(weights[0], V1)
+            prompt = request([1, 5, 6])
+            watched = Watched(engine, [prompt])
+            watched.wait_for(40)
+            engine.load(weights[1], V2)
+            [completion] = watched.result()
+            num_old = versions_of(completion).count(V1)
+            assert 40 <= num_old < LONG
+            old = reference_logprobs(models[0], prompt, completion, ENDLESS)
+            new = reference_logprobs(models[1], prompt, completion, ENDLESS)
+            np.testing.assert_allclose(completion.logprobs[:num_old], old[:num_old], atol=TOLERANCE)
+            assert np.abs(completion.logprobs - new)[num_old:].mean() > 0.01
+            # A request that begins afterwards sees nothing of the old version.
+            [fresh] = run(engine, [prompt])
+            expected = reference_logprobs(models[1], prompt, fresh, PLAIN)
+            np.testing.assert_allclose(fresh.logprobs, expected, atol=TOLERANCE)
+        finally:
+            engine.close()
+
+    def test_before_weights_and_after_close_nothing_is_generated(
+        self, make_engine: MakeEngine, model_dirs: list[Path], weights: list[Mapping[str, Tensor]]
+    ) -> None:
+        engine = make_engine(model_dirs[0])
+        assert engine.installed is None
+        with pytest.raises(EngineError, match="no weights are loaded"):
+            run(engine, [request([1])])
+        engine.load(weights[0], V1)
+        engine.close()
+        with pytest.raises(EngineError, match="no weights are loaded"):
+            run(engine, [request([1])])

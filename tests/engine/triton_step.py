@@ -1,0 +1,50 @@
+"""One optimizer step with the Triton backend against the PyTorch one.
+
+TRITON_INTERPRET=1 python -m tests.engine.triton_step         anywhere
+python -m tests.engine.triton_step                            on an NVIDIA GPU
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from echo.algo.losses import make_loss
+from echo.engine.tiny_model import build_model, save_tiny_model
+from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.kernels import triton_kernels
+from echo.kernels.contract import BackendName
+from tests.engine.test_trainer import gradients, make_groups
+
+DEVICE = "cpu" if triton_kernels.IS_INTERPRETED else "cuda"
+
+
+def gradient(model_dir: Path, dtype: torch.dtype, backend: BackendName) -> torch.Tensor:
+    trainer = Trainer(
+        model_dir,
+        loss=make_loss("grpo"),
+        optimizer=OptimizerSettings(),
+        device=DEVICE,
+        dtype=dtype,
+        backend=backend,
+    )
+    return torch.cat([part.flatten().cpu() for part in gradients(trainer, make_groups()).values()])
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = Path(directory) / "model"
+        save_tiny_model(model_dir, build_model(seed=0))
+        for dtype in (torch.float32, torch.bfloat16):
+            found, expected = (gradient(model_dir, dtype, name) for name in ("triton", "torch"))
+            cosine = float(torch.nn.functional.cosine_similarity(found, expected, dim=0))
+            print(f"{str(dtype).removeprefix('torch.')} cosine {cosine:.6f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

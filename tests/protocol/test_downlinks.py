@@ -1,0 +1,59 @@
+"""Who is limited by its own downlink."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.protocol.downlinks import downlink_limits
+
+CHAIN = {"a": ["learner"], "b": ["a"], "c": ["b"]}
+
+
+def limits(
+    received: Mapping[str, float],
+    uplinks: Mapping[str, float],
+    parents: Mapping[str, list[str]] = CHAIN,
+) -> dict[str, float]:
+    return downlink_limits(parents, received, uplinks, root="learner")
+
+
+def test_one_that_takes_less_than_its_parent_has_and_can_send() -> None:
+    uplinks = {"learner": 100.0, "a": 100.0, "b": 100.0}
+    assert limits({"a": 90.0, "b": 20.0, "c": 20.0}, uplinks) == {"b": 20.0}
+    assert limits({"a": 90.0, "b": 80.0, "c": 80.0}, uplinks) == {}
+
+
+@pytest.mark.parametrize("uplink", [None, 21.0])
+def test_a_parent_that_is_slow_or_unknown_is_no_fault_of_the_child(uplink: float | None) -> None:
+    uplinks = {"learner": 100.0, **({} if uplink is None else {"a": uplink})}
+    assert limits({"a": 90.0, "b": 20.0}, uplinks) == {}
+
+
+def test_siblings_share_what_their_parent_can_send() -> None:
+    received = {f"n{index}": 10.0 for index in range(9)}
+    parents = {name: ["learner"] for name in received}
+    assert limits(received, {"learner": 100.0}, parents) == {}
+    assert limits(received, {"learner": 200.0}, parents) == received
+
+
+def test_with_stripes_every_parent_must_have_had_more() -> None:
+    parents = {"a": ["learner", "learner"], "b": ["learner", "a"]}
+    received = {"a": 90.0, "b": 20.0}
+    assert limits(received, {"learner": 300.0, "a": 100.0}, parents) == {"a": 90.0, "b": 20.0}
+    assert limits(received, {"learner": 300.0, "a": 12.0}, parents) == {"a": 90.0}
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.lists(st.sampled_from("abcd-"), max_size=3)),
+    st.dictionaries(st.sampled_from("abcd"), st.floats(0, 1e9)),
+    st.dictionaries(st.sampled_from("abcd"), st.floats(0, 1e9)),
+)
+def test_a_limit_is_what_was_received(
+    parents: dict[str, list[str]], received: dict[str, float], uplinks: dict[str, float]
+) -> None:
+    found = limits(received, uplinks, parents)
+    assert found.items() <= received.items()

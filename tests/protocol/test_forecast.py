@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.protocol.forecast import MAX_LENGTHS, Forecast, Lengths
+from echo.protocol.leases import LeaseRecord
+from echo.protocol.messages import LeaseState
+
+
+def make_forecast() -> Forecast:
+    return Forecast(max_tokens=1000, group_size=4, heartbeat_s=1.0)
+
+
+def lease(worker: str = "w1", *, at: float = 0.0) -> LeaseRecord:
+    return LeaseRecord(1, 0, worker, at, at)
+
+
+def beat(forecast: Forecast, record: LeaseRecord, *, now: float, tokens: int, ran: float) -> None:
+    state = LeaseState(group_id=1, attempt=0, num_tokens=tokens, running_s=ran)
+    forecast.heard(record, state, now=now)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=600), st.floats(0, 1100))
+def test_the_rest_is_the_mean_of_what_is_longer(seen: list[int], num_tokens: float) -> None:
+    lengths = Lengths(max_tokens=1000)
+    for length in seen:
+        lengths.add(length)
+    longer = [length for length in seen[-MAX_LENGTHS:] if length > num_tokens]
+    expected = statistics.fmean(longer) - num_tokens if longer else max(1.0, num_tokens)
+    assert lengths.rest(num_tokens) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert lengths.rest(num_tokens) > 0
+    assert lengths.mean == pytest.approx(statistics.fmean(seen[-MAX_LENGTHS:]))
+
+
+def test_the_rest_grows_with_a_heavy_tail() -> None:
+    lengths = Lengths(max_tokens=4096)
+    for length in [10] * 90 + [100] * 9 + [2000]:
+        lengths.add(length)
+    assert lengths.rest(0) < lengths.rest(10) < lengths.rest(100)
+
+
+def test_before_any_group_half_of_what_is_allowed_is_expected() -> None:
+    assert Lengths(max_tokens=1000).mean == 500
+    assert Lengths(max_tokens=1000).rest(2000) == 1
+
+
+def test_speeds_come_from_groups_and_the_newest_count_most() -> None:
+    forecast = make_forecast()
+    for _ in range(30):
+        forecast.made("w1", num_tokens=100, seconds=1.0, now=0.0)
+    assert forecast.speed("w1", now=0.0) == pytest.approx(100)
+    forecast.refresh(["w1", "w2"])
+    assert not forecast.is_measured("w2")
+    assert forecast.speed("w2", now=0.0) == pytest.approx(200), "it is to be tried"
+    for _ in range(5):
+        forecast.made("w1", num_tokens=100, seconds=10.0, now=0.0)
+    assert forecast.speed("w1", now=0.0) < 20
+
+
+def test_a_speed_is_of_the_load_at_which_it_was_measured() -> None:
+    forecast = make_forecast()
+    assert forecast.of("w1").load == 1
+    forecast.made("w1", num_tokens=100, seconds=1.0, load=4.0, now=0.0)
+    assert forecast.of("w1").load == pytest.approx(4)
+    forecast.made("w1", num_tokens=100, seconds=0.8, load=9.0, now=0.0)
+    assert forecast.of("w1").load == pytest.approx(6.5)  # .8 s each, the older weighing less
+
+
+def test_a_length_says_nothing_about_the_speed() -> None:
+    forecast = make_forecast()
+    forecast.made("w1", num_tokens=10, seconds=0.1, now=0.0)
+    forecast.made("w2", num_tokens=1000, seconds=10.0, now=0.0)
+    assert forecast.speed("w1", now=0.0) == pytest.approx(forecast.speed("w2", now=0.0))
+
+
+def test_heartbeats_show_a_speed_before_the_first_group_is_done() -> None:
+    forecast, record = make_forecast(), lease()
+    beat(forecast, record, now=2.0, tokens=400, ran=2.0)
+    record.num_tokens = 400
+    forecast.seen("w1", [record], now=2.0)
+    assert forecast.speed("w1", now=2.0) == pytest.approx(50)  # 400 tokens of 4 in 2 s
+
+
+def test_an_idle_worker_grows_more_hopeful_up_to_the_fastest() -> None:
+    forecast = make_forecast()
+    forecast.made("slow", num_tokens=100, seconds=100.0, now=0.0)
+    forecast.made("fast", num_tokens=100, seconds=1.0, now=0.0)
+    forecast.refresh(["slow", "fast"])
+    assert forecast.speed("slow", now=0.0) == pytest.approx(1.0)
+    # Four groups' worth of its own time, which is 400 s, double it.
+    assert forecast.speed("slow", now=400.0) == pytest.approx(2.0)
+    assert forecast.speed("slow", now=1e6) == pytest.approx(100.0)
+    assert forecast.known_speed(forecast.of("slow")) == pytest.approx(1.0)
+    assert forecast.speed("fast", now=1e6) == pytest.approx(100.0)
+    forecast.seen("slow", [lease("slow")], now=1e6)
+    assert forecast.speed("slow", now=1e6) == pytest.approx(1.0), "it is working again"
+
+
+def known(*lengths: int, speed: float = 10.0) -> Forecast:
+    forecast = make_forecast()
+    for length in lengths:
+        forecast.made("w1", num_tokens=length, seconds=length / speed, now=0.0)
+    return forecast
+
+
+def test_a_group_without_news_is_judged_by_its_worker() -> None:
+    forecast, record = known(100, 300), lease()
+    assert forecast.outlook(record, is_running=False, now=5.0) == pytest.approx((200, 20.0))
+    # Started when it was granted: 50 tokens by now.
+    assert forecast.outlook(record, is_running=True, now=5.0) == pytest.approx((200, 15.0))
+    assert forecast.outlook(record, is_running=True, now=15.0) == pytest.approx((300, 15.0))
+
+
+def test_a_group_of_which_one_completion_runs_is_not_slow() -> None:
+    forecast, record = known(100, 300), lease()
+    for second in range(1, 6):
+        # All four at first, then one alone.
+        beat(forecast, record, now=float(second), tokens=40 + 10 * (second - 1), ran=float(second))
+    assert record.longest == pytest.approx(50)
+    assert record.rate == pytest.approx(10)
+    assert forecast.outlook(record, is_running=True, now=5.5) == pytest.approx((200, 14.5))
+
+
+def test_a_group_that_has_stalled_shows() -> None:
+    forecast, record = known(100, 300), lease()
+    beat(forecast, record, now=1.0, tokens=40, ran=1.0)
+    before = forecast.outlook(record, is_running=True, now=1.0)[1]
+    for second in range(2, 7):
+        beat(forecast, record, now=float(second), tokens=40, ran=float(second))
+    assert record.longest == pytest.approx(10)
+    assert forecast.outlook(record, is_running=True, now=6.0)[1] > 20 * before
+
+
+def test_a_heartbeat_out_of_turn_is_no_stall() -> None:
+    forecast, record = known(100, 300), lease()
+    beat(forecast, record, now=1.0, tokens=40, ran=1.0)
+    beat(forecast, record, now=1.1, tokens=40, ran=1.1)
+    assert record.rate == pytest.approx(10)

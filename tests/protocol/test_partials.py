@@ -1,0 +1,391 @@
+"""Continued rollouts: what is kept, masked, dropped; and a whole life of drafts at random."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo.errors import RemoteProtocolError
+from echo.protocol.drafts import Drafts
+from echo.protocol.messages import Lease
+from echo.protocol.partial_codec import (
+    decode_drafts,
+    decode_members,
+    encode_drafts,
+    encode_members,
+)
+from echo.protocol.partials import Draft, Freshened, PartialRollout, StaleTokens, freshen
+from echo.rollout import Group, Lineage, PolicyVersion, find_fault, trim_stale
+
+FIRST = (Lineage(1, 0),)
+
+
+def lease(group_id: int, attempt: int = 0) -> Lease:
+    return Lease(
+        group_id=group_id, attempt=attempt, seed=100 * group_id, prompt_ids=(1, 2), example={}
+    )
+
+
+def partial(*versions: tuple[int, int], reason: str = "") -> PartialRollout:
+    """Return a rollout with one token of each version, its ids and log-probs telling them apart."""
+    count = len(versions)
+    return PartialRollout().extended(
+        np.arange(count, dtype=np.int32),
+        -np.arange(1, count + 1, dtype=np.float32),
+        np.array(versions, np.int32).reshape(-1, 2),
+        finish_reason=reason or "abort",
+    )
+
+
+def fresh(
+    *members: PartialRollout,
+    step: int,
+    stale_tokens: StaleTokens = "keep",
+    max_age: int = 2,
+    installed: PolicyVersion | None = None,
+    lineages: tuple[Lineage, ...] = FIRST,
+) -> Freshened:
+    return freshen(
+        members,
+        stale_tokens=stale_tokens,
+        max_age=max_age,
+        step=step,
+        installed=installed or PolicyVersion(lineages[-1].lineage, step),
+        lineages=lineages,
+    )
+
+
+def masks(result: Freshened) -> list[list[bool]]:
+    return [member.completion_mask.tolist() for member in result.members]
+
+
+# --- old tokens ----------------------------------------------------------------------------------
+
+
+def test_tokens_within_the_age_go_on_and_older_ones_are_masked_for_good() -> None:
+    result = fresh(partial((1, 2), (1, 3), (1, 5)), step=5)
+    assert masks(result) == [[False, True, True]]
+    assert (result.num_masked, result.num_dropped) == (1, 0)
+    again = fresh(*result.members, step=5)
+    assert masks(again) == [[False, True, True]]
+    assert again.num_masked == 0
+
+
+def test_a_prefix_without_one_token_to_train_on_is_still_continued() -> None:
+    assert masks(fresh(partial((1, 0), (1, 0)), step=5)) == [[False, False]]
+
+
+def test_a_finished_member_without_one_token_to_train_on_begins_anew() -> None:
+    result = fresh(partial((1, 0), reason="stop"), partial((1, 5), reason="stop"), step=5)
+    assert [member.num_tokens for member in result.members] == [0, 1]
+    assert not result.members[0].is_finished
+    assert (result.num_masked, result.num_dropped) == (0, 1)
+
+
+def test_drop_begins_unfinished_members_anew_under_new_weights_and_keeps_finished_ones() -> None:
+    members = partial((1, 4), (1, 5)), partial((1, 4), reason="stop"), partial((1, 5))
+    result = fresh(*members, step=5, stale_tokens="drop")
+    assert [member.num_tokens for member in result.members] == [0, 1, 1]
+    assert result.num_dropped == 2
+    same = fresh(*members, step=5, stale_tokens="drop", installed=PolicyVersion(1, 4))
+    assert [member.num_tokens for member in same.members] == [2, 1, 1]
+    too_old = fresh(partial((1, 2), reason="stop"), step=5, stale_tokens="drop")
+    assert too_old.members[0].num_tokens == 0
+
+
+def test_mask_trains_on_what_the_newest_version_sampled_once_it_is_finished() -> None:
+    [member] = fresh(partial((1, 4), (1, 5)), step=5, stale_tokens="mask").members
+    finished = member.extended(
+        np.array([9], np.int32), np.array([-1], np.float32), np.array([[1, 5]], np.int32),
+        finish_reason="stop",
+    )  # fmt: skip
+    assert finished.rollout(1.0, stale_tokens="mask").completion_mask.tolist() == [
+        False, True, True,
+    ]  # fmt: skip
+    assert finished.rollout(1.0, stale_tokens="keep").completion_mask.all()
+    single = partial((1, 4), (1, 4), reason="length").rollout(0.0, stale_tokens="mask")
+    assert single.completion_mask.all()
+
+
+def test_tokens_of_a_lineage_that_was_left_are_of_no_use() -> None:
+    lineages = (Lineage(1, 0), Lineage(2, 4))
+    result = fresh(partial((1, 4), (1, 5)), partial((1, 4), (2, 5)), step=5, lineages=lineages)
+    assert [member.num_tokens for member in result.members] == [0, 2]
+
+
+def test_each_segment_has_a_seed_of_its_own() -> None:
+    draft = Draft(lease(3), [PartialRollout(), PartialRollout()])
+    assert [draft.seed_of(0), draft.seed_of(1)] == [300, 301]
+    draft.members[0] = partial((1, 0))
+    second = draft.seed_of(0)
+    draft.members[0] = draft.members[0].extended(
+        np.array([1], np.int32), np.array([0], np.float32), np.array([[1, 1]], np.int32),
+        finish_reason="abort",
+    )  # fmt: skip
+    third = draft.seed_of(0)
+    draft.members[0] = draft.members[0].anew()
+    assert len({300, 301, second, third}) == 4
+    assert draft.seed_of(0) == third, "what begins anew must not repeat the first segment"
+
+
+# --- as bytes ------------------------------------------------------------------------------------
+
+MEMBERS = [
+    PartialRollout(),
+    partial((1, 2), (1, 2), (1, 3), (2, 4)),
+    partial((1, 2), reason="stop"),
+    fresh(partial((1, 2), (1, 5)), step=5).members[0],
+]
+
+
+def assert_equal(found: PartialRollout, expected: PartialRollout) -> None:
+    for name in ("token_ids", "sampler_logprobs", "policy_versions", "completion_mask"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        assert getattr(found, name).dtype == getattr(expected, name).dtype
+    assert (found.finish_reason, found.num_segments) == (
+        expected.finish_reason, expected.num_segments,
+    )  # fmt: skip
+
+
+def test_members_come_back_from_bytes() -> None:
+    frame = encode_members(MEMBERS)
+    for found, expected in zip(decode_members(frame), MEMBERS, strict=True):
+        assert_equal(found, expected)
+    long = partial(*[(1, 7)] * 5000)
+    assert len(encode_members([long])) < 5000 * 9 + 50
+
+
+@pytest.mark.parametrize("cut", [0, 3, 5, -1])
+def test_damaged_bytes_are_refused(cut: int) -> None:
+    frame = encode_members(MEMBERS)
+    with pytest.raises(RemoteProtocolError):
+        decode_members(frame[:cut])
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_do_harm(data: bytes) -> None:
+    frame = encode_members(MEMBERS)
+    for bad in (data, frame[:4] + data + frame[4 + len(data) :]):
+        with suppress(RemoteProtocolError):
+            decode_members(bad)
+
+
+def test_a_file_of_drafts_belongs_to_its_run() -> None:
+    drafts = [Draft(lease(3), MEMBERS), Draft(lease(5, 2), [PartialRollout()])]
+    data = encode_drafts("run", drafts)
+    found = decode_drafts(data, run_id="run")
+    assert [draft.key for draft in found] == [(3, 0), (5, 2)]
+    assert found[0].lease == lease(3)
+    assert_equal(found[0].members[1], MEMBERS[1])
+    assert decode_drafts(data, run_id="another") == []
+    with pytest.raises(RemoteProtocolError):
+        decode_drafts(data[:-5], run_id="run")
+
+
+# --- a life of drafts ----------------------------------------------------------------------------
+
+
+def test_begun_groups_go_first_oldest_first() -> None:
+    drafts = Drafts()
+    for group_id in (4, 2, 9):
+        drafts.add(lease(group_id))
+    taken = drafts.take(2, group_size=2)
+    assert [draft.lease.group_id for draft in taken] == [2, 4]
+    for draft in reversed(taken):
+        assert drafts.park(draft)
+    drafts.add(lease(1))
+    assert [d.lease.group_id for d in drafts.take(3, group_size=2)] == [2, 4, 1]
+    assert len(drafts) == 4
+
+
+def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_over() -> None:
+    drafts = Drafts()
+    over, left = partial((1, 0), reason="stop"), partial((1, 0))
+    drafts.add(lease(1), [over, left, left])
+    drafts.add(lease(2), [over, over, over])
+    drafts.add(lease(4), [over, over, left])
+    drafts.add(lease(3))
+
+    def taken(room: int, *, size: int = 3) -> list[int]:
+        found = drafts.take(9, group_size=size, max_rollouts=room)
+        return [draft.lease.group_id for draft in found]
+
+    assert taken(1) == [], "the first needs two, and the third does not go before it"
+    assert taken(2) == [1, 2], "what is whole needs no room"
+    assert taken(3) == [4], "which leaves two places, and the fresh one needs three"
+    assert taken(3) == [3]
+    drafts.add(lease(5), [over, left])
+    assert taken(2) == [], "of another size: it begins anew, all of it"
+    assert taken(3) == [5]
+
+
+def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> None:
+    drafts = Drafts()
+    for group_id in range(3):
+        drafts.add(lease(group_id))
+    running, parked = drafts.take(2, group_size=1)
+    parked.members = [partial((1, 0), (1, 0))]
+    drafts.park(parked)
+    assert [drafts.revoke((group_id, 0)) for group_id in (1, 2, 7)] == [2, 0, 0]
+    running.members = [partial((1, 0))]
+    assert [drafts.revoke((0, 0)), drafts.revoke((0, 0))] == [1, 0], "counted once"
+    assert not drafts.park(running)
+    assert not len(drafts)
+    drafts.add(lease(8), [partial((1, 0), reason="stop")])
+    [draft] = drafts.take(1, group_size=1)
+    drafts.revoke((8, 0))
+    assert not drafts.end(draft.key), "nobody wants its result"
+
+
+def test_only_news_is_shipped() -> None:
+    drafts = Drafts()
+    drafts.add(lease(0), [partial((1, 0))])
+    assert [d.key for d in drafts.take_due(interval_s=30, now=5.0)] == [(0, 0)]
+    assert drafts.take_due(interval_s=0, now=6.0) == []
+    drafts.parked[0, 0].members = [partial((1, 0), (1, 0))]
+    assert drafts.take_due(interval_s=30, now=34.0) == []
+    assert len(drafts.take_due(interval_s=30, now=35.0)) == 1
+
+
+class Life:
+    """A learner's admission, a worker's drafts and an engine, one random event after the other."""
+
+    def __init__(self, seed: int, stale_tokens: StaleTokens) -> None:
+        self.random = random.Random(seed)
+        self.stale_tokens: StaleTokens = stale_tokens
+        self.max_staleness = self.random.randrange(4)
+        self.step = self.next_id = 0
+        self.installed = PolicyVersion(1, 0)
+        self.drafts = Drafts()
+        self.engine: list[Draft] = []
+        self.open: set[int] = set()
+        self.delivered: list[Group] = []
+        self.sampled: dict[tuple[int, int], list[int]] = {}
+        self.serial = 0
+
+    def grant(self) -> None:
+        if len(self.open) < 6:
+            self.drafts.add(lease(self.next_id))
+            self.open.add(self.next_id)
+            self.next_id += 1
+
+    def take(self) -> None:
+        waiting = sorted(self.drafts.parked)
+        taken = self.drafts.take(self.random.randrange(1, 4), group_size=2)
+        assert [draft.key for draft in taken][: len(waiting)] == waiting[: len(taken)]
+        for draft in taken:
+            draft.members = freshen(
+                draft.members,
+                stale_tokens=self.stale_tokens,
+                max_age=self.max_staleness,
+                step=self.step,
+                installed=self.installed,
+                lineages=FIRST,
+            ).members
+            self.check(draft)
+        self.engine += taken
+
+    def check(self, draft: Draft) -> None:
+        """Whatever goes into the engine can be trained on now, and is what was sampled."""
+        for index, member in enumerate(draft.members):
+            old = member.policy_versions[member.completion_mask, 1] < self.step - self.max_staleness
+            assert not old.any()
+            history = self.sampled.get((draft.lease.group_id, index), [])
+            ids = member.token_ids.tolist()
+            assert ids == history[len(history) - len(ids) :], "a token was lost or repeated"
+
+    def sample(self) -> None:
+        for draft in self.engine:
+            index = self.random.randrange(2)
+            if draft.members[index].is_finished:
+                continue
+            self.serial += 1
+            history = self.sampled.setdefault((draft.lease.group_id, index), [])
+            if not draft.members[index].num_tokens:
+                history.clear()
+            history.append(self.serial)
+            draft.members[index] = draft.members[index].extended(
+                np.array([self.serial], np.int32),
+                np.array([-1], np.float32),
+                np.array([[1, self.installed.step]], np.int32),
+                finish_reason=self.random.choice(["abort", "abort", "stop"]),
+            )
+
+    def stop(self) -> None:
+        """End the call: whole groups are delivered, others parked."""
+        for draft in self.engine:
+            if draft.is_whole:
+                self.deliver(draft)
+            else:
+                self.drafts.park(draft)
+        self.engine = []
+
+    def deliver(self, draft: Draft) -> None:
+        assert self.drafts.end(draft.key)
+        rollouts = [m.rollout(1.0, stale_tokens=self.stale_tokens) for m in draft.members]
+        group = Group(
+            group_id=draft.lease.group_id, attempt=0, worker_id="w",
+            prompt_ids=np.array([1, 2], np.int32), rollouts=tuple(rollouts),
+        )  # fmt: skip
+        bound = {"step": self.step, "max_staleness": self.max_staleness}
+        group = trim_stale(group, **bound) or group
+        if find_fault(group, lineages=FIRST, **bound) is None:
+            self.open.remove(group.group_id)
+            self.delivered.append(group)
+        else:
+            self.drafts.add(lease(group.group_id))  # refused, and granted again
+
+    def crash(self) -> None:
+        """Lose the process: what was saved comes back, the rest is granted again."""
+        saved = encode_drafts("run", self.drafts.begun())
+        self.drafts, self.engine = Drafts(), []
+        self.drafts.restore(decode_drafts(saved, run_id="run"))
+        for group_id in self.open:
+            if (group_id, 0) not in self.drafts:
+                self.drafts.add(lease(group_id))
+
+    def train(self) -> None:
+        self.step += 1
+
+    def install(self) -> None:
+        self.installed = PolicyVersion(1, self.step)
+
+    def run(self, num_events: int) -> None:
+        events = [self.grant, self.take, self.sample, self.sample, self.sample, self.stop,
+                  self.train, self.install, self.crash]  # fmt: skip
+        for _ in range(num_events):
+            self.random.choice(events)()
+            held = {group_id for group_id, _ in self.keys()}
+            assert held == self.open, "a lease was lost, or is counted and not held"
+            states = self.drafts.states()
+            assert {(s.group_id, s.attempt) for s in states} == set(self.keys())
+            assert len(states) == len(self.drafts) == len(self.open)
+
+    def keys(self) -> list[tuple[int, int]]:
+        return [*self.drafts.queue, *self.drafts.running, *self.drafts.parked]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), stale_tokens=st.sampled_from(["keep", "mask", "drop"]))
+def test_nothing_is_lost_nothing_too_old_is_trained_and_every_lease_is_counted(
+    seed: int, stale_tokens: StaleTokens
+) -> None:
+    life = Life(seed, stale_tokens)
+    life.run(200)
+    ids = [group.group_id for group in life.delivered]
+    assert len(set(ids)) == len(ids)
+    assert set(ids) | life.open == set(range(life.next_id))
+
+
+def test_a_life_comes_to_something() -> None:
+    lives = [Life(seed, "keep") for seed in range(20)]
+    for life in lives:
+        life.run(400)
+    groups = [group for life in lives for group in life.delivered]
+    assert sum(len(group.versions) > 1 for group in groups) > 20, "nothing was continued"
+    assert any(not r.completion_mask.all() for group in groups for r in group.rollouts)

@@ -1,0 +1,189 @@
+"""When a plan is made, what of the nodes goes into it, and how it is numbered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.protocol import planning as planning_module
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.learner_session import LearnerSession
+from echo.protocol.membership import Member
+from echo.protocol.messages import LEARNER_ID, NodeStats, Plan
+from echo.protocol.planning import BUSY_GAIN, MIN_GAIN, REPLAN_S, WORTHWHILE_S, Planning
+from echo.protocol.topology import Site, Topology, plan_topology
+from echo.rollout import PolicyVersion
+from tests.protocol.harness import CHUNK_BYTES, Run, make_version
+from tests.protocol.parcels import v
+
+MB = 1e6
+LEARNER = Site(LEARNER_ID, "learner", "tcp://l:1", region="here")
+
+
+def make(payload_bytes: int = 1 << 30) -> Planning:
+    planning = Planning(learner=LEARNER, chunk_bytes=1 << 20)
+    planning.payload_bytes = payload_bytes
+    return planning
+
+
+def member(
+    name: str, *, role: str = "worker", is_listening: bool = True, region: str = "", **stats: Any
+) -> Member:
+    address = f"tcp://{name}:1" if is_listening else None
+    given = {"uplink_bytes_per_s": 100 * MB} | stats
+    return Member(name, role, "i", address, 0.0, stats=NodeStats(**given), region=region)
+
+
+def plan(
+    planning: Planning, *members: Member, now: float = 0.0, uplink: float | None = 100 * MB
+) -> dict[str, Plan]:
+    return planning.plan(members, uplink_bytes_per_s=uplink, now=now)
+
+
+def first_parents(plans: dict[str, Plan]) -> dict[str, set[str]]:
+    return {name: {stripe[0][0] for stripe in each.stripes} for name, each in plans.items()}
+
+
+def test_every_member_has_a_plan_and_the_learner_is_the_last_resort() -> None:
+    names = [f"w{number}" for number in range(6)]
+    plans = plan(make(), *map(member, names))
+    assert sorted(plans) == names
+    for each in plans.values():
+        assert each.epoch == 1
+        assert each.stripes
+        assert all(stripe[-1][0] == LEARNER_ID for stripe in each.stripes)
+
+
+def test_a_plan_is_numbered_anew_only_if_somebody_moves() -> None:
+    planning = make()
+    members = [member(f"w{number}") for number in range(4)]
+    first = plan(planning, *members)
+    assert plan(planning, *members, now=10.0) == first
+    more = plan(planning, *members, member("w4"), now=20.0)
+    assert {each.epoch for each in more.values()} == {2}
+
+
+def test_without_members_there_is_nothing_to_plan() -> None:
+    planning = make()
+    assert not planning.is_due(now=1e9)
+    assert plan(planning) == {}
+    assert not planning.is_due(now=1e9)
+
+
+def test_another_plan_is_due_only_where_versions_take_long() -> None:
+    planning = make(payload_bytes=1 << 40)
+    plan(planning, member("w0"), now=5.0)
+    assert planning.topology is not None
+    assert planning.topology.predicted_s >= WORTHWHILE_S
+    assert not planning.is_due(now=5.0 + REPLAN_S - 0.1)
+    assert planning.is_due(now=5.0 + REPLAN_S)
+    small = make(payload_bytes=1000)
+    plan(small, member("w0"), now=5.0)
+    assert not small.is_due(now=1e6)
+
+
+@pytest.mark.parametrize(
+    ("fetching", "installed", "gain"),
+    [
+        (None, v(1), MIN_GAIN),
+        (v(2), v(1), BUSY_GAIN),
+        (v(1), None, MIN_GAIN),
+    ],
+    ids=["at rest", "in mid-transfer", "in the first version"],
+)
+def test_in_mid_transfer_another_plan_must_save_more(
+    fetching: PolicyVersion | None,
+    installed: PolicyVersion | None,
+    gain: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def noting(*args: Any, min_gain: float, **kwargs: Any) -> Topology:
+        asked.append(min_gain)
+        return plan_topology(*args, min_gain=min_gain, **kwargs)
+
+    monkeypatch.setattr(planning_module, "plan_topology", noting)
+    members = [member("w0"), member("w1", fetching=fetching)]
+    for each in members:
+        each.installed = installed
+    plan(make(), *members)
+    assert asked == [gain]
+
+
+def test_versions_are_planned_for_as_they_are_forwarded() -> None:
+    planning = make()
+    broadcast = Broadcast(node_id="l", window_bytes=1, keep_versions=2, stall_s=1.0)
+    planning.expect(broadcast.payload)
+    assert (planning.payload_bytes, planning.chunk_bytes) == (1 << 30, 1 << 20)
+    signed, manifest, image = make_version(1, 1)
+    broadcast.publish(signed, manifest, image, now=0.0)
+    planning.expect(broadcast.payload)
+    sizes = manifest.num_bytes, manifest.chunk_bytes
+    assert (planning.payload_bytes, planning.chunk_bytes) == sizes
+
+
+def test_a_run_plans_for_the_versions_that_it_has_published(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    learner = run.start_learner()
+    run.start_relay("r")
+    run.world.run(3.0)
+    session = learner.session
+    assert isinstance(session, LearnerSession)
+    payload = session.broadcast.payload
+    assert payload is not None
+    assert session.planning.payload_bytes == payload.num_bytes
+    assert session.planning.chunk_bytes == payload.chunk_size(0) == CHUNK_BYTES
+
+
+@pytest.mark.parametrize("payload_bytes", [1, 1000, 1 << 20, 1 << 44])
+@pytest.mark.parametrize("uplink", [None, 1.0, 1e12])
+def test_any_payload_and_any_uplink_can_be_planned(
+    payload_bytes: int, uplink: float | None
+) -> None:
+    plans = plan(make(payload_bytes), member("w0"), member("w1"), uplink=uplink)
+    assert sorted(plans) == ["w0", "w1"]
+
+
+def test_whom_anybody_suspects_serves_nobody() -> None:
+    members = [member(f"w{number}") for number in range(4)]
+    honest = first_parents(plan(make(), *members))
+    assert "w0" in set().union(*honest.values())
+    members[3] = member("w3", suspects=("w0",))
+    plans = plan(make(), *members)
+    served_by = {node for each in plans.values() for stripe in each.stripes for node, _ in stripe}
+    assert "w0" not in served_by
+
+
+def test_who_cannot_listen_serves_nobody() -> None:
+    members = [member(f"w{number}", is_listening=number > 0) for number in range(4)]
+    plans = plan(make(), *members)
+    served_by = {node for each in plans.values() for stripe in each.stripes for node, _ in stripe}
+    assert "w0" not in served_by
+
+
+def test_relays_come_first_where_nothing_else_is_known() -> None:
+    members = [member(f"w{number}", uplink_bytes_per_s=None) for number in range(3)]
+    members.append(member("r", role="relay", uplink_bytes_per_s=None))
+    plans = plan(make(), *members, uplink=None)
+    assert first_parents(plans)["r"] == {LEARNER_ID}
+    assert any("r" in parents for name, parents in first_parents(plans).items() if name != "r")
+
+
+def test_a_new_host_has_a_small_fleet_planned_afresh() -> None:
+    planning = make()
+    slow = [member(f"w{number}", uplink_bytes_per_s=MB) for number in range(4)]
+    plan(planning, *slow)
+    fast = member("z", uplink_bytes_per_s=1000 * MB)
+    parents = first_parents(plan(planning, *slow, fast, now=1.0))
+    assert any("z" in of for name, of in parents.items() if name != "z")
+
+
+def test_where_nobody_is_told_the_learners_address_relays_come_first() -> None:
+    """Who reaches the learner through a relay cannot take weights from it."""
+    planning = Planning(learner=Site(LEARNER_ID, "learner", ""), chunk_bytes=1 << 20)
+    slow = {"uplink_bytes_per_s": MB}
+    plans = plan(planning, member("w1"), member("r1", role="relay", **slow))
+    assert first_parents(plans) == {"r1": {LEARNER_ID}, "w1": {"r1"}}

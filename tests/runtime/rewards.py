@@ -1,0 +1,48 @@
+"""Tasks whose rewards do not depend on the model, for tests of what the learner makes of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from echo.tasks.task import Example, Task
+
+
+class AlwaysRight(Task):
+    """Every answer is right: nothing can be learned."""
+
+    is_bounded = True
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt=f"{index % 10}+1=")
+
+    def reward(self, example: Example, completion: str) -> float:
+        return 1.0
+
+
+class SometimesEqual(AlwaysRight):
+    """Rewards differ within every third group; the others are all right and all wrong in turn."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_scored: Counter[int] = Counter()
+
+    def reward(self, example: Example, completion: str) -> float:
+        if example.index % 3:
+            return float(example.index % 3 == 1)
+        return self.in_turn(example)
+
+    def in_turn(self, example: Example) -> float:
+        """Return 1 and 0 in turn for one prompt, however many others are scored meanwhile."""
+        with self._lock:
+            self._num_scored[example.index] += 1
+            return float(self._num_scored[example.index] % 2)
+
+
+class RightLater(SometimesEqual):
+    """Rewards differ for the first prompts; all others are right whatever is answered."""
+
+    def reward(self, example: Example, completion: str) -> float:
+        if example.split != "train" or example.index >= 6:
+            return 1.0
+        return self.in_turn(example)

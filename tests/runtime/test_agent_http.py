@@ -1,0 +1,437 @@
+"""Agents that talk to a worker with OpenAI's own client, in a run that trains on what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import stat
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from openai import (
+    APIConnectionError,
+    AsyncOpenAI,
+    AuthenticationError,
+    BadRequestError,
+    ConflictError,
+    InternalServerError,
+    NotFoundError,
+)
+
+from echo.algo.ppo_losses import GrpoLoss
+from echo.cli.output import exit_code
+from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.errors import ConfigError, TransportError
+from echo.rollout import Group
+from echo.runtime.agent_http import Endpoint
+from echo.runtime.agent_worker import TOKEN_VARIABLE
+from echo.runtime.agents import SEGMENT_TOKENS, StoppingError
+from tests.runtime.harness import Play, Run, running
+
+torch.set_num_threads(1)
+
+TEMPLATE = (
+    "<bos>{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+)
+AGENT = {"enabled": True, "max_session_tokens": 60}
+LISTEN = {"listen": "tcp://127.0.0.1:0"}
+
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> str:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    return str(tmp_path / "template.jinja")
+
+
+@dataclass
+class Site:
+    """A run with one worker whose endpoint is up."""
+
+    url: str
+    token: str
+    http: aiohttp.ClientSession
+    openai: AsyncOpenAI
+    groups: list[Group] = field(default_factory=list)
+    """What the worker has delivered."""
+
+    async def begin(self, wait_s: float = 30.0) -> Json | None:
+        """An episode; None when the run is over."""
+        async with self.http.post(
+            f"{self.url}/v1/echo/sessions", json={"wait_s": wait_s}
+        ) as response:
+            if response.status == 410:
+                return None
+            assert response.status == 200, await response.text()
+            found: Json = await response.json()
+            return found
+
+    async def reward(self, session: str, body: Json) -> tuple[int, Json]:
+        address = f"{self.url}/v1/echo/sessions/{session}/reward"
+        async with self.http.post(address, json=body) as response:
+            return response.status, await response.json()
+
+    async def ask(self, session: str, messages: list[Json], **options: Any) -> Any:
+        return await self.openai.chat.completions.create(
+            model="any",
+            messages=messages,  # type: ignore[arg-type]
+            extra_headers={"X-Echo-Session": session},
+            **options,
+        )
+
+
+@asynccontextmanager
+async def site(
+    run: Run, template: str, *, steps: int = 1, **sections: Json
+) -> AsyncIterator[tuple[Site, asyncio.Task[str]]]:
+    """Run a learner and a worker with an endpoint beside the block."""
+    learner = await run.learner(
+        run={"max_steps": steps}, agent=AGENT, model={"chat_template": template, "dtype": "float32"}
+    )
+    worker = await run.worker("w1", agent={**LISTEN, **sections.pop("agent", {})}, **sections)
+    groups: list[Group] = []
+    finished = worker.session.finished
+
+    def deliver(group: Group, *, now: float) -> Any:
+        groups.append(group)
+        return finished(group, now=now)
+
+    worker.session.finished = deliver  # type: ignore[method-assign]
+    path = run.run_dir / "workers" / "w1" / "endpoint.json"
+    async with running(learner, worker) as (learning, working):
+        while not path.exists() or worker.session.installed_version is None:
+            assert not working.done(), working.result()
+            await asyncio.sleep(0.01)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        told = json.loads(path.read_text())
+        headers = {"Authorization": f"Bearer {told['token']}"}
+        client = AsyncOpenAI(base_url=f"{told['url']}/v1", api_key=told["token"], max_retries=0)
+        async with aiohttp.ClientSession(headers=headers) as http, client:
+            yield Site(told["url"], told["token"], http, client, groups), learning
+
+
+def logprobs_of(model_dir: Path, group: Group) -> list[np.ndarray]:
+    """What the learner's model gives each token of the group, before any training."""
+    trainer = Trainer(model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings(), device="cpu")
+    return trainer.score([group])[0]
+
+
+@dataclass
+class Played:
+    """What an agent knows of one session of its own."""
+
+    calls: list[list[int]]
+    reward: float
+
+
+async def play_one(here: Site, episode: Json, played: dict[str, Played]) -> None:
+    """Ask twice, the second time with the first answer in the context."""
+    name, messages = episode["session"], list(episode["messages"])
+    assert messages == [{"role": "user", "content": episode["prompt"]}]
+    assert episode["answer"] is not None
+    ids: Json = {"extra_body": {"return_token_ids": True}}
+    first = await here.ask(name, messages, **ids)
+    text = first.choices[0].message.content
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "1+1="}]
+    second = await here.ask(name, messages, **ids)
+
+    before, after = first.choices[0].model_dump(), second.choices[0].model_dump()
+    seen = before["prompt_token_ids"] + before["token_ids"]
+    assert after["prompt_token_ids"][: len(seen)] == seen, "not as it was sampled"
+    assert first.usage.completion_tokens == len(before["token_ids"])
+    assert first.system_fingerprint.startswith("v")
+    reward = sum(map(str.isdigit, text)) / 6
+    played[name] = Played([before["token_ids"], after["token_ids"]], reward)
+    assert await here.reward(name, {"reward": reward}) == (200, {"reward": reward})
+
+
+def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, template: str) -> None:
+    async def scenario(run: Run) -> None:
+        played: dict[str, Played] = {}
+        async with site(run, template) as (here, learning):
+            try:
+                while (episode := await here.begin()) is not None:
+                    await play_one(here, episode, played)
+            except (APIConnectionError, InternalServerError, aiohttp.ClientError):
+                pass  # the run may end in the middle of an episode, and only then is this right:
+            assert await learning == "finished"
+
+            own = {tuple(name.split("-")[:3]): one for name, one in played.items()}
+            groups = {group.group_id: group for group in here.groups}
+            accepted = run.ledger("accepted")
+            assert run.ledger("trained")
+            for record in accepted:
+                group = groups[record["group"]]
+                expected = logprobs_of(run.model_dir, group)
+                for member, rollout in enumerate(group.rollouts):
+                    one = own[str(group.group_id), str(group.attempt), str(member)]
+                    assert record["rewards"][member] == one.reward
+                    mask = rollout.completion_mask
+                    assert rollout.token_ids[mask].tolist() == [*one.calls[0], *one.calls[1]]
+                    assert not mask.all(), "the user's second message is masked"
+                    if {version.step for version in rollout.versions} == {0}:
+                        np.testing.assert_allclose(
+                            rollout.sampler_logprobs[mask], expected[member][mask], atol=1e-4
+                        )
+
+    play(scenario)
+
+
+def test_the_agent_of_the_readme_works(play: Play, template: str, tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    [code] = [c for c in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "OpenAI" in c]
+    (tmp_path / "agent.py").write_text(code, encoding="utf-8")
+
+    async def scenario(run: Run) -> None:
+        async with site(run, template) as (_, learning):
+            agent = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(tmp_path / "agent.py"),
+                str(run.run_dir / "workers" / "w1" / "endpoint.json"),
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, complaints = await agent.communicate()
+            assert re.search(rb"HTTP Error 410|Connection", complaints), complaints
+            assert await learning == "finished"
+        assert run.ledger("trained")
+
+    play(scenario)
+
+
+def test_streams_logprobs_and_texts(play: Play, template: str) -> None:
+    async def scenario(run: Run) -> None:
+        async with site(run, template, steps=50) as (here, _):
+            episode = await here.begin()
+            assert episode is not None
+            options: Json = {"stream": True, "stream_options": {"include_usage": True}}
+            stream = await here.ask(
+                episode["session"], episode["messages"], logprobs=True, **options
+            )
+            chunks = [chunk async for chunk in stream]
+            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+            assert chunks[0].choices[0].delta.role == "assistant"
+            assert chunks[-2].choices[0].finish_reason in ("stop", "length")
+            rows = chunks[-2].choices[0].logprobs.content
+            assert "".join(row.token for row in rows).removesuffix("<eos>") == text
+            assert all(row.logprob < 0 for row in rows)
+            assert chunks[-1].usage.completion_tokens == len(rows)
+            assert await here.reward(episode["session"], {}) == (200, {"reward": 0.0})
+
+            # Without a session: as the caller likes, and not recorded.
+            plain: Json = {"model": "m", "prompt": "12+34=", "temperature": 0, "max_tokens": 20}
+            whole = await here.openai.completions.create(**plain, logprobs=1)
+            assert whole.choices[0].logprobs.text_offset[0] == 0
+            pieces = [p async for p in await here.openai.completions.create(**plain, stream=True)]
+            assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+            assert len(pieces) > 2 or whole.usage.completion_tokens <= 16
+            again = await here.openai.completions.create(**{**plain, "prompt": [1, 5, 6]})
+            assert again.usage.prompt_tokens == 3
+
+            [model] = (await here.openai.models.list()).data
+            assert model.id == "run"
+
+    play(scenario)
+
+
+def test_what_cannot_be_done_is_refused_with_a_reason(play: Play, template: str) -> None:
+    async def scenario(run: Run) -> None:
+        async with site(run, template, steps=50) as (here, _):
+            ask = here.openai.chat.completions.create
+            hello: Json = {"model": "m", "messages": [{"role": "user", "content": "1+1="}]}
+            for options, complaint in (
+                ({"stop": ["="]}, "stop is not supported: answers end with"),
+                ({"n": 2}, "n is not supported: ask as often"),
+                ({"tools": [{"type": "function"}]}, "the model's chat template knows no tools"),
+                ({"tool_choice": "required"}, "tool_choice is not supported: the model decides"),
+                ({"temperature": -1}, "temperature must be at least 0"),
+                ({"messages": []}, "messages is empty"),
+                ({"messages": [{"role": "user", "content": "1" * 200}]}, "nothing is left"),
+            ):
+                with pytest.raises(Exception, match=complaint) as caught:
+                    await ask(**{**hello, **options})
+                assert caught.value.status_code in (400, 409)  # type: ignore[attr-defined]
+            with pytest.raises(NotFoundError, match="no open session 'nobody'"):
+                await ask(**hello, extra_headers={"X-Echo-Session": "nobody"})
+            with pytest.raises(BadRequestError, match="cannot be read"):
+                await ask(**{**hello, "messages": "1+1="})
+            stranger = here.openai.with_options(api_key="wrong")
+            with pytest.raises(AuthenticationError, match="the token is missing or wrong"):
+                await stranger.chat.completions.create(**hello)
+            async with here.http.get(f"{here.url}/health", headers={"Authorization": ""}) as found:
+                assert (found.status, (await found.json())["status"]) == (200, "ok")
+
+            episode = await here.begin()
+            assert episode is not None
+            name = episode["session"]
+            status, body = await here.reward(name, {"reward": 1})
+            assert status == 409
+            assert "has no call to be rewarded" in body["error"]["message"]
+            # An agent that can only be told a base URL.
+            client = here.openai.with_options(base_url=f"{here.url}/sessions/{name}/v1")
+            await client.chat.completions.create(**hello)
+            assert (await here.reward(name, {"reward": 1e999}))[0] == 400
+            assert (await here.reward(name, {"reward": 1}))[0] == 200
+            assert (await here.reward(name, {"reward": 1}))[0] == 404
+
+    play(scenario)
+
+
+def test_a_call_gets_the_version_that_it_asks_for_or_none(play: Play, template: str) -> None:
+    async def scenario(run: Run) -> None:
+        async with site(run, template, steps=50) as (here, _):
+
+            async def ask(**fields: Any) -> Any:
+                plain: Json = {"model": "m", "prompt": "12+34=", "max_tokens": 40, "seed": 1}
+                plain |= {name: fields.pop(name) for name in ("seed", "stream") if name in fields}
+                return await here.openai.completions.create(**plain, extra_body=fields)
+
+            for fields in ({"min_version": "v0"}, {"exact_version": "v0"}):
+                assert (await ask(**fields)).system_fingerprint == "v0"
+            with pytest.raises(ConflictError, match="v1 is wanted, v0 is installed") as caught:
+                await ask(min_version="v1")
+            assert caught.value.code == "version_not_installed"
+            with pytest.raises(ConflictError, match=r"no newer one .* version_wait_s = 0\.2 s"):
+                await ask(exact_version="v9/L2", version_wait_s=0.2)
+            with pytest.raises(BadRequestError, match='min_version = "1" is no version'):
+                await ask(min_version="1")
+            with pytest.raises(BadRequestError, match="version_wait_s = 61"):
+                await ask(min_version="v1", version_wait_s=61)
+
+            # Between two pieces another version could take over.
+            for seed in range(100):
+                whole = await ask(exact_version="v0", seed=seed)
+                if whole.usage.completion_tokens > SEGMENT_TOKENS:
+                    break
+            pieces = await ask(exact_version="v0", seed=seed, stream=True)
+            assert [p.choices[0].text async for p in pieces if p.choices[0].text] == [
+                whole.choices[0].text
+            ]
+
+            # One that comes soon enough is waited for.
+            later = asyncio.create_task(ask(min_version="v1", version_wait_s=60))
+            played: dict[str, Played] = {}
+
+            def is_counted() -> bool:
+                return any(row.get("engine/version_refused") for _, row in run.rows)
+
+            while not (later.done() and is_counted()):
+                episode = await here.begin()
+                assert episode is not None
+                await play_one(here, episode, played)
+            assert (await later).system_fingerprint != "v0"
+            with pytest.raises(ConflictError, match=r"exactly v0 is wanted, v\d+ is installed"):
+                await ask(exact_version="v0")
+
+    play(scenario)
+
+
+def test_an_episode_that_is_given_up_goes_to_the_next_agent(play: Play, template: str) -> None:
+    async def scenario(run: Run) -> None:
+        async with site(run, template, steps=50) as (here, _):
+            first = await here.begin()
+            assert first is not None
+            address = f"{here.url}/v1/echo/sessions/{first['session']}"
+            async with here.http.delete(address) as response:
+                assert response.status == 204
+            others = [await here.begin(), await here.begin()]
+            assert [other["index"] for other in others if other] == [first["index"]] * 2
+            assert len({first["session"], *(other["session"] for other in others if other)}) == 3
+
+    play(scenario)
+
+
+def test_no_leases_are_asked_for_while_no_agent_waits(play: Play, template: str) -> None:
+    async def scenario(run: Run) -> None:
+        async with site(run, template, steps=50) as (here, _):
+            await asyncio.sleep(0.3)
+            assert not run.ledger("granted")
+            assert await here.begin() is not None
+            assert len(run.ledger("granted")) == 1
+
+    play(scenario)
+
+
+def test_a_token_of_ones_own_and_an_open_address(
+    play: Play, template: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "my-own-token")
+
+    async def scenario(run: Run) -> None:
+        with caplog.at_level(logging.INFO):
+            agent = {"listen": "tcp://0.0.0.0:0"}
+            async with site(run, template, steps=50, agent=agent) as (here, _):
+                assert here.token == "my-own-token"
+        assert "open to other machines, and HTTP is not encrypted" in caplog.text
+        assert "my-own-token" not in caplog.text
+
+    play(scenario)
+
+
+def test_an_address_that_is_taken_ends_the_worker(play: Play, template: str) -> None:
+    async def scenario(run: Run) -> None:
+        async with site(run, template, steps=50) as (here, _):
+            taken = here.url.replace("http", "tcp")
+            second = await run.worker("w2", agent={"listen": taken})
+            with pytest.raises(TransportError, match=r"agent\.listen: cannot listen.*port 0"):
+                await second.run()
+
+    play(scenario)
+
+
+def test_a_worker_for_agents_in_a_run_without_them_is_refused(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner()
+        worker = await run.worker("w1", agent={"enabled": True})
+        async with running(learner, worker) as (_, working):
+            with pytest.raises(ConfigError, match=r"agent\.enabled = true contradicts") as caught:
+                await working
+        assert exit_code(caught.value) == 2
+
+    play(scenario)
+
+
+class CutShort:
+    """Agents whose answers break off after the first piece."""
+
+    parts = SimpleNamespace(
+        dialogue=SimpleNamespace(answer_of=lambda ids: "1" * len(ids)), model_name="m"
+    )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    async def call(self, *arguments: Any) -> None:
+        await arguments[-1](np.array([5], np.int32))
+        raise StoppingError("the worker stops")
+
+
+def test_a_stream_that_breaks_off_ends_with_the_reason() -> None:
+    async def main() -> None:
+        port = asyncio.get_running_loop().create_future()
+        endpoint = Endpoint(CutShort(), token="t", log=logging.getLogger())  # type: ignore[arg-type]
+        server = asyncio.create_task(endpoint.serve("127.0.0.1", 0, port.set_result))
+        url = f"http://127.0.0.1:{await port}/v1/completions"
+        headers = {"Authorization": "Bearer t"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            body = {"prompt": "1", "stream": True}
+            async with asyncio.timeout(60), http.post(url, json=body) as response:
+                first, last = (await response.text()).strip().split("\n\n")
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "1"
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error == {"message": "the worker stops", "type": "server_error", "code": None}
+        server.cancel()
+
+    asyncio.run(main())

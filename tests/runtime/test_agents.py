@@ -1,0 +1,42 @@
+"""Calls that wait for a version."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from echo.engine.version_fence import VersionError
+from echo.metrics import Counters
+from echo.rollout import PolicyVersion
+from echo.runtime.agent_sampling import Bounds
+from echo.runtime.agents import Agents, CallOptions
+
+V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
+
+
+def make_agents(clock: Any) -> Agents:
+    """Return the agents of a worker on v1, which samples nothing."""
+    session = SimpleNamespace(max_groups=0, installed_version=V1, counters=Counters())
+    parts: Any = SimpleNamespace(group_size=1, session_timeout_s=60.0)
+    sampler: Any = None
+    return Agents(parts, session, sampler, perform=lambda actions: None, clock=clock)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bounds", [Bounds(min_version=V2), Bounds(exact_version=V2)])
+def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(bounds: Bounds) -> None:
+    async def main() -> None:
+        agents = make_agents(lambda: 0.0)  # its patience never ends
+        options = CallOptions(bounds=bounds, version_wait_s=60.0)
+        call = asyncio.create_task(agents.call(None, "1+1=", options))
+        await asyncio.sleep(0.01)
+        assert not call.done()
+        agents.close()
+        async with asyncio.timeout(60):
+            with pytest.raises(VersionError, match="v2 is wanted, v1 is installed"):
+                await call
+        assert agents.session.counters["engine/version_refused"] == 1
+
+    asyncio.run(main())

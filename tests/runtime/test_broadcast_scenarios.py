@@ -1,0 +1,208 @@
+"""What the broadcast promises where nodes come, go, fail and lie, over either transport."""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from echo.runtime.arenas import MemoryArenas
+from echo.runtime.arenas_files import FileArenas
+from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NUM_CHUNKS, Fleet, play
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("kind", ["memory", "zmq"])]
+
+SLACK_BYTES = 2 * CHUNK_BYTES
+
+
+def test_a_chain_of_four_passes_versions_on(kind: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("a", "b", "c", "d")
+        assert [relay.parent for relay in fleet.relays.values()] == ["learner", "a", "b", "c"]
+        await fleet.publish(3)
+        # The first version in full or as an anchor, the others as deltas, each once to a.
+        assert fleet.session.broadcast.bytes_sent < 1.3 * IMAGE_BYTES
+        assert len(fleet.parcels.coded_bytes) == 2
+        for relay in fleet.relays.values():
+            assert relay.broadcast.bytes_received < 1.3 * IMAGE_BYTES
+            assert relay.broadcast.num_duplicate_chunks == 0
+
+    play(kind, scenario)
+
+
+def test_two_stripes_come_from_two_parents(kind: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("a", "b", "c", "d")
+        await fleet.publish(3)
+        assert all(relay.parent.count(",") == 1 for relay in fleet.relays.values())
+        assert any(len(set(relay.parent.split(","))) == 2 for relay in fleet.relays.values())
+        # The learner sends each chunk once: each stripe to one node.
+        assert fleet.session.broadcast.bytes_sent < 3.5 * IMAGE_BYTES
+        for relay in fleet.relays.values():
+            assert relay.broadcast.num_duplicate_chunks <= 1
+
+    play(kind, scenario, num_stripes=2, codec="full")
+
+
+@pytest.mark.parametrize("num_stripes", [1, 2])
+@pytest.mark.parametrize("way", ["killed", "silent"])
+def test_a_spare_takes_over_from_a_parent_that_fails(kind: str, way: str, num_stripes: int) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("a", "b", "c", "d")
+        fleet.pace()
+        await fleet.publish(arrive=False)
+        lost = next(
+            name
+            for name in fleet.relays
+            if any(name in relay.parent.split(",") for relay in fleet.relays.values())
+        )
+        children = [r for r in fleet.relays.values() if lost in r.parent.split(",")]
+        await fleet.until(lambda: all(0.2 < r.share < 0.8 for r in children), "the middle")
+        if way == "killed":
+            await fleet.kill(lost)
+        else:
+            fleet.relays.pop(lost).uplink.is_cut = True
+        await fleet.arrived()
+        for relay in fleet.relays.values():
+            assert lost not in relay.parent.split(",")
+            # Besides, what is late may come twice: it was asked for again while it was under way.
+            assert relay.broadcast.num_duplicate_chunks <= (
+                2 if way == "killed" else NUM_CHUNKS // 4
+            )
+            assert relay.broadcast.num_bad_chunks == 0
+        await fleet.publish()
+
+    play(kind, scenario, num_stripes=num_stripes, is_patient=way == "killed")
+
+
+def test_who_sends_wrong_bytes_serves_nobody_any_more(kind: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("a", "b", "c")
+        await fleet.publish()
+        parents = {relay.parent for relay in fleet.relays.values()} - {"learner"}
+        if not parents:
+            pytest.fail("the plan has no relay that serves another")
+        liar = min(parents)
+        fleet.relays[liar].uplink.is_corrupt = True
+        await fleet.publish(2)
+        deceived = [relay for relay in fleet.relays.values() if relay.broadcast.num_bad_chunks]
+        assert deceived
+        for relay in deceived:
+            assert relay.node.session.stats().suspects == (liar,)
+
+        def is_leaf() -> bool:
+            plans = [member.plan for member in fleet.session.roster.members()]
+            return all(liar != name for plan in plans for name, _ in chain(*plan.stripes))
+
+        await fleet.until(is_leaf, "the plan knows it")
+        await fleet.until(fleet.is_planned, "all follow the plan")
+        await fleet.publish()
+
+    play(kind, scenario, num_stripes=0)
+
+
+def test_a_late_joiner_takes_an_anchor_and_deltas(kind: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.publish(3)
+        # From the learner, and from a relay that has come to it in the same way.
+        for name in ("a", "b"):
+            await fleet.join(name)
+            await fleet.arrived()
+            late = fleet.relays[name].broadcast
+            assert late.bytes_received < 0.85 * IMAGE_BYTES
+            assert {form.kind for _, form in late.parcels} >= {"anchor", "delta"}
+        await fleet.publish()
+
+    play(kind, scenario)
+
+
+def test_a_node_that_missed_two_versions_catches_up_by_deltas(kind: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("a", "b", "c")
+        await fleet.publish(2)
+        lagging = fleet.relays["c"]
+        held_bytes = lagging.broadcast.bytes_received
+        lagging.uplink.is_cut = True
+        await fleet.publish(2, arrive=False)
+        await fleet.arrived("a", "b")
+        assert lagging.broadcast.newest_complete.step == 1
+        lagging.uplink.is_cut = False
+        await fleet.arrived()
+        assert lagging.broadcast.bytes_received - held_bytes < IMAGE_BYTES / 4
+        await fleet.publish()
+
+    # What it asked for while it was cut off is lost.
+    play(kind, scenario, is_patient=False)
+
+
+def test_nodes_come_and_go_in_mid_transfer(kind: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("a", "b", "c")
+        fleet.pace()
+        await fleet.publish(arrive=False)
+        await fleet.until(lambda: fleet.relays["c"].share > 0.15, "the transfer has begun")
+        await fleet.begin("d")
+        await fleet.until(lambda: "d" in fleet.session.roster.nodes, "d joins")
+        await fleet.until(lambda: fleet.relays["c"].share > 0.3, "a third has come")
+        await fleet.leave("b")
+        await fleet.arrived()
+        for name in ("a", "c"):
+            assert fleet.relays[name].broadcast.num_duplicate_chunks <= 2
+        await fleet.until(fleet.is_planned, "the plan is followed")
+        await fleet.publish()
+
+    play(kind, scenario)
+
+
+def test_a_node_without_room_keeps_what_it_has_and_goes_on_later(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        arenas = MemoryArenas(2 * IMAGE_BYTES)
+        await fleet.join("a")
+        await fleet.join("b", arenas=arenas)
+        await fleet.publish(2)
+        await fleet.publish(arrive=False)
+        await fleet.arrived("a")
+        await fleet.until(lambda: "keeping the versions" in caplog.text, "b says so")
+        assert "network.arena_bytes" in caplog.text
+        full = fleet.relays["b"].broadcast
+        assert full.newest_complete.step == 1
+        assert full.store[full.newest_complete].arena == fleet.published[1]
+        arenas.limit_bytes *= 2
+        await fleet.publish()
+
+    play(kind, scenario)
+
+
+@pytest.mark.parametrize("codec", ["full", "auto"])
+def test_a_restarted_node_fetches_only_what_is_missing(
+    kind: str, codec: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.publish()  # where there is an anchor, it is there before anybody asks
+        await fleet.join("a")
+        await fleet.arrived()
+        fleet.pace()
+        await fleet.begin("b", arenas=FileArenas(tmp_path, 4 * IMAGE_BYTES))
+        await fleet.until(lambda: fleet.relays["b"].share > 0.4, "nearly half has come")
+        before = (await fleet.kill("b")).broadcast
+        items = [*before.store.values(), *before.parcels.values()]
+        (item,) = (each for each in items if not each.is_complete)
+        held_bytes = sum(
+            item.chunk_size(index) for index in range(item.num_chunks) if item.has_chunk[index]
+        )
+        await fleet.begin("b", arenas=FileArenas(tmp_path, 4 * IMAGE_BYTES))
+        await fleet.arrived()
+        after = fleet.relays["b"].broadcast
+        assert f"{item.num_held} of {item.num_chunks} chunks are right" in caplog.text
+        assert after.bytes_received <= item.num_bytes - held_bytes + SLACK_BYTES
+        if codec == "auto":
+            assert {form.kind for _, form in after.parcels} == {"anchor"}
+        await fleet.publish()
+
+    play(kind, scenario, codec=codec)

@@ -1,0 +1,232 @@
+"""Episodes on a scripted engine: which tokens, which masks, which ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
+from echo.rollout import PolicyVersion, Rollout
+from echo.runtime.episodes import EpisodePlayer, Opening
+from echo.tasks.environment import Environment
+from echo.tasks.faults import RewardError
+from echo.tasks.host import InlineHost, Limits
+from echo.tasks.task import Example
+
+STOP = 0
+"""Ids are code points; this one ends a turn."""
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_completion_tokens=30, stop_ids=(STOP,))
+
+
+class Script(Engine):
+    """Says the lines of a script, a new version for every turn, and keeps what it was asked."""
+
+    installed = None
+
+    def __init__(self, lines: Callable[[int, int], str]) -> None:
+        self._lines = lines
+        self.calls: list[list[Request]] = []
+        self.held: list[PolicyVersion | None] = []
+
+    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
+        pass
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, **_: Any
+    ) -> list[Completion]:
+        turn = len(self.calls)
+        self.calls.append(list(requests))
+        found = []
+        for request in requests:
+            member = int(request.request_id.split(".")[-2])
+            room = sampling.max_completion_tokens - len(request.prefix_ids)
+            ids = [*map(ord, self._lines(member, turn)), STOP][:room]
+            versions = np.tile(np.array([1, turn], np.int32), (len(ids), 1))
+            logprobs = np.full(len(ids), -0.5, np.float32)
+            reason = "stop" if ids[-1] == STOP else "length"
+            token_ids = np.array(ids, np.int32)
+            found.append(Completion(request.request_id, token_ids, logprobs, reason, versions))
+        return found
+
+    @contextmanager
+    def holding(self, exact_version: PolicyVersion) -> Iterator[None]:
+        self.held.append(exact_version)
+        yield
+        self.held.append(None)
+
+    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
+        return 8
+
+    def close(self) -> None:
+        pass
+
+
+class Counting(Environment):
+    """Wants 1, 2, 3; anything else gets an answer that depends on it."""
+
+    is_bounded = True
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.heard: list[str] = []
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt="Count!", answer=3)
+
+    def begin(self, example: Example) -> dict[str, int]:
+        self.num_open += 1
+        return {"said": 0, "last": example.answer}
+
+    def reply(self, state: dict[str, int], text: str) -> str | None:
+        self.heard.append(text)
+        if text == "fail":
+            raise ValueError("on purpose")
+        if text == "more":
+            return "?" * 40
+        state["said"] += text == str(state["said"] + 1)
+        return None if state["said"] == state["last"] else "go on"
+
+    def outcome(self, state: dict[str, int]) -> float:
+        return state["said"] / state["last"]
+
+    def end(self, state: dict[str, int]) -> None:
+        self.num_open -= 1
+
+
+Play = Callable[..., tuple[list[list[Rollout] | RewardError], Script, Counting, InlineHost]]
+
+
+@pytest.fixture
+def play() -> Iterator[Play]:
+    players: list[EpisodePlayer] = []
+
+    def play(
+        lines: Callable[[int, int], str],
+        *,
+        sizes: Sequence[int] = (1,),
+        max_turns: int = 8,
+        exact_version: PolicyVersion | None = None,
+    ) -> tuple[list[list[Rollout] | RewardError], Script, Counting, InlineHost]:
+        engine, task = Script(lines), Counting()
+        host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
+        player = EpisodePlayer(
+            engine,
+            host,
+            encode_turn=lambda messages: [ord(c) for m in messages for c in f"<{m['content']}>"],
+            decode=lambda ids: "".join(chr(i) for i in ids if i != STOP),
+            max_turns=max_turns,
+            retries=1,
+        )
+        players.append(player)
+        openings = [
+            Opening(
+                name=f"{number}.0",
+                prompt_ids=np.array([9, 9], np.int32),
+                example=task.example(number, split="train"),
+                seeds=range(100 * number, 100 * number + size),
+            )
+            for number, size in enumerate(sizes)
+        ]
+        results = player.play(
+            openings,
+            SAMPLING,
+            should_stop=lambda: False,
+            on_progress=lambda _: None,
+            exact_version=exact_version,
+        )
+        return results, engine, task, host
+
+    yield play
+    for player in players:
+        player.close()
+
+
+def text_of(rollout: Rollout) -> str:
+    return "".join("|" if i == STOP else chr(i) for i in rollout.token_ids)
+
+
+def only(results: list[list[Rollout] | RewardError]) -> Rollout:
+    [group] = results
+    assert not isinstance(group, RewardError), group
+    [rollout] = group
+    return rollout
+
+
+def test_what_is_sampled_stays_and_what_is_said_is_masked(play: Play) -> None:
+    results, engine, task, _ = play(lambda member, turn: str(turn + 1))
+    rollout = only(results)
+    assert text_of(rollout) == "1|<go on>2|<go on>3|"
+    sampled = [c not in "<go on>" for c in text_of(rollout)]
+    assert rollout.completion_mask.tolist() == sampled
+    assert rollout.sampler_logprobs.tolist() == [-0.5 if own else 0.0 for own in sampled]
+    assert rollout.versions == [PolicyVersion(1, turn) for turn in range(3)]
+    assert (rollout.reward, rollout.finish_reason) == (1.0, "stop")
+    assert task.heard == ["1", "2", "3"]
+    prefixes = [call[0].prefix_ids.tolist() for call in engine.calls]
+    ids = rollout.token_ids.tolist()
+    assert prefixes == [[], ids[:9], ids[:18]], "the very tokens, not their text encoded again"
+    assert len({call[0].seed for call in engine.calls}) == 3
+
+
+def test_an_environment_that_never_ends_is_ended_and_counted(play: Play) -> None:
+    results, engine, _, host = play(lambda member, turn: "x", max_turns=2)
+    rollout = only(results)
+    assert text_of(rollout) == "x|<go on>x|"
+    assert (rollout.reward, rollout.finish_reason) == (0.0, "length")
+    assert host.take_counts()["env/turn_limit"] == 1
+    assert len(engine.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("more", "more|"),  # what is said has no room
+        ("x" * 50, "x" * 30),  # the turn itself is cut off
+    ],
+)
+def test_an_episode_ends_where_its_tokens_do(play: Play, line: str, text: str) -> None:
+    results, _, task, host = play(lambda member, turn: line)
+    rollout = only(results)
+    assert (text_of(rollout), rollout.finish_reason) == (text, "length")
+    assert host.take_counts()["env/token_limit"] == 1
+    assert task.heard == [text.rstrip("|")], "it hears the last turn, too"
+
+
+def test_members_end_at_different_turns(play: Play) -> None:
+    results, engine, _, _ = play(
+        lambda m, turn: str(turn + 1) if m else "1", sizes=(2,), max_turns=4
+    )
+    [group] = results
+    assert not isinstance(group, RewardError)
+    assert [rollout.reward for rollout in group] == [1 / 3, 1.0]
+    assert [len(call) for call in engine.calls] == [2, 2, 2, 1]
+
+
+def test_a_fault_fails_its_group_alone(play: Play) -> None:
+    def lines(member: int, turn: int) -> str:
+        return "fail" if member == 1 and turn == 1 else str(turn + 1)
+
+    results, engine, _, _ = play(lines, sizes=(1, 2, 1))
+    first, second, third = results
+    assert isinstance(second, RewardError)
+    assert second.reason == "reward_error"
+    assert "Counting.reply on train example 1 raised ValueError: on purpose" in str(second)
+    for group in (first, third):
+        assert not isinstance(group, RewardError)
+        assert group[0].reward == 1.0
+    assert [len(call) for call in engine.calls] == [4, 4, 2], "nobody goes on with a failed group"
+
+
+def test_an_exact_version_is_held_over_all_turns(play: Play) -> None:
+    version = PolicyVersion(1, 7)
+    [[rollout]], engine, *_ = play(lambda member, turn: str(turn + 1), exact_version=version)
+    assert isinstance(rollout, Rollout)
+    assert len(engine.calls) == 3
+    assert engine.held == [version, None]
+    assert play(lambda member, turn: str(turn + 1))[1].held == []

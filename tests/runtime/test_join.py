@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echo.config.load import parse_config
+from echo.config.schema import Config
+from echo.errors import ConfigError
+from echo.runtime.curve import Join
+from echo.runtime.join import dial_addresses, find_join, join_address, node_keys
+from echo.runtime.transport import with_key
+
+LEARNER = Join(with_key("tcp://10.0.0.5:7700", b"k" * 32), b"a" * 16)
+OTHER = Join(with_key("tcp://10.0.0.6:7700", b"o" * 32), b"b" * 16)
+
+
+def make(*overrides: str, connect: list[str] | None = None) -> Config:
+    table = {"run": {"dir": "no/such/directory"}, "worker": {"connect": connect or []}}
+    return parse_config(table, overrides)[0]
+
+
+def test_an_address_goes_before_the_setting_and_that_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "join"
+    path.write_text(f"{OTHER}\n")
+    in_file = f"security.join_file={path}"
+    assert find_join(make(), "worker") is None
+    assert find_join(make(in_file), "worker") == OTHER
+    assert find_join(make(in_file, f"security.join={LEARNER}"), "worker") == LEARNER
+    both = make(f"security.join={OTHER}", connect=["tcp://a:1", str(LEARNER)])
+    assert find_join(both, "worker") == LEARNER
+    assert find_join(both, "relay") == OTHER
+
+
+def test_nodes_on_the_learners_machine_find_the_run_directory(tmp_path: Path) -> None:
+    own = f"run.dir={tmp_path}"
+    assert find_join(make(own), "worker") is None
+    (tmp_path / "run" / "keys").mkdir(parents=True)
+    (tmp_path / "run" / "keys" / "join").write_text(f"{LEARNER}\n")
+    assert find_join(make(own), "worker") == LEARNER
+    assert find_join(make(own, f"security.join={OTHER}"), "worker") == OTHER
+    (tmp_path / "run" / "keys" / "join").write_text("torn")
+    with pytest.raises(ConfigError, match=r"keys/join' is not a join string"):
+        find_join(make(own), "worker")
+
+
+@pytest.mark.parametrize("text", [None, b"nonsense", b"\xff"])
+def test_a_file_without_a_join_string_is_named(tmp_path: Path, text: bytes | None) -> None:
+    path = tmp_path / "join"
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(ConfigError, match=f"security.join_file = '{path}'.*runs/NAME/keys/join"):
+        node_keys(make(f"security.join_file={path}"), "worker")
+
+
+def test_who_names_no_address_dials_that_of_the_join_string() -> None:
+    assert dial_addresses(make(f"security.join={LEARNER}"), "worker") == (LEARNER.address,)
+    named = make(f"security.join={LEARNER}", connect=["tcp://relay:7701", str(LEARNER)])
+    assert dial_addresses(named, "worker") == ("tcp://relay:7701", LEARNER.address)
+    assert dial_addresses(make(), "worker") == ()
+
+
+def test_keys_follow_from_the_join_string() -> None:
+    config = make(f"security.join={LEARNER}", connect=["tcp://relay:7701"])
+    keys = node_keys(config, "worker")
+    assert keys is not None
+    assert keys.server_keys("tcp://10.0.0.5:7700") == (b"k" * 32,)
+    assert keys.server_keys("tcp://relay:7701") == (keys.relay_key, b"k" * 32)
+    assert node_keys(make("security.curve=false"), "worker") is None
+    with pytest.raises(ConfigError, match="this relay has no join string"):
+        node_keys(make(), "relay")
+
+
+def test_where_others_reach_the_learner() -> None:
+    key = "#" + LEARNER.address.partition("#")[2]
+    assert join_address(f"tcp://10.0.0.5:7700{key}", None) == "tcp://10.0.0.5:7700"
+    assert join_address("tcp://0.0.0.0:7700", "tcp://gpu.example:1") == "tcp://gpu.example:1"
+    guess = join_address(f"tcp://0.0.0.0:7700{key}", None)
+    assert guess.startswith("tcp://")
+    assert guess.endswith(":7700")
+    assert "0.0.0.0" not in guess

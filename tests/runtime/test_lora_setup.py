@@ -1,0 +1,144 @@
+"""Which base an adapter is trained and sampled on, on the learner and on its workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echo.config.inherit import apply_inherited, inherited_settings
+from echo.config.load import parse_config
+from echo.config.schema import Config
+from echo.engine.lora import export_adapter
+from echo.errors import ConfigError, DataError
+from echo.rollout import Lineage
+from echo.runtime.lora_setup import (
+    base_settings,
+    initial_adapter,
+    learner_lora,
+    worker_lora,
+)
+from echo.runtime.recovery import StartingPoint
+from echo.runtime.trainer_setup import build_trainer
+from tests.engine.lora_models import adapted_policy, published
+from tests.engine.test_trainer import make_group
+
+MakeTinyModel = Callable[..., Path]
+START = StartingPoint(lineages=(Lineage(1, 0),))
+
+
+def learner_config(model_dir: Path, run_dir: Path, **learner: str) -> Config:
+    table: dict[str, Any] = {
+        "run": {"dir": str(run_dir)},
+        "model": {"name": str(model_dir)},
+        "lora": {"rank": 4},
+        "learner": {"device": "cpu", "num_threads": 1, **learner},
+    }
+    (run_dir / "run").mkdir(exist_ok=True)
+    return parse_config(table, role="learner")[0]
+
+
+def told(config: Config, *, is_resumed: bool = False) -> dict[str, Any]:
+    """What the learner of this configuration tells its workers."""
+    lora = learner_lora(config, Path(str(config.model.name)))
+    return inherited_settings(config) | base_settings(config, lora, is_resumed=is_resumed)
+
+
+def find(settings: dict[str, Any], *overrides: str) -> Path:
+    """The base that a worker with these settings of its own finds."""
+    worker, _ = parse_config({"worker": {"connect": "tcp://a:1"}}, overrides, "worker")
+    lora = worker_lora(apply_inherited(worker, settings), settings)
+    assert lora is not None
+    assert (lora.rank, lora.alpha) == (4, 8)
+    return lora.base_dir
+
+
+def test_without_a_rank_there_is_no_adapter(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = learner_config(tiny_model_dir, tmp_path)
+    config = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 0})})
+    assert learner_lora(config, tiny_model_dir) is None
+    assert base_settings(config, None, is_resumed=False) == {}
+    assert worker_lora(config, {}) is None
+
+
+def test_a_worker_takes_its_own_copy_or_the_learners_directory(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    ours, copy, other = make_tiny_model(), make_tiny_model(), make_tiny_model(seed=1)
+    settings = told(learner_config(ours, tmp_path))
+    assert json.loads(json.dumps(settings)) == settings
+    assert find(settings) == ours
+    assert find(settings, f"model.name={copy}") == copy
+    assert find(settings, f"model.name={other}") == ours, "its own has another hash"
+
+
+def test_a_worker_without_the_base_is_told_what_to_do(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    settings = told(learner_config(make_tiny_model(), tmp_path))
+    settings["base.name"] = "/nowhere/base"
+    other = make_tiny_model(seed=1)
+    with pytest.raises(ConfigError, match="copy that directory here and set model") as caught:
+        find(settings, f"model.name={other}")
+    assert f"{other}: other weights than the learner's base" in str(caught.value)
+    assert "no such directory" in str(caught.value)
+
+
+def test_a_whole_model_to_start_from_becomes_the_base(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    model, start = make_tiny_model(), make_tiny_model(seed=1)
+    config = learner_config(model, tmp_path, init_from=str(start))
+    lora = learner_lora(config, model)
+    assert lora is not None
+    assert lora.base_dir == start
+    assert find(told(config), f"model.name={model}") == start
+
+
+def test_an_adapter_to_start_from_is_trained_on(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    model, adapter = make_tiny_model(), tmp_path / "adapter"
+    policy, lora = adapted_policy(model)
+    export_adapter(adapter, {}, published(policy), lora, base_name=str(model))
+    config = learner_config(model, tmp_path, init_from=str(adapter))
+    assert learner_lora(config, model) == lora
+    trainer = build_trainer(config, model, START, lora)
+    expected = published(policy)
+    assert all(torch.equal(t, expected[name]) for name, t in trainer.snapshot().items())
+
+    plain, _ = parse_config({}, [f"learner.init_from={adapter}", f"model.name={model}"], "learner")
+    with pytest.raises(ConfigError, match="holds an adapter and no whole model: set lora"):
+        initial_adapter(plain)
+
+
+def test_a_resumed_run_refuses_another_base(make_tiny_model: MakeTinyModel, tmp_path: Path) -> None:
+    told(learner_config(make_tiny_model(), tmp_path))
+    told(learner_config(make_tiny_model(), tmp_path), is_resumed=True)
+    other = learner_config(make_tiny_model(seed=1), tmp_path)
+    with pytest.raises(DataError, match="not those that this run's adapter was trained on"):
+        told(other, is_resumed=True)
+
+
+def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None:
+    table = {"model": {"name": str(tiny_model_dir)}, "lora": {"rank": 4}}
+    config, _ = parse_config(
+        {**table, "learner": {"device": "cpu"}, "reference": {"kl_coef": 0.1}},
+        ["optimizer.learning_rate=0.01", "optimizer.warmup_steps=0"],
+        "learner",
+    )
+    trainer = build_trainer(config, tiny_model_dir, START, learner_lora(config, tiny_model_dir))
+    pulls = [trainer.step([make_group([1, 0], 2)]).metrics["kl/reference"] for _ in range(3)]
+    assert pulls[0] == pytest.approx(0.0, abs=1e-7)
+    assert pulls[2] > 1e-6
+
+
+def test_dropout_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.dropout.*must be 0: the learner would compute"):
+        parse_config({}, ["lora.rank=4", "lora_dropout=0.1"])
+    with pytest.raises(ConfigError, match=r"lora\.alpha.*has no effect: lora\.rank = 0"):
+        parse_config({}, ["lora_alpha=16"])

@@ -1,0 +1,191 @@
+"""When a worker leaves by itself, and how its machine is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.runtime.retirement import Terms, release
+from tests.runtime.harness import Play, Run, running
+from tests.runtime.test_activation import QUICK, slow_learner, until
+
+LOG = logging.getLogger("test.retirement")
+
+
+def run_release(command: str, *, timeout_s: float = 30.0) -> bool:
+    return asyncio.run(release(command, reason="enough", timeout_s=timeout_s, log=LOG))
+
+
+def test_a_command_that_succeeds_confirms_and_its_output_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert run_release('echo "gone: $ECHO_RELEASE_REASON"; echo and more >&2')
+    assert "on_release: gone: enough" in caplog.text
+    assert "on_release: and more" in caplog.text
+
+
+def test_a_command_that_fails_says_that_the_machine_may_go_on_billing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert not run_release("echo no such instance; exit 3")
+    assert "ended with code 3" in caplog.text
+    assert "may go on billing" in caplog.text
+
+
+def test_a_command_that_hangs_is_killed_with_its_children(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = time.monotonic()
+    assert not run_release(f"(sleep 60; touch {tmp_path}/late) & sleep 60", timeout_s=0.3)
+    assert time.monotonic() - began < 30
+    assert "was killed" in caplog.text
+
+
+def test_what_a_command_leaves_in_the_background_is_not_waited_for() -> None:
+    began = time.monotonic()
+    assert run_release("sleep 40 &")
+    assert time.monotonic() - began < 30
+
+
+class Session:
+    standby_since: float | None = None
+    learner_heard_at = 100.0
+
+
+def reason(terms: dict[str, float], *, now: float, **facts: float) -> str | None:
+    given: dict[str, Any] = {"parked_for_s": None, "lifetime_s": None, "learner_gone_for_s": None}
+    session: Any = Session()
+    for name, value in facts.items():
+        setattr(session, name, value)
+    return Terms(**given | terms).reason_to_leave(session, started_at=0.0, now=now)
+
+
+def test_the_terms() -> None:
+    parked = {"parked_for_s": 60.0}
+    assert reason(parked, now=1000.0) is None
+    assert reason(parked, now=1000.0, standby_since=950.0) is None
+    assert "exit_when_parked_for_s" in str(reason(parked, now=1010.0, standby_since=950.0))
+    assert reason({"lifetime_s": 600.0}, now=599.0) is None
+    assert "max_lifetime_s" in str(reason({"lifetime_s": 600.0}, now=600.0))
+    assert reason({"learner_gone_for_s": 30.0}, now=129.0) is None
+    assert "exit_if_learner_gone_s" in str(reason({"learner_gone_for_s": 30.0}, now=130.0))
+
+
+def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
+    play: Play, tmp_path: Path
+) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await slow_learner(run, activation=QUICK)
+        terms = {"exit_when_parked_for_s": 0.3, "on_release": f"touch {tmp_path}/released"}
+        needed = await run.worker("w1", worker={"price_per_h": 0.2})
+        spare = await run.worker("w2", worker={"price_per_h": 5.0, **terms})
+        async with running(learner, needed, spare) as (_, working, leaving):
+            assert "on standby for" in await leaving
+            assert (tmp_path / "released").exists()
+            await until(lambda: run.rows[-1][1].get("cost/per_hour") == pytest.approx(0.2))
+            assert run.rows[-1][1]["cost/unconfirmed_per_hour"] == 0
+            assert not working.done()
+
+    play(scenario)
+
+
+def test_a_release_that_fails_goes_on_counting(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await slow_learner(run, activation=QUICK)
+        terms = {"max_lifetime_s": 3600.0, "on_release": "exit 1"}
+        stays = await run.worker("w1", worker={"price_per_h": 0.2})
+        leaves = await run.worker("w2", worker={"price_per_h": 5.0, **terms})
+        async with running(learner, stays, leaves) as (_, _, leaving):
+            await until(lambda: run.rows and run.rows[-1][1].get("cost/per_hour") == 5.2)
+            leaves._terms = dataclasses.replace(leaves._terms, lifetime_s=0.0)
+            assert "max_lifetime_s" in await leaving
+            await until(
+                lambda: run.rows and run.rows[-1][1].get("cost/unconfirmed_per_hour") == 5.0
+            )
+            assert run.rows[-1][1]["cost/per_hour"] == pytest.approx(5.2)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_the_machine_is_given_back_once_though_the_run_ends_while_its_worker_leaves(
+    play: Play, tmp_path: Path, where: str
+) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner()
+        command = f"echo begun >> {tmp_path}/released; sleep 0.5; echo done >> {tmp_path}/released"
+        terms = {"max_lifetime_s": 3600.0, "on_release": command}
+        worker = await run.worker("w1", worker=terms)
+        is_leaving = asyncio.Event()
+
+        async def finish_work() -> None:
+            is_leaving.set()
+            if where == "before":
+                await asyncio.Event().wait()
+
+        worker.finish_work = finish_work  # type: ignore[method-assign]
+        learner.session.is_granting = False
+        async with running(learner, worker) as (_, working):
+            await until(lambda: worker.session.is_admitted)
+            worker._terms = dataclasses.replace(worker._terms, lifetime_s=0.0)
+            await is_leaving.wait()
+            if where == "within":
+                await until((tmp_path / "released").exists)
+            learner.perform(learner.session.finish("the run is finished"))
+            assert await working == "the run is finished"
+        assert (tmp_path / "released").read_text().split() == ["begun", "done"]
+
+    play(scenario)
+
+
+def test_a_release_that_has_begun_is_not_left_by_an_interrupt(play: Play, tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner()
+        command = f"echo begun >> {tmp_path}/released; sleep 0.5; echo done >> {tmp_path}/released"
+        worker = await run.worker("w1", worker={"max_lifetime_s": 3600.0, "on_release": command})
+        learner.session.is_granting = False
+        async with running(learner, worker) as (_, working):
+            await until(lambda: worker.session.is_admitted)
+            worker._terms = dataclasses.replace(worker._terms, lifetime_s=0.0)
+            await until((tmp_path / "released").exists)
+            worker.interrupt()
+            assert await working == "interrupted"
+            assert (tmp_path / "released").read_text().split() == ["begun", "done"]
+
+    play(scenario)
+
+
+def test_the_machine_is_given_back_at_the_end_of_the_run_and_not_after_an_interrupt(
+    play: Play, tmp_path: Path
+) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(run={"max_steps": 1})
+        ends = await run.worker("w1", worker={"on_release": f"touch {tmp_path}/at-the-end"})
+        stopped = await run.worker("w2", worker={"on_release": f"touch {tmp_path}/interrupted"})
+        async with running(stopped) as (stopping,):
+            stopped.interrupt()
+            assert await stopping == "interrupted"
+        async with running(learner, ends) as (learning, working):
+            assert await learning == "finished"
+            assert await working == "the run is finished"
+        assert (tmp_path / "at-the-end").exists()
+        assert not (tmp_path / "interrupted").exists()
+
+    play(scenario)
+
+
+def test_a_worker_without_its_learner_gives_its_machine_back(play: Play, tmp_path: Path) -> None:
+    async def scenario(run: Run) -> None:
+        terms = {"exit_if_learner_gone_s": 1.1, "on_release": f"touch {tmp_path}/released"}
+        async with running(await run.worker("w1", worker=terms)) as (working,):
+            assert "without the learner for" in await working
+        assert (tmp_path / "released").exists()
+
+    play(scenario)

@@ -1,0 +1,205 @@
+"""A user's code in a whole run: killed, counted and survived at workers, or kept at the learner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from echo.protocol.actions import StoreGroup
+from echo.rollout import Group
+from echo.runtime import task_setup
+from echo.runtime.data_plane import load_data
+from echo.runtime.task_setup import describe_task, make_local_host
+from echo.tasks.http_server import TaskServer
+from echo.tasks.loading import load_task
+from echo.tasks.tokenization import load_tokenizer
+from tests.runtime.harness import Play, Run, ends, running
+
+TASK = """
+import re
+
+from echo.tasks.task import Example, Task
+
+class Sums(Task):
+    def example(self, index, *, split):
+        digit = index % 5
+        return Example(
+            index=index, split=split, prompt=f"{digit}+2=", answer=str(digit + 2),
+            info={"secret": "kept"}, source=f"the answer is {digit + 2}",
+        )
+
+    def reward(self, example, completion):
+        assert example.info == {"secret": "kept"} and example.answer, "the example came whole"
+        if example.split == "train" and example.index == 1:
+            re.fullmatch(r"(a+)+b", "a" * 60)
+        if example.split == "train" and example.index == 2:
+            raise ConnectionError("the judge is away")
+        return float(len(completion))
+"""
+
+
+@pytest.fixture
+def sums(write_task: Callable[[str, str], None]) -> str:
+    write_task("sums_task", TASK)
+    return "sums_task:Sums"
+
+
+def check(run: Run) -> None:
+    """Two groups failed for two reasons, each group has one end, and the run went on."""
+    reasons = {record["reason"] for record in run.ledger("discarded")}
+    assert {"reward_timeout", "reward_retries"} <= reasons
+    assert all(len(end) == 1 for end in ends(run.ledger()).values())
+    rewards = [r for record in run.ledger("accepted") for r in record["rewards"]]
+    assert rewards
+    assert all(reward >= 1 for reward in rewards), "no fault became a reward of 0"
+    row = next(row for _, row in reversed(run.rows) if "env/latency" in row)
+    assert row["env/calls"] > 0
+    assert sum(row.get("env/errors", 0) for _, row in run.rows) > 0
+    assert sum(row.get("env/retries", 0) for _, row in run.rows) > 0
+
+
+SETTINGS = {"retries": 1, "max_concurrent": 2}
+
+
+def test_a_workers_task_is_killed_counted_and_survived(play: Play, sums: str) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            task={"kind": sums, "reward_timeout_s": 2.0},
+            reward=SETTINGS,
+            network={"lease_timeout_s": 30.0},
+        )
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        check(run)
+
+    play(scenario)
+
+
+def test_with_rewards_at_the_learner_no_answer_leaves_it(
+    play: Play, sums: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(run: Run) -> None:
+        settings: dict[str, Any] = {
+            "task": {"kind": sums, "reward_timeout_s": 2.0},
+            "reward": {**SETTINGS, "where": "learner"},
+            "network": {"lease_timeout_s": 30.0},
+        }
+        lease = load_data(run.config("learner", **settings)).prompts.lease(0, 0)
+        assert "kept" not in str(lease)
+        assert lease.example["answer"] is None
+        assert lease.example["source"] == ""
+        learner = await run.learner(**settings)
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("a worker needs no task")
+
+        monkeypatch.setattr(task_setup, "load_task", refuse)
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        check(run)
+
+    play(scenario)
+
+
+GUESS = """
+from echo.tasks.environment import Environment
+from echo.tasks.task import Example
+
+class Guess(Environment):
+    def example(self, index, *, split):
+        return Example(index=index, split=split, prompt=f"{index % 10}+", answer=str(index % 10))
+
+    def begin(self, example):
+        if example.split == "train" and example.index == 1:
+            raise ValueError("no such level")
+        return {"turns": [], "answer": example.answer}
+
+    def reply(self, state, text):
+        state["turns"].append(text)
+        return None if state["answer"] in text else "9="
+
+    def outcome(self, state):
+        return len(state["turns"])
+"""
+
+
+@pytest.fixture
+def guess(write_task: Callable[[str, str], None]) -> str:
+    write_task("guess_task", GUESS)
+    return "guess_task:Guess"
+
+
+def test_an_environment_is_played_masked_trained_on_and_evaluated(
+    play: Play, guess: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            task={"kind": guess},
+            sampling={"max_completion_tokens": 24},
+            reward={"max_turns": 3, "max_concurrent": 2},
+            network={"lease_timeout_s": 30.0},
+        )
+        groups: list[Group] = []
+        take_in = learner.arrivals.take_in
+
+        def note(action: StoreGroup) -> None:
+            groups.append(action.group)
+            take_in(action)
+
+        monkeypatch.setattr(learner.arrivals, "take_in", note)
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        tokenizer = load_tokenizer(run.model_dir)
+        said = tokenizer("9=", add_special_tokens=False)["input_ids"]
+        assert any(rollout.reward > 1 for rollout in rollouts), "some took several turns"
+        for rollout in rollouts:
+            masked = rollout.token_ids[~rollout.completion_mask].tolist()
+            assert masked == said * (round(rollout.reward) - 1)
+            assert (rollout.sampler_logprobs[~rollout.completion_mask] == 0).all()
+            assert (rollout.sampler_logprobs[rollout.completion_mask] < 0).any()
+        assert [r["reason"] for r in run.ledger("discarded") if r["group"] == 1] == ["reward_error"]
+        assert any("eval/Guess/pass@1" in row for _, row in run.rows)
+
+    play(scenario)
+
+
+def test_a_task_behind_an_address_is_played_there(
+    play: Play, guess: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(run: Run) -> None:
+        settings: dict[str, Any] = {
+            "task": {"kind": guess},
+            "sampling": {"max_completion_tokens": 24},
+            "reward": {"max_turns": 3},
+            "network": {"lease_timeout_s": 30.0},
+        }
+        config = run.config("learner", **settings)
+        task = load_task(guess, {})
+        host = make_local_host(config, task)
+        server = TaskServer(host, describe_task(config, task), ("127.0.0.1", 0))
+        serving = asyncio.create_task(asyncio.to_thread(server.serve))
+        settings["reward"]["address"] = f"http://127.0.0.1:{server.port}"
+        learner = await run.learner(**settings)
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("a worker needs no task")
+
+        monkeypatch.setattr(task_setup, "load_task", refuse)
+        try:
+            async with running(learner, await run.worker("w1")) as (learning, _):
+                assert await learning == "finished"
+        finally:
+            await asyncio.to_thread(server.stop)
+            await serving
+            server.close()
+        rewards = [r for record in run.ledger("accepted") for r in record["rewards"]]
+        assert set(rewards) <= {1.0, 2.0, 3.0}
+        assert max(rewards) > 1
+        assert [r["reason"] for r in run.ledger("discarded") if r["group"] == 1] == ["reward_error"]
+        assert any(row.get("env/calls") for _, row in run.rows)
+
+    play(scenario)

@@ -1,0 +1,264 @@
+"""Encrypted links: who gets in, who is told what, and that strangers hold nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from echo.errors import TransportError
+from echo.runtime.curve import CurveKeys, Join, KeyPair
+from echo.runtime.transport import (
+    Connected,
+    Disconnected,
+    Received,
+    TransportOptions,
+    parse_address,
+    parse_key,
+    with_key,
+    without_key,
+)
+from echo.runtime.transport_zmq import ZmqTransport
+
+OPTIONS = TransportOptions(
+    # Nobody is found dead because of a busy machine: no heartbeat is missed while a test may run.
+    heartbeat_s=100.0,
+    dead_after_s=1000.0,
+    connect_timeout_s=1.0,
+    min_redial_s=0.02,
+    max_redial_s=0.1,
+    linger_s=0.3,
+)
+ANY_PORT = "tcp://127.0.0.1:0"
+SECRET = b"s" * 16
+SERVER = KeyPair.of(b"k" * 32)
+LEARNER = CurveKeys.of_learner(SERVER, SECRET)
+
+Run = Callable[[Awaitable[None]], None]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    async def bounded(scenario: Awaitable[None]) -> None:
+        async with asyncio.timeout(60):
+            await scenario
+
+    def go(scenario: Awaitable[None]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(bounded(scenario))
+
+    return go
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    listen: str | None = None, keys: CurveKeys | None = None
+) -> AsyncIterator[ZmqTransport]:
+    transport = ZmqTransport(listen, OPTIONS, keys)
+    try:
+        await transport.start()
+        yield transport
+    finally:
+        await transport.close()
+
+
+def worker(address: str = "tcp://elsewhere:1", secret: bytes = SECRET) -> CurveKeys:
+    """Return a worker's keys whose join string has the address, or one that nobody knows."""
+    key = parse_key(address) or SERVER.public
+    return CurveKeys.of_node("worker", Join(with_key(address, key), secret))
+
+
+async def greet(listener: ZmqTransport, dialler: ZmqTransport, address: str) -> None:
+    """Dial and say hello; return once it is heard."""
+    peer = dialler.dial(address)
+    try:
+        assert await dialler.receive() == [Connected(peer, address)]
+        assert dialler.send(peer, [b"hello"])
+        events = []
+        while len(events) < 2:
+            events += await listener.receive()
+        assert isinstance(events[1], Received)
+        assert events[1].frames == [b"hello"]
+    finally:
+        dialler.hang_up(peer)
+
+
+def test_an_address_says_the_key_and_lets_the_run_in(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened(ANY_PORT, LEARNER) as listener, opened(None, worker()) as dialler:
+            address = str(listener.listen_address)
+            assert parse_key(address) == SERVER.public
+            await greet(listener, dialler, address)
+
+    run(scenario())
+
+
+def test_what_passes_cannot_be_read_on_the_way(run: Run) -> None:
+    async def scenario() -> None:
+        seen = bytearray()
+
+        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                seen.extend(data)
+                writer.write(data)
+            writer.close()
+
+        async def tap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            up, down = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(pump(reader, down), pump(up, writer))
+
+        async with opened(ANY_PORT, LEARNER) as listener, opened(None, worker()) as dialler:
+            port = parse_address(str(listener.listen_address))[1]
+            server = await asyncio.start_server(tap, "127.0.0.1", 0)
+            tapped = with_key(
+                f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", SERVER.public
+            )
+            await greet(listener, dialler, tapped)
+            await asyncio.sleep(0.1)
+            server.close()
+        assert b"CURVE" in seen
+        assert b"hello" not in seen
+        assert SECRET not in seen
+
+    run(scenario())
+
+
+def test_an_address_without_a_key_is_of_a_relay_or_a_known_listener(run: Run) -> None:
+    async def scenario(listens: CurveKeys, port_is_known: bool) -> None:
+        async with opened(ANY_PORT, listens) as listener:
+            address = without_key(str(listener.listen_address))
+            named = address.replace("127.0.0.1", "localhost")
+            keys = worker(with_key(named if port_is_known else "tcp://other:1", SERVER.public))
+            async with opened(None, keys) as dialler:
+                await greet(listener, dialler, address)
+
+    relay = CurveKeys.of_node("relay", Join(with_key("tcp://a:1", SERVER.public), SECRET))
+    for listens in (LEARNER, relay):
+        for port_is_known in (True, False):
+            run(scenario(listens, port_is_known))
+
+
+@pytest.mark.parametrize(
+    ("listens", "dials", "says", "counter"),
+    [
+        (LEARNER, worker(secret=b"x" * 16), "refuses this node.*another run", "refused_clients"),
+        (CurveKeys.of_learner(KeyPair.of(b"y" * 32), SECRET), worker(),
+         "another key than the address", "failed_handshakes"),
+        (None, worker(), "or it does not encrypt", "failed_handshakes"),
+        (LEARNER, None, "encrypts its links", "failed_handshakes"),
+    ],
+    ids=["secret", "server-key", "plain-listener", "plain-dialler"],
+)  # fmt: skip
+def test_who_does_not_belong_is_kept_out_and_told_why(
+    run: Run,
+    caplog: pytest.LogCaptureFixture,
+    listens: CurveKeys | None,
+    dials: CurveKeys | None,
+    says: str,
+    counter: str,
+) -> None:
+    async def scenario() -> None:
+        async with opened(ANY_PORT, listens) as listener, opened(None, dials) as dialler:
+            address = without_key(str(listener.listen_address))
+            if dials is not None:
+                address = with_key(address, SERVER.public)
+            greeting = asyncio.create_task(greet(listener, dialler, address))
+            while min(getattr(listener.stats(), counter), dialler.stats().failed_handshakes) < 3:
+                assert not greeting.done()
+                await asyncio.sleep(0.01)
+            greeting.cancel()
+            await asyncio.gather(greeting, return_exceptions=True)
+            assert listener.stats().messages_in == 0
+
+    with caplog.at_level(logging.INFO):
+        run(scenario())
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    told = [text for text in warnings if "next attempt" in text]
+    assert len(told) == 1  # and not once per attempt
+    assert re.search(says, told[0])
+    assert ("refused 1 connections without the secret" in caplog.text) == (counter[0] == "r")
+
+
+def test_a_keyed_address_is_not_dialled_in_the_clear(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened() as dialler:
+            with pytest.raises(TransportError, match=r"tcp://a:1 is encrypted.*security\.curve"):
+                dialler.dial(with_key("tcp://a:1", SERVER.public))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x01\x00" + b"\x06\x00hello" * 3,
+        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + bytes(32),
+        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47) + b"\x04\xc8\x05HELLO" + bytes(194),
+        random.Random(7).randbytes(4096),
+    ],
+    ids=["silence", "http", "zmtp-1", "greeting", "empty-hello", "random"],
+)
+def test_a_stranger_is_closed_in_bounded_time(run: Run, garbage: bytes) -> None:
+    async def scenario() -> None:
+        async with opened(ANY_PORT, LEARNER) as listener, opened(None, worker()) as dialler:
+            loop = asyncio.get_running_loop()
+            before = num_open_files()
+            with socket.create_connection(parse_address(str(listener.listen_address))) as raw:
+                raw.setblocking(False)
+                await loop.sock_sendall(raw, garbage)
+                with contextlib.suppress(ConnectionResetError):
+                    while await loop.sock_recv(raw, 4096):
+                        pass
+            while num_open_files() > before:  # noqa: ASYNC110, nothing tells of it
+                await asyncio.sleep(0.01)
+            await greet(listener, dialler, str(listener.listen_address))
+            assert listener.stats().messages_in == 1
+
+    run(scenario())
+
+
+def test_a_restart_under_the_same_keys_is_found_again(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened(None, worker()) as dialler:
+            async with opened(ANY_PORT, LEARNER) as first:
+                address = str(first.listen_address)
+                peer = dialler.dial(address)
+                assert await dialler.receive() == [Connected(peer, address)]
+            (gone,) = await dialler.receive()
+            assert isinstance(gone, Disconnected)
+            async with opened(address, LEARNER):
+                assert await dialler.receive() == [Connected(peer, address)]
+
+    run(scenario())
+
+
+def test_a_failed_start_leaves_no_thread_and_no_descriptor(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened(ANY_PORT, LEARNER) as listener:
+            await asyncio.to_thread(int)  # the loop's own executor comes with the first use
+            before = num_open_files(), num_threads()
+            with pytest.raises(TransportError, match="in use"):
+                await ZmqTransport(listener.listen_address, OPTIONS, LEARNER).start()
+            # The kernel lists a thread for a moment after it was joined.
+            while num_open_files() > before[0] or num_threads() > before[1]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    run(scenario())
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))

@@ -1,0 +1,20 @@
+"""Equal images lie in one place, for as long as somebody holds them."""
+
+from __future__ import annotations
+
+from echo.rollout import PolicyVersion
+from echo.sim.arenas import SharedArenas
+
+
+def test_an_image_is_shared_and_forgotten_with_its_last_holder() -> None:
+    arenas = SharedArenas()
+    first = arenas.create(PolicyVersion(1, 0), b"", 8)
+    second = arenas.create(PolicyVersion(1, 0), b"", 8)
+    assert first is second
+    assert arenas.create(PolicyVersion(1, 1), b"", 8) is not first
+    assert len(arenas) == 1
+    arenas.drop(PolicyVersion(1, 0))
+    del first
+    assert len(arenas) == 1  # the other node reads it
+    del second
+    assert len(arenas) == 0

@@ -1,0 +1,347 @@
+"""Whole fleets on virtual time: what the real sessions do, and that the same seed repeats it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echo.planner.fleet import Region
+from echo.planner.overlap import predict
+from echo.sim.scenario import ActivationRule, Fault, PriceChange
+from echo.sim.simulation import Simulation
+from echo.sim.summary import summarise
+from tests.sim.scenarios import MB, make_job, make_offer, make_scenario, simulate
+
+
+def test_a_run_with_workers_enough_never_waits() -> None:
+    summary, history = simulate(make_scenario(num_steps=20))
+    assert summary.is_complete
+    assert summary.idle_share == pytest.approx(0.0, abs=0.02)
+    assert summary.step_s == pytest.approx(10.0, rel=0.02)
+    assert 0 < summary.max_staleness <= 2
+    assert summary.thrown_away == pytest.approx(0.0, abs=1e-9)
+    assert [step.step for step in history.steps] == list(range(1, 21))
+
+
+def test_too_slow_a_fleet_makes_the_learner_wait_as_the_model_says() -> None:
+    # Four nodes of .28 rollouts per second need 14.3 s for the 16 rollouts of a step of 10 s.
+    offer = make_offer(tokens_per_s=28.0, concurrency=4, can_listen=True)
+    scenario = make_scenario(offer, job=make_job(max_staleness=6), num_steps=40)
+    summary, _ = simulate(scenario)
+    fleet, job, counts = scenario.fleet, scenario.job, scenario.counts
+    expected = predict(
+        job,
+        rate=fleet.rate(job, counts),
+        broadcast_s=summary.broadcast_s,
+        latency_s=fleet.latency_s(job, counts),
+    )
+    assert expected.idle_share > 0.2
+    assert summary.idle_share == pytest.approx(expected.idle_share, abs=0.05)
+
+
+def test_no_token_is_ever_older_than_the_bound() -> None:
+    for bound in (0, 1, 3):
+        summary, _ = simulate(make_scenario(job=make_job(max_staleness=bound)))
+        assert summary.is_complete
+        assert summary.max_staleness <= bound
+
+
+HISTORY = """
+import hashlib, sys
+from tests.sim.test_simulation import troubled
+from echo.sim.simulation import Simulation
+print(hashlib.sha256(repr(Simulation(troubled(int(sys.argv[1]))).run()).encode()).hexdigest())
+"""
+
+
+def troubled(seed: int):
+    """A scenario with everything in it."""
+    scenario = make_scenario(
+        make_offer("spot", can_listen=True, losses_per_h=20.0, restart_s=20.0),
+        make_offer("nat", region="far", count=2, tokens_per_s=50.0),
+        regions=(
+            Region(name="near", bytes_per_s=50 * MB, latency_s=0.02, relay_bytes_per_s=100 * MB),
+            Region(name="far", bytes_per_s=20 * MB, latency_s=0.1),
+        ),
+        job=make_job(useful_share=0.8),
+        seed=seed,
+        num_steps=12,
+        heartbeat_s=2.0,
+        dead_after_s=8.0,
+        lease_timeout_s=30.0,
+        speed_spread=0.2,
+        train_spread=0.1,
+        image_bytes=400 * MB,
+        checkpoint_steps=4,
+    )
+    return replace(
+        scenario,
+        weather={"far": (0.02, 0.01)},
+        faults=[
+            Fault(at_s=40.0, kind="cut", target="far", for_s=15.0),
+            Fault(at_s=60.0, kind="kill", target="spot-2", for_s=10.0),
+            Fault(at_s=80.0, kind="preempt", target="nat", for_s=20.0),
+            Fault(at_s=50.0, kind="slow", target="spot-1", for_s=20.0, factor=0.2),
+            Fault(at_s=110.0, kind="kill", target="learner", for_s=10.0),
+        ],
+        prices=[PriceChange(offer="spot", at_s=30.0, price_per_h=2.0)],
+    )
+
+
+def test_the_same_seed_gives_the_same_history_in_every_process() -> None:
+    root = Path(__file__).parents[2]
+    digests = []
+    for hash_seed, seed in (("1", 5), ("2", 5), ("1", 6)):
+        done = subprocess.run(
+            [sys.executable, "-c", HISTORY, str(seed)],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=root,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)},
+        )
+        digests.append(done.stdout)
+    assert digests[0] == digests[1]
+    assert digests[0] != digests[2]
+
+
+def test_a_fleet_in_trouble_trains_on_and_keeps_the_promises() -> None:
+    summary, history = simulate(troubled(1))
+    assert summary.is_complete
+    assert summary.max_staleness <= 2
+    assert summary.num_deaths >= 3
+    assert summary.discarded["zero_variance"] > 0
+    assert any(link.startswith("rollouts far") for link in summary.gigabytes)
+    # Every token that was made has one end: trained, useless, on its way, or thrown away.
+    useless = history.lost_tokens["zero_variance"]
+    assert 0 < summary.tokens_trained + useless < summary.tokens_made
+
+
+def test_a_dead_worker_costs_its_rollouts_and_comes_back() -> None:
+    quiet = make_scenario(num_steps=12)
+    hurt = replace(
+        quiet,
+        faults=[Fault(at_s=28.0, kind="kill", target="*", for_s=30.0)],
+    )
+    before, _ = simulate(quiet)
+    after, history = simulate(hurt)
+    assert history.num_deaths == 4
+    assert after.is_complete
+    assert after.duration_s > before.duration_s + 10
+    assert after.thrown_away > 0
+
+
+def test_a_cut_stops_those_behind_it_until_it_is_mended() -> None:
+    scenario = make_scenario(num_steps=12, heartbeat_s=1.0, dead_after_s=5.0)
+    cut = replace(scenario, faults=[Fault(at_s=40.0, kind="cut", target="near", for_s=40.0)])
+    before, _ = simulate(scenario)
+    after, history = simulate(cut)
+    waits = [step.waited_s for step in history.steps]
+    assert max(waits) > 15
+    assert after.is_complete
+    assert after.duration_s == pytest.approx(before.duration_s + max(waits), rel=0.2)
+
+
+def test_without_pacing_rollouts_are_thrown_away() -> None:
+    job = make_job(max_staleness=1)
+    paced, _ = simulate(make_scenario(job=job, num_steps=20))
+    unpaced, _ = simulate(make_scenario(job=job, num_steps=20, is_paced=False))
+    assert paced.thrown_away < 0.1
+    assert unpaced.thrown_away > 0.3
+    assert unpaced.max_staleness <= 1
+
+
+def test_pausing_workers_make_nothing_while_weights_arrive() -> None:
+    # 80 MB at 8 MB/s: 10 s of each 10 s step.
+    slow = Region(name="near", bytes_per_s=8 * MB, latency_s=0.02)
+    job = make_job(max_staleness=4, publish_period=2)
+    offer = make_offer(count=2, tokens_per_s=100.0)
+    through, _ = simulate(make_scenario(offer, job=job, regions=(slow,), num_steps=20))
+    pausing, _ = simulate(
+        make_scenario(
+            offer, job=replace(job, has_pausing_workers=True), regions=(slow,), num_steps=20
+        )
+    )
+    assert pausing.idle_share > through.idle_share + 0.1
+    # All of it, not only from the first of a few coarse chunks on: of 20 s, 10 are left.
+    job = replace(job, has_pausing_workers=True)
+    scenario = make_scenario(offer, job=job, regions=(slow,), num_steps=20, chunks_per_version=2)
+    coarse, _ = simulate(scenario)
+    assert coarse.idle_share == pytest.approx(pausing.idle_share, abs=0.05)
+
+
+def test_machines_are_paid_for_while_they_are_rented_at_the_price_of_the_time() -> None:
+    scenario = make_scenario(make_offer(count=1, can_listen=True), num_steps=6)
+    summary, history = simulate(scenario)
+    hours = history.ended_at / 3600
+    assert summary.cost_of_nodes == pytest.approx(hours * 1.0, rel=0.01)
+    half = history.ended_at / 2
+    changed = replace(scenario, prices=[PriceChange(offer="gpu", at_s=half, price_per_h=3.0)])
+    assert simulate(changed)[0].cost_of_nodes == pytest.approx(hours * 2.0, rel=0.02)
+    gone = replace(
+        make_scenario(make_offer(can_listen=True), num_steps=6),
+        faults=[Fault(at_s=half, kind="preempt", target="gpu-1")],
+    )
+    after, later = simulate(gone)
+    expected = (3 * later.ended_at + half) / 3600
+    assert after.cost_of_nodes == pytest.approx(expected, rel=0.01)
+
+
+def test_weights_take_their_true_size_on_the_links_whatever_the_grain() -> None:
+    for num_chunks in (4, 16):
+        summary, history = simulate(
+            make_scenario(make_offer(count=1), num_steps=5, chunks_per_version=num_chunks)
+        )
+        sent = summary.gigabytes["weights learner > near"] * 1e9
+        # Versions 0 to 4, each once to the one node.
+        assert sent == pytest.approx(5 * 80 * MB, rel=0.02)
+        assert summary.broadcast_s == pytest.approx(80 * MB / (50 * MB), abs=1.5)
+        assert history.steps[-1].broadcast_s is not None
+
+
+def test_images_are_held_once_for_all_nodes_and_let_go() -> None:
+    simulation = Simulation(make_scenario(num_steps=10))
+    simulation.run()
+    assert len(simulation.arenas) <= 4
+
+
+def test_a_learner_that_dies_goes_on_from_its_checkpoint_in_a_new_lineage() -> None:
+    quiet = make_scenario(num_steps=12, checkpoint_steps=4)
+    # Between the seventh and the eighth step: three steps are lost.
+    death = Fault(at_s=78.0, kind="kill", target="learner", for_s=30.0)
+    before, _ = simulate(quiet)
+    simulation = Simulation(replace(quiet, faults=[death]))
+    history = simulation.run()
+    after = summarise(quiet, history)
+    assert [step.step for step in history.steps] == list(range(1, 13))
+    assert (after.num_restarts, after.down_s) == (1, 30.0)
+    assert after.num_steps_undone in (2, 3)
+    assert after.is_complete
+    assert after.max_staleness <= 2
+    assert [each.fork_step for each in simulation.learner.session.lineages] == [0, 4]
+    lost_s = 30.0 + 10.0 * after.num_steps_undone
+    assert after.duration_s > before.duration_s + lost_s - 10.0
+    # What the lost steps had trained on was trained again: next to nothing is sampled twice.
+    assert after.tokens_made < 1.5 * before.tokens_made
+
+
+def test_a_fault_of_a_learner_that_is_away_changes_nothing() -> None:
+    faults = [
+        Fault(at_s=at_s, kind="kill", target="learner", for_s=for_s)
+        for at_s, for_s in ((45.0, 30.0), (50.0, 60.0))
+    ]
+    summary, _ = simulate(replace(make_scenario(checkpoint_steps=4), faults=faults))
+    assert summary.is_complete
+    assert (summary.num_restarts, summary.down_s) == (1, 30.0)
+
+
+def test_a_learner_that_does_not_come_back_ends_the_run() -> None:
+    death = Fault(at_s=45.0, kind="preempt", target="learner")
+    summary, history = simulate(replace(make_scenario(num_steps=12), faults=[death]))
+    assert not summary.is_complete
+    assert summary.end == "the learner died and did not come back"
+    assert history.ended_at == 45.0
+
+
+def test_deltas_travel_where_they_can_and_images_where_they_must() -> None:
+    job = make_job(version_bytes=8 * MB)
+    offer = make_offer(count=2)
+    scenario = make_scenario(offer, job=job, num_steps=12, image_bytes=80 * MB)
+    summary, _ = simulate(scenario)
+    sent = summary.gigabytes["weights learner > near"] * 1e9
+    # The first version in full and eleven as deltas, once to each of the two.
+    assert sent == pytest.approx(2 * (80 + 11 * 8) * MB, rel=0.05)
+    # One that comes back has nothing, and fetches the image.
+    death = Fault(at_s=60.0, kind="kill", target="gpu-1", for_s=5.0)
+    hurt, _ = simulate(replace(scenario, faults=[death]))
+    more = hurt.gigabytes["weights learner > near"] * 1e9 - sent
+    assert more == pytest.approx((80 - 8) * MB, rel=0.3)
+
+
+def crowded(**rule: float):
+    """A fleet of five times what is needed, of a cheap and a dear kind."""
+    scenario = make_scenario(
+        make_offer("cheap", tokens_per_s=100.0, price_per_h=1.0, can_listen=True),
+        make_offer("dear", tokens_per_s=100.0, price_per_h=5.0, can_listen=True),
+        num_steps=30,
+    )
+    return replace(scenario, activation=ActivationRule(min_dwell_s=20.0, **rule))
+
+
+def test_workers_that_are_not_needed_stand_by_all_the_dear_ones() -> None:
+    scenario = crowded()
+    summary, history = simulate(scenario)
+    assert summary.is_complete
+    assert summary.num_standby >= 3
+    standby: set[str] = set()
+    for _, made in history.decisions:
+        standby = (standby - set(made.activated)) | set(made.parked)
+    assert len(standby) == summary.num_standby
+    assert standby >= {f"dear-{number}" for number in range(1, 5)}
+    assert summary.idle_share < 0.1
+    assert len(history.broadcasts) == 30, "those on standby are not waited for"
+    # They bill all the same: what the learner counts is what the machines cost.
+    assert summary.cost_as_counted == pytest.approx(summary.cost, rel=0.02)
+    assert len(history.bills) == 30
+    prices = [5.0 if name.startswith("dear") else 1.0 for name in standby]
+    assert history.bills[-1].standby_per_h == pytest.approx(sum(prices))
+
+
+def test_a_worker_that_was_parked_for_long_gives_its_machine_back() -> None:
+    scenario = crowded()
+    settings = replace(scenario.settings, exit_when_parked_for_s=60.0)
+    without, _ = simulate(scenario)
+    summary, history = simulate(replace(scenario, settings=settings))
+    ended = {rental.name for rental in history.rentals if rental.until_s is not None}
+    assert ended >= {f"dear-{number}" for number in range(1, 5)}
+    assert summary.is_complete
+    assert summary.cost < 0.9 * without.cost
+    # The learner knows that they are released, and counts them no more.
+    assert summary.cost_as_counted == pytest.approx(summary.cost, rel=0.02)
+
+
+def test_a_machine_that_was_given_back_is_never_rented_again() -> None:
+    scenario = crowded()
+    settings = replace(scenario.settings, exit_when_parked_for_s=30.0)
+    death = Fault(at_s=250.0, kind="preempt", target="dear", for_s=5.0)
+    _, history = simulate(replace(scenario, settings=settings, faults=[death]))
+    gone = [rental.name for rental in history.rentals if (rental.until_s or 250.0) < 250.0]
+    assert len(gone) >= 3
+    for name in gone:
+        assert [rental.name for rental in history.rentals].count(name) == 1
+
+
+def test_what_was_spent_before_the_learners_death_counts_after_it() -> None:
+    death = Fault(at_s=150.0, kind="kill", target="learner", for_s=40.0)
+    summary, _ = simulate(replace(crowded(), faults=[death]))
+    assert summary.is_complete
+    assert summary.cost_as_counted == pytest.approx(summary.cost, rel=0.05)
+
+
+def test_the_share_of_useful_groups_is_what_the_activation_reckons_with() -> None:
+    scenario = replace(crowded(), job=make_job(useful_share=0.5))
+    simulation = Simulation(scenario)
+    simulation.run()
+    assert simulation.learner.activating is not None
+    shares = [t.useful_share for t in simulation.learner.activating._activation._steps]
+    assert sum(shares) / len(shares) == pytest.approx(0.5, abs=0.15)
+
+
+def test_shadow_decides_and_changes_nothing() -> None:
+    scenario = crowded(is_applied=False)
+    summary, history = simulate(scenario)
+    assert history.decisions
+    assert summary.num_standby == 0
+
+
+def test_a_run_ends_when_its_budget_is_spent() -> None:
+    full, _ = simulate(crowded())
+    summary, _ = simulate(crowded(budget_per_run=full.cost / 2))
+    assert not summary.is_complete
+    assert summary.end == "the budget of the run is spent"
+    assert summary.cost == pytest.approx(full.cost / 2, rel=0.1)

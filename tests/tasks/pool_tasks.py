@@ -1,0 +1,114 @@
+"""Tasks that misbehave in every way, for tests of the processes in which they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from echo.tasks.environment import Environment
+from echo.tasks.task import Example, RetryCall, Task
+
+
+class Misbehaving(Task):
+    """Does what the completion says."""
+
+    def __init__(self, *, directory: str = "") -> None:
+        self.directory = directory
+        self.num_calls = 0
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt="?", source=f"rows.jsonl:{index + 1}")
+
+    def reward(self, example: Example, completion: str) -> float:
+        self.num_calls += 1
+        verb, _, rest = completion.partition(" ")
+        result: float = getattr(self, verb)(rest)
+        return result
+
+    def number(self, rest: str) -> float:
+        return float(rest)
+
+    def calls(self, rest: str) -> float:
+        return self.num_calls
+
+    def pid(self, rest: str) -> float:
+        return os.getpid()
+
+    def fail(self, rest: str) -> float:
+        raise ZeroDivisionError(rest)
+
+    def quit(self, rest: str) -> float:
+        raise SystemExit(3)
+
+    def nothing(self, rest: str) -> Any:
+        return None
+
+    def regex(self, rest: str) -> float:
+        """Keep the interpreter's lock in one match, for longer than anybody waits."""
+        return float(re.fullmatch(r"(a+)+b", "a" * 60) is not None)
+
+    def hog(self, rest: str) -> float:
+        return float(len(bytearray(int(rest))))
+
+    def crash(self, rest: str) -> float:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return 0.0
+
+    def leave(self, rest: str) -> float:
+        os._exit(7)
+
+    def child(self, rest: str) -> float:
+        """Start a process and wait for it without end."""
+        program = f"import os, time, pathlib; pathlib.Path({rest!r}).write_text(str(os.getpid()))"
+        subprocess.run([sys.executable, "-c", f"{program}; time.sleep(600)"], check=False)
+        return 0.0
+
+    def print(self, rest: str) -> float:
+        print(rest, flush=True)
+        return 1.0
+
+    def retry(self, rest: str) -> float:
+        """Work at the third call only."""
+        path = Path(self.directory) / "calls"
+        path.write_text(path.read_text() + "x" if path.exists() else "x")
+        if len(path.read_text()) < int(rest):
+            raise RetryCall("the judge is being started")
+        return 1.0
+
+    def refuse(self, rest: str) -> float:
+        raise ConnectionRefusedError("nobody listens")
+
+    def sleep(self, rest: str) -> float:
+        time.sleep(float(rest))
+        return 1.0
+
+
+class Counting(Environment):
+    """Wants to be told 1, 2, 3; anything else is tried as a mischief."""
+
+    def __init__(self, *, directory: str = "") -> None:
+        self.mischief = Misbehaving(directory=directory)
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt="Count!", answer=3)
+
+    def begin(self, example: Example) -> dict[str, int]:
+        return {"said": 0, "last": example.answer}
+
+    def reply(self, state: dict[str, int], text: str) -> str | None:
+        if not text.strip().isdigit():
+            return f"{self.mischief.reward(self.example(0, split='train'), text):g}"
+        is_next = int(text) == state["said"] + 1
+        state["said"] += is_next
+        if state["said"] == state["last"]:
+            return None
+        return "go on" if is_next else "no"
+
+    def outcome(self, state: dict[str, int]) -> float:
+        return state["said"] / state["last"]

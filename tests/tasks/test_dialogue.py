@@ -1,0 +1,100 @@
+"""Context that was sampled goes in again as it was sampled, whatever its text would encode to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from echo.errors import DataError
+from echo.tasks.dialogue import Dialogue
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+VOCABULARY = ["<eos>", "<u>", "<a>", "<s>", "1", "2", "3", "+", "12", "?"]
+
+
+@dataclass(frozen=True)
+class Call:
+    text: str
+    ids: npt.NDArray[np.int32]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Knows "12" as one token, so that it can also be sampled as two."""
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    inner = Tokenizer(models.BPE(ids, [("1", "2")]))
+    inner.pre_tokenizer = pre_tokenizers.Split("+", "isolated")
+    inner.decoder = decoders.Fuse()
+    found = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    found.add_special_tokens({"additional_special_tokens": ["<u>", "<a>", "<s>"]})
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture(scope="module")
+def dialogue(tokenizer: PreTrainedTokenizerFast) -> Dialogue:
+    return Dialogue(tokenizer, stop_ids=[0], chat_template_kwargs={})
+
+
+def ids_of(*tokens: str) -> npt.NDArray[np.int32]:
+    return np.array([VOCABULARY.index(token) for token in tokens], np.int32)
+
+
+def test_a_first_call_is_encoded(dialogue: Dialogue) -> None:
+    text = dialogue.render([{"role": "user", "content": "12+3"}])
+    assert text == "<u>12+3<eos><a>"
+    ids, call = dialogue.continue_text(text, [], is_rendered=True)
+    assert ids.tolist() == ids_of("<u>", "12", "+", "3", "<eos>", "<a>").tolist()
+    assert call is None
+
+
+def test_what_was_sampled_stays_as_it_was_sampled(dialogue: Dialogue) -> None:
+    first = ids_of("<u>", "3", "<eos>", "<a>", "1", "2", "<eos>")
+    known = Call("<u>3<eos><a>12<eos>", first)
+    messages = [
+        {"role": "user", "content": "3"},
+        {"role": "assistant", "content": "12"},
+        {"role": "user", "content": "12"},
+    ]
+    ids, call = dialogue.continue_text(dialogue.render(messages), [known], is_rendered=True)
+    assert call is known
+    assert ids.tolist() == [*first, *ids_of("<u>", "12", "<eos>", "<a>")]
+
+
+def test_the_longest_known_beginning_counts(dialogue: Dialogue) -> None:
+    calls = [
+        Call("1+", ids_of("1", "+")),
+        Call("1+2", ids_of("1", "+", "2")),
+        Call("2", ids_of("2")),
+    ]
+    ids, call = dialogue.continue_text("1+2+3", calls, is_rendered=False)
+    assert call is calls[1]
+    assert ids.tolist() == ids_of("1", "+", "2", "+", "3").tolist()
+    assert dialogue.continue_text("3+1", calls, is_rendered=False)[1] is None
+
+
+def test_token_ids_are_taken_as_they_are(dialogue: Dialogue) -> None:
+    calls = [Call("1", ids_of("1")), Call("12", ids_of("1", "2"))]
+    ids, call = dialogue.continue_ids(ids_of("1", "2", "3").tolist(), calls)
+    assert call is calls[1]
+    assert ids.tolist() == ids_of("1", "2", "3").tolist()
+    assert dialogue.continue_ids(ids_of("12", "3").tolist(), calls)[1] is None
+
+
+def test_answers_end_before_their_stop_token(dialogue: Dialogue) -> None:
+    assert dialogue.answer_of(ids_of("1", "2", "<eos>")) == "12"
+    assert dialogue.text_of(ids_of("1", "2", "<eos>")) == "12<eos>"
+
+
+def test_messages_without_a_template_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(DataError, match="no chat template; set model"):
+        Dialogue(plain, stop_ids=[], chat_template_kwargs={}).render([{"role": "user"}])

@@ -1,0 +1,243 @@
+"""A task in processes of its own: what it may do wrong, and that nobody else suffers from it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.tasks.faults import RewardError
+from echo.tasks.host import Limits
+from echo.tasks.pool import PoolHost
+from echo.tasks.task import Example
+
+EXAMPLE = Example(index=3, split="train", prompt="?", answer=3, source="rows.jsonl:4")
+
+KIND = "tests.tasks.pool_tasks:Misbehaving"
+
+
+class Pools:
+    """Makes hosts, and closes them."""
+
+    def __init__(self) -> None:
+        self.hosts: list[PoolHost] = []
+
+    def __call__(self, kind: str = KIND, *, size: int = 1, **settings: Any) -> PoolHost:
+        options = settings.pop("options", {})
+        limits = Limits(**{"score_s": 60.0, "step_s": 60.0, **settings})
+        self.hosts.append(PoolHost(kind, options, limits, max_concurrent=size))
+        return self.hosts[-1]
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    for host in pools.hosts:
+        host.close()
+
+
+@contextmanager
+def hurried(pool: PoolHost, **limits: float) -> Iterator[None]:
+    """Have calls of the block end soon; those before and after it may start processes."""
+    before = pool.limits
+    pool.limits = replace(before, **limits)
+    try:
+        yield
+    finally:
+        pool.limits = before
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Any, *, within_s: float = 120.0) -> bool:
+    give_up_at = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > give_up_at:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_rewards_come_from_one_process_that_is_used_again(make_pool: Pools) -> None:
+    pool = make_pool()
+    pids = {pool.score(EXAMPLE, "pid") for _ in range(3)}
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+    assert pool.score(EXAMPLE, "number 0.25") == 0.25
+    assert pool.score(EXAMPLE, "calls") == 5
+    counts = pool.take_counts()
+    assert counts.pop("env/milliseconds") >= 0
+    assert counts == {"env/calls": 5}
+    assert pool.take_counts() == {}
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason", "message"),
+    [
+        ("fail on purpose", "reward_error", r"Misbehaving\.reward on rows\.jsonl:4 raised ZeroDiv"),
+        ("quit", "reward_error", "raised SystemExit: 3"),
+        ("nothing", "reward_error", "returned None; it must return a finite number"),
+        ("number nan", "reward_error", "returned nan; it must return a finite number"),
+        ("crash", "reward_lost", r"died during reward on rows\.jsonl:4: signal SIGSEGV"),
+        ("leave", "reward_lost", "ended by itself with code 7"),
+    ],
+)
+def test_what_goes_wrong_is_named_and_the_next_call_works(
+    make_pool: Pools, completion: str, reason: str, message: str
+) -> None:
+    pool = make_pool()
+    with pytest.raises(RewardError, match=message) as caught:
+        pool.score(EXAMPLE, completion)
+    assert caught.value.reason == reason
+    assert pool.score(EXAMPLE, "number 1") == 1.0
+    assert pool.take_counts()["env/errors"] == 1
+
+
+def test_a_catastrophic_regex_is_killed_and_stalls_nobody(make_pool: Pools) -> None:
+    pool = make_pool()
+    pool.score(EXAMPLE, "number 1")
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(0.01):
+            ticks.append(time.monotonic())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    what = r"within 0\.5 s; raise task\.reward_timeout_s"
+    with pytest.raises(RewardError, match=what) as caught, hurried(pool, score_s=0.5):
+        pool.score(EXAMPLE, "regex")
+    stop.set()
+    ticker.join()
+    assert caught.value.reason == "reward_timeout"
+    assert len(ticks) > 5, "this process went on meanwhile"
+    assert pool.score(EXAMPLE, "number 1") == 1.0
+
+
+def test_what_a_killed_process_has_started_is_killed_too(make_pool: Pools, tmp_path: Path) -> None:
+    pool = make_pool()
+    pool.score(EXAMPLE, "number 1")
+    path = tmp_path / "pid"
+    with pytest.raises(RewardError, match="did not return"), hurried(pool, score_s=1.0):
+        pool.score(EXAMPLE, f"child {path}")
+    if path.exists():  # it may not have come that far on a busy machine
+        assert wait_until(lambda: not is_running(int(path.read_text())))
+
+
+def test_memory_is_limited(make_pool: Pools) -> None:
+    pool = make_pool(memory_bytes=64 << 20)
+    assert pool.score(EXAMPLE, f"hog {16 << 20}") == 16 << 20
+    what = r"ran out of memory; raise reward\.memory_limit_bytes"
+    with pytest.raises(RewardError, match=what) as caught:
+        pool.score(EXAMPLE, f"hog {256 << 20}")
+    assert caught.value.reason == "reward_memory"
+    assert pool.score(EXAMPLE, "number 1") == 1.0
+
+
+def test_what_it_prints_spoils_nothing(make_pool: Pools) -> None:
+    assert make_pool().score(EXAMPLE, "print {not an answer}") == 1.0
+
+
+def test_a_call_that_asks_for_it_is_tried_again(make_pool: Pools, tmp_path: Path) -> None:
+    pool = make_pool(options={"directory": str(tmp_path)})
+    assert pool.score(EXAMPLE, "retry 3") == 1.0
+    assert pool.take_counts()["env/retries"] == 2
+    with pytest.raises(RewardError, match=r"nobody listens .*; tried 3 times") as caught:
+        pool.score(EXAMPLE, "refuse")
+    assert caught.value.reason == "reward_retries"
+    counts = pool.take_counts()
+    assert (counts["env/retries"], counts["env/errors"]) == (2, 1)
+
+
+def test_no_more_run_at_once_than_are_allowed(make_pool: Pools) -> None:
+    pool = make_pool(size=2)
+    progress: list[int] = []
+    pids = pool.score_all(EXAMPLE, ["pid"] * 12, on_progress=progress.append)
+    assert 1 <= len(set(pids)) <= 2
+    assert sum(progress) >= 12
+
+
+def test_the_first_fault_ends_a_group_and_the_pool_goes_on(make_pool: Pools) -> None:
+    pool = make_pool(size=2)
+    with pytest.raises(RewardError, match="on purpose"):
+        pool.score_all(
+            EXAMPLE, ["number 1", "fail on purpose", "number 2"], on_progress=lambda _: None
+        )
+    rewards = pool.score_all(EXAMPLE, ["number 1", "number 2"], on_progress=lambda _: None)
+    assert rewards == [1.0, 2.0]
+
+
+def test_a_task_that_cannot_be_built_is_named(make_pool: Pools) -> None:
+    with pytest.raises(RewardError, match=r"cannot build it: .*no 'Missing'") as caught:
+        make_pool("tests.tasks.pool_tasks:Missing").score(EXAMPLE, "number 1")
+    assert caught.value.reason == "reward_lost"
+
+
+def test_closing_kills_what_runs(make_pool: Pools) -> None:
+    pool = make_pool()
+    pid = int(pool.score(EXAMPLE, "pid"))
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(pool.score, EXAMPLE, "sleep 600")
+        assert wait_until(lambda: pool._busy)
+        pool.close()
+        with pytest.raises(RewardError):
+            running.result(timeout=120)
+    assert not is_running(pid)
+    with pytest.raises(RewardError, match="is being closed"):
+        pool.score(EXAMPLE, "number 1")
+
+
+# --- episodes ------------------------------------------------------------------------------------
+
+
+ENVIRONMENT = "tests.tasks.pool_tasks:Counting"
+
+
+def test_an_episode_keeps_its_state_among_others(make_pool: Pools) -> None:
+    pool = make_pool(ENVIRONMENT, size=2)
+    episodes = [pool.begin(EXAMPLE) for _ in range(5)]
+    go_on = [{"role": "user", "content": "go on"}]
+    assert [episode.reply("1") for episode in episodes] == [go_on] * 5
+    assert episodes[0].reply("7") == [{"role": "user", "content": "no"}]
+    assert episodes[1].reply("2") is not None
+    assert episodes[1].reply("3") is None
+    assert [episode.outcome() for episode in episodes[:3]] == [1 / 3, 1.0, 1 / 3]
+    for episode in episodes:
+        episode.close()
+    with pytest.raises(RewardError, match=r"another call in its process failed|not known here"):
+        episodes[0].reply("2")
+
+
+def test_a_stuck_episode_takes_only_its_own_process_along(make_pool: Pools) -> None:
+    pool = make_pool(ENVIRONMENT, size=2)
+    stuck, *others = (pool.begin(EXAMPLE) for _ in range(3))
+    homes = pool._homes.copy()
+    home = homes[stuck._episode]
+    lost = [episode for episode in others if homes[episode._episode] is home]
+    assert (len(set(homes.values())), len(lost)) == (2, 1), "they are spread over two processes"
+    what = r"reply on rows\.jsonl:4 did not return .* task\.step_timeout_s"
+    with pytest.raises(RewardError, match=what), hurried(pool, step_s=1.0):
+        stuck.reply("regex")
+    with pytest.raises(RewardError, match="ended the process and this episode") as caught:
+        lost[0].reply("1")
+    assert caught.value.reason == "reward_lost"
+    assert all(episode.reply("1") for episode in others if episode not in lost)
+    stuck.close()
+    assert pool.begin(EXAMPLE).reply("1") is not None

@@ -1,0 +1,125 @@
+"""Real environments of verifiers' behind our interface; they need that package."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+from echo.errors import ConfigError
+from echo.tasks.environment import Environment
+from echo.tasks.faults import RewardError
+from echo.tasks.host import Limits
+from echo.tasks.loading import load_task
+from echo.tasks.pool import PoolHost
+
+ENV = "tests.tasks.verifiers_envs"
+
+needs_verifiers = pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"
+)
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def make(kind: str) -> Environment:
+    task = load_task("verifiers", {"env": ENV, "args": {"kind": kind}})
+    assert isinstance(task, Environment)
+    return task
+
+
+def play(task: Environment, *texts: str) -> tuple[list[Any], float]:
+    state = task.begin(task.example(1, split="train"))
+    try:
+        replies = [task.reply(state, text) for text in texts]
+        return replies, task.outcome(state)
+    finally:
+        task.end(state)
+
+
+@needs_verifiers
+def test_examples_come_from_its_dataset() -> None:
+    task = make("count")
+    example = task.example(4, split="train")
+    assert example.prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "count 1"},
+    ]
+    assert (example.answer, task.num_examples(split="train")) == ("1", 3)
+
+
+@needs_verifiers
+@pytest.mark.parametrize(("text", "reward"), [("it is 1", 1.0), ("it is 2", 0.0)])
+def test_one_turn(text: str, reward: float) -> None:
+    assert play(make("single"), text) == ([None], reward)
+
+
+@needs_verifiers
+def test_several_turns_until_it_stops() -> None:
+    go_on = [{"role": "user", "content": "go on"}]
+    assert play(make("count"), "1", "2", "3") == ([go_on, go_on, None], 1.0)
+
+
+@needs_verifiers
+def test_an_episode_without_room_for_more_is_judged_all_the_same() -> None:
+    replies, reward = play(make("count"), "1", "x")
+    assert None not in replies
+    assert reward == pytest.approx(1 / 3)
+
+
+@needs_verifiers
+def test_tools_are_called_and_told_of() -> None:
+    task = make("tools")
+    [tool] = task.tools(task.example(0, split="train"))
+    assert tool["function"]["name"] == "add"
+    assert set(tool["function"]["parameters"]["properties"]) == {"a", "b"}
+    replies, reward = play(task, CALL, "so it is 1")
+    assert replies == [[{"role": "tool", "content": "3"}], None]
+    assert reward == 1.0
+
+
+@needs_verifiers
+def test_its_faults_are_faults_and_no_rewards() -> None:
+    with pytest.raises(RuntimeError, match="the sandbox is gone"):
+        play(make("count"), "break")
+
+
+@needs_verifiers
+def test_it_runs_in_a_process_of_its_own() -> None:
+    options = {"env": ENV, "args": {"kind": "count"}}
+    pool = PoolHost("verifiers", options, Limits(score_s=60, step_s=60), max_concurrent=1)
+    try:
+        example = make("count").example(0, split="train")
+        episodes = [pool.begin(example) for _ in range(3)]
+        assert [len(episode.reply("1") or []) for episode in episodes] == [1, 1, 1]
+        assert episodes[0].outcome() == pytest.approx(1 / 3)
+        assert episodes[1].reply("break") is None
+        with pytest.raises(RewardError, match="sandbox is gone"):
+            episodes[1].outcome()
+    finally:
+        pool.close()
+
+
+@needs_verifiers
+def test_what_cannot_be_trained_on_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compares the rollouts of a group"):
+        make("group").prepare()
+    task = load_task("verifiers", {"env": "no-such-env"})
+    with pytest.raises(ConfigError, match=r"'no-such-env'.*install it"):
+        task.prepare()
+
+
+def test_another_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", type(sys)("verifiers"))
+    with pytest.raises(ConfigError, match=r"another interface than verifiers 0\.2\.1; pip install"):
+        load_task("verifiers", {"env": "x"}).prepare()
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'echo-rl\[verifiers\]'"):
+        load_task("verifiers", {"env": "x"}).prepare()
+    with pytest.raises(ConfigError, match=r"task\.options\.env"):
+        load_task("verifiers", {})
