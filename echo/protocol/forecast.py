@@ -193,9 +193,12 @@ class Forecast:
         self._usual = statistics.median(known) if known else 1.0
         self._fastest = max(known, default=1.0)
 
-    def is_measured(self, worker_id: str) -> bool:
-        """Return whether anything is known of a worker's speed."""
-        return self.of(worker_id).measured is not None
+    def has_made_a_group(self, worker_id: str) -> bool:
+        """Return whether a worker's speed is that of whole groups, rewards and tools included.
+
+        What heartbeats show of a first group is its sampling alone, until a reward takes long.
+        """
+        return self.of(worker_id).seconds > 0
 
     def known_speed(self, speed: Speed) -> float:
         """Return the tokens per second that a worker made of one group, as far as is known."""

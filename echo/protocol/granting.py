@@ -297,7 +297,7 @@ class Granting:
             for node_id, member in able.items()
             if (num_free := (member.stats.num_places or member.capacity) - self._num_held(member))
             > 0
-            and self.forecast.is_measured(node_id)
+            and self.forecast.has_made_a_group(node_id)
             # What it makes must be as fresh as what was promised.
             and bounds[member.installed] >= self._num_promised
         ]

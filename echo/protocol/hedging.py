@@ -1,9 +1,9 @@
 """Which running groups are worth a second copy on a faster worker.
 
-Only workers with a free place, for which admission has no group left, copy anything, and only while
-the next batch is not complete: what they do costs nothing but power. A group is copied where the
-copy, made from the start, should be done `factor` times sooner than the original; the one that is
-expected last comes first. A group has one copy at most.
+Only workers with a free place that have made a group, and for which admission has none left, copy
+anything, and only while the next batch is not complete: what they do costs nothing but power. A
+group is copied where the copy, made from the start, should be done `factor` times sooner than the
+original; the one that is expected last comes first. A group has one copy at most.
 
 A copy has the seed of the original: where both sample from the same version it is the same text,
 so that the first result to come is not, as of two different ones, the shorter.

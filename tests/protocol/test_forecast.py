@@ -54,7 +54,7 @@ def test_speeds_come_from_groups_and_the_newest_count_most() -> None:
         forecast.made("w1", num_tokens=100, seconds=1.0, now=0.0)
     assert forecast.speed("w1", now=0.0) == pytest.approx(100)
     forecast.refresh(["w1", "w2"])
-    assert not forecast.is_measured("w2")
+    assert not forecast.has_made_a_group("w2")
     assert forecast.speed("w2", now=0.0) == pytest.approx(200), "it is to be tried"
     for _ in range(5):
         forecast.made("w1", num_tokens=100, seconds=10.0, now=0.0)

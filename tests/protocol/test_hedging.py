@@ -85,7 +85,9 @@ def test_a_copy_is_journalled_counts_once_and_has_the_seed_of_its_original() -> 
     assert granting.counters["hedges/issued"] == 4
 
 
-@pytest.mark.parametrize("change", ["factor", "batch", "stale helper", "unmeasured helper"])
+@pytest.mark.parametrize(
+    "change", ["factor", "batch", "stale helper", "unmeasured helper", "helper in its first group"]
+)
 def test_nothing_is_copied_without_need(change: str) -> None:
     factor = None if change == "factor" else 1.5
     of: dict[str, Any] = {"max_staleness": 1, "hedge_factor": factor}
@@ -96,7 +98,12 @@ def test_nothing_is_copied_without_need(change: str) -> None:
     slow = make_worker("slow", (2, 3), num_running)
     fast = make_worker("fast", (1, 2) if old else (2, 3), 8)
     granting.forecast.made("slow", num_tokens=10, seconds=100.0, now=0.0)
-    if change != "unmeasured helper":
+    if change == "helper in its first group":
+        # Its sampling alone: how long its rewards take has not been seen.
+        sampled = LeaseRecord(99, 0, "fast", 0.0, 0.0, running_s=0.1, num_tokens=20)
+        granting.forecast.seen("fast", [sampled], now=0.0)
+        assert granting.forecast.speed("fast", now=0.0) == pytest.approx(100)
+    elif change != "unmeasured helper":
         granting.forecast.made("fast", num_tokens=10, seconds=1.0, now=0.0)
     granting.grant([slow], now=0.0)
     if change == "batch":
