@@ -27,6 +27,13 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True, file=sys.__stderr__)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why a test failed that bin/echo-test ran once more, though it passed then."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"failed at first: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+
+
 @pytest.fixture(scope="session")
 def make_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that writes a small Qwen3 checkpoint (config.json, safetensors).
