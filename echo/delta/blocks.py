@@ -43,7 +43,7 @@ from echo.delta.gaps import (
     unzigzag,
     zigzag,
 )
-from echo.delta.streams import Reader, Words, pack_planes
+from echo.delta.streams import Reader, Words, fill, pack_planes
 from echo.errors import LocalProtocolError, RemoteProtocolError
 
 WordBytes: TypeAlias = Literal[1, 2, 4]
@@ -123,7 +123,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
     reader = Reader(coded)
     [codec] = reader.take(1)
     if codec == RAW:
-        out[:] = reader.take(len(out))
+        fill(out, reader.take(len(out)))
     elif codec == PLANES:
         words, tail = _split(out, _word_bytes(reader))
         words[:] = reader.planes(words.size, words.itemsize)
@@ -140,7 +140,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
 def _decode_difference(codec: int, reader: Reader, base: memoryview, out: memoryview) -> None:
     """Write base and coded difference together to `out`."""
     if codec == UNCHANGED:
-        out[:] = base
+        fill(out, base)
         return
     word_bytes = _word_bytes(reader)
     words, tail = _split(out, word_bytes)

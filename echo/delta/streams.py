@@ -57,6 +57,15 @@ def pack_planes(words: Words) -> list[bytes]:
     ]
 
 
+def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
+    """Copy bytes to a place of their length, without the GIL.
+
+    A slice assignment would hold it, and with it every thread where a page of `out` is a file's and
+    the kernel makes its writer wait.
+    """
+    np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
+
+
 class Reader:
     """Takes a coded block apart, and refuses what does not fit it."""
 

@@ -14,6 +14,7 @@ from echo.errors import EchoError
 from echo.protocol.codec import Frame
 from echo.protocol.messages import Lease
 from echo.protocol.parcel import DecodeBlock
+from echo.protocol.writing import WriteChunk
 from echo.rollout import Group, PolicyVersion
 
 
@@ -134,13 +135,16 @@ class Stop:
     error: EchoError | None = None
 
 
+Work = DecodeBlock | WriteChunk
+"""Something to be done in a thread, and then told to the session with its result (`worked`)."""
+
 Action = (
     Send
     | Dial
     | HangUp
     | Note
     | VersionArrived
-    | DecodeBlock
+    | Work
     | Configure
     | LeasesChanged
     | LeaseCancelled

@@ -18,6 +18,8 @@ Rules
 * A parent announces an item as soon as it begins to fetch it: chains are pipelined, a chunk leaves
   as soon as it has arrived and its hash has matched.
 * A node never stores or forwards a chunk that does not match what the learner signed.
+* A chunk is held, forwarded and credited when it has been written, in a thread where that may take
+  long (`writing.py`): a node whose disk is slow takes less, and does the rest as before.
 * What a child fetches is the first step of the path to the newest version that costs the fewest
   bytes: the image in full, an anchor, or deltas from a version that it holds whole.
 * A newer version pre-empts the one being fetched if less than half of that has come, and going to
@@ -40,7 +42,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol.actions import Action
+from echo.protocol.actions import Action, Work
+from echo.protocol.chunks import take, written
 from echo.protocol.codec import Frame
 from echo.protocol.lanes import ParentFailed as ParentFailed
 from echo.protocol.manifest import Form, Manifest, SignedManifest
@@ -56,13 +59,14 @@ from echo.protocol.messages import (
     Waiting,
 )
 from echo.protocol.pacing import earliest
-from echo.protocol.parcel import DecodeBlock, Parcel, SegmentTable
+from echo.protocol.parcel import Parcel, SegmentTable
 from echo.protocol.pulling import Pulling
 from echo.protocol.resuming import Record, rebuild, resume
 from echo.protocol.serving import Child, Serving
 from echo.protocol.store import Store
 from echo.protocol.transfer import Arenas, Chunked
 from echo.protocol.transfer import Transfer as Transfer
+from echo.protocol.writing import WriteChunk
 from echo.rollout import PolicyVersion
 
 GIVE_UP_STALLS = 4
@@ -370,14 +374,22 @@ class Broadcast:
         match message:
             case Subscribe() | Fetch() | Credit():
                 return [*self._serving.receive(peer, message, now)]
-            case Announce() | Segment() | Chunk() | Waiting() | Gone():
+            case Chunk():
+                return take(self.pulling, peer, message, payload, now=now)
+            case Announce() | Segment() | Waiting() | Gone():
                 return self.pulling.receive(peer, message, payload, now=now)
         raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
 
-    def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Take the result of a DecodeBlock: what was wrong with it, or nothing."""
+    def worked(self, work: Work, fault: str, *, now: float) -> list[Action | ParentFailed]:
+        """Take the result of work in a thread: what was wrong with it, or nothing."""
+        if isinstance(work, WriteChunk):
+            return written(self.pulling, work, fault, now=now)
         return self.pulling.decoded(work, fault, now=now)
+
+    def tend(self, *, now: float) -> list[Action]:
+        """Look after the children: all that is due where there are no parents."""
+        return self._serving.expire(now)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Repeat what brought nothing; report parents that are silent."""
-        return [*self._serving.expire(now), *self.pulling.expire(now=now)]
+        return [*self.tend(now=now), *self.pulling.expire(now=now)]

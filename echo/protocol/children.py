@@ -18,6 +18,57 @@ from echo.protocol.transfer import Chunked
 from echo.rollout import PolicyVersion
 
 MAX_LANES = 1024
+PACE_S = 10.0
+"""How far back the pace of a child goes: once to twice so long."""
+
+
+class Pace:
+    """The chunks per second that a child takes of late, while nothing but itself holds it back.
+
+    Of late, so that one whose disk or link has just stalled is not taken for a fast one, nor one
+    that has recovered for a slow one; and from one item to the next, so that this needs not be
+    learned anew with every version.
+    """
+
+    def __init__(self) -> None:
+        """Start at rest."""
+        self.began_at: float | None = None
+        """Since when it is known; None before it has asked for anything."""
+        self._runs_since: float | None = None
+        self._num_sent, self._busy_s = 0, 0.0
+        self._before = 0, 0.0
+        """What was sent in the period before, and how long that was."""
+
+    def _look(self, now: float) -> None:
+        if self._runs_since is not None:
+            self._busy_s += now - self._runs_since
+            self._runs_since = now
+        if self._busy_s >= PACE_S:
+            self._before = self._num_sent, self._busy_s
+            self._num_sent, self._busy_s = 0, 0.0
+
+    def run(self, now: float) -> None:
+        """Note that it could be sent chunks from now on, as far as this node is concerned."""
+        self._look(now)
+        self._runs_since = now
+        if self.began_at is None:
+            self.began_at = now
+
+    def rest(self, now: float) -> None:
+        """Note that it wants nothing, or is held back for a sibling."""
+        self._look(now)
+        self._runs_since = None
+
+    def sent(self, now: float) -> None:
+        """Note that it was sent a chunk."""
+        self.run(now)
+        self._num_sent += 1
+
+    def rate(self, now: float) -> float:
+        """Return the chunks per second."""
+        self._look(now)
+        num_sent, busy_s = self._before
+        return (num_sent + self._num_sent) / max(busy_s + self._busy_s, 1e-3)
 
 
 @dataclass(slots=True)
@@ -47,14 +98,11 @@ class Child:
     credit_bytes: int = 0
     lead: int = 0
     """How far into the item it is, in chunks of all lanes, from where its siblings were then."""
-    began_at: float = 0.0
+    pace: Pace = field(default_factory=Pace)
     acked_at: float = 0.0
     """When it acknowledged chunks last, or began."""
-    num_sent: int = 0
     held_at: float | None = None
     """Since when it is held back for a sibling."""
-    held_s: float = 0.0
-    """How long it was, before that."""
     heard_at: float = 0.0
     told_waiting_at: float = 0.0
     waiting_s: float = 0.0
@@ -62,8 +110,9 @@ class Child:
     unanswered_since: float | None = None
     """When it was told of an item, if nothing was heard of it since."""
 
-    def stop(self) -> None:
+    def stop(self, now: float) -> None:
         """Forget what it fetches."""
+        self.pace.rest(now)
         self.fetching = self.awaiting = self.held_at = None
         self.ranges, self.num_places, self.is_open = (), 0, False
         self.wanted.clear()
@@ -80,9 +129,10 @@ class Child:
         self.lane, self.num_lanes, self.ranges = message.lane, message.num_lanes, message.ranges
         self.num_segments = max(0, message.num_segments)
         self.credit_bytes = max(0, message.credit_bytes)
-        self.began_at = self.acked_at = self.told_waiting_at = now
+        self.acked_at = self.told_waiting_at = now
         self.waiting_s = 0.0
-        self.lead, self.num_sent, self.held_s = 0, 0, 0.0
+        self.lead = 0
+        self.pace.run(now)
 
     def grow(self, item: Chunked) -> None:
         """Want what has become known of what it asked for."""
@@ -97,20 +147,15 @@ class Child:
         """Note that it could be sent a chunk, and is not."""
         if self.held_at is None:
             self.held_at, self.waiting_s = now, 0.0
+            self.pace.rest(now)
 
     def sent(self, num_bytes: int, now: float) -> None:
         """Note that it was sent a chunk."""
         self.credit_bytes -= num_bytes
         self.lead += self.num_lanes
-        self.num_sent += 1
+        self.pace.sent(now)
         self.told_waiting_at, self.waiting_s = now, 0.0
-        self.held_s += 0.0 if self.held_at is None else now - self.held_at
         self.held_at = None
-
-    def rate(self, now: float) -> float:
-        """Return the chunks per second that it has taken while nothing held it back."""
-        held_s = self.held_s + (0.0 if self.held_at is None else now - self.held_at)
-        return self.num_sent / max(now - self.began_at - held_s, 1e-3)
 
 
 def check_fetch(message: Fetch, item: Chunked) -> None:

@@ -5,9 +5,9 @@ of its own: lanes with different parents are the stripes of several trees, lanes
 parent are parallel connections (a single one is slow where TCP's buffers are small). Where a parent
 has not the item, it is divided among the other lanes.
 
-Credit. The window is what may be under way: 1.5 x rate x round trip + 2 chunks, of the rate that
-this link has shown, so that it grows by half with every round trip until the link is full, and
-shrinks with it.
+Credit. The window is what may be under way or wait to be written: 1.5 x rate x round trip + 2
+chunks, of the rate that this link has shown, so that it grows by half with every round trip until
+the link is full, and shrinks with it.
 
 Watchdog. A lane is silent when something is awaited and neither a chunk nor a Waiting has come for
 `patience_s`: four round trips, or the time of four chunks at the rate that the link has shown, or
@@ -17,6 +17,8 @@ by (the less comes over a lane, the less its silence costs, and leaving an hones
 much as ever), and at least the configured time where none does, and for the first chunk, for which
 everybody asks at once. A parent that waits itself says within how long it will say so again, and
 has PROMISE_GRACE_S more.
+Nor is a lane silent while a chunk of it is being written: where the disk is slower than the link,
+no credit is left with which the parent could send more (`writing.py`).
 While the link has not shown its rate it is the configured time, and twice as long with each parent
 that was left for its silence: on a slow link nothing would ever come otherwise.
 """
@@ -91,7 +93,9 @@ class Lane:
     rate: RateEstimate = field(default_factory=RateEstimate)
     window: int = 0
     unspent_bytes: int = 0
-    """Bytes that have come since credit was given last."""
+    """Bytes that have come and been written since credit was given last."""
+    writing_bytes: int = 0
+    """Bytes that have come and are being written: no credit was given for them yet."""
     progress_at: float = 0.0
     longest_gap_s: float = 0.0
     """Between two chunks of late."""
@@ -121,29 +125,47 @@ class Lane:
             self.rtt_s = rtt_s
         self.peer, self.num_bad_chunks = peer, 0
         # What the former link could carry may be far too much for this one.
-        self.rate, self.window, self.unspent_bytes = RateEstimate(), 0, 0
+        self.rate, self.window = RateEstimate(), 0
+        self.unspent_bytes = self.writing_bytes = 0
         self.longest_gap_s = 0.0
         self.is_silent = self.is_asking = self.is_pulling = self.is_waiting = False
         self.is_denied, self.promised_s = False, 0.0
 
     def begin(self, *, now: float) -> int:
-        """Note that chunks are asked for; return the credit to give with it."""
+        """Note that chunks are asked for; return the credit to give with it.
+
+        What is still being written takes its part of the window, of whatever item it is.
+        """
         self.window = self.window or self.first_window_bytes
         self.unspent_bytes = 0
         self.is_pulling, self.is_fresh, self.is_waiting = True, True, False
         self.progress_at, self.promised_s = now, 0.0
         self.rate.pause()
-        return self.window
+        return max(0, self.window - self.writing_bytes)
 
-    def took(self, num_bytes: int, *, chunk_bytes: int, now: float) -> tuple[int, int]:
-        """Note that a chunk has come; return (bytes to acknowledge, credit), mostly (0, 0)."""
+    @property
+    def can_bring(self) -> bool:
+        """Whether something is awaited, and the parent has credit left for it."""
+        return self.is_pulling and self.window > self.unspent_bytes + self.writing_bytes
+
+    def came(self, num_bytes: int, *, now: float) -> None:
+        """Note that a chunk has come, and is to be verified and written."""
         gap_s = 0.0 if self.rate.is_paused else now - self.progress_at
         self.longest_gap_s = max(gap_s, GAP_MEMORY * self.longest_gap_s)
         self.lives(now=now)
         self.rate.add(num_bytes, now=now)
-        self.unspent_bytes += num_bytes
+        self.writing_bytes += num_bytes
         if self.rate.bytes_per_s is not None:
             self.num_failures = 0
+
+    def settle(self, num_bytes: int, *, now: float) -> None:
+        """Note that a chunk was written, or is of no use; its parent has patience from now on."""
+        self.writing_bytes -= num_bytes
+        self.progress_at = now
+
+    def took(self, num_bytes: int, *, chunk_bytes: int) -> tuple[int, int]:
+        """Note that a chunk is held; return (bytes to acknowledge, credit), mostly (0, 0)."""
+        self.unspent_bytes += num_bytes
         if self.unspent_bytes < self.window // 4:
             return 0, 0
         wanted = window_bytes(
@@ -199,7 +221,7 @@ class Lane:
 
     def deadline(self, chunk_bytes: int) -> float | None:
         """Return when the lane counts as silent; None while nothing is awaited of it."""
-        if self.peer is None or not (self.is_pulling or self.is_asking):
+        if self.peer is None or not (self.is_pulling or self.is_asking) or self.writing_bytes:
             return None
         return self.progress_at + self.patience_s(chunk_bytes)
 

@@ -19,7 +19,7 @@ import msgspec
 from echo.errors import LocalProtocolError, RemoteProtocolError
 from echo.metrics import Counters, NodeView
 from echo.protocol.accepted import AcceptedGroups
-from echo.protocol.actions import Action, Note, Send
+from echo.protocol.actions import Action, Note, Send, Work
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.codec import (
     Envelope,
@@ -56,7 +56,6 @@ from echo.protocol.messages import (
     Rehello,
 )
 from echo.protocol.pacing import GRANT_S, PLAN_S, Paced, earliest
-from echo.protocol.parcel import DecodeBlock
 from echo.protocol.planning import Planning
 from echo.protocol.probing import acknowledge
 from echo.protocol.recent import RecentMap
@@ -361,9 +360,9 @@ class LearnerSession:
             for member in self.roster.nodes.values()
         )
 
-    def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action]:
-        """Take the result of a DecodeBlock; the learner has none."""
-        raise LocalProtocolError(f"the learner has decoded {work.version}")
+    def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
+        """Take the result of work in a thread; the learner has none."""
+        raise LocalProtocolError(f"the learner has done {work}")
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -371,10 +370,11 @@ class LearnerSession:
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
         paced = earliest(self._plans.deadline, self._grants.deadline)
-        return earliest(self.roster.deadline, self.leases.deadline, paced)
+        return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
         """Give up nodes that are silent and leases without progress."""
+        children = self.broadcast.tend(now=now)
         actions: list[Action] = []
         for member in self.roster.expire(now=now):
             silent_s = now - member.heard_at
@@ -396,4 +396,4 @@ class LearnerSession:
         if self._plans.is_due(now=now):
             actions += self.replan(now)
         is_open = bool(actions) or self._grants.is_due(now=now)
-        return actions + self.grant(now=now) if is_open else []
+        return children + actions + (self.grant(now=now) if is_open else [])

@@ -29,7 +29,7 @@ from collections.abc import Iterable
 
 from echo.errors import RefusedError, RemoteProtocolError, TransportError
 from echo.metrics import Counters
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, VersionArrived
+from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, VersionArrived, Work
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.codec import (
     Envelope,
@@ -62,7 +62,6 @@ from echo.protocol.messages import (
     Welcome,
 )
 from echo.protocol.pacing import earliest
-from echo.protocol.parcel import DecodeBlock
 from echo.protocol.probing import Probing
 from echo.protocol.recent import RecentMap
 from echo.protocol.weights_link import CONNECT_TIMEOUT_S, Uplink, WeightsLinks
@@ -338,9 +337,9 @@ class NodeSession:
             *self.on_admitted(now=now),
         ]
 
-    def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action]:
-        """Take the result of a DecodeBlock: what was wrong with it, or nothing."""
-        return self._perform(self.broadcast.decoded(work, fault, now=now), now)
+    def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
+        """Take the result of work in a thread: what was wrong with it, or nothing."""
+        return self._perform(self.broadcast.worked(work, fault, now=now), now)
 
     # --- time ------------------------------------------------------------------------------------
 

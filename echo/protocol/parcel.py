@@ -158,6 +158,7 @@ class Parcel(Chunked):
         """The signed tables, as they travel."""
         self.has_chunk = bytearray()
         self.num_held = 0
+        self.writing: dict[int, str] = {}
         self.arena: memoryview | None = None
         """Where the image is decoded to, of `image_bytes`; the caller provides it."""
         self.expected_bytes = 0
@@ -265,10 +266,10 @@ class Parcel(Chunked):
         start = (index - part.first_chunk) * part.table.chunk_bytes
         return part, start, min(start + part.table.chunk_bytes, part.table.num_bytes)
 
-    def chunk(self, index: int) -> memoryview:
-        """Return the bytes of a chunk that is held, without copying."""
+    def place(self, index: int) -> memoryview:
+        """Return where the bytes of a chunk are, or are to be written."""
         part, start, stop = self._span(index)
-        return part.payload[start:stop].toreadonly()
+        return part.payload[start:stop]
 
     def chunk_size(self, index: int) -> int:
         """Return the bytes that a chunk must have."""
@@ -280,11 +281,6 @@ class Parcel(Chunked):
         part = self._part(index)
         place = (index - part.first_chunk) * HASH_BYTES
         return part.table.chunk_hashes[place : place + HASH_BYTES]
-
-    def write(self, index: int, data: bytes | bytearray | memoryview) -> None:
-        """Write a chunk to its place; it counts as held only after `mark`."""
-        part, start, stop = self._span(index)
-        part.payload[start:stop] = data
 
     # --- blocks ----------------------------------------------------------------------------------
 

@@ -6,17 +6,15 @@ parent; each lane asks for what is missing of its own chunks.
 
 from __future__ import annotations
 
-from blake3 import blake3
-
 from echo.errors import RemoteProtocolError, StorageError
 from echo.protocol.actions import Action, Note, VersionArrived
 from echo.protocol.asking import Asking
 from echo.protocol.codec import Frame
-from echo.protocol.lanes import MAX_BAD_CHUNKS, Lane, Lanes, ParentFailed
+from echo.protocol.disk import Disk
+from echo.protocol.lanes import Lane, Lanes, ParentFailed
 from echo.protocol.manifest import FULL
 from echo.protocol.messages import (
     Announce,
-    Chunk,
     Gone,
     Message,
     Segment,
@@ -24,12 +22,12 @@ from echo.protocol.messages import (
 )
 from echo.protocol.offers import Offers
 from echo.protocol.pacing import earliest
-from echo.protocol.parcel import DecodeBlock, Parcel
+from echo.protocol.parcel import DecodeBlock
 from echo.protocol.rates import RateEstimate
 from echo.protocol.room import Room
 from echo.protocol.serving import Serving
 from echo.protocol.store import ItemId, Store
-from echo.protocol.transfer import Chunked, Transfer
+from echo.protocol.transfer import Transfer
 from echo.protocol.trust import Trust
 from echo.protocol.watchdog import Watchdog
 
@@ -48,6 +46,7 @@ class Pulling:
         self.bytes_received = 0
         self.rate = RateEstimate()
         """Of all lanes together."""
+        self.disk = Disk(self.lanes, self.rate)
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
@@ -74,7 +73,7 @@ class Pulling:
         here = self.lanes[lane]
         was_denied = here.is_denied
         if here.peer != peer:
-            self._disconnect(here)
+            self.disconnect(here)
         here.connect(peer, rtt_s=rtt_s)
         asked = self.lanes if was_denied else [here]
         subscribe = self.asking.subscribe(here, now=now)
@@ -83,9 +82,9 @@ class Pulling:
 
     def leave(self) -> list[str]:
         """Leave all parents; return them."""
-        return [self._disconnect(lane) for lane in self.lanes if lane.peer is not None]
+        return [self.disconnect(lane) for lane in self.lanes if lane.peer is not None]
 
-    def _disconnect(self, lane: Lane) -> str:
+    def disconnect(self, lane: Lane) -> str:
         """Leave a lane's parent."""
         peer = lane.peer or ""
         self._forget(peer)
@@ -93,9 +92,14 @@ class Pulling:
         return peer
 
     def _forget(self, peer: str) -> None:
-        """Forget what a parent has offered, and how long it took."""
+        """Forget what a parent has offered, and how long it took.
+
+        What is still being written of it may be wrong: the next parent is asked for that as well.
+        """
         self.offers.forget(peer)
         self.watchdog.forget(peer)
+        for image in self.store.images.values():
+            image.writing = {at: source for at, source in image.writing.items() if source != peer}
 
     def _forsake(self, now: float) -> list[Action]:
         """Give up what nobody offers any more, if there is no proof that it exists.
@@ -106,7 +110,7 @@ class Pulling:
         parcel = None if item is None else self.store.parcels.get(item)
         if item is None or parcel is None or parcel.num_segments or self.offers.is_offered(item):
             return []
-        self._end()
+        self.end()
         return [*self.serving.drop(item, now=now), *self._consider(now)]
 
     def resubscribe(self, *, now: float) -> list[Action]:
@@ -115,26 +119,30 @@ class Pulling:
 
     # --- messages --------------------------------------------------------------------------------
 
+    def heard(self, peer: str) -> Lane | None:
+        """Return the lane of a parent that has said something; None if it is nobody's."""
+        lane = self.lanes.of(peer)
+        if lane is not None:
+            lane.is_asking = False
+            lane.is_silent &= lane.is_pulling
+        return lane
+
     def receive(
         self, peer: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Handle a message of a parent; what others say is ignored.
+        """Handle a message of a parent, but for chunks (`chunks.py`); others are ignored.
 
         Raises:
             RemoteProtocolError: if it broke a rule.
         """
-        lane = self.lanes.of(peer)
+        lane = self.heard(peer)
         if lane is None:
             return []
-        lane.is_asking = False
-        lane.is_silent &= lane.is_pulling
         match message:
             case Announce():
                 return [*self._on_announce(lane, peer, message, payload, now)]
             case Segment():
                 return [*self._on_segment(lane, message, payload, now)]
-            case Chunk():
-                return self._on_chunk(lane, message, payload, now)
             case Waiting():
                 if self.item == (message.version, message.form):
                     self.watchdog.waits(lane, again_s=message.again_s, now=now)
@@ -163,7 +171,7 @@ class Pulling:
         version = transfer.manifest.version
         self.store.images[version] = transfer
         if transfer.is_complete:
-            return self._arrived((version, FULL), now)
+            return self.arrived((version, FULL), now)
         return self.serving.announce(now=now)
 
     # --- what to fetch ---------------------------------------------------------------------------
@@ -181,6 +189,7 @@ class Pulling:
         version, form = item_id
         self.lanes.finish()
         self.rate.pause()
+        self.disk.restart(now=now)
         self.item = item_id
         halves = self.store.begun_otherwise(item_id)
         actions = [action for half in halves for action in self.serving.drop(half, now=now)]
@@ -191,11 +200,11 @@ class Pulling:
             elif form != FULL and item_id not in self.store.parcels:
                 self.store.begin_parcel(item_id, expected_bytes=self.offers.num_bytes(item_id))
         except StorageError as error:
-            self._end()
+            self.end()
             return [*actions, *self.room.lacks(error, now=now)]
         return [*actions, *self.serving.announce(now=now), *self.asking.request_all(self.item, now)]
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Fetch nothing for now."""
         self.item = None
         self.lanes.finish()
@@ -220,71 +229,13 @@ class Pulling:
         try:
             fault = self.store.add_segment(parcel, table, bytes(payload[0]))
         except StorageError as error:
-            self._end()
+            self.end()
             dropped = self.serving.drop(item_id, now=now)
             return [*self.room.lacks(error, now=now), *dropped]
         if fault:
             return self._refuse(item_id, fault, now)
         self.room.found()
         return self.serving.extend(item_id, now)
-
-    def _on_chunk(
-        self, lane: Lane, message: Chunk, payload: list[Frame], now: float
-    ) -> list[Action | ParentFailed]:
-        item_id = (message.version, message.form)
-        item = self.store.get(item_id)
-        if item is None:
-            return []
-        if len(payload) != 1 or not 0 <= message.index < item.num_chunks:
-            raise RemoteProtocolError(
-                f"a Chunk of {message.version} with a bad index or without its bytes"
-            )
-        data = payload[0]
-        self.bytes_received += len(data)
-        if item.has_chunk[message.index]:
-            self.num_duplicate_chunks += 1
-            return []
-        if len(data) != item.chunk_size(message.index):
-            return self._on_bad_chunk(lane, message, now)
-        # Written first: what has just been copied is in the cache, and hashes a fifth faster.
-        item.write(message.index, data)
-        if blake3(item.chunk(message.index)).digest() != item.chunk_hash(message.index):
-            return self._on_bad_chunk(lane, message, now)
-        item.mark(message.index)
-        actions: list[Action | ParentFailed] = [
-            *self.serving.forward(item_id, message.index, now),
-            *self._give_credit(lane, item_id, item, message.index, now),
-        ]
-        if isinstance(item, Parcel):
-            return [*actions, *self.store.decodable(item, message.index)]
-        if item.is_complete:
-            return [*actions, *self._arrived(item_id, now)]
-        return actions
-
-    def _give_credit(
-        self, lane: Lane, item_id: ItemId, item: Chunked, index: int, now: float
-    ) -> list[Action]:
-        size = item.chunk_size(index)
-        taken, credit = lane.took(size, chunk_bytes=size, now=now)
-        self.watchdog.came(lane, now=now)
-        self.rate.add(size, now=now)
-        if item_id != self.item:
-            return []
-        if not self.asking.is_missing(lane, item):
-            lane.finish()
-            return []
-        return self.asking.give_credit(item_id, lane, taken, credit)
-
-    def _on_bad_chunk(self, lane: Lane, message: Chunk, now: float) -> list[Action | ParentFailed]:
-        self.num_bad_chunks += 1
-        lane.num_bad_chunks += 1
-        peer = lane.peer or ""
-        text = f"chunk {message.index} of {message.version} from {peer} does not match its hash"
-        if lane.num_bad_chunks >= MAX_BAD_CHUNKS:
-            self._disconnect(lane)
-            return [Note("warning", text), ParentFailed(peer, text, is_corrupt=True)]
-        request = self.asking.request(self.item, lane, now)
-        return [Note("warning", f"{text}; asking again"), *request]
 
     def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action | ParentFailed]:
         """Take the result of a block; one of a parcel that was dropped meanwhile is ignored."""
@@ -297,25 +248,25 @@ class Pulling:
         if image is None:
             return []
         self.store.end_decoding(image)
-        return [*self._arrived(item_id, now)]
+        return [*self.arrived(item_id, now)]
 
     def _refuse(self, item_id: ItemId, fault: str, now: float) -> list[Action]:
         """Never take an item again that the learner has signed, but that is of no use."""
         version, form = item_id
         self.offers.refuse(item_id)
         if self.item == item_id:
-            self._end()
+            self.end()
         return [
             Note("warning", f"{version} as {form}: {fault}; fetching it in another form"),
             *self.serving.drop(item_id, now=now),
             *self._consider(now),
         ]
 
-    def _arrived(self, item_id: ItemId, now: float) -> list[Action]:
+    def arrived(self, item_id: ItemId, now: float) -> list[Action]:
         """Go on after a version has become whole."""
         version, _ = item_id
         if self.item is not None and self.item[0] == version:
-            self._end()
+            self.end()
             self.offers.has_preempted = False
         return [
             *self.serving.announce(now=now),
@@ -334,7 +285,7 @@ class Pulling:
         lane.is_denied = True
         if any(other.peer is not None and not other.is_denied for other in self.lanes):
             return [*self.asking.request_all(self.item, now)]
-        self._end()
+        self.end()
         return [*self.serving.drop(item_id, now=now), *self._consider(now)]
 
     # --- keeping and time ------------------------------------------------------------------------
@@ -372,7 +323,7 @@ class Pulling:
         leave, again = self.watchdog.look(self.item, now=now)
         actions: list[Action | ParentFailed] = []
         for lane, reason in leave:
-            actions.append(ParentFailed(self._disconnect(lane), reason))
+            actions.append(ParentFailed(self.disconnect(lane), reason))
         for lane in again:
             actions += self.asking.subscribe(lane, now=now) if lane.is_asking else []
         actions += self._forsake(now) or self.asking.request_all(self.item, now, again)

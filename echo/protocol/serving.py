@@ -5,10 +5,11 @@ ascending, as far as its credit reaches and as soon as a chunk is held.
 
 * **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up
   everybody below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
-  sibling that takes the same chunks. One that says nothing for the time of SILENT_CHUNKS, or has
-  taken less than half of the median rate for SLOW_AFTER_S, is not waited for; nor is one that waits
-  for a chunk which is not here. The time in which a child was held back does not count for its
-  rate, or all siblings would seem to be as slow as the slowest.
+  sibling that takes the same chunks. One that says nothing for the time of SILENT_CHUNKS, or is
+  known for SLOW_AFTER_S to take less than half of the median rate of late, as where its disk is
+  slower than its link, is not waited for; nor is one that waits for a chunk which is not here. The
+  time in which a child was held back does not count for its rate, or all siblings would seem to be
+  as slow as the slowest.
 * **Waiting.** A child that waits for a sibling, or for something that this node does not hold
   itself, is told so again and again, so that one stall does not blame everybody below it. What is
   not here may be long in coming: each time the child is told to expect twice as long a silence, up
@@ -122,10 +123,10 @@ class Serving:
         item_id = (message.version, message.form)
         item = self.store.get(item_id)
         if item is None:
-            child.stop()
+            child.stop(now)
             return self._lacks(peer, child, item_id, now)
         check_fetch(message, item)
-        child.stop()
+        child.stop(now)
         child.begin(message, now=now)
         child.lead = min((other.lead for _, other in self._siblings(peer, child)), default=0)
         child.grow(item)
@@ -203,7 +204,9 @@ class Serving:
 
     def _patience_s(self, child: Child, now: float) -> float:
         """Return how long a child without credit may say nothing and still be waited for."""
-        return min(max(SILENT_CHUNKS / max(child.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S)
+        return min(
+            max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
+        )
 
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
         """Return how far a child may be, given the slowest of those that are to be waited for."""
@@ -215,7 +218,9 @@ class Serving:
             and (child.credit_bytes > 0 or now - child.heard_at < self._patience_s(child, now))
         ]
         rates = {
-            id(child): child.rate(now) for child in members if now - child.began_at >= SLOW_AFTER_S
+            id(child): child.pace.rate(now)
+            for child in members
+            if child.pace.began_at is not None and now - child.pace.began_at >= SLOW_AFTER_S
         }
         median = statistics.median_high(rates.values()) if rates else 0.0
         leads = [child.lead for child in members if rates.get(id(child), median) >= 0.5 * median]
@@ -240,7 +245,7 @@ class Serving:
             self.bytes_sent += len(chunk)
             actions.append(self._send(peer, Chunk(version=version, index=index, form=form), chunk))
         if not child.wanted and not child.is_open:
-            child.stop()
+            child.stop(now)
         if all(other.fetching is None for other in self.children.values()):
             self.rate.pause()
         return actions
@@ -304,7 +309,7 @@ class Serving:
         actions: list[Action] = []
         for peer, child in self.children.items():
             if child.fetching == item:
-                child.stop()
+                child.stop(now)
                 child.announced = None
                 actions.append(self._send(peer, Gone(version=version, form=form)))
                 actions += self.announce(peer, now=now)

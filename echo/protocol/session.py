@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from echo.protocol.actions import Action
+from echo.protocol.actions import Action, Work
 from echo.protocol.codec import Frame
-from echo.protocol.parcel import DecodeBlock
 
 
 class Session(Protocol):
@@ -19,8 +18,8 @@ class Session(Protocol):
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle one message."""
 
-    def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action]:
-        """Take the result of a DecodeBlock."""
+    def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
+        """Take the result of work in a thread: what was wrong with it, or nothing."""
 
     def expire(self, *, now: float) -> list[Action]:
         """Do what has become due."""

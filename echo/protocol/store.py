@@ -108,6 +108,10 @@ class Store:
             self.parcels[parcel.version, parcel.form] = parcel
         return fault
 
+    def may_block(self, item: ItemId) -> bool:
+        """Return whether chunks of an item are to be written by a thread."""
+        return item[1] == FULL and self.arenas.may_block
+
     def decodable(self, parcel: Parcel, index: int) -> list[DecodeBlock]:
         """Return the blocks that can be decoded with a chunk that has just been kept."""
         base = None

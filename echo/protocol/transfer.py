@@ -7,11 +7,13 @@ An item is a version in one form. `Transfer` is a version's image with its manif
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from echo.delta.streams import fill
+from echo.protocol.codec import Frame
 from echo.protocol.manifest import Form, Manifest, SignedManifest
 from echo.protocol.messages import OPEN_END
 from echo.rollout import PolicyVersion
@@ -42,6 +44,10 @@ class Journal(Protocol):
 class Arenas(Protocol):
     """Where images lie; `runtime/arenas.py` has those that survive the process."""
 
+    @property
+    def may_block(self) -> bool:
+        """Whether `write` may take long, so that it belongs into a thread."""
+
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         """Return room for an image.
 
@@ -58,9 +64,18 @@ class Arenas(Protocol):
     def journal(self, version: PolicyVersion, form: Form) -> Journal | None:
         """Return where to write down what comes of a parcel; None if nothing is to be kept."""
 
+    def write(self, place: memoryview, data: Frame) -> None:
+        """Copy a chunk to its place in an image; from any thread, of which none does so twice.
+
+        Raises:
+            OSError: if the disk refuses it.
+        """
+
 
 class HeapArenas:
     """Images in this process's memory, without a bound."""
+
+    may_block = False
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         """Return room for an image."""
@@ -75,6 +90,10 @@ class HeapArenas:
     def journal(self, version: PolicyVersion, form: Form) -> None:
         """Write nothing down: there is no later process that could read it."""
 
+    def write(self, place: memoryview, data: Frame) -> None:
+        """Copy a chunk to its place."""
+        fill(place, data)
+
 
 class Chunked(abc.ABC):
     """Something of which some chunks are here."""
@@ -82,6 +101,8 @@ class Chunked(abc.ABC):
     has_chunk: bytearray
     """One byte per chunk: 1 if held and verified."""
     num_held: int
+    writing: dict[int, str]
+    """Chunks that are being verified and written, and the parent that each has come from."""
     journal: Journal | None = None
     """Where chunks are written down as they come."""
 
@@ -106,8 +127,12 @@ class Chunked(abc.ABC):
         """Bytes of all chunks that are known so far."""
 
     @abc.abstractmethod
+    def place(self, index: int) -> memoryview:
+        """Return where the bytes of a chunk are, or are to be written."""
+
     def chunk(self, index: int) -> memoryview:
         """Return the bytes of a chunk that is held, without copying."""
+        return self.place(index).toreadonly()
 
     @abc.abstractmethod
     def chunk_size(self, index: int) -> int:
@@ -117,13 +142,9 @@ class Chunked(abc.ABC):
     def chunk_hash(self, index: int) -> bytes:
         """Return the BLAKE3-256 hash that a chunk must have."""
 
-    @abc.abstractmethod
-    def write(self, index: int, data: bytes | bytearray | memoryview) -> None:
-        """Write a chunk to its place; it counts as held only after `mark`."""
-
-    def hold(self, index: int, data: bytes | bytearray | memoryview) -> None:
+    def hold(self, index: int, data: Frame) -> None:
         """Keep a chunk whose hash is known to be right."""
-        self.write(index, data)
+        fill(self.place(index), data)
         self.mark(index)
 
     def mark(self, index: int) -> None:
@@ -133,18 +154,27 @@ class Chunked(abc.ABC):
         if self.journal is not None:
             self.journal.chunk(index, self.chunk(index))
 
+    def _come(self, lane: int, num_lanes: int) -> bytearray:
+        """Return one byte per place of a lane: 1 if its chunk is held or being written."""
+        has_chunk = self.has_chunk
+        if self.writing:
+            has_chunk = has_chunk.copy()
+            for index in self.writing:
+                has_chunk[index] = 1
+        return has_chunk[lane::num_lanes] if num_lanes > 1 else has_chunk
+
     def is_missing(self, lane: int = 0, num_lanes: int = 1) -> bool:
         """Return whether a lane lacks a chunk, or may be given more."""
-        has_chunk = self.has_chunk[lane::num_lanes] if num_lanes > 1 else self.has_chunk
+        has_chunk = self._come(lane, num_lanes)
         return self.is_open or has_chunk.find(0) >= 0
 
     def missing(self, lane: int = 0, num_lanes: int = 1) -> tuple[tuple[int, int], ...]:
-        """Return the half-open runs of places of a lane that are not held, ascending.
+        """Return the half-open runs of places of a lane that have not come, ascending.
 
         Place p of a lane is the chunk lane + p * num_lanes. While chunks may be added the last run
         stops at OPEN_END.
         """
-        has_chunk = self.has_chunk[lane::num_lanes] if num_lanes > 1 else self.has_chunk
+        has_chunk = self._come(lane, num_lanes)
         runs, start = [], 0
         while (start := has_chunk.find(0, start)) >= 0:
             stop = has_chunk.find(1, start)
@@ -166,16 +196,17 @@ class Transfer(Chunked):
     arena: bytearray | memoryview
     has_chunk: bytearray
     num_held: int = 0
+    writing: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the image."""
         return self.manifest.num_bytes
 
-    def chunk(self, index: int) -> memoryview:
-        """Return the bytes of a chunk that is held, without copying."""
+    def place(self, index: int) -> memoryview:
+        """Return where the bytes of a chunk are, or are to be written."""
         start, stop = self.manifest.chunk_range(index)
-        return memoryview(self.arena)[start:stop].toreadonly()
+        return memoryview(self.arena)[start:stop]
 
     def chunk_size(self, index: int) -> int:
         """Return the bytes that a chunk must have."""
@@ -185,8 +216,3 @@ class Transfer(Chunked):
     def chunk_hash(self, index: int) -> bytes:
         """Return the BLAKE3-256 hash that a chunk must have."""
         return self.manifest.chunk_hash(index)
-
-    def write(self, index: int, data: bytes | bytearray | memoryview) -> None:
-        """Write a chunk to its place; it counts as held only after `mark`."""
-        start, stop = self.manifest.chunk_range(index)
-        self.arena[start:stop] = data

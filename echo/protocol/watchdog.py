@@ -70,7 +70,10 @@ class Watchdog:
         return [
             (lane, lane.peer, self._waits[lane.peer])
             for lane in self._lanes
-            if lane.peer in self._waits and lane.is_pulling and self._offers.has(lane.peer, item)
+            if lane.peer in self._waits
+            and lane.is_pulling
+            and not lane.writing_bytes
+            and self._offers.has(lane.peer, item)
         ]
 
     def deadline(self, item: ItemId | None) -> float | None:

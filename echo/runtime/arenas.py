@@ -25,7 +25,7 @@ against the limit, and go at once where their room is wanted.
 torch.frombuffer keeps the view alive as it should, but does not notice `release()` on it: never
 release a view that was lent.
 
-Not thread-safe, but for `verify_held`, which takes long and belongs into a thread.
+Not thread-safe, but for `write`, and for `verify_held`, which takes long and belongs into a thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from echo.delta.streams import fill
 from echo.errors import StorageError
+from echo.protocol.codec import Frame
 from echo.protocol.manifest import Form, Manifest
 from echo.protocol.transfer import Journal
 from echo.rollout import PolicyVersion
@@ -111,6 +113,9 @@ class ArenaStore(abc.ABC):
         limit_bytes: what all arenas that were not dropped may take together.
     """
 
+    may_block = False
+    """Whether `write` may take long, so that it belongs into a thread."""
+
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
             raise ValueError(f"limit_bytes is {limit_bytes}, must be at least 1")
@@ -180,6 +185,10 @@ class ArenaStore(abc.ABC):
         The caller verifies the manifest (echo.protocol.manifest.verify), then the chunks
         (`verify_held`), and drops what it does not want. Versions of other runs are dropped.
         """
+
+    def write(self, place: memoryview, data: Frame) -> None:
+        """Copy a chunk to its place in an arena, from any thread and without the GIL."""
+        fill(place, data)
 
     def journal(self, version: PolicyVersion, form: Form) -> Journal | None:
         """Return where to write down what comes of a parcel; None where nothing is kept."""

@@ -21,11 +21,17 @@ What happens when
   `create` raises StorageError.
 * **Limit** (network.arena_bytes): counts every version that was not dropped, wherever it lies.
 * **Slow disk**: a write into the mapping is a write into the page cache; the kernel writes it back
-  in the background. It waits only when more than vm.dirty_ratio (20 % of memory) is dirty; on a
-  disk slower than the link, with versions larger than that, the transfer falls to the disk's pace.
-  Then point arena_dir to a tmpfs such as /dev/shm/echo (survives the process, not the machine), or
-  raise vm.dirty_ratio. A disk that fails to read a page back kills the process (SIGBUS), as for
-  any mapped file.
+  in the background. Only when more than vm.dirty_ratio (20 % of memory) is dirty does it make the
+  writer wait, within a page fault. So chunks are written in threads (`write`, without the GIL) and
+  credit for them is given when they are written: on a disk slower than the link the transfer falls
+  to the disk's pace, and the node does everything else as before (`echo/protocol/writing.py`). It
+  says once how fast disk and link are. Then point arena_dir to a tmpfs such as /dev/shm/echo
+  (survives the process, not the machine), or raise vm.dirty_ratio.
+  Manifests and journals are written, and files removed, in a thread of their own, in order. On the
+  loop remain what an image needs before its first chunk: its file is made, given its room and
+  renamed, once per version, mostly in milliseconds (a spare needs no more than a new name); and
+  the pages of one that nobody reads any more are unmapped.
+  A disk that fails to read a page back kills the process (SIGBUS), as for any mapped file.
 * **Shared by mistake**: the second process gets StorageError with the pid of the first.
 * **Other runs**: their versions are removed in `recover`. Files of other names are never touched.
 """
@@ -33,7 +39,6 @@ What happens when
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import logging
 import mmap
@@ -56,7 +61,9 @@ from echo.runtime.arenas import (
     advise_huge_pages,
     map_memory,
 )
+from echo.runtime.arenas_lock import lock_directory
 from echo.runtime.arenas_parcels import ParcelFiles, SavedParcel, is_parcel
+from echo.runtime.arenas_thread import DiskThread
 from echo.units import format_bytes
 
 DEFAULT_SHARE = 0.9
@@ -98,14 +105,19 @@ class FileArenas(ArenaStore):
         StorageError: if the directory cannot be used, or another process uses it.
     """
 
+    may_block = True
+
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
         self.directory = directory
-        self._lock: int | None = _lock_directory(directory)
+        self._lock: int | None = lock_directory(directory, _LOCK)
         if limit_bytes is None:
             limit_bytes = max(1, int(DEFAULT_SHARE * self._available_bytes()))
         super().__init__(limit_bytes)
         self._run: str | None = None
-        self._parcels = ParcelFiles(directory, has_room=self._has_room, warn=self._warn)
+        self._thread = DiskThread()
+        self._parcels = ParcelFiles(
+            directory, has_room=self._has_room, warn=self._warn, thread=self._thread
+        )
         self._ids = itertools.count(1)
         self._has_warned = False
 
@@ -120,6 +132,11 @@ class FileArenas(ArenaStore):
         if path is None:
             return
         temporary = self._temporary()
+        self._thread.call(lambda: self._write_manifest(version, path, temporary, signed_manifest))
+
+    def _write_manifest(
+        self, version: PolicyVersion, path: Path, temporary: Path, signed_manifest: bytes
+    ) -> None:
         try:
             # Not synced, as the arena is not: after a power failure the signature tells.
             temporary.write_bytes(signed_manifest)
@@ -132,13 +149,14 @@ class FileArenas(ArenaStore):
         """Return what a former process left of this run, newest first, and remove the rest.
 
         Must be called before the first `create`. What this process itself holds is not returned;
-        if it is of another run, it is dropped.
+        if it is of another run, it is dropped. May take long, and belongs into a thread.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:
             for version in list(self._live):
                 self.drop(version)
         self._run = run
+        self.flush()
         saved = []
         known = {spare.path for spare in self._spares} | {p.path for p in self._live.values()}
         for version in self._sift(known):
@@ -148,20 +166,30 @@ class FileArenas(ArenaStore):
         return saved
 
     def journal(self, version: PolicyVersion, form: Form) -> Journal | None:
-        """Return a file for what comes of a parcel; None if it cannot be made."""
+        """Return a file for what comes of a parcel."""
         return self._parcels.begin(version, form, self._run_hash)
 
     def recover_parcels(self) -> list[SavedParcel]:
         """Return what a former process left of the run's parcels, newest first, after `recover`."""
+        self.flush()
         return self._parcels.recover(self._run_hash)
 
     def close(self) -> None:
-        """Release the directory; the versions in it stay for a later process."""
+        """Release the directory; the versions in it stay for a later process.
+
+        Waits for what is queued for the disk. A chunk that a thread is still writing is no harm to
+        a later process: it was verified before.
+        """
         super().close()
         self._parcels.close()
+        self._thread.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def flush(self) -> None:
+        """Wait until manifests and journals are written, and dropped files removed."""
+        self._thread.flush()
 
     # --- making and taking back ------------------------------------------------------------------
 
@@ -172,10 +200,9 @@ class FileArenas(ArenaStore):
             try:
                 return self._map_new(num_bytes)
             except OSError:
-                if not self._spares and not self._parcels.num_bytes:
-                    raise
                 self._drop_spares()
                 self._parcels.remove_all()
+                self.flush()
                 return self._map_new(num_bytes)
         except OSError as error:
             fault = (
@@ -239,13 +266,13 @@ class FileArenas(ArenaStore):
             ) from error
 
     def _leave(self, pages: Pages) -> bool:
-        """Make a spare of a file; the manifest goes first, so that nothing half-dropped is found.
+        """Make a spare of a file, and remove its manifest, which says nothing without the arena.
 
         What had to be kept in memory is not recycled: the next version may fit on the disk again.
         """
         if pages.path is None:
             return False
-        _remove(pages.path.with_suffix(".manifest"))
+        self._remove_later(pages.path.with_suffix(".manifest"))
         try:
             pages.path = pages.path.rename(self._temporary())
         except OSError:
@@ -254,7 +281,11 @@ class FileArenas(ArenaStore):
 
     def _free(self, pages: Pages) -> None:
         if pages.path is not None:
-            _remove(pages.path)
+            self._remove_later(pages.path)
+
+    def _remove_later(self, path: Path) -> None:
+        """Remove a file behind everything that is still to be written to it."""
+        self._thread.call(lambda: _remove(path))
 
     # --- what a former process left --------------------------------------------------------------
 
@@ -283,9 +314,10 @@ class FileArenas(ArenaStore):
     def _reopen(self, version: PolicyVersion) -> Saved | None:
         """Map a version again, or remove its files if they are of no use."""
         path = self.directory / f"{self._stem(version)}.arena"
-        if not path.with_suffix(".manifest").exists():
-            # It was being decoded; from what it comes, its journal tells.
+        if not (path.exists() and path.with_suffix(".manifest").exists()):
+            # It was being decoded (from what it comes, its journal tells), or had been dropped.
             _remove(path)
+            _remove(path.with_suffix(".manifest"))
             return None
         try:
             signed_manifest = path.with_suffix(".manifest").read_bytes()
@@ -349,34 +381,3 @@ def _remove(path: Path) -> None:
     """Remove a file if it is there; one that cannot be removed stays."""
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def _lock_directory(directory: Path) -> int:
-    """Make the directory this process's own until the descriptor is closed, or the process ends."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(directory / _LOCK, flags, 0o600)
-    except OSError as error:
-        raise StorageError(
-            f"network.arena_dir = {directory} cannot be used: {error.strerror}; choose a directory "
-            "that this user may write to"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        if not isinstance(error, BlockingIOError):
-            raise StorageError(
-                f"network.arena_dir = {directory} cannot be locked: {error.strerror}; choose a "
-                "directory on a local file system"
-            ) from error
-        raise StorageError(
-            f"network.arena_dir = {directory} is in use by process {owner}; give each node on a "
-            "machine a directory of its own"
-        ) from error
-    with contextlib.suppress(OSError):  # the pid is for people; a full disk must not stop us here
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
-    return descriptor

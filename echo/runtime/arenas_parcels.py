@@ -15,6 +15,9 @@ journal, to which tables and chunks are appended as they have been verified:
 * **Limit and full disk**: a journal only spares a later process a transfer. So all of them together
   take what versions leave of network.arena_bytes, the oldest give way first, and one that cannot be
   written is removed. Chunks are in memory besides, so nothing else changes.
+* **Slow disk**: files are made, added to and removed in a thread of their own (`arenas_thread.py`),
+  and what is queued for it are views of chunks that are held in memory anyway. A journal that has
+  MAX_BEHIND_BYTES queued is given up: what it would spare a later process, it costs this one.
 * A journal is removed with its parcel, which may long outlive the fetch: children take it.
 """
 
@@ -25,16 +28,20 @@ import logging
 import os
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from echo.protocol.manifest import Form
 from echo.rollout import PolicyVersion
+from echo.runtime.arenas_thread import DiskThread
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"echo"
 _TABLE = 2**32 - 1
+MAX_BEHIND_BYTES = 256 << 20
+"""What may wait to be written to all journals; `close` waits for that."""
 _NAME = re.compile(
     r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-"
     r"(?:anchor|from-v(?P<base_step>\d{1,18})-L(?P<base_lineage>\d{1,18}))-"
@@ -50,28 +57,37 @@ def is_parcel(name: str) -> bool:
 
 
 class ParcelFile:
-    """The journal of one parcel."""
+    """The journal of one parcel.
+
+    Its descriptor belongs to the thread; everything else to the loop.
+    """
 
     def __init__(self, files: ParcelFiles, path: Path, num_bytes: int = 0) -> None:
         """Name a file; `open` makes or continues it."""
         self.path = path
         self.num_bytes = num_bytes
-        """Bytes on the disk."""
+        """Bytes on the disk, or queued for it."""
         self._files = files
+        self._is_closed = True
+        self._is_removed = False
+        """Whether what is queued for it need not be written any more."""
         self._descriptor: int | None = None
         self._num_sound = 0
         """Bytes up to the end of the last record that was read and accepted."""
 
     def open(self) -> None:
-        """Open it for appending behind what `records` has accepted; a torn end is cut off.
-
-        Raises:
-            OSError: if it cannot be opened.
-        """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(self.path, flags, 0o600)
-        os.ftruncate(self._descriptor, self._num_sound)
+        """Add behind what `records` has accepted from now on; a torn end is cut off."""
+        self._is_closed = False
         self.num_bytes = self._num_sound
+        self._files.thread.call(self._open)
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._descriptor = os.open(self.path, flags, 0o600)
+            os.ftruncate(self._descriptor, self._num_sound)
+        except OSError as error:
+            self._give_up(error.strerror or "unknown error")
 
     def records(self) -> Iterator[tuple[int | None, bytes]]:
         """Yield (index of a chunk, or None for a table; bytes), up to where the file is torn.
@@ -101,12 +117,26 @@ class ParcelFile:
         self._append(index, data)
 
     def _append(self, index: int, data: bytes | memoryview) -> None:
-        if self._descriptor is None:
+        if self._is_closed:
             return
         size = _HEADER.size + len(data)
+        fault = ""
         if not self._files.make_room(size, keep=self):
-            _log.info("%s: no room under the limit; a restart would fetch it anew", self.path)
+            fault = "no room under the limit"
+        elif self._files.behind_bytes + size > MAX_BEHIND_BYTES:
+            fault = "the disk is behind"
+        if fault:
+            _log.info("%s: %s; a restart would fetch it anew", self.path, fault)
             self.remove()
+            return
+        self.num_bytes += size
+        self._files.add_behind(size)
+        self._files.thread.call(lambda: self._write(index, data))
+
+    def _write(self, index: int, data: bytes | memoryview) -> None:
+        size = _HEADER.size + len(data)
+        self._files.add_behind(-size)
+        if self._descriptor is None or self._is_removed:
             return
         try:
             num_written = os.writev(
@@ -115,22 +145,35 @@ class ParcelFile:
             fault = "" if num_written == size else os.strerror(errno.ENOSPC)
         except OSError as error:
             fault = error.strerror or "unknown error"
-        self.num_bytes += size
         if fault:
-            self._files.warn(f"{self.path.name} cannot be written: {fault}")
-            self.remove()
+            self._give_up(fault)
+
+    def _give_up(self, fault: str) -> None:
+        """Remove what cannot be written, in the thread; the loop goes on as if it were there."""
+        self._files.warn(f"{self.path.name} cannot be written: {fault}")
+        self._unlink()
+        self.num_bytes = 0
+        self._is_closed = True
 
     def remove(self) -> None:
         """Forget everything."""
         self._files.forget(self)
-        self.close()
+        self._is_closed = self._is_removed = True
+        self._files.thread.call(self._unlink)
+
+    def _unlink(self) -> None:
+        self._close()
         try:
             self.path.unlink(missing_ok=True)
         except OSError as error:
             self._files.warn(f"{self.path.name} cannot be removed: {error.strerror}")
 
     def close(self) -> None:
-        """Write no more; what is there stays."""
+        """Write no more; what is there, or queued, stays."""
+        self._is_closed = True
+        self._files.thread.call(self._close)
+
+    def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -152,13 +195,23 @@ class ParcelFiles:
         directory: where.
         has_room: whether so many bytes more would fit beside versions and journals.
         warn: says something to the operator, once.
+        thread: where files are written and removed.
     """
 
     def __init__(
-        self, directory: Path, *, has_room: Callable[[int], bool], warn: Callable[[str], None]
+        self,
+        directory: Path,
+        *,
+        has_room: Callable[[int], bool],
+        warn: Callable[[str], None],
+        thread: DiskThread,
     ) -> None:
         self.directory = directory
         self.warn = warn
+        self.thread = thread
+        self.behind_bytes = 0
+        """What is queued for all journals."""
+        self._guard = threading.Lock()
         self._has_room = has_room
         self._open: list[ParcelFile] = []
         """Oldest first."""
@@ -168,16 +221,17 @@ class ParcelFiles:
         """Bytes of all journals."""
         return sum(file.num_bytes for file in self._open)
 
-    def begin(self, version: PolicyVersion, form: Form, run: str) -> ParcelFile | None:
-        """Return a new journal, None if it cannot be made."""
+    def add_behind(self, num_bytes: int) -> None:
+        """Count bytes that are queued, or no more."""
+        with self._guard:
+            self.behind_bytes += num_bytes
+
+    def begin(self, version: PolicyVersion, form: Form, run: str) -> ParcelFile:
+        """Return a new journal."""
         name = "anchor" if form.base is None else f"from-v{form.base.step}-L{form.base.lineage}"
         path = self.directory / f"v{version.step}-L{version.lineage}-{name}-{run}.parcel"
         file = ParcelFile(self, path)
-        try:
-            file.open()
-        except OSError as error:
-            self.warn(f"{path.name} cannot be written: {error.strerror}")
-            return None
+        file.open()
         self._open.append(file)
         return file
 

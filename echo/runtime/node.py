@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from echo.errors import EchoError, TransportError
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop
+from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.protocol.codec import Frame
 from echo.protocol.parcel import DecodeBlock
 from echo.protocol.session import Session
+from echo.protocol.writing import WriteChunk
 from echo.runtime.transport import Connected, Disconnected, Received, Transport
 
 Result = TypeVar("Result")
@@ -31,8 +32,8 @@ STALL_S = 0.5
 """A timer that fires this late means that the loop did not run."""
 CATCH_UP_S = 0.2
 """Seconds to read what arrived during a stall before anything is declared late."""
-MAX_DECODERS = 8
-"""Threads that decode deltas; each takes some GB of weights per second."""
+MAX_WORKERS = 8
+"""Threads that decode deltas and write chunks; each takes some GB of weights per second."""
 LINGER_S = 2.0
 """Seconds for the last messages of a node to leave after its work is over."""
 
@@ -50,7 +51,7 @@ class Node:
         self._stopped: asyncio.Future[str] | None = None
         self._num_interrupts = 0
         self._executors: list[ThreadPoolExecutor] = []
-        self._decoders: ThreadPoolExecutor | None = None
+        self._workers: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.at_release: list[Callable[[], None]] = []
         """What else is called at the end, whatever ended the node."""
@@ -187,8 +188,8 @@ class Node:
                     self.log.log(level, "%s", action.text)
                 case Stop():
                     self.stop(action.reason, action.error)
-                case DecodeBlock():
-                    self._decode(action)
+                case DecodeBlock() | WriteChunk():
+                    self._work(action)
                 case _:
                     self.on_action(action)
         self._arm()
@@ -202,18 +203,18 @@ class Node:
         else:
             self.dialled(action.address, action.purpose, peer)
 
-    def _decode(self, work: DecodeBlock) -> None:
-        """Decode a block in a thread, and tell the session what came of it."""
-        if self._decoders is None:
-            num_threads = min(MAX_DECODERS, os.cpu_count() or 1)
-            self._decoders = ThreadPoolExecutor(num_threads, thread_name_prefix="decoder")
-            self._executors.append(self._decoders)
+    def _work(self, work: Work) -> None:
+        """Decode a block or write a chunk in a thread, and tell the session what came of it."""
+        if self._workers is None:
+            num_threads = min(MAX_WORKERS, os.cpu_count() or 1)
+            self._workers = ThreadPoolExecutor(num_threads, thread_name_prefix="worker")
+            self._executors.append(self._workers)
         loop = asyncio.get_running_loop()
-        loop.run_in_executor(self._decoders, work.run).add_done_callback(
-            functools.partial(self._on_decoded, work)
+        loop.run_in_executor(self._workers, work.run).add_done_callback(
+            functools.partial(self._on_finished, work)
         )
 
-    def _on_decoded(self, work: DecodeBlock, future: asyncio.Future[str]) -> None:
+    def _on_finished(self, work: Work, future: asyncio.Future[str]) -> None:
         if self.has_ended or future.cancelled():
             return
         error = future.exception()
@@ -221,7 +222,7 @@ class Node:
             self.log.error("internal error", exc_info=error)
             self.stop("failed", error)
             return
-        self.perform(self._session.decoded(work, future.result(), now=self.now))
+        self.perform(self._session.worked(work, future.result(), now=self.now))
 
     def _arm(self) -> None:
         if self._timer is not None:

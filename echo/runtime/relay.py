@@ -38,7 +38,7 @@ class DialingNode(Node):
             text = "found %s: %d of %d chunks are right"
             self.log.info(text, saved.version, sum(has_chunk), manifest.num_chunks)
             self.perform(broadcast.recover(saved.version, saved.arena, has_chunk, now=self.now))
-        for parcel in arenas.recover_parcels():
+        for parcel in await asyncio.to_thread(arenas.recover_parcels):
             await self._resume(parcel)
 
     async def _resume(self, saved: SavedParcel) -> None:

@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterable
 
 from echo.errors import EchoError
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop
+from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.protocol.codec import Frame
 from echo.protocol.parcel import DecodeBlock
 from echo.protocol.session import Session
+from echo.protocol.writing import WriteChunk
 from echo.sim.clock import Clock
 from echo.sim.wires import Port, Wires
 
@@ -101,8 +102,8 @@ class Host:
                 case Stop():
                     self.error = action.error
                     self.end(is_silent=False)
-                case DecodeBlock():
-                    self.clock.at(self.clock.now, self._decode, action)
+                case DecodeBlock() | WriteChunk():
+                    self.clock.at(self.clock.now, self._work, action)
                 case _:
                     self.on_action(action)
         self._arm()
@@ -112,9 +113,9 @@ class Host:
             words = " ".join(word for word in note.text.split()[:6] if word.isalpha())
             self.warnings[words] = self.warnings.get(words, 0) + 1
 
-    def _decode(self, work: DecodeBlock) -> None:
+    def _work(self, work: Work) -> None:
         if self.is_alive:
-            self.perform(self._session.decoded(work, work.run(), now=self.clock.now))
+            self.perform(self._session.worked(work, work.run(), now=self.clock.now))
 
     def end(self, *, is_silent: bool, is_orderly: bool = False) -> None:
         """End the process; its peers are told, unless its machine is gone with it.

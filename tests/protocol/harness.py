@@ -238,7 +238,7 @@ class World:
 
     def _decode(self, process: Process, work: DecodeBlock) -> None:
         if process.is_alive:
-            self.perform(process, process.session.decoded(work, work.run(), now=self.now))
+            self.perform(process, process.session.worked(work, work.run(), now=self.now))
 
     def _dial(self, process: Process, action: Dial) -> None:
         number = next(self._serial)

@@ -75,7 +75,7 @@ class Mesh:
                     self.notes.append(action.text)
                 case DecodeBlock():
                     node = self.nodes[name]
-                    self.perform(name, node.decoded(action, action.run(), now=self.now))
+                    self.perform(name, node.worked(action, action.run(), now=self.now))
                 case _:
                     raise AssertionError(action)
 

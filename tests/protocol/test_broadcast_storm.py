@@ -1,8 +1,9 @@
 """Whatever happens, every live node ends with the newest version, bit for bit.
 
 Random meshes of one to four lanes per node, each lane a link of its own; versions published as
-images, deltas, anchors and composites, segment by segment; blocks decoded late and in any order;
-messages lost, repeated, swapped and damaged; links cut, parents changed, nodes ended and restarted.
+images, deltas, anchors and composites, segment by segment; blocks decoded and chunks written late
+and in any order; messages lost, repeated, swapped and damaged; links cut, parents changed, nodes
+ended and restarted.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Note, Send, VersionArrived
+from echo.protocol.actions import Note, Send, VersionArrived, Work
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.manifest import FULL, Form
 from echo.protocol.messages import Chunk, Fetch, Gone, Segment
 from echo.protocol.parcel import DecodeBlock
+from echo.protocol.writing import WriteChunk
 from echo.rollout import PolicyVersion
 from tests.protocol.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
 from tests.protocol.parcels import Piece, coded, described, published, v, weights
@@ -63,8 +65,10 @@ def right_chunks(version: PolicyVersion, form: Form) -> list[bytes]:
 class Net:
     """Nodes by name, and links by number; both ends call a link by the same name."""
 
-    def __init__(self, *names: str, **overrides: Any) -> None:
+    def __init__(self, *names: str, slow: Iterable[str] = (), **overrides: Any) -> None:
+        """Start nodes; of those that are slow each chunk is written as late as it may be."""
         self.now = 0.0
+        self.slow = frozenset(slow)
         self.overrides = {"keep_versions": KEEP} | overrides
         self.nodes: dict[str, Broadcast] = {}
         self.rooms: dict[str, Rooms] = {}
@@ -72,7 +76,7 @@ class Net:
         """Link -> (child, parent, lane)."""
         self.queues: dict[tuple[str, str], deque[Any]] = {}
         """(link, receiver) -> what is under way."""
-        self.works: list[tuple[str, DecodeBlock]] = []
+        self.works: list[tuple[str, Work]] = []
         self.failed: list[tuple[str, str]] = []
         self.arrived: list[tuple[str, PolicyVersion]] = []
         self.sent: list[tuple[str, str, Any]] = []
@@ -83,6 +87,7 @@ class Net:
 
     def start(self, name: str) -> None:
         self.rooms[name] = Rooms()
+        self.rooms[name].may_block = name in self.slow
         node = make_broadcast(name, arenas=self.rooms[name], **self.overrides)
         node.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
         self.nodes[name] = node
@@ -173,7 +178,7 @@ class Net:
                     self.arrived.append((name, action.version))
                 case Note():
                     pass
-                case DecodeBlock():
+                case DecodeBlock() | WriteChunk():
                     self.works.append((name, action))
                 case _:
                     raise AssertionError(action)
@@ -215,7 +220,7 @@ class Net:
 
     def decode(self, index: int = 0) -> None:
         name, work = self.works.pop(index)
-        self.perform(name, self.nodes[name].decoded(work, work.run(), now=self.now))
+        self.perform(name, self.nodes[name].worked(work, work.run(), now=self.now))
 
     def busy(self) -> list[tuple[str, str]]:
         return [way for way, queue in self.queues.items() if queue]
@@ -280,8 +285,15 @@ class Net:
                 assert kept == set(node.parcels)
             item = node.pulling.item
             assert item is None or node.pulling.store.get(item) is not None
+            writing = sum(lane.writing_bytes for lane in node.pulling.lanes)
+            late = [work.data for owner, work in self.works if owner == name and is_write(work)]
+            assert 0 <= writing <= sum(map(len, late))
             for child in node.children.values():
                 assert child.fetching is None or node.pulling.store.get(child.fetching) is not None
+
+
+def is_write(work: Work) -> TypeGuard[WriteChunk]:
+    return isinstance(work, WriteChunk)
 
 
 class Storm:
@@ -291,7 +303,8 @@ class Storm:
         self.chance = chance
         self.names = ["a", "b", "c", "d", "e"]
         window = chance.choice([1, 2048, 10_000])
-        self.net = Net(*self.names, window_bytes=window)
+        slow = chance.sample(self.names, chance.choice([0, 0, 1, 3]))
+        self.net = Net(*self.names, slow=slow, window_bytes=window)
         self.step = -1
         self.coding: deque[Callable[[], None]] = deque()
         self.has_spares = chance.random() < 0.4
@@ -429,6 +442,7 @@ def weather(seed: int, num_events: int) -> None:
         assert net.holds(name, storm.step), f"{name}: {describe(net, name)}"
         assert net.nodes[name].pulling.item is None
         assert len(net.nodes[name].store) <= KEEP + 1
+        assert not any(image.writing for image in net.nodes[name].store.values())
     assert not net.works
     assert not net.failed
 
@@ -527,13 +541,16 @@ def test_a_block_of_a_parcel_that_was_dropped_counts_for_no_other() -> None:
     while net.busy():
         net.deliver(net.busy()[0])
     assert item in net.nodes["b"].parcels
-    mine = [work for _, work in net.works if work.parcel is net.nodes["b"].parcels[item]]
+    parcel = net.nodes["b"].parcels[item]
+    mine = [
+        work for _, work in net.works if isinstance(work, DecodeBlock) and work.parcel is parcel
+    ]
     assert len(mine) == len(pieces_of(1, 0))
     for work in mine[1:]:
-        net.perform("b", net.nodes["b"].decoded(work, work.run(), now=0.0))
-    net.perform("b", net.nodes["b"].decoded(stale, stale.run(), now=0.0))
+        net.perform("b", net.nodes["b"].worked(work, work.run(), now=0.0))
+    net.perform("b", net.nodes["b"].worked(stale, stale.run(), now=0.0))
     assert v(1) not in net.nodes["b"].store
-    net.perform("b", net.nodes["b"].decoded(mine[0], mine[0].run(), now=0.0))
+    net.perform("b", net.nodes["b"].worked(mine[0], mine[0].run(), now=0.0))
     assert net.holds("b", 1)
 
 
@@ -546,7 +563,7 @@ def test_a_block_that_does_not_decode_has_the_version_fetched_in_another_form() 
     while not net.works:
         net.deliver(net.busy()[0])
     _, work = net.works.pop(0)
-    net.perform("b", net.nodes["b"].decoded(work, "it is wrong", now=0.0))
+    net.perform("b", net.nodes["b"].worked(work, "it is wrong", now=0.0))
     net.settle()
     assert net.holds("b", 1)
     assert (v(1), work.form) not in net.nodes["b"].parcels

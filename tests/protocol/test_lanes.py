@@ -28,12 +28,19 @@ def make(*, rtt_s: float | None = 0.1, first: int = 2 * CHUNK) -> Lane:
     return lane
 
 
+def take(lane: Lane, *, now: float, num_bytes: int = CHUNK) -> tuple[int, int]:
+    """Take a chunk that is written at once."""
+    lane.came(num_bytes, now=now)
+    lane.settle(num_bytes, now=now)
+    return lane.took(num_bytes, chunk_bytes=CHUNK)
+
+
 def pull(lane: Lane, rate: float, *, num_chunks: int, at: float = 0.0) -> tuple[float, int]:
     """Take chunks at a rate; return (when the last came, credit given)."""
     credit = lane.begin(now=at)
     for _ in range(num_chunks):
         at += CHUNK / rate
-        credit += lane.took(CHUNK, chunk_bytes=CHUNK, now=at)[1]
+        credit += take(lane, now=at)[1]
     return at, credit
 
 
@@ -76,7 +83,7 @@ def test_without_a_rate_or_a_round_trip_the_window_stays(rtt_s: float | None) ->
 def test_credit_is_given_every_quarter_of_the_window() -> None:
     lane = make(rtt_s=None, first=16 * CHUNK)
     lane.begin(now=0.0)
-    given = [lane.took(CHUNK, chunk_bytes=CHUNK, now=0.1) for _ in range(12)]
+    given = [take(lane, now=0.1) for _ in range(12)]
     assert given == [(0, 0), (0, 0), (0, 0), (4 * CHUNK, 4 * CHUNK)] * 3
 
 
@@ -166,21 +173,21 @@ def test_one_that_starves_at_times_is_given_longer() -> None:
     lane.begin(now=0.0)
     at = 5.0  # for the first chunk everybody waits
     for _ in range(200):
-        lane.took(CHUNK, chunk_bytes=CHUNK, now=(at := at + 0.01))
+        take(lane, now=(at := at + 0.01))
     assert lane.patience_s(CHUNK) == MIN_PATIENCE_S
-    lane.took(CHUNK, chunk_bytes=CHUNK, now=(at := at + 0.45))
+    take(lane, now=(at := at + 0.45))
     assert lane.patience_s(CHUNK) == pytest.approx(1.35)
     for _ in range(200):
-        lane.took(CHUNK, chunk_bytes=CHUNK, now=(at := at + 0.01))
+        take(lane, now=(at := at + 0.01))
     assert lane.patience_s(CHUNK) == MIN_PATIENCE_S
 
 
 def test_what_the_parent_itself_waits_for_is_no_gap() -> None:
     lane = make()
     lane.begin(now=0.0)
-    lane.took(CHUNK, chunk_bytes=CHUNK, now=0.1)
+    take(lane, now=0.1)
     lane.rate.pause()  # as a Waiting does
-    lane.took(CHUNK, chunk_bytes=CHUNK, now=3.0)
+    take(lane, now=3.0)
     assert lane.longest_gap_s == 0.0
 
 
@@ -203,7 +210,7 @@ def test_the_second_silence_counts_with_the_first() -> None:
     assert lane.silence_s(CHUNK, now=STALL_S) == STALL_S
     lane.is_silent, lane.progress_at = True, STALL_S
     assert lane.silence_s(CHUNK, now=2 * STALL_S) == 2 * STALL_S
-    lane.took(1, chunk_bytes=CHUNK, now=2 * STALL_S)
+    take(lane, now=2 * STALL_S, num_bytes=1)
     assert not lane.is_silent
 
 

@@ -124,7 +124,7 @@ def test_half_a_parcel_is_decoded_and_the_rest_is_asked_for(base: int | None) ->
     assert works, "some blocks can be decoded already"
     for work in works:
         assert work.run() == ""
-        broadcast.decoded(work, "", now=0.0)
+        broadcast.worked(work, "", now=0.0)
     assert broadcast.progress() == (v(1), num_held, parcel.num_chunks)
     asked = [message_of(action.frames) for action in broadcast.set_parent("a", now=0.0)]
     (fetch,) = [message for message in asked if isinstance(message, Fetch)]
@@ -140,7 +140,7 @@ def test_half_a_parcel_is_decoded_and_the_rest_is_asked_for(base: int | None) ->
             parcel.hold(index, data)
             for work in broadcast.pulling.store.decodable(parcel, index):
                 assert work.run() == ""
-                broadcast.decoded(work, "", now=0.0)
+                broadcast.worked(work, "", now=0.0)
     assert parcel.journal.records == records_of(1, base)[8:]
     assert broadcast.newest_complete == v(1)
     assert bytes(broadcast.store[v(1)].arena) == weights(1)
@@ -149,7 +149,7 @@ def test_half_a_parcel_is_decoded_and_the_rest_is_asked_for(base: int | None) ->
 def test_a_whole_parcel_whose_image_was_not_done_is_decoded_without_a_parent() -> None:
     broadcast, _ = node(0)
     for work in broadcast.resume(left(1, 0), now=0.0):
-        broadcast.decoded(work, work.run(), now=0.0)
+        broadcast.worked(work, work.run(), now=0.0)
     assert broadcast.newest_complete == v(1)
     assert broadcast.fetching is None
 

@@ -275,6 +275,46 @@ def test_one_of_a_third_of_the_rate_is_not_waited_for_after_five_seconds() -> No
     assert lead[-1] > 2 * MAX_LEAD_CHUNKS
 
 
+def take_for(serving: Serving, seconds: float, *, now: float, every: dict[str, int]) -> list[int]:
+    """Let each child take a chunk every so many ticks, without end; count what they are sent."""
+    num_sent = dict.fromkeys(every, 0)
+    for tick in range(1, int(seconds / 0.25) + 1):
+        at = now + 0.25 * tick
+        actions = serving.expire(at)
+        for peer, ticks in every.items():
+            if tick % ticks == 0:
+                actions += credit(serving, peer, 1, at)
+        for peer in every:
+            num_sent[peer] += len(chunks(actions, peer))
+            serving.children[peer].wanted.extend([0] * len(chunks(actions, peer)))
+    return list(num_sent.values())
+
+
+def test_one_that_stalls_after_a_good_minute_is_waited_for_only_for_a_while() -> None:
+    """As one whose disk has no more memory to hide behind."""
+    serving = make()
+    fetch(serving, "b", credit_bytes=1)
+    fetch(serving, "c", credit_bytes=1)
+    assert min(take_for(serving, 60.0, now=0.0, every={"b": 1, "c": 1})) >= 239
+    take_for(serving, 20.0, now=60.0, every={"b": 1, "c": 4})
+    slow_apart = take_for(serving, 10.0, now=80.0, every={"b": 1, "c": 4})
+    assert slow_apart == [40, 10]
+    # It is as good as its siblings again soon after it takes as much as they do.
+    take_for(serving, 20.0, now=90.0, every={"b": 1, "c": 1})
+    serving.children["b"].lead = serving.children["c"].lead
+    assert take_for(serving, 4.0, now=110.0, every={"b": 1, "c": 8})[0] <= 2 + MAX_LEAD_CHUNKS
+
+
+def test_one_that_was_slow_with_the_version_before_is_not_waited_for() -> None:
+    serving = make()
+    fetch(serving, "slow", credit_bytes=1)
+    fetch(serving, "fast", credit_bytes=1)
+    take_for(serving, 20.0, now=0.0, every={"slow": 8, "fast": 1})
+    for peer in ("slow", "fast"):
+        fetch(serving, peer, now=21.0, credit_bytes=1)
+    assert take_for(serving, 4.0, now=21.0, every={"slow": 8, "fast": 1})[1] >= 15
+
+
 def test_equals_in_lockstep_are_both_healthy() -> None:
     serving = make()
     fetch(serving, "b", credit_bytes=1)

@@ -12,10 +12,13 @@ import pytest
 
 from echo.errors import RefusedError, TransportError
 from echo.protocol import codec
-from echo.protocol.actions import Send
+from echo.protocol.actions import Action, Send
+from echo.protocol.codec import encode
 from echo.protocol.messages import (
     Ack,
+    Chunk,
     Deliver,
+    Fetch,
     Finish,
     Grant,
     Heartbeat,
@@ -23,7 +26,9 @@ from echo.protocol.messages import (
     NodeStats,
     Ready,
     Rehello,
+    Waiting,
 )
+from echo.protocol.serving import SLOW_AFTER_S, WAITING_PERIOD_S
 from echo.rollout import PolicyVersion
 from echo.sim.network import Link
 from tests.protocol.harness import (
@@ -809,3 +814,26 @@ def test_nothing_is_trained_twice_or_lost_whoever_dies_whenever(tmp_path: Path, 
     ended = {r["group"] for r in of_kind(run, "discarded")} | set(run.trained())
     for group_id in {group_id for group_id, _ in run.acked}:
         assert group_id in ended or group_id in run.learner.buffer
+
+
+def test_the_learner_looks_after_the_children_that_it_holds_back(tmp_path: Path) -> None:
+    session = Run(tmp_path).start_learner().session
+    version = session.broadcast.newest_complete
+    assert version is not None
+
+    def fetch(peer: str, credit_bytes: int) -> list[Action]:
+        message = Fetch(version=version, ranges=((0, 6),), credit_bytes=credit_bytes)
+        return session.receive(peer, encode(message, source=peer), now=1.0)
+
+    fetch("stuck", 1)
+    num_sent = sum(chunks_to("fast", fetch("fast", 1 << 20)))
+    assert num_sent < 6
+    assert session.deadline <= 1.0 + WAITING_PERIOD_S
+    told = [message_of(action.frames) for action in session.expire(now=1.5)]
+    assert [message.version for message in told if isinstance(message, Waiting)] == [version]
+    assert num_sent + sum(chunks_to("fast", session.expire(now=1.0 + SLOW_AFTER_S))) == 6
+
+
+def chunks_to(peer: str, actions: list[Action]) -> list[bool]:
+    sends = [action for action in actions if isinstance(action, Send) and action.peer == peer]
+    return [isinstance(message_of(send.frames), Chunk) for send in sends]

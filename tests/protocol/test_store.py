@@ -39,6 +39,7 @@ class Rooms:
         self.arenas: dict[PolicyVersion, memoryview] = {}
         self.journals: dict[tuple[PolicyVersion, Form], Pages] = {}
         self.is_full = False
+        self.may_block = False
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         if self.is_full:
@@ -57,6 +58,9 @@ class Rooms:
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
         assert self.live[version] is None
         self.live[version] = signed
+
+    def write(self, place: memoryview, data: bytes | bytearray | memoryview) -> None:
+        place[:] = data
 
     def drop(self, version: PolicyVersion) -> None:
         self.live.pop(version, None)

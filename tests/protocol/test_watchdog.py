@@ -142,7 +142,7 @@ def test_what_only_a_lost_parent_has_offered_is_not_waited_for() -> None:
 def test_all_are_forgotten_that_are_left_because_they_lack_a_version() -> None:
     net, _ = with_liar()
     net.settle()
-    net.nodes["b"].pulling._end()
+    net.nodes["b"].pulling.end()
     for _ in range(2):
         net.perform("b", net.nodes["b"].expect(v(5), now=net.now))
         net.now += 10 * STALL_S
@@ -190,7 +190,7 @@ def test_a_pause_before_an_item_does_not_count_for_it() -> None:
     net.settle()
     run(net.publish(1)[:1])
     net.nodes["b"].pulling.offers.refuse((v(1), DELTA))
-    net.nodes["b"].pulling._end()
+    net.nodes["b"].pulling.end()
     net.wait(100.0)
     liar.say(Announce(version=v(2), offers=(ParcelOffer(v(2), v(0), 1),)))
     net.settle()

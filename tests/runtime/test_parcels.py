@@ -81,7 +81,7 @@ class Pair:
                     message, payload = message_of(action.frames), list(action.frames[1:])
                     self.perform(target, other.receive(name, message, payload, now=0.0))
                 case DecodeBlock():
-                    self.perform(name, self.child.decoded(action, action.run(), now=0.0))
+                    self.perform(name, self.child.worked(action, action.run(), now=0.0))
                 case VersionArrived():
                     self.arrived.append(action.version)
 

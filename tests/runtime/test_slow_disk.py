@@ -1,0 +1,130 @@
+"""A disk slower than the link: the node goes on as before, and only its own versions come late.
+
+Nodes, sessions, ZeroMQ with CURVE and file arenas are the real ones; below them `write` waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from bench.publishing import ForcedPlanning
+from echo.protocol.codec import Frame
+from echo.runtime.arenas_files import FileArenas
+from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NETWORK, NUM_CHUNKS, Fleet, play
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 4 * IMAGE_BYTES
+WRITE_S = 0.15
+"""What one chunk takes: the disk takes 0.9 MB/s per thread."""
+HANGS_S = 30.0
+"""After which a disk that stands still goes on, so that a loop that waits for it fails its test."""
+
+
+class SlowArenas(FileArenas):
+    """Arenas on a disk that takes its time."""
+
+    def write(self, place: memoryview, data: Frame) -> None:
+        time.sleep(WRITE_S)
+        super().write(place, data)
+
+
+class StuckArenas(FileArenas):
+    """Arenas on a disk that stands still until it is let go."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, LIMIT)
+        self.gate = threading.Event()
+        self.num_begun = 0
+
+    def write(self, place: memoryview, data: Frame) -> None:
+        self.num_begun += 1
+        self.gate.wait(HANGS_S)
+        super().write(place, data)
+
+
+class Pulse:
+    """A task that only wants to run often, and notes how long it had to wait."""
+
+    def __init__(self) -> None:
+        self.largest_gap_s = 0.0
+        self._task = asyncio.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.01)
+            now = time.monotonic()
+            self.largest_gap_s, last = max(self.largest_gap_s, now - last), now
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+def starred(scenario: Callable[[Fleet], Awaitable[None]]) -> Callable[[Fleet], Awaitable[None]]:
+    """Let all relays take full images from the learner."""
+
+    async def play_it(fleet: Fleet) -> None:
+        fleet.session.planning = ForcedPlanning(fleet.session.planning, "star")
+        await scenario(fleet)
+
+    return play_it
+
+
+def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        arenas = StuckArenas(tmp_path)
+        try:
+            await fleet.join("slow", arenas=arenas)
+            await fleet.join("fast")
+            await fleet.publish(arrive=False)
+            await fleet.until(lambda: arenas.num_begun, "the disk has begun to write")
+            slow, member = fleet.relays["slow"], fleet.session.roster.nodes["slow"]
+            stuck_at = asyncio.get_running_loop().time()
+            await fleet.arrived("fast")
+            # All in one process: had the slow node blocked the loop, it would hang until HANGS_S.
+            assert not arenas.gate.is_set()
+            assert slow.share == 0.0, f"held {slow.broadcast.progress()}"
+            assert slow.broadcast.bytes_received <= NETWORK["window_bytes"] + CHUNK_BYTES
+            await fleet.until(lambda: member.heard_at > stuck_at, "its heartbeats come")
+            assert asyncio.get_running_loop().time() < stuck_at + HANGS_S
+            arenas.gate.set()
+            await fleet.arrived()
+            assert slow.parent == "learner"
+            assert slow.broadcast.num_bad_chunks == slow.broadcast.num_duplicate_chunks == 0
+        finally:
+            arenas.gate.set()
+
+    play("zmq", starred(scenario), codec="full")
+
+
+def test_a_version_comes_at_the_pace_of_the_disk_and_the_operator_reads_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("slow", arenas=SlowArenas(tmp_path, LIMIT))
+        await fleet.join("fast")
+        pulse = Pulse()
+        begun_at = time.monotonic()
+        await fleet.publish(arrive=False)
+        await fleet.arrived("fast")
+        slow = fleet.relays["slow"]
+        assert slow.share < 1.0, "it has come to the fast one alone"
+        await fleet.arrived()
+        took_s = time.monotonic() - begun_at
+        await fleet.publish()
+        await pulse.end()
+        assert pulse.largest_gap_s < took_s / 2
+        assert slow.parent == "learner"
+        assert slow.broadcast.bytes_received == 2 * IMAGE_BYTES
+        assert caplog.text.count("the disk under network.arena_dir is slower") == 1
+
+    play("zmq", starred(scenario), codec="full")
+    assert NUM_CHUNKS * WRITE_S > 4.0, "or the disk is too fast to tell"
