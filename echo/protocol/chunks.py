@@ -108,15 +108,24 @@ def _refuse(pulling: Pulling, work: WriteChunk, now: float) -> list[Action | Par
     pulling.num_bad_chunks += 1
     version, _ = work.item_id
     text = f"chunk {work.index} of {version} from {work.peer} does not match its hash"
-    lane = pulling.lanes.of(work.peer)
-    if lane is None:
-        return [Note("warning", text)]
-    lane.num_bad_chunks += 1
-    if lane.num_bad_chunks >= MAX_BAD_CHUNKS:
-        pulling.disconnect(lane)
-        return [Note("warning", text), ParentFailed(work.peer, text, is_corrupt=True)]
-    request = pulling.asking.request(pulling.item, lane, now)
-    return [Note("warning", f"{text}; asking again"), *request]
+    actions: list[Action | ParentFailed] = [Note("warning", f"{text}; asking again")]
+    lane = pulling.lanes.of(work.peer)  # None if that parent was left meanwhile
+    if lane is not None:
+        lane.num_bad_chunks += 1
+        if lane.num_bad_chunks >= MAX_BAD_CHUNKS:
+            pulling.disconnect(lane)
+            actions.append(ParentFailed(work.peer, text, is_corrupt=True))
+    return [*actions, *_ask_again(pulling, work, now)]
+
+
+def _ask_again(pulling: Pulling, work: WriteChunk, now: float) -> list[Action]:
+    """Ask for a chunk over the lane whose it is now: while it was written they may have changed."""
+    if pulling.item != work.item_id:
+        return []
+    lanes = pulling.lanes
+    shares = [(lane, lanes.share(lane)) for lane in lanes]
+    asked = [lane for lane, share in shares if share and work.index % share[1] == share[0]]
+    return pulling.asking.request_all(pulling.item, now, asked)
 
 
 def _leave(pulling: Pulling, work: WriteChunk, fault: str, now: float) -> list[Action]:

@@ -92,14 +92,9 @@ class Pulling:
         return peer
 
     def _forget(self, peer: str) -> None:
-        """Forget what a parent has offered, and how long it took.
-
-        What is still being written of it may be wrong: the next parent is asked for that as well.
-        """
+        """Forget what a parent has offered, and how long it took."""
         self.offers.forget(peer)
         self.watchdog.forget(peer)
-        for image in self.store.images.values():
-            image.writing = {at: source for at, source in image.writing.items() if source != peer}
 
     def _forsake(self, now: float) -> list[Action]:
         """Give up what nobody offers any more, if there is no proof that it exists.

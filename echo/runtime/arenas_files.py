@@ -177,8 +177,8 @@ class FileArenas(ArenaStore):
     def close(self) -> None:
         """Release the directory; the versions in it stay for a later process.
 
-        Waits for what is queued for the disk. A chunk that a thread is still writing is no harm to
-        a later process: it was verified before.
+        Waits for what is queued for the disk. A later process should begin when this one has ended:
+        until then its threads may still write chunks, verified ones, into the arenas.
         """
         super().close()
         self._parcels.close()

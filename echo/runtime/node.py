@@ -217,12 +217,13 @@ class Node:
     def _on_finished(self, work: Work, future: asyncio.Future[str]) -> None:
         if self.has_ended or future.cancelled():
             return
-        error = future.exception()
-        if error is not None:
-            self.log.error("internal error", exc_info=error)
+        try:
+            self.perform(self._session.worked(work, future.result(), now=self.now))
+        except EchoError as error:
             self.stop("failed", error)
-            return
-        self.perform(self._session.worked(work, future.result(), now=self.now))
+        except Exception as error:
+            self.log.exception("internal error")
+            self.stop("failed", error)
 
     def _arm(self) -> None:
         if self._timer is not None:

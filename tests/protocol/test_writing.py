@@ -141,27 +141,24 @@ def test_what_is_being_written_is_not_asked_for() -> None:
     net = fetching()
     net.decode()
     net.attach("b", "a")
-    # A parent that was left may have sent anything: its chunks are asked for again.
-    assert net.messages("b", Fetch)[-1].ranges == ((1, NUM_CHUNKS),)
-    lane = net.lane()
+    assert net.messages("b", Fetch)[-1].ranges == ((WINDOW_CHUNKS, NUM_CHUNKS),)
     net.deliver_all()
-    actions = net.nodes["b"].pulling.asking.request((v(0), FULL), lane, net.now)
-    held = 1 + len({work.index for work in net.writes if work.peer == lane.peer})
-    assert say(actions, Fetch)[0].ranges == ((held, NUM_CHUNKS),)
+    actions = net.nodes["b"].pulling.asking.request((v(0), FULL), net.lane(), net.now)
+    assert say(actions, Fetch)[0].ranges == ((1 + len(net.writes), NUM_CHUNKS),)
     net.settle()
     assert net.holds("b", 0)
 
 
-def test_the_same_chunk_of_two_parents_counts_once() -> None:
+def test_a_parent_that_takes_over_while_chunks_are_written_brings_none_of_them_again() -> None:
     net = fetching()
     net.attach("b", "a")
     net.deliver_all()
-    assert [work.index for work in net.writes] == [0, 1, 2, 3] * 2
-    for place in (4, 0):
-        net.decode(place)
-    assert net.nodes["b"].store[v(0)].num_held == 1
+    assert [work.index for work in net.writes] == list(range(2 * WINDOW_CHUNKS))
     net.settle()
-    assert net.nodes["b"].store[v(0)].num_held == NUM_CHUNKS
+    assert net.holds("b", 0)
+    # Copies would have used up its credit without ever giving any back.
+    assert net.nodes["b"].num_duplicate_chunks == 0
+    assert net.now == 0.0
 
 
 def test_a_chunk_of_a_version_that_was_dropped_changes_nothing() -> None:
@@ -209,6 +206,27 @@ def test_wrong_chunks_are_never_written_and_end_their_parent() -> None:
     net.attach("b", "a")
     while net.writes:
         net.decode()
+    net.settle()
+    assert net.holds("b", 0)
+
+
+def test_a_chunk_found_wrong_after_the_lanes_were_divided_anew_is_asked_for_again() -> None:
+    net = SlowNet("a", "b")
+    net.set_num_lanes("b", ["a", "a"])
+    net.publish_image(0)
+    while not (ways := [way for way in net.busy() if isinstance(net.queues[way][0][0], Chunk)]):
+        for each in net.busy():
+            net.deliver(each)
+    message, [data] = net.queues[ways[0]][0]
+    net.queues[ways[0]][0] = message, [bytes(reversed(data))]
+    net.deliver_all()
+    bad = next(n for n, work in enumerate(net.writes) if work.index == message.index)
+    _, work = net.works.pop(bad)
+    net.set_num_lanes("b", ["a", "a", "a"])
+    net.settle()
+    assert not net.holds("b", 0)
+    assert not any(lane.is_pulling for lane in net.nodes["b"].pulling.lanes)
+    net.perform("b", net.nodes["b"].worked(work, work.run(), now=net.now))
     net.settle()
     assert net.holds("b", 0)
 

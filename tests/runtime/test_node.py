@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from echo.errors import StorageError
-from echo.protocol.actions import Action, Dial, LeasesChanged, Note, Send, Stop
+from echo.protocol.actions import Action, Dial, LeasesChanged, Note, Send, Stop, Work
 from echo.protocol.codec import Frame
+from echo.protocol.parcel import DecodeBlock
 from echo.runtime.node import Node
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 
@@ -25,6 +26,9 @@ class Script:
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         return self.on_message(peer, frames)
+
+    def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
+        return fail()
 
     def expire(self, *, now: float) -> list[Action]:
         self.deadline = None
@@ -71,6 +75,22 @@ def test_an_error_of_the_timer_ends_it_without_a_trace(caplog: pytest.LogCapture
 
     play(scenario)
     assert "internal error" not in caplog.text
+
+
+@pytest.mark.parametrize("is_in_thread", [True, False])
+def test_an_error_of_work_in_a_thread_or_of_its_result_ends_it(is_in_thread: bool) -> None:
+    class Block(DecodeBlock):
+        def run(self) -> str:
+            return str(fail()) if is_in_thread else ""
+
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        node.perform([object.__new__(Block)])
+        with pytest.raises(StorageError, match="the disk is full"):
+            await running
+
+    play(scenario)
 
 
 def test_an_error_of_a_task_ends_it_and_everything_beside_it(
