@@ -44,7 +44,7 @@ def take(
     work = WriteChunk(item_id, item, message.index, peer, data, write)
     if len(data) != item.chunk_size(message.index):
         return _refuse(pulling, work, now)
-    item.writing[message.index] = peer
+    item.writing.add(message.index)
     lane.came(len(data), now=now)
     pulling.rate.add(len(data), now=now)
     if not pulling.store.may_block(item_id):
@@ -65,10 +65,9 @@ def written(
         lane.settle(size, now=now)
     if pulling.store.may_block(work.item_id):
         pulling.disk.end(0 if fault else size)
-    if item.writing.get(index) == work.peer:
-        del item.writing[index]
-    if pulling.store.get(work.item_id) is not item or item.has_chunk[index]:
-        # Dropped, or two parents have sent it. What it took of the window is free again.
+    item.writing.discard(index)
+    if pulling.store.get(work.item_id) is not item:
+        # It was dropped. What the chunk took of the window is free again.
         return [*_give_credit(pulling, lane, size), *pulling.disk.look(now=now)]
     if fault == WRONG_HASH:
         return _refuse(pulling, work, now)

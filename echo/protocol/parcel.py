@@ -158,7 +158,7 @@ class Parcel(Chunked):
         """The signed tables, as they travel."""
         self.has_chunk = bytearray()
         self.num_held = 0
-        self.writing: dict[int, str] = {}
+        self.writing: set[int] = set()
         self.arena: memoryview | None = None
         """Where the image is decoded to, of `image_bytes`; the caller provides it."""
         self.expected_bytes = 0

@@ -101,8 +101,8 @@ class Chunked(abc.ABC):
     has_chunk: bytearray
     """One byte per chunk: 1 if held and verified."""
     num_held: int
-    writing: dict[int, str]
-    """Chunks that are being verified and written, and the parent that each has come from."""
+    writing: set[int]
+    """Chunks that are being verified and written."""
     journal: Journal | None = None
     """Where chunks are written down as they come."""
 
@@ -196,7 +196,7 @@ class Transfer(Chunked):
     arena: bytearray | memoryview
     has_chunk: bytearray
     num_held: int = 0
-    writing: dict[int, str] = field(default_factory=dict)
+    writing: set[int] = field(default_factory=set)
 
     @property
     def num_bytes(self) -> int:

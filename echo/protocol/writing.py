@@ -1,6 +1,6 @@
 """Chunks between their arrival and the arena: verified, written, and only then held.
 
-    Chunk -> WriteChunk -> [a thread, or here and now] -> `Pulling.written`: held, served, credited
+    Chunk -> WriteChunk -> [a thread, or here and now] -> `chunks.written`: held, served, credited
 
 Where an arena may make its writer wait (a mapped file, whose pages the kernel holds back when the
 disk is behind), the work goes to a thread and the loop goes on. In memory it is done at once, since
@@ -9,7 +9,8 @@ a thread costs more than the copy; so are chunks of parcels, which lie in memory
 * **Backpressure.** Credit is given for what has been written: what waits in memory is bounded by
   the windows of the lanes, and a slow disk slows the parent.
 * **Order.** Writes end in any order; nothing depends on it. A chunk that is being written is not
-  missing (it is not asked for), and not held (it is not served).
+  missing (it is not asked for, of whatever parent; a second copy is thrown away), and not held (it
+  is not served).
 * **What becomes of the arena meanwhile** does not matter. Bytes are verified before they are
   written, so what is written late is right. The work keeps the arena lent, so that it is not
   recycled for another version. The result of a write into an item that was dropped is ignored, but
