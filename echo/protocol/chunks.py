@@ -40,6 +40,9 @@ def take(
     if item.has_chunk[message.index] or message.index in item.writing:
         pulling.num_duplicate_chunks += 1
         return []
+    if not lane.has_room(len(data)):
+        reason = "it sends far more than it was given credit for"
+        return [ParentFailed(pulling.disconnect(lane), reason)]
     write = pulling.store.arenas.write
     work = WriteChunk(item_id, item, message.index, peer, data, write)
     if len(data) != item.chunk_size(message.index):

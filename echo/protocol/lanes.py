@@ -41,6 +41,9 @@ MAX_PROMISE_S = 2.0
 GAP_MEMORY = 0.98
 """What is left of the longest gap with every chunk that comes sooner."""
 MAX_WINDOW_BYTES = 64 << 20
+MAX_WRITING_WINDOWS = 4
+"""Largest windows of a link that may wait to be written: what was under way when chunks were asked
+for anew comes besides."""
 MAX_DOUBLINGS = 4
 """Of the patience with parents that have not shown a rate: 16 times the configured time."""
 MAX_BAD_CHUNKS = 3
@@ -142,6 +145,11 @@ class Lane:
         self.progress_at, self.promised_s = now, 0.0
         self.rate.pause()
         return max(0, self.window - self.writing_bytes)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether so much more may wait to be written; an honest parent heeds its credit."""
+        most = max(MAX_WINDOW_BYTES, self.first_window_bytes)
+        return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * most
 
     @property
     def can_bring(self) -> bool:

@@ -7,7 +7,8 @@ disk is behind), the work goes to a thread and the loop goes on. In memory it is
 a thread costs more than the copy; so are chunks of parcels, which lie in memory everywhere.
 
 * **Backpressure.** Credit is given for what has been written: what waits in memory is bounded by
-  the windows of the lanes, and a slow disk slows the parent.
+  the windows of the lanes, and a slow disk slows the parent. One that sends far more than its
+  credit is left.
 * **Order.** Writes end in any order; nothing depends on it. A chunk that is being written is not
   missing (it is not asked for, of whatever parent; a second copy is thrown away), and not held (it
   is not served).

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from echo.protocol import lanes
 from echo.protocol.actions import Note, Send
 from echo.protocol.broadcast import ParentFailed
 from echo.protocol.disk import LIMIT_S
@@ -100,6 +101,25 @@ def test_each_write_frees_its_part_of_the_window() -> None:
     net.decode(2)
     (credit,) = net.messages("b", Credit)
     assert credit.taken_bytes == credit.credit_bytes == CHUNK_BYTES
+
+
+def test_a_parent_that_does_not_heed_its_credit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MAX_WINDOW_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(lanes, "MAX_WRITING_WINDOWS", 2)
+    net = fetching()
+    node, link, image = net.nodes["b"], net.link("b", 0) or "", image_of(0)
+    limit = 2 * WINDOW_CHUNKS
+    for index in range(WINDOW_CHUNKS, limit + 1):
+        assert not net.failures, index
+        chunk = Chunk(version=v(0), form=FULL, index=index)
+        data = image[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        net.perform("b", node.receive(link, chunk, [data], now=net.now))
+    assert [(each.peer, each.is_corrupt) for each in net.failures] == [(link, False)]
+    assert "credit" in net.failures[0].reason
+    assert [work.index for work in net.writes] == list(range(limit))
+    net.attach("b", "a")
+    net.settle()
+    assert net.holds("b", 0)
 
 
 def test_what_is_being_written_takes_its_part_of_the_next_window_too() -> None:
