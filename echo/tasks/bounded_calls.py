@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -48,15 +49,20 @@ class _CallingThread(threading.Thread):
                 job.result.set_result(job.function())
             except BaseException as error:  # noqa: BLE001 -- the caller learns of it, whatever it is
                 job.result.set_exception(error)
+            del job  # it may refer to whoever made this thread, and keep both alive
 
 
 class BoundedCalls:
-    """Hand calls to threads; replace one whose call does not come back."""
+    """Hand calls to threads; replace one whose call does not come back.
+
+    The threads end when nobody refers to this any more.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[_CallingThread] = []
         self._stuck: list[_CallingThread] = []
+        weakref.finalize(self, _end, self._idle).atexit = False
 
     def call(self, function: Callable[[], Answer], timeout_s: float) -> Answer:
         """Return what the function returns.
@@ -97,3 +103,8 @@ class BoundedCalls:
         thread.jobs.put(None)  # should the call return after all, the thread ends
         with self._lock:
             self._stuck.append(thread)
+
+
+def _end(threads: list[_CallingThread]) -> None:
+    for thread in threads:
+        thread.jobs.put(None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -83,6 +84,18 @@ def test_the_number_of_stuck_calls_is_bounded_and_recovers(gate: threading.Event
     for thread in stuck:
         thread.join(120)
     assert score(Judge(lambda: 1), EXAMPLE, "", 60) == 1.0
+
+
+def test_threads_end_with_what_they_were_made_for() -> None:
+    threads: list[threading.Thread] = []
+    task = Judge(lambda: threads.append(threading.current_thread()) or 1)
+    host = InlineHost(task, Limits(score_s=60, step_s=60))
+    assert host.score(EXAMPLE, "") == 1.0
+    assert threads[0].is_alive()
+    del host
+    gc.collect()
+    threads[0].join(60)
+    assert not threads[0].is_alive()
 
 
 def test_threads_are_used_again(gate: threading.Event) -> None:
