@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 PIECE_BYTES = 2048
 
@@ -13,7 +16,8 @@ PIECE_BYTES = 2048
 class SlowLink:
     """Carries connections to a port of this machine; what comes back from there is slow.
 
-    It can be held after so many bytes. Closing ends all connections.
+    It can be held after so many bytes. A connection that the port refuses is closed at once.
+    Closing ends all connections.
     """
 
     def __init__(self, port: int, *, bytes_per_s: float) -> None:
@@ -22,24 +26,40 @@ class SlowLink:
         self._target = ("127.0.0.1", port)
         self._bytes_per_s = bytes_per_s
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: list[socket.socket] = [self._listener]
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
         self._lock = threading.Lock()
         self._free_at = 0.0
         self._limit = math.inf
         self._moved = threading.Condition()
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._spawn(self._accept)
+
+    def _spawn(self, function: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=function, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _accept(self) -> None:
         while True:
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
             except OSError:
                 return
-            self._sockets += [near, far]
-            threading.Thread(target=self._carry, args=(near, far, False), daemon=True).start()
-            threading.Thread(target=self._carry, args=(far, near, True), daemon=True).start()
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:
+                near.close()
+                continue
+            with self._lock:
+                if self._is_closed:
+                    near.close()
+                    far.close()
+                    return
+                self._sockets += [near, far]
+                self._spawn(self._carry, near, far, False)
+                self._spawn(self._carry, far, near, True)
 
     def _carry(self, source: socket.socket, target: socket.socket, is_down: bool) -> None:
         try:
@@ -55,8 +75,8 @@ class SlowLink:
         except OSError:
             pass
         finally:
-            for each in (source, target):
-                each.close()
+            _end(source)  # the other direction ends too
+            _end(target)
 
     def _wait(self, num_bytes: int) -> None:
         """Wait until the link, which all connections share, has carried so much more."""
@@ -75,5 +95,17 @@ class SlowLink:
     def close(self) -> None:
         """End everything."""
         self.hold_after(math.inf)
-        for each in self._sockets:
+        with self._lock:
+            self._is_closed = True
+        for each in [self._listener, *self._sockets]:
+            _end(each)
+        for thread in self._threads:
+            thread.join()
+        for each in [self._listener, *self._sockets]:
             each.close()
+
+
+def _end(each: socket.socket) -> None:
+    """Wake whoever waits for a socket: closing it alone would not."""
+    with contextlib.suppress(OSError):
+        each.shutdown(socket.SHUT_RDWR)
