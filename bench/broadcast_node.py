@@ -90,6 +90,7 @@ class Publisher(Node):
                     tell(hash=self._next.manifest.image_hash.hex())
                 case ["publish"]:
                     tell(at=time.monotonic())
+                    self.perform(self.session.make_way(now=self.now))
                     await self._parcels(self._codec).publish(self._next)
                 case ["force", kind, ways, count]:
                     force(self.session, kind, int(ways))

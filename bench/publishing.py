@@ -64,11 +64,16 @@ class ForcedPlanning(Planning):
         self.epoch = planning.epoch
         self._kind, self._ways = kind, ways
 
-    def is_due(self, *, now: float) -> bool:
+    def is_due(self, *, now: float, is_between: bool = False) -> bool:
         return False
 
     def plan(
-        self, members: Sequence[Member], *, uplink_bytes_per_s: float | None, now: float
+        self,
+        members: Sequence[Member],
+        *,
+        uplink_bytes_per_s: float | None,
+        now: float,
+        is_between: bool = False,
     ) -> dict[str, Plan]:
         # Who cannot be reached serves nobody: in a chain it comes last.
         ordered = sorted(members, key=lambda member: member.advertise is None)

@@ -254,22 +254,23 @@ class LearnerSession:
             case AssetRequest():
                 return reception.on_asset_request(source, message)
 
-    def replan(self, now: float) -> list[Action]:
+    def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
         """Tell every member whose parents have changed, soon if not now."""
         if not self._plans.may(len(self.roster.nodes), now=now):
             return []
-        planning, broadcast = self.planning, self.broadcast
-        planning.expect(broadcast.payload)
-        plans = planning.plan(
-            self.roster.members(), uplink_bytes_per_s=broadcast.uplink_bytes_per_s, now=now
+        self.planning.expect(self.broadcast.payload)
+        moved = self.planning.move(
+            self.roster.members(),
+            uplink_bytes_per_s=self.broadcast.uplink_bytes_per_s,
+            now=now,
+            is_between=is_between,
         )
-        actions: list[Action] = []
-        for member in self.roster.members():
-            plan = plans[member.node_id]
-            if member.plan is None or member.plan.stripes != plan.stripes:
-                member.plan = plan
-                actions += self._to(member.node_id, plan)
-        return actions
+        return [action for name, plan in moved for action in self._to(name, plan)]
+
+    def make_way(self, *, now: float) -> list[Action]:
+        """Plan for a version that is about to go out, if a plan is due."""
+        is_due = self.planning.is_due(now=now, is_between=True)
+        return self.replan(now, is_between=True) if is_due else []
 
     def _drop(self, member: Member, now: float) -> list[Action]:
         """Take back everything a node was given; it is no longer in the roster or was replaced."""

@@ -3,7 +3,9 @@
 A plan is made when a node joins or leaves, when one is caught sending wrong chunks, and again every
 REPLAN_S while versions take longer than WORTHWHILE_S to spread: then what the transfers have shown
 of the links may ask for another one. While versions are on their way it must save more: whoever
-changes its parent in the middle of a transfer loses time, and what is under way.
+changes its parent in the middle of a transfer loses time, and what is under way. So one is made
+before a version goes out, too, unless there was one at rest less than REPLAN_S ago: where versions
+follow each other closely, links would otherwise be known better and better to no use.
 `plan_topology` keeps the plan in force unless another is clearly better; only in a small fleet it
 starts afresh when a node that can serve has come or gone.
 
@@ -26,7 +28,7 @@ from echo.protocol.topology import Site, Topology, plan_parents, plan_topology
 from echo.protocol.transfer import Chunked
 
 REPLAN_S = 10.0
-MIN_GAIN, BUSY_GAIN = 0.05, 0.1
+MIN_GAIN, BUSY_GAIN = 0.03, 0.1
 """Share of the predicted time that another plan must save, at rest and in mid-transfer."""
 WORTHWHILE_S = 0.5
 SAME_REGION_RTT_S = 0.005
@@ -95,7 +97,7 @@ class Planning:
         self.topology: Topology | None = None
         self.downlink_limits: dict[str, float] = {}
         """Bytes per second that nodes can take which are limited by themselves, as last seen."""
-        self._planned_at, self._num_nodes = 0.0, 0
+        self._planned_at, self._rested_at, self._num_nodes = 0.0, 0.0, 0
         self._listening: tuple[str, ...] = ()
 
     def expect(self, payload: Chunked | None) -> None:
@@ -103,15 +105,26 @@ class Planning:
         if payload is not None and payload.num_chunks:
             self.payload_bytes, self.chunk_bytes = payload.num_bytes, payload.chunk_size(0)
 
-    def is_due(self, *, now: float) -> bool:
-        """Return whether what has been learned meanwhile may ask for another plan."""
+    def is_due(self, *, now: float, is_between: bool = False) -> bool:
+        """Return whether what has been learned meanwhile may ask for another plan.
+
+        Args:
+            now: the present.
+            is_between: whether one version has been sent and the next is about to be.
+        """
         if self.topology is None or self.topology.predicted_s < WORTHWHILE_S:
             return False
         # A plan costs in proportion to the fleet: larger ones are looked at less often.
-        return now >= self._planned_at + REPLAN_S * max(1.0, self._num_nodes / MANY_NODES)
+        period_s = REPLAN_S * max(1.0, self._num_nodes / MANY_NODES)
+        return now >= (self._rested_at if is_between else self._planned_at) + period_s
 
     def plan(
-        self, members: Sequence[Member], *, uplink_bytes_per_s: float | None, now: float
+        self,
+        members: Sequence[Member],
+        *,
+        uplink_bytes_per_s: float | None,
+        now: float,
+        is_between: bool = False,
     ) -> dict[str, Plan]:
         """Plan anew and return every member's plan, changed or not.
 
@@ -123,6 +136,7 @@ class Planning:
             members: every live node except the learner, in the order in which they joined.
             uplink_bytes_per_s: the learner's own, as far as it is known.
             now: the present.
+            is_between: whether one version has been sent and the next is about to be.
         """
         self._planned_at, self._num_nodes = now, len(members)
         receivers = [member for member in members if not member.is_standby]
@@ -133,11 +147,34 @@ class Planning:
             is_busy = any(member.stats.fetching is not None for member in receivers)
             # In its first version a fleet is unknown, and almost any other plan teaches something.
             is_settled = all(member.installed is not None for member in receivers)
-            plans = self._plan_from(view, BUSY_GAIN if is_busy and is_settled else MIN_GAIN)
+            does_disturb = is_busy and is_settled and not is_between
+            if not does_disturb:
+                self._rested_at = now
+            plans = self._plan_from(view, BUSY_GAIN if does_disturb else MIN_GAIN)
         for member in members:
             if member.is_standby:
                 plans[member.node_id] = Plan(epoch=self.epoch, stripes=())
         return plans
+
+    def move(
+        self,
+        members: Sequence[Member],
+        *,
+        uplink_bytes_per_s: float | None,
+        now: float,
+        is_between: bool = False,
+    ) -> list[tuple[str, Plan]]:
+        """Plan anew, as `plan`; return (node id, plan) of those whose parents change."""
+        plans = self.plan(
+            members, uplink_bytes_per_s=uplink_bytes_per_s, now=now, is_between=is_between
+        )
+        moved = []
+        for member in members:
+            plan = plans[member.node_id]
+            if member.plan is None or member.plan.stripes != plan.stripes:
+                member.plan = plan
+                moved.append((member.node_id, plan))
+        return moved
 
     def forecast(
         self, members: Sequence[Member], *, uplink_bytes_per_s: float | None

@@ -294,6 +294,7 @@ class LearnerNode(Node):
         self._ledger.published(version, root=root, image_hash=manifest.image_hash)
         self._pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
+        self.perform(session.make_way(now=self.now))
         await self._parcels.publish(publication)
         self._faults.reach("published", session.step)
         if self._evaluations is not None and await self._evaluations.is_due(version):

@@ -278,6 +278,7 @@ class SimLearner(Host):
         session, now = self.session, self.clock.now
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
         self._pace.published(version, num_bytes=round(self._version_bytes), now=now)
+        self.perform(session.make_way(now=now))
         self.perform(self._versions.publish(session.broadcast, version, now=now))
 
     # --- what is watched -------------------------------------------------------------------------

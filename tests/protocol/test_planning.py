@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,13 @@ def member(
 
 
 def plan(
-    planning: Planning, *members: Member, now: float = 0.0, uplink: float | None = 100 * MB
+    planning: Planning,
+    *members: Member,
+    now: float = 0.0,
+    uplink: float | None = 100 * MB,
+    is_between: bool = False,
 ) -> dict[str, Plan]:
-    return planning.plan(members, uplink_bytes_per_s=uplink, now=now)
+    return planning.plan(members, uplink_bytes_per_s=uplink, now=now, is_between=is_between)
 
 
 def first_parents(plans: dict[str, Plan]) -> dict[str, set[str]]:
@@ -84,18 +89,34 @@ def test_another_plan_is_due_only_where_versions_take_long() -> None:
     assert not small.is_due(now=1e6)
 
 
+def test_between_versions_another_plan_is_due_where_none_was_made_at_rest() -> None:
+    planning = make(payload_bytes=1 << 40)
+    busy = member("w0", fetching=v(2))
+    busy.installed = v(1)
+    plan(planning, busy, now=5.0, is_between=True)
+    plan(planning, busy, now=10.0)
+    now = 5.0 + REPLAN_S
+    assert not planning.is_due(now=now)
+    assert not planning.is_due(now=now - 0.1, is_between=True)
+    assert planning.is_due(now=now, is_between=True)
+    plan(planning, busy, now=now, is_between=True)
+    assert not planning.is_due(now=now + REPLAN_S - 0.1, is_between=True)
+
+
 @pytest.mark.parametrize(
-    ("fetching", "installed", "gain"),
+    ("fetching", "installed", "is_between", "gain"),
     [
-        (None, v(1), MIN_GAIN),
-        (v(2), v(1), BUSY_GAIN),
-        (v(1), None, MIN_GAIN),
+        (None, v(1), False, MIN_GAIN),
+        (v(2), v(1), False, BUSY_GAIN),
+        (v(2), v(1), True, MIN_GAIN),
+        (v(1), None, False, MIN_GAIN),
     ],
-    ids=["at rest", "in mid-transfer", "in the first version"],
+    ids=["at rest", "in mid-transfer", "between versions", "in the first version"],
 )
 def test_in_mid_transfer_another_plan_must_save_more(
     fetching: PolicyVersion | None,
     installed: PolicyVersion | None,
+    is_between: bool,
     gain: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,8 +130,34 @@ def test_in_mid_transfer_another_plan_must_save_more(
     members = [member("w0"), member("w1", fetching=fetching)]
     for each in members:
         each.installed = installed
-    plan(make(), *members)
+    plan(make(), *members, is_between=is_between)
     assert asked == [gain]
+
+
+def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    session = run.start_learner().session
+    assert isinstance(session, LearnerSession)
+    for name in ("w0", "w1", "w2"):
+        run.start_relay(name)
+    run.world.run(3.0)
+    planning, now = session.planning, run.world.now
+    assert planning.topology is not None
+    calls: list[bool] = []
+    made = planning.plan
+
+    def noting(*args: Any, is_between: bool = False, **kwargs: Any) -> dict[str, Plan]:
+        calls.append(is_between)
+        return made(*args, is_between=is_between, **kwargs)
+
+    planning.plan = noting  # type: ignore[method-assign]
+    assert session.make_way(now=now + 2 * REPLAN_S) == []
+    assert calls == [], "versions are small, and fast under any plan"
+    planning.topology = dataclasses.replace(planning.topology, predicted_s=WORTHWHILE_S)
+    session.make_way(now=now + 2 * REPLAN_S)
+    assert calls == [True]
 
 
 def test_versions_are_planned_for_as_they_are_forwarded() -> None:

@@ -13,6 +13,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from echo.errors import ConfigError, DataError, StorageError
+from echo.protocol.actions import Action
+from echo.protocol.learner_session import LearnerSession
 from echo.runtime.learner import LearnerNode
 from echo.sim.network import Link
 from tests.runtime.harness import LEARNER, RELAY, Play, Run, ends, read_jsonl, running
@@ -313,6 +315,28 @@ def test_the_last_weights_are_published_and_evaluated_whatever_the_period(play: 
         assert [r["version"] for r in run.ledger("published")] == [[1, 0], [1, 2], [1, 3]]
         evals = [row["eval/version"] for _, row in run.rows if "eval/version" in row]
         assert evals[-1] == 3
+
+    play(scenario)
+
+
+def test_the_way_is_planned_before_a_version_goes_out(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready: list[int] = []
+
+    def noting(session: LearnerSession, *, now: float) -> list[Action]:
+        newest = session.broadcast.newest_complete
+        assert newest is None or newest.step < session.step
+        ready.append(session.step)
+        return []
+
+    monkeypatch.setattr(LearnerSession, "make_way", noting)
+
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(sync={"max_staleness": 2, "publish_period": 2})
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            await learning
+        assert ready == [0, 2, 3]
 
     play(scenario)
 
