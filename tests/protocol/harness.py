@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from blake3 import blake3
@@ -55,6 +55,9 @@ from echo.protocol.worker_session import WorkerSession
 from echo.rollout import Group, Lineage, PolicyVersion, Rollout
 from echo.runtime.history import read_history
 from echo.sim.network import Link, Network
+
+if TYPE_CHECKING:
+    import pytest  # benchmarks use this file, too, where it may not be installed
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC_KEY = KEY.public_key().public_bytes_raw()
@@ -688,3 +691,17 @@ def state_of(process: Process) -> str:
 def message_of(frames: Sequence[bytes]) -> Any:
     """Return the message inside the frames of one of our nodes."""
     return decode_message(decode_envelope(list(frames)))
+
+
+def note_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the step of each version for which the way is planned in time."""
+    ready: list[int] = []
+
+    def noting(session: LearnerSession, *, now: float) -> list[Action]:
+        newest = session.broadcast.newest_complete
+        assert newest is None or newest.step < session.step, "that version is out already"
+        ready.append(session.step)
+        return []
+
+    monkeypatch.setattr(LearnerSession, "make_way", noting)
+    return ready

@@ -13,10 +13,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from echo.errors import ConfigError, DataError, StorageError
-from echo.protocol.actions import Action
-from echo.protocol.learner_session import LearnerSession
 from echo.runtime.learner import LearnerNode
 from echo.sim.network import Link
+from tests.protocol.harness import note_ways
 from tests.runtime.harness import LEARNER, RELAY, Play, Run, ends, read_jsonl, running
 
 MANY = {"max_steps": 1000}
@@ -322,15 +321,7 @@ def test_the_last_weights_are_published_and_evaluated_whatever_the_period(play: 
 def test_the_way_is_planned_before_a_version_goes_out(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready: list[int] = []
-
-    def noting(session: LearnerSession, *, now: float) -> list[Action]:
-        newest = session.broadcast.newest_complete
-        assert newest is None or newest.step < session.step
-        ready.append(session.step)
-        return []
-
-    monkeypatch.setattr(LearnerSession, "make_way", noting)
+    ready = note_ways(monkeypatch)
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(sync={"max_staleness": 2, "publish_period": 2})

@@ -12,11 +12,10 @@ import pytest
 
 from echo.planner.fleet import Region
 from echo.planner.overlap import predict
-from echo.protocol.actions import Action
-from echo.protocol.learner_session import LearnerSession
 from echo.sim.scenario import ActivationRule, Fault, PriceChange
 from echo.sim.simulation import Simulation
 from echo.sim.summary import summarise
+from tests.protocol.harness import note_ways
 from tests.sim.scenarios import MB, make_job, make_offer, make_scenario, simulate
 
 
@@ -31,19 +30,9 @@ def test_a_run_with_workers_enough_never_waits() -> None:
 
 
 def test_the_way_is_planned_before_a_version_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready: list[int] = []
-
-    def noting(session: LearnerSession, *, now: float) -> list[Action]:
-        newest = session.broadcast.newest_complete
-        assert newest is None or newest.step < session.step
-        ready.append(session.step)
-        return []
-
-    monkeypatch.setattr(LearnerSession, "make_way", noting)
-    job = make_job(max_staleness=2)
-    simulate(make_scenario(job=job, num_steps=4))
-    assert ready[0] == 0
-    assert ready[-1] >= 3
+    ready = note_ways(monkeypatch)
+    simulate(make_scenario(job=make_job(max_staleness=2), num_steps=4))
+    assert ready == [0, 1, 2, 3]
 
 
 def test_too_slow_a_fleet_makes_the_learner_wait_as_the_model_says() -> None:
