@@ -11,6 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+pytest_plugins = ["tests.cpu_time"]
+
 EXIT_TIMEOUT_S = 120
 
 # A busy machine takes its time, and what one run finds the next one has to find again.
