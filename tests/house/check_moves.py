@@ -7,7 +7,8 @@
 An address is `room/file`, or `room/file:Name` where a definition is renamed or becomes part of
 another one; several are joined by " + " where one is divided. `gone:reason` names an entry of
 [gone], `tests/...` and `bench/...` leave the package. A file has one address for all its
-definitions, or a table: "*" for most, and names, separated by blanks, for the others.
+definitions, or a list: the address of most, and "Name Other -> address" for the others, or
+"Name -> :New" for one that is renamed there.
 
 With --done, names that begin with an underscore are not looked for: they follow their file, and
 what they are called there is its business. Scaffolding, as the book is: the last commit of the
@@ -81,10 +82,7 @@ class Book:
         for package, entries in tables["moves"].items():
             for stem, entry in entries.items():
                 file = stem if package == "top" else f"{package}/{stem}"
-                exceptions = {"*": entry} if isinstance(entry, str) else entry
-                self.entries[file] = {
-                    name: target for names, target in exceptions.items() for name in names.split()
-                }
+                self.entries[file] = dict(_targets(entry))
 
     def targets(self, file: str, name: str) -> list[str]:
         """Return what the book says of a definition, divided where it is."""
@@ -98,6 +96,16 @@ class Book:
             for target in self.targets(file, name)
             if not target.startswith(("gone:", *OUTSIDE))
         ]
+
+
+def _targets(entry: str | list[str]) -> Iterator[tuple[str, str]]:
+    default = ""
+    for line in [entry] if isinstance(entry, str) else entry:
+        names, arrow, target = line.rpartition(" -> ")
+        if not arrow:
+            default = target
+        whole = default + target if target.startswith(":") else target
+        yield from ((name, whole) for name in (names.split() if arrow else ["*"]))
 
 
 def _places(room: str, names: str) -> Iterator[str]:

@@ -554,7 +554,8 @@ def tests(tree: Tree) -> list[Place]:
 def cpu_seconds(tree: Tree) -> Counter[str]:
     """CPU seconds that tests/budget.toml grants the tests of a directory."""
     budget = tomllib.loads(tree.files.get(BUDGET, "")).get("cpu_s", {})
-    return Counter({f"tests/{name}/": round(seconds) for name, seconds in budget.items()})
+    folders = {name: "" if name == "top" else f"{name}/" for name in budget}
+    return Counter({f"tests/{folders[name]}": round(s) for name, s in budget.items()})
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ LANES = {"protocol/lanes": "class Lane: ...\nMAX = 1\n_x = 2"}
 
 
 def test_a_complete_book_has_no_problems() -> None:
-    moves = 'lanes = { Lane = "weights/link:Stripe + roles/node", "MAX _x" = "gone:probes" }'
+    moves = 'lanes = ["Lane -> weights/link:Stripe + roles/node", "MAX _x -> gone:probes"]'
     assert list(check_moves.problems(book(moves), tree(LANES))) == []
 
 
@@ -58,8 +58,8 @@ def test_a_complete_book_has_no_problems() -> None:
     ("moves", "complaint"),
     [
         ("", "protocol/lanes: not in the book"),
-        ('lanes = { Lane = "weights/link" }', "protocol/lanes: MAX has no address"),
-        ('lanes = { "*" = "core/units", Mane = "wire/codec" }', "Mane is not defined there"),
+        ('lanes = ["Lane -> weights/link"]', "protocol/lanes: MAX has no address"),
+        ('lanes = ["core/units", "Mane -> wire/codec"]', "Mane is not defined there"),
         ('lanes = "weights/lane"', "weights/lane is neither in the plan nor a deviation"),
         ('lanes = "gone:no"', "gone:no gives no reason"),
         ('lanes = "wire/codec"\nlinks = "wire/codec"', "protocol/links: not a file of abc"),
@@ -159,12 +159,14 @@ def test_files_that_would_import_each_other_are_found() -> None:
     [found] = check_moves.circles(book(moves), tree(files))
     assert "weights/link" in found
     assert "weights/store" in found
-    divided = book('a = { f = "weights/link", h = "core/units" }\nb = "weights/store"')
+    divided = book('a = ["f -> weights/link", "h -> core/units"]\nb = "weights/store"')
     assert list(check_moves.circles(divided, tree(files))) == []
 
 
 def test_definitions_are_looked_for_where_the_book_says() -> None:
-    moves = book('lanes = { Lane = "weights/link:Stripe", MAX = "gone:probes", _x = "wire/codec" }')
+    moves = book(
+        'lanes = ["weights/link", "_x -> wire/codec", "Lane -> :Stripe", "MAX -> gone:probes"]'
+    )
     base = tree(LANES)
     assert list(check_moves.undone(moves, base, base)) == [
         "protocol/lanes: Lane is not Stripe in weights/link",

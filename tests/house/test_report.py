@@ -223,8 +223,8 @@ def test_tests_are_counted_by_directory() -> None:
 
 
 def test_cpu_seconds_come_from_the_budget() -> None:
-    tree = Tree({"tests/budget.toml": "[cpu_s]\ncore = 4.4\nroles = 10"})
-    assert report.Column("cpu", report.cpu_seconds).by_package(tree) == {"core": 4, "roles": 10}
+    tree = Tree({"tests/budget.toml": "[cpu_s]\ncore = 4.4\ntop = 10"})
+    assert report.Column("cpu", report.cpu_seconds).by_package(tree) == {"core": 4, "(top)": 10}
 
 
 def test_the_table_shows_before_and_after_by_package_and_in_total() -> None:
