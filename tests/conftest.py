@@ -20,6 +20,22 @@ hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what the README tells of: `--all`; and what `tests/promises/plants.py` tells of."""
+    parser.addoption("--all", action="store_true", help="run the long matrices and plants, too")
+    parser.addoption("--plant", type=int, help="break the product as this promise's plant says")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `--all` runs."""
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("matrix")]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
     """Show what keeps Python from its end, and fail, where a test left a thread that never ends.

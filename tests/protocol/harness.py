@@ -145,6 +145,10 @@ class Process:
     stop: Stop | None = None
     notes: list[str] = field(default_factory=list)
     on_action: Callable[[Action], None] = lambda action: None
+    is_frozen: bool = False
+    """Whether it is held as by SIGSTOP."""
+    held: list[Callable[[], None]] = field(default_factory=list)
+    """What has come while it was frozen."""
 
 
 @dataclass(slots=True, eq=False)
@@ -194,6 +198,17 @@ class World:
             if is_told and process in (wire.dialler, wire.listener):
                 self.later(0.02, lambda wire=wire: self._break(wire, "connection lost"))
 
+    def freeze(self, process: Process) -> None:
+        """Hold a process: its connections stand, what comes waits, nothing of its own happens."""
+        process.is_frozen = True
+
+    def thaw(self, process: Process) -> None:
+        """Let a frozen process go on, with what has come meanwhile first."""
+        process.is_frozen = False
+        held, process.held = process.held, []
+        for call in held:
+            call()
+
     def _break(self, wire: Wire, reason: str) -> None:
         if not wire.is_up:
             return
@@ -216,28 +231,33 @@ class World:
     # --- actions ---------------------------------------------------------------------------------
 
     def perform(self, process: Process, actions: Iterable[Action]) -> None:
+        if process.is_frozen:
+            process.held.append(lambda: self.perform(process, actions))
+            return
         for action in actions:
-            if not process.is_alive:
-                return
-            match action:
-                case Send():
-                    self._send(process, action)
-                case Dial():
-                    self._dial(process, action)
-                case HangUp():
-                    wire = self._wires.get((process, action.peer))
-                    if wire is not None:
-                        wire.is_hung_up = True
-                        self.later(0.01, lambda wire=wire: self._break(wire, "hung up"))
-                case Note():
-                    process.notes.append(action.text)
-                case Stop():
-                    process.stop = process.stop or action
-                    self.kill(process)
-                case DecodeBlock():
-                    self.later(0.001, lambda work=action: self._decode(process, work))
-                case _:
-                    process.on_action(action)
+            if process.is_alive:
+                self._carry_out(process, action)
+
+    def _carry_out(self, process: Process, action: Action) -> None:
+        match action:
+            case Send():
+                self._send(process, action)
+            case Dial():
+                self._dial(process, action)
+            case HangUp():
+                wire = self._wires.get((process, action.peer))
+                if wire is not None:
+                    wire.is_hung_up = True
+                    self.later(0.01, lambda wire=wire: self._break(wire, "hung up"))
+            case Note():
+                process.notes.append(action.text)
+            case Stop():
+                process.stop = process.stop or action
+                self.kill(process)
+            case DecodeBlock():
+                self.later(0.001, lambda work=action: self._decode(process, work))
+            case _:
+                process.on_action(action)
 
     def _decode(self, process: Process, work: DecodeBlock) -> None:
         if process.is_alive:
@@ -279,7 +299,9 @@ class World:
             return
 
         def arrive() -> None:
-            if wire.is_up and other.is_alive:
+            if other.is_frozen:
+                other.held.append(arrive)
+            elif wire.is_up and other.is_alive:
                 actions = other.session.receive(peer, list(frames), now=self.now)
                 self.perform(other, actions)
 
@@ -299,7 +321,11 @@ class World:
                 instants.append(self.network.next_at)
             due = {}
             for process in self.processes:
-                if process.is_alive and process.session.deadline is not None:
+                if (
+                    process.is_alive
+                    and not process.is_frozen
+                    and process.session.deadline is not None
+                ):
                     due[process] = max(process.session.deadline, self.now + 0.001)
             instants += due.values()
             at = min(instants, default=until)
@@ -312,7 +338,7 @@ class World:
             for packet in self.network.deliver(self.now):
                 packet.payload()
             for process, instant in due.items():
-                if process.is_alive and instant <= self.now:
+                if process.is_alive and not process.is_frozen and instant <= self.now:
                     self.perform(process, process.session.expire(now=self.now))
 
     def run_until(self, is_done: Callable[[], bool], *, within_s: float) -> None:
@@ -539,9 +565,11 @@ class Run:
         address: str | None = None,
         build_s: float = 0.1,
         digests: dict[str, str] | None = None,
+        has: dict[str, str] | None = None,
         **overrides: Any,
     ) -> Process:
-        settings = self.node_settings(name, "worker", connect, advertise=address, **overrides)
+        overrides |= {"advertise": address, "digests": has or {}}
+        settings = self.node_settings(name, "worker", connect, **overrides)
         session = WorkerSession(
             settings,
             make_broadcast(name),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from echo.protocol.messages import (
     Deliver,
     Fetch,
     Finish,
-    Grant,
     Heartbeat,
     Hello,
     NodeStats,
@@ -30,7 +28,6 @@ from echo.protocol.messages import (
 )
 from echo.protocol.serving import SLOW_AFTER_S, WAITING_PERIOD_S
 from echo.rollout import PolicyVersion
-from echo.sim.network import Link
 from tests.protocol.harness import (
     LEARNER_ADDRESS,
     Process,
@@ -267,37 +264,6 @@ def test_settings_that_changed_with_a_resume_are_not_ignored(tmp_path: Path) -> 
 # --- losses --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Greet", "Greeted", "Hello", "Welcome", "AssetRequest", "Asset", "Ready", "Admitted",
-        "Plan", "Subscribe", "Announce", "Fetch", "Chunk", "Credit", "Grant", "Deliver", "Ack",
-        "Heartbeat", "Pulse",
-    ],
-)  # fmt: skip
-def test_a_lost_message_of_any_kind_is_made_good(tmp_path: Path, kind: str) -> None:
-    run = Run(tmp_path)
-    lost: list[str] = []
-
-    def drop(source: str, target: str, frames: list[bytes]) -> bool:
-        is_lost = type(message_of(frames)).__name__ == kind and len(lost) < 3
-        lost.extend([kind] * is_lost)
-        return is_lost
-
-    run.world.drop = drop
-    _, relay, workers = start_all(run, workers=2)
-    run.world.run(35.0)
-    assert len(lost) == 3
-    for node in (relay, *workers):
-        assert node.session.is_admitted, node.notes
-    newest = PolicyVersion(1, run.learner.step)
-    for worker in workers:
-        assert worker.session.installed_version >= PolicyVersion(1, newest.step - 1)
-        assert worker.session.stats().parent == "r1"
-    assert len(run.trained()) > 25
-    run.audit()
-
-
 def test_finish_reaches_the_workers_behind_a_relay_before_the_relay_stops(tmp_path: Path) -> None:
     run = Run(tmp_path)
     learner, relay, workers = start_all(run, workers=2)
@@ -341,23 +307,6 @@ def test_a_lost_finish_is_repeated_with_the_next_heartbeat(tmp_path: Path) -> No
 
 
 # --- deaths --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_the_workers_of_a_dead_relay_find_the_learner(tmp_path: Path, is_silent: bool) -> None:
-    run = Run(tmp_path)
-    _, relay, workers = start_all(run, workers=2)
-    run.world.run(5.0)
-    run.world.kill(relay, is_silent=is_silent)
-    run.world.run(15.0)
-    num_trained = len(run.trained())
-    run.world.run(25.0)
-    for worker in workers:
-        assert worker.session.is_admitted
-        assert worker.session._control.node_id == "learner"
-        assert worker.session.stats().parent == "learner"
-    assert len(run.trained()) > num_trained + 20
-    run.audit()
 
 
 def test_workers_learn_the_learners_address_from_the_plan(tmp_path: Path) -> None:
@@ -568,21 +517,6 @@ def test_a_relay_without_route_or_uplink_drops_and_counts(tmp_path: Path) -> Non
     assert relay.session.counters["dropped/no_uplink"] == 1
 
 
-def test_garbage_is_counted_and_never_raised(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    learner, relay, [worker] = start_all(run)
-    run.world.run(3.0)
-    source = random.Random(1)
-    for process in (learner, relay, worker):
-        for size in range(60):
-            frames = [source.randbytes(size) for _ in range(source.randrange(4))]
-            for action in process.session.receive("in99", frames, now=3.0):
-                assert not isinstance(action, Send)
-        assert process.session.counters["protocol_errors"] == 60
-    run.world.run(8.0)
-    assert run.trained()
-
-
 def deliver(run: Run, group_id: int, **changes: Any) -> tuple[Any, list[Any]]:
     """Send a result straight into the learner's session; return (Ack, other actions)."""
     learner = run.world.process("learner")
@@ -754,66 +688,7 @@ def test_a_node_that_was_forgotten_while_it_waited_says_hello_again(tmp_path: Pa
     assert state_of(worker) == "joining"
 
 
-def test_a_grant_is_journalled_before_it_is_sent(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.start_learner()
-    granted: list[tuple[int, int]] = []
-
-    def watch(source: str, target: str, frames: list[bytes]) -> bool:
-        message = message_of(frames)
-        if isinstance(message, Grant):
-            known = {(r["group"], r["attempt"]) for r in of_kind(run, "granted")}
-            for lease in message.leases:
-                assert (lease.group_id, lease.attempt) in known
-                granted.append((lease.group_id, lease.attempt))
-        return False
-
-    run.world.drop = watch
-    run.start_worker("w1")
-    run.world.run(5.0)
-    assert granted
-
-
 # --- exactly once --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_nothing_is_trained_twice_or_lost_whoever_dies_whenever(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    run = Run(
-        tmp_path,
-        seed=seed,
-        link=Link(delay_s=0.02, jitter_s=0.03, loss=0.02 * (seed % 3)),
-        max_staleness=seed % 4,
-        sample_s=0.2,
-        train_s=0.3,
-        num_chunks=3,
-    )
-    _, _, workers = start_all(run, workers=3)
-    for _ in range(14):
-        run.world.run(run.world.now + chance.uniform(0.3, 6.0))
-        names = ["learner", "r1", *(worker.name for worker in workers)]
-        victim = run.world.process(chance.choice(names))
-        run.world.kill(victim, is_silent=chance.random() < 0.3)
-        run.world.run(run.world.now + chance.uniform(0.0, 6.0))
-        run.audit()
-        if victim.name == "learner":
-            run.start_learner()
-        elif victim.name == "r1":
-            run.start_relay("r1")
-        else:
-            run.start_worker(victim.name, connect=[RELAY, LEARNER_ADDRESS])
-    num_steps = len(of_kind(run, "trained"))
-    run.world.run(run.world.now + 40.0)
-    run.audit()
-    assert len(of_kind(run, "trained")) > num_steps + 5, "the run does not go on"
-    # Let everything come to rest: then every accepted group has its end, or waits in the buffer.
-    run.is_training = False
-    run.world.run(run.world.now + 20.0)
-    run.audit()
-    ended = {r["group"] for r in of_kind(run, "discarded")} | set(run.trained())
-    for group_id in {group_id for group_id, _ in run.acked}:
-        assert group_id in ended or group_id in run.learner.buffer
 
 
 def test_the_learner_looks_after_the_children_that_it_holds_back(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ class Unequal(Run):
             apart_s: how much later each worker installs a version than the one before it.
             numbers: as of `Run`.
         """
-        super().__init__(tmp_path, seed=seed, num_chunks=2, **numbers)
+        super().__init__(tmp_path, seed=seed, **({"num_chunks": 2} | numbers))
         self.hiccups = hiccups
         self.alone = alone
         self.apart_s = apart_s

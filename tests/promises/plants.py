@@ -1,0 +1,360 @@
+"""A fault of a few lines for each promise, under which its tests must fail.
+
+`pytest tests/promises -k test_07 --plant 7` plants one; `test_plants.py` does so for each (--all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from echo import buffer
+from echo.buffer import StalenessBuffer
+from echo.protocol import granting, intake, joining, trust, writing
+from echo.protocol.actions import Stop
+from echo.protocol.codec import decode_envelope
+from echo.protocol.delivery import Outbox
+from echo.protocol.granting import Granting
+from echo.protocol.handover import Handover
+from echo.protocol.intake import Intake
+from echo.protocol.joining import Joining
+from echo.protocol.lanes import Lanes
+from echo.protocol.learner_session import LearnerSession
+from echo.protocol.leases import LeaseBook
+from echo.protocol.manifest import SignedManifest
+from echo.protocol.membership import Member, Roster
+from echo.protocol.messages import Ack
+from echo.protocol.node_session import NodeSession
+from echo.protocol.settled import SettledGroups
+from echo.protocol.transfer import HeapArenas, Transfer
+from echo.protocol.watchdog import Watchdog
+from echo.runtime import history
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTS: dict[int, Plant] = {}
+"""By the number of the promise."""
+
+
+def plant(number: int) -> Callable[[Plant], Plant]:
+    """Enter the plant of a promise."""
+
+    def enter(planted: Plant) -> Plant:
+        PLANTS[number] = planted
+        return planted
+
+    return enter
+
+
+def ignore_age(patch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let a module find tokens of any age fit to be trained on."""
+    find = module.find_fault
+
+    def without_age(*arguments: Any, **named: Any) -> str | None:
+        return None if (fault := find(*arguments, **named)) == "stale" else fault
+
+    patch.setattr(module, "find_fault", without_age)
+
+
+@plant(1)
+def train_on_tokens_of_any_age(patch: pytest.MonkeyPatch) -> None:
+    """Lease by the learner's step, and check neither on arrival nor at consumption."""
+    ignore_age(patch, intake)
+    ignore_age(patch, buffer)
+    patch.setattr(granting, "most_promised", lambda **numbers: 10**9)
+    patch.setattr(granting, "oldest_version", lambda lineages, **numbers: None)
+
+
+@plant(2)
+def lease_by_the_learners_step(patch: pytest.MonkeyPatch) -> None:
+    """Take the learner's step where the worker's version belongs."""
+
+    def limit(self: Granting, installed_step: int) -> int:
+        settings = self.settings
+        return (settings.max_staleness + self.step + 1) * settings.groups_per_step
+
+    patch.setattr(Granting, "_limit", limit)
+    patch.setattr(granting, "oldest_version", lambda lineages, **numbers: None)
+
+
+@plant(3)
+def accept_what_is_too_old(patch: pytest.MonkeyPatch) -> None:
+    """Leave the age of a result to the buffer."""
+    ignore_age(patch, intake)
+
+
+@plant(6)
+def take_rollouts_of_an_abandoned_lineage(patch: pytest.MonkeyPatch) -> None:
+    """Forget that a resume has undone steps."""
+    for module in (intake, buffer):
+        find = module.find_fault  # type: ignore[attr-defined]
+
+        def blind(*arguments: Any, find: Any = find, **named: Any) -> str | None:
+            fault: str | None = find(*arguments, **named)
+            return None if fault == "abandoned_version" else fault
+
+        patch.setattr(module, "find_fault", blind)
+
+
+@plant(7)
+def grant_without_a_record(patch: pytest.MonkeyPatch) -> None:
+    """Send leases that no record tells of."""
+    grant = Granting.grant
+
+    def unrecorded(self: Granting, *arguments: Any, **named: Any) -> Any:
+        _, leases = grant(self, *arguments, **named)
+        return [], leases
+
+    patch.setattr(Granting, "grant", unrecorded)
+
+
+@plant(8)
+def acknowledge_on_arrival(patch: pytest.MonkeyPatch) -> None:
+    """Acknowledge a group before the disk has it."""
+    deliver = Intake.on_deliver
+
+    def hasty(self: Intake, node_id: str, message: Any, *rest: Any, **named: Any) -> Any:
+        ack = Ack(group_id=message.group_id, attempt=message.attempt, outcome="accepted")
+        return [*self._to(node_id, ack), *deliver(self, node_id, message, *rest, **named)]
+
+    patch.setattr(Intake, "on_deliver", hasty)
+
+
+@plant(9)
+def take_the_newest_attempt_only(patch: pytest.MonkeyPatch) -> None:
+    """Refuse a result whose attempt is not the newest granted."""
+    find = Intake._find_fault
+
+    def strict(self: Intake, group: Any, message: Any, *rest: Any) -> str | None:
+        newest = self.granting.leases.newest_attempt(group.group_id)
+        return "old_attempt" if message.attempt != newest else find(self, group, message, *rest)
+
+    patch.setattr(Intake, "_find_fault", strict)
+
+
+@plant(10)
+def let_losers_go_on(patch: pytest.MonkeyPatch) -> None:
+    """Tell nobody that another was first."""
+    patch.setattr(Intake, "_cancel", lambda self, leases, first: [])
+
+
+@plant(11)
+def keep_leases_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Neither expire a lease nor take it from a dead worker."""
+    patch.setattr(LeaseBook, "expire", lambda self, *, now: [])
+    patch.setattr(LeaseBook, "drop_worker", lambda self, worker: [])
+
+
+@plant(13)
+def count_void_steps(patch: pytest.MonkeyPatch) -> None:
+    """Take the steps after the checkpoint for done."""
+    patch.setattr(history, "is_surviving", lambda version, lineages: True)
+
+
+@plant(14)
+def forget_what_is_finished(patch: pytest.MonkeyPatch) -> None:
+    """Take a second result of a group for a first one."""
+    patch.setattr(SettledGroups, "__contains__", lambda self, group: False)
+
+
+@plant(15)
+def ignore_failures(patch: pytest.MonkeyPatch) -> None:
+    """Give a group that cannot be made no end."""
+    patch.setattr(Intake, "on_failed", lambda self, node_id, message: [])
+
+
+@plant(17)
+def lose_what_is_evicted(patch: pytest.MonkeyPatch) -> None:
+    """Lose every seventh group on its way into the buffer."""
+    put = StalenessBuffer.put
+
+    def leaky(self: StalenessBuffer, group: Any, **named: Any) -> None:
+        if group.group_id % 7 != 3:
+            put(self, group, **named)
+
+    patch.setattr(StalenessBuffer, "put", leaky)
+
+
+@plant(19)
+def change_a_byte(patch: pytest.MonkeyPatch) -> None:
+    """Write one byte of each chunk wrongly, after its hash was found right."""
+    write = HeapArenas.write
+
+    def careless(self: HeapArenas, place: memoryview, data: Any) -> None:
+        write(self, place, data)
+        place[0] ^= 1
+
+    patch.setattr(HeapArenas, "write", careless)
+
+
+@plant(20)
+def verify_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Take every chunk for the right one."""
+
+    class Agreeing:
+        def __init__(self, data: Any) -> None:
+            pass
+
+        def digest(self) -> Any:
+            return Anything()
+
+    class Anything(bytes):
+        def __ne__(self, other: object) -> bool:
+            return False
+
+        __hash__ = bytes.__hash__
+
+    patch.setattr(writing, "blake3", Agreeing)
+
+
+@plant(21)
+def believe_every_signature(patch: pytest.MonkeyPatch) -> None:
+    """Read manifests without asking who signed them, and for which run."""
+
+    def trusting(frame: Any, **named: Any) -> Any:
+        import msgspec
+
+        from echo.protocol.manifest import Manifest
+
+        signed = msgspec.msgpack.decode(frame, type=SignedManifest)
+        return signed, msgspec.msgpack.decode(signed.body, type=Manifest)
+
+    patch.setattr(trust, "verify", trusting)
+
+
+@plant(25)
+def stay_with_a_silent_way(patch: pytest.MonkeyPatch) -> None:
+    """Keep to a relay over which nothing is heard of the learner any more."""
+
+    def loyal(self: NodeSession, now: float) -> Any:
+        return self.heartbeat(now=now) if now >= self._heartbeat_at else []
+
+    patch.setattr(NodeSession, "_expire_admitted", loyal)
+
+
+@plant(26)
+def ask_for_everything_again(patch: pytest.MonkeyPatch) -> None:
+    """Ask a new parent for all chunks, held or not."""
+
+    def all_chunks(
+        self: Transfer, lane: int = 0, num_lanes: int = 1
+    ) -> tuple[tuple[int, int], ...]:
+        return ((0, len(self.has_chunk[lane::num_lanes])),)
+
+    patch.setattr(Transfer, "missing", all_chunks)
+
+
+@plant(27)
+def believe_announcements(patch: pytest.MonkeyPatch) -> None:
+    """Take an announcement for a delivery, and silence for patience."""
+    patch.setattr(Lanes, "silent", lambda self, chunk_bytes, *, now: [])
+    patch.setattr(Watchdog, "look", lambda self, *arguments, **named: ([], []))
+
+
+@plant(30)
+def bound_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Let the outbox grow, and grant without regard for what is promised."""
+    patch.setattr(Outbox, "is_full", False)
+    patch.setattr(granting, "most_promised", lambda **numbers: 10**9)
+
+
+@plant(31)
+def wait_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Never give a learner up."""
+    expire = NodeSession._expire_joining
+
+    def patient(self: NodeSession, now: float) -> Any:
+        return [action for action in expire(self, now) if not isinstance(action, Stop)]
+
+    patch.setattr(NodeSession, "_expire_joining", patient)
+
+
+@plant(33)
+def say_everything_once(patch: pytest.MonkeyPatch) -> None:
+    """Repeat nothing in joining."""
+    repeat = Joining.repeat
+    said: set[tuple[int, str, int]] = set()
+
+    def once(self: Joining, now: float) -> Any:
+        key = id(self), self.state, len(self._assets.missing)
+        is_first = key not in said
+        said.add(key)
+        actions = repeat(self, now)
+        return actions if is_first else []
+
+    patch.setattr(Joining, "repeat", once)
+
+
+@plant(34)
+def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
+    """Lease to nodes that are not admitted yet, and have no weights."""
+    hello = Roster.hello
+
+    def eager(self: Roster, message: Any, *, now: float) -> str:
+        verdict = hello(self, message, now=now)
+        if member := self.nodes.get(message.node_id):
+            member.capacity = 3
+        return verdict
+
+    def everybody(self: Roster, role: str | None = None) -> list[Member]:
+        return [member for member in self.nodes.values() if role in (None, member.role)]
+
+    patch.setattr(Roster, "hello", eager)
+    patch.setattr(Roster, "active", everybody)
+    patch.setattr(Member, "is_able", lambda self, usable: True)
+    patch.setattr(Granting, "_bounds", lambda self, workers: {w.installed: 10**6 for w in workers})
+
+
+@plant(35)
+def know_one_address(patch: pytest.MonkeyPatch) -> None:
+    """Try the first address only."""
+    addresses = NodeSession._addresses
+    patch.setattr(NodeSession, "_addresses", lambda self: addresses(self)[:1])
+
+
+@plant(36)
+def keep_no_partials(patch: pytest.MonkeyPatch) -> None:
+    """Forget what leaving workers have begun."""
+    patch.setattr(Handover, "put", lambda self, *arguments, **named: None)
+
+
+@plant(37)
+def plan_for_those_on_standby(patch: pytest.MonkeyPatch) -> None:
+    """Lease to workers on standby, and plan weights for them."""
+
+    def everybody(self: Roster, role: str | None = None) -> list[Member]:
+        found = self.members(role)
+        for member in found:
+            member.is_standby = False
+        return found
+
+    patch.setattr(Roster, "active", everybody)
+
+
+@plant(38)
+def compare_no_hashes(patch: pytest.MonkeyPatch) -> None:
+    """Let every node in, whatever it has, and follow every run."""
+    from echo.protocol import reception
+
+    for module in (joining, reception):
+        if hasattr(module, "digest_mismatch"):
+            patch.setattr(module, "digest_mismatch", lambda *, ours, theirs: None)
+    patch.setattr(Joining, "_find_fault", lambda self, message: None)
+
+
+@plant(39)
+def raise_at_garbage(patch: pytest.MonkeyPatch) -> None:
+    """Let a peer's mistake end the node."""
+
+    def fragile(self: Any, peer: str, frames: Any, *, now: float) -> Any:
+        return self._receive(peer, decode_envelope(frames), frames, now)
+
+    patch.setattr(NodeSession, "receive", fragile)
+    patch.setattr(
+        LearnerSession,
+        "receive",
+        lambda self, peer, frames, *, now: self._receive(
+            peer, decode_envelope(frames), frames[1:], now
+        ),
+    )

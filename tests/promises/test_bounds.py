@@ -1,0 +1,56 @@
+"""Every queue, buffer, retry and wait has a bound, refuses there, counts, and recovers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.promises.conftest import MakeWorld
+
+pytestmark = pytest.mark.slow
+
+
+def test_30_a_full_outbox_stops_leases_and_recovers(make_world: MakeWorld) -> None:
+    world = make_world(max_staleness=6, groups_per_step=4, sample_s=0.1, reconnect_for_s=600.0)
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 2)
+    lost = world.drop("Ack")
+    world.run(30.0)
+    assert world.undelivered("w1") == world.outbox_bound("w1")
+    assert world.capacity("w1") == 0
+    before = world.step
+    world.stop_dropping()
+    world.run_until(lambda: world.undelivered("w1") == 0)
+    world.run_until(lambda: world.step > before + 3)
+    assert lost
+    world.audit()
+
+
+def test_30b_what_waits_at_the_learner_is_bounded_where_it_does_not_train(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(max_staleness=2, groups_per_step=4, sample_s=0.05)
+    world.learner()
+    for name in ("w1", "w2", "w3", "w4"):
+        world.worker(name)
+    world.run_until(lambda: world.step >= 2)
+    world.stop_training()
+    world.run(30.0)
+    assert world.num_waiting() <= (2 + 1) * 4
+    assert world.count("learner", "discarded/buffer_full") == 0
+    world.audit()
+
+
+def test_31_a_node_without_a_learner_says_so_and_ends_after_the_bound(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(reconnect_for_s=20.0)
+    world.worker("w1", via=["r1", "learner"])
+    world.run(19.0)
+    assert world.end("w1") is None
+    assert any("giving up in" in note for note in world.notes("w1"))
+    world.run(2.0)
+    assert world.has_failed("w1")
+    _, message = world.end("w1") or ("", "")
+    assert "tcp://learner:1" in message
+    assert "20 s" in message

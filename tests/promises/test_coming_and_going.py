@@ -1,0 +1,116 @@
+"""Nodes come, leave, die and return, and nothing of their work is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.promises.conftest import MakeWorld
+
+pytestmark = pytest.mark.slow
+
+KINDS = [
+    "Greet", "Greeted", "Hello", "Welcome", "AssetRequest", "Asset", "Ready", "Admitted", "Plan",
+    "Subscribe", "Announce", "Fetch", "Chunk", "Credit", "Grant", "Deliver", "Ack", "Heartbeat",
+    "Pulse",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_33_a_lost_message_of_any_kind_is_made_good(make_world: MakeWorld, kind: str) -> None:
+    world = make_world()
+    lost = world.drop(kind, times=3)
+    world.learner()
+    world.relay()
+    for name in ("w1", "w2"):
+        world.worker(name, via=["r1", "learner"])
+    world.run(35.0)
+    assert len(lost) == 3
+    for name in ("r1", "w1", "w2"):
+        assert world.is_admitted(name), world.notes(name)
+    for name in ("w1", "w2"):
+        version = world.installed(name)
+        assert version is not None
+        assert version[1] >= world.step - 1
+    assert len(world.trained()) > 25
+    world.audit()
+
+
+def test_34_a_late_joiner_is_granted_nothing_before_it_is_admitted_and_has_weights(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(num_chunks=12)
+    world.learner()
+    world.worker("w1", serves=True)
+    world.run_until(lambda: world.step >= 5)
+    world.worker("late", build_s=8.0)
+    world.run(7.0)
+    assert not world.is_admitted("late")
+    assert world.leased("late") == set()
+    world.run_until(lambda: world.leased("late"))
+    assert world.is_admitted("late")
+    assert world.installed("late") is not None
+    assert world.is_bit_exact("late")
+    world.audit()
+
+
+@pytest.mark.parametrize("silently", [False, True])
+def test_35_workers_of_a_dead_relay_find_the_learner_and_return(
+    make_world: MakeWorld, silently: bool
+) -> None:
+    world = make_world()
+    world.learner()
+    world.relay()
+    for name in ("w1", "w2"):
+        world.worker(name, via=["r1", "learner"])
+    world.run(5.0)
+    world.kill("r1", silently=silently)
+    world.run(10.0)
+    before = len(world.trained())
+    world.run(10.0)
+    assert len(world.trained()) > before + 20
+    assert [world.parent(name) for name in ("w1", "w2")] == ["learner", "learner"]
+    world.relay()
+    world.run(15.0)
+    assert [world.parent(name) for name in ("w1", "w2")] == ["r1", "r1"]
+    world.audit()
+
+
+def test_36_unfinished_rollouts_of_a_leaving_worker_are_continued_token_by_token(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(max_staleness=6)
+    world.learner()
+    world.worker("w1")
+    world.hang_engine("w1")
+    world.run_until(lambda: len(world.leased("w1")) == 3)
+    world.begin_partials("w1", 0, [3, 5])
+    world.run(1.0)
+    world.leave("w1")
+    world.worker("w2")
+    world.hang_engine("w2")
+    world.run_until(lambda: 0 in world.leased("w2"))
+    world.run(1.0)
+    assert world.partial_tokens("w2", 0) == [list(range(3, 6)), list(range(3, 8))]
+
+
+def test_37_standby_gets_neither_leases_nor_weights_and_is_back_within_one_message(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.worker("w2")
+    world.run(10.0)
+    world.stand_by("w2")
+    world.run(5.0)
+    held, granted = world.installed("w2"), world.num_granted("w2")
+    world.run(20.0)
+    assert world.is_on_standby("w2")
+    assert world.is_admitted("w2")
+    assert world.installed("w2") == held
+    assert world.num_granted("w2") == granted
+    world.stand_by()
+    world.run_until(lambda: not world.is_on_standby("w2"), within_s=1.0)
+    world.run_until(lambda: world.num_granted("w2") > granted, within_s=15.0)
+    assert world.installed("w2") != held
+    world.audit()

@@ -1,0 +1,209 @@
+"""Each group is trained at most once, and an acknowledged group comes to exactly one end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.promises.conftest import MakeWorld
+
+
+def test_07_a_grant_is_on_record_before_it_is_sent(make_world: MakeWorld) -> None:
+    world = make_world(checkpoint_interval=1)
+    world.learner()
+    seen: list[int] = []
+
+    def look(sender: str, receiver: str, message: Any) -> None:
+        if type(message).__name__ == "Grant":
+            known = {(r["group"], r["attempt"]) for r in world.records("granted")}
+            for lease in message.leases:
+                assert (lease.group_id, lease.attempt) in known
+                seen.append(lease.group_id)
+
+    with world.watch(look):
+        world.worker("w1")
+        world.run(5.0)
+    assert seen
+    # Killed after the record and before anything came of it: its result is an honest one, and
+    # where the group was granted again meanwhile, a benign duplicate.
+    world.hang_engine("w1")
+    world.run(1.0)
+    held, version = max(world.leased("w1")), world.installed("w1")
+    world.kill("learner")
+    world.learner()
+    world.run(3.0)
+    assert version is not None
+    assert world.deliver(held, version=version) == ("stored", "")
+    world.run(1.0)
+    assert world.deliver(held, attempt=1, version=version) == ("duplicate", "")
+    world.audit()
+
+
+def test_08_a_group_is_acknowledged_only_when_it_is_durable_and_once(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(max_staleness=4)
+    world.learner()
+    acks: dict[tuple[str, int], list[str]] = {}
+
+    def look(sender: str, receiver: str, message: Any) -> None:
+        if type(message).__name__ == "Ack" and message.outcome == "accepted":
+            assert message.group_id in world.acknowledged(), "acknowledged before it was stored"
+            acks.setdefault((receiver, message.group_id), []).append(message.outcome)
+
+    with world.watch(look):
+        world.worker("w1")
+        world.worker("w2")
+        world.run(20.0)
+    assert len(acks) > 20
+    assert [key for key, found in acks.items() if len(found) > 1] == []
+    world.audit()
+
+
+def test_09_the_first_valid_result_of_a_group_wins_whatever_its_attempt(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.hang_engine("w1")
+    world.run_until(lambda: len(world.leased("w1")) == 3)
+    assert world.deliver(0, attempt=0, size=3) == ("refused", "group_size")
+    assert world.deliver(0, attempt=4)[0] == "stored"
+    world.run(1.0)
+    assert world.deliver(0, attempt=0) == ("duplicate", "")
+    assert world.deliver(0, attempt=4) == ("duplicate", "")
+    world.run(5.0)
+    assert world.trained().count(0) <= 1
+    world.audit()
+
+
+def test_10_a_hedged_group_counts_once_and_its_loser_is_told(make_world: MakeWorld) -> None:
+    world = make_world(max_staleness=0, groups_per_step=12, lease_timeout_s=60.0)
+    world.rated_fleet({"fast": 100.0, "slow": 1.0}, hedge_factor=2.0)
+    world.run_until(lambda: world.num_stopped() > 0, within_s=100.0)
+    world.run(1.0)
+    cancelled = world.records("cancelled")[-1]
+    [first] = [r for r in world.records("accepted") if r["group"] == cancelled["group"]]
+    assert first["worker"] != cancelled["worker"]
+    assert cancelled["group"] not in world.sampling(cancelled["worker"])
+    world.run_until(lambda: world.step >= 3, within_s=200.0)
+    trained = world.trained()
+    assert len(trained) == len(set(trained))
+    assert cancelled["group"] in trained
+    world.audit()
+
+
+def test_11_leases_of_a_silent_worker_expire_and_its_late_result_is_judged(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(sample_s=1.0, lease_timeout_s=6.0, max_staleness=2)
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.leased("w1"))
+    held = world.leased("w1")
+    world.freeze("w1")
+    world.worker("w2")
+    world.run_until(lambda: held <= {r["group"] for r in world.records("accepted")})
+    again = {r["group"] for r in world.records("granted") if r["attempt"] > 0}
+    assert held & again, "none was granted again"
+    world.thaw("w1")
+    world.run(10.0)
+    trained = world.trained()
+    assert len(trained) == len(set(trained))
+    assert world.is_admitted("w1")
+    world.audit()
+
+
+def test_13_after_an_older_checkpoint_later_steps_are_void_and_their_groups_end_or_return(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(checkpoint_interval=4, max_staleness=6)
+    world.learner()
+    world.worker("w1")
+    world.worker("w2")
+    world.run_until(lambda: world.step >= 7)
+    lost = [r for r in world.records("trained") if r["step"] > 4]
+    assert lost
+    world.kill("learner")
+    world.learner()
+    assert world.step == 4
+    world.run_until(lambda: world.step >= 12)
+    world.stop_training()
+    world.run(20.0)
+    world.audit()
+    assert world.without_end() == set()
+
+
+SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(2, 100))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_14_nothing_is_trained_twice_or_lost_whoever_dies_whenever(
+    make_world: MakeWorld, seed: int
+) -> None:
+    world = make_world(
+        seed=seed,
+        delay_s=0.02,
+        jitter_s=0.03,
+        loss=0.02 * (seed % 3),
+        max_staleness=1 + seed % 4,
+        sample_s=0.2,
+        train_s=0.3,
+        num_chunks=3,
+    )
+    nodes = ["learner", "r1", "w1", "w2", "w3"]
+    via = ["r1", "learner"]
+    world.learner()
+    world.relay()
+    for name in nodes[2:]:
+        world.worker(name, via=via)
+    for _ in range(8):
+        world.run(world.chance.uniform(0.3, 6.0))
+        victim = world.chance.choice(nodes)
+        world.kill(victim, silently=world.chance.random() < 0.3)
+        world.run(world.chance.uniform(0.0, 6.0))
+        world.audit()
+        world.restart(victim, via=via)
+    before = world.step
+    world.run(40.0)
+    assert world.step > before + 5, "the run does not go on"
+    world.stop_training()
+    world.run(20.0)
+    world.audit()
+    assert world.without_end() == set()
+
+
+@pytest.mark.parametrize("reason", ["reward_error", "prompt_error"])
+def test_15_a_group_that_cannot_be_made_ends_once_and_another_is_granted(
+    make_world: MakeWorld, reason: str
+) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.fail_rewards("w1", reason)
+    world.run_until(lambda: world.records("discarded"))
+    world.fail_rewards("w1", None)
+    world.run(10.0)
+    failed = [r["group"] for r in world.records("discarded") if r["reason"] == reason]
+    assert failed
+    assert len(failed) == len(set(failed))
+    assert world.is_admitted("w1")
+    assert not set(failed) & set(world.trained())
+    assert len(world.trained()) > 10
+    world.audit()
+
+
+def test_17_a_run_at_rest_leaves_no_accepted_group_without_an_end(make_world: MakeWorld) -> None:
+    world = make_world(max_staleness=3)
+    world.learner()
+    for name in ("w1", "w2", "w3"):
+        world.worker(name)
+    world.run(15.0)
+    world.stop_training()
+    world.run(10.0)
+    assert len(world.acknowledged()) > 20
+    assert world.without_end() == set()
+    world.audit()

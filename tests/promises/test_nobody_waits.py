@@ -1,0 +1,81 @@
+"""A dead or slow node delays nobody else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import World
+
+pytestmark = pytest.mark.slow
+
+
+def fleet(make_world: MakeWorld, **numbers: float) -> World:
+    """Return a learner, a relay, and three workers behind it, at work."""
+    world = make_world(max_staleness=3, sample_s=0.3, train_s=0.3, **numbers)
+    world.learner()
+    world.relay()
+    for name in ("w1", "w2", "w3"):
+        world.worker(name, via=["r1", "learner"], serves=True)
+    world.run(15.0)
+    return world
+
+
+@pytest.mark.parametrize("victim", ["w1", "w3", "r1"])
+def test_25_a_frozen_node_delays_nobody_else(make_world: MakeWorld, victim: str) -> None:
+    world = fleet(make_world)
+    before = world.step
+    world.run(20.0)
+    usual = world.step - before
+    world.freeze(victim)
+    world.run(15.0)  # until it counts as dead, and its children have left it
+    before = world.step
+    world.run(20.0)
+    assert world.step - before > usual / 2
+    for name in {"w1", "w2", "w3"} - {victim}:
+        version = world.installed(name)
+        assert version is not None
+        assert version[1] >= world.step - 3
+    world.thaw(victim)
+    world.run(20.0)
+    assert world.is_admitted(victim)
+    world.audit()
+
+
+def test_26_a_silent_parent_is_left_and_no_held_chunk_is_asked_for_again(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(num_chunks=40, max_staleness=3)
+    for source in ("learner", "r1"):
+        world.link(source, "w1", bytes_per_s=20_000)
+    world.link("learner", "r1", bytes_per_s=20_000)
+    world.learner()
+    world.relay()
+    world.run(4.0)
+    world.worker("w1", via=["r1", "learner"])
+    world.run_until(lambda: world.parent("w1") == "r1" and world.installed("w1") is not None)
+    held = world.installed("w1")
+    world.run_until(lambda: world.chunks_held("w1") > 5 and world.parent("w1") == "r1")
+    have = world.chunks_held("w1")
+    world.freeze("r1")
+    seconds = world.run_until(lambda: world.parent("w1") != "r1", within_s=30.0)
+    assert seconds < 8.0
+    world.run_until(lambda: world.installed("w1") != held, within_s=60.0)
+    assert world.is_bit_exact("w1")
+    assert have > 5
+    assert world.chunks_requested_though_held == 0
+
+
+def test_27_a_parent_that_announces_and_never_delivers_is_left(make_world: MakeWorld) -> None:
+    world = make_world(num_chunks=12, max_staleness=3)
+    world.learner()
+    world.relay()
+    world.run(3.0)
+    world.worker("w1", via=["r1", "learner"])
+    world.run_until(lambda: world.parent("w1") == "r1")
+    held = world.installed("w1")
+    world.drop("Chunk", source="r1")
+    world.run_until(lambda: world.parent("w1") != "r1", within_s=30.0)
+    world.run_until(lambda: world.installed("w1") != held, within_s=30.0)
+    assert world.is_bit_exact("w1")
+    world.audit()

@@ -1,0 +1,111 @@
+"""No token older than S optimizer steps is trained, and honest workers lose nothing to age."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.promises.conftest import MakeWorld
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("bound", [0, 3, 6])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_01_no_token_older_than_the_bound_is_trained(
+    make_world: MakeWorld, bound: int, seed: int
+) -> None:
+    world = make_world(
+        seed=seed,
+        max_staleness=bound,
+        delay_s=0.02,
+        jitter_s=1.5,
+        sample_s=0.4,
+        train_s=0.1,
+        # The pace of leases is made for versions that arrive; late ones are what is tried here.
+        groups_per_step=2,
+    )
+    world.learner()
+    for name in ("w1", "w2", "w3"):
+        world.worker(name)
+    world.run(60.0)
+    # A result that waited in the network for longer than the bound.
+    late = world.chance.randrange(5, 10)
+    world.drop("Deliver", times=late)
+    world.run(60.0)
+    ages = world.ages()
+    assert min(ages) >= 0
+    assert max(ages) <= bound
+    assert len(ages) > 20
+    assert bound == 0 or max(ages) > 0, "nothing was ever old: this proves nothing"
+    world.audit()
+
+
+def test_01b_a_group_held_by_a_frozen_worker_is_not_trained_beyond_the_bound(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(max_staleness=1, sample_s=0.5, train_s=0.1)
+    world.learner()
+    world.worker("w1")
+    world.worker("w2")
+    world.run(5.0)
+    world.freeze("w1")
+    before = world.step
+    world.run_until(lambda: world.step > before + 5)
+    world.thaw("w1")
+    world.run(10.0)
+    assert max(world.ages()) <= 1
+    world.audit()
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_02_honest_workers_lose_nothing_to_age(make_world: MakeWorld, bound: int) -> None:
+    # Weights take a while, so that workers hold older ones than the learner's.
+    world = make_world(
+        max_staleness=bound, sample_s=0.3, train_s=0.7, groups_per_step=4, bytes_per_s=8_000
+    )
+    world.learner()
+    world.relay()
+    for name in ("w1", "w2", "w3", "w4"):
+        world.worker(name, via=["r1", "learner"])
+    world.run(90.0)
+    assert len(world.trained()) >= 100
+    assert [record["reason"] for record in world.records("discarded")] == []
+    world.audit()
+
+
+def test_03_a_group_that_ages_before_its_step_ends_with_its_reason(make_world: MakeWorld) -> None:
+    world = make_world(max_staleness=1, sample_s=0.5, groups_per_step=4, lease_timeout_s=1000.0)
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 3)
+    world.hang_engine("w1")
+    world.run(1.0)
+    held = max(world.leased("w1"))
+    version = world.installed("w1")
+    assert version is not None
+    world.worker("w2")
+    world.run_until(lambda: world.step > version[1] + 2)
+    outcome, reason = world.deliver(held, version=version)
+    assert (outcome, reason) == ("refused", "stale")
+    world.run(20.0)
+    assert max(world.ages()) <= 1
+    world.audit()
+
+
+def test_06_rollouts_of_an_abandoned_lineage_are_refused_with_that_reason(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(checkpoint_interval=100, sample_s=0.5, max_staleness=4)
+    world.learner()
+    world.worker("w1")
+    world.worker("w2")
+    world.run(8.0)
+    assert world.step >= 3
+    world.kill("learner")
+    world.run(4.0)
+    world.learner()
+    world.run(30.0)
+    assert world.count("learner", "refused/abandoned_version") >= 1
+    assert world.installed("w1") is not None
+    assert world.installed("w1")[0] == 2  # type: ignore[index]
+    world.audit()

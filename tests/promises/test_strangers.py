@@ -1,0 +1,75 @@
+"""Who is not admitted, or talks nonsense, is refused, counted and logged; others are served."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.promises.conftest import MakeWorld
+
+
+@pytest.mark.parametrize("when", ["hello", "ready"])
+def test_38_hashes_that_differ_are_refused_with_both_values_and_counted(
+    make_world: MakeWorld, when: str
+) -> None:
+    world = make_world()
+    world.learner()
+    options = {"has" if when == "hello" else "digests": {"model": "cccc"}}
+    world.worker("w1", **options)
+    world.worker("w2")
+    world.run(5.0)
+    reason, message = world.end("w1") or ("", "")
+    assert reason == "digest_mismatch"
+    assert "cccc" in message
+    assert "aaaa" in message
+    assert world.has_failed("w1")
+    assert world.count("learner", "refused/digest_mismatch") >= 1
+    world.run(10.0)
+    assert world.trained()
+
+
+def test_38b_another_run_at_the_learners_address_ends_the_node(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.run(3.0)
+    world.kill("learner")
+    world.learner(run_id="another")
+    world.run(10.0)
+    reason, _ = world.end("w1") or ("", "")
+    assert reason == "another_run"
+
+
+def test_39_garbage_is_counted_and_the_others_are_served(make_world: MakeWorld) -> None:
+    world = make_world(seed=1)
+    world.learner()
+    world.relay()
+    world.worker("w1", via=["r1", "learner"])
+    world.run(5.0)
+    for node in ("learner", "r1", "w1"):
+        assert world.say_garbage(node, times=60) == 0
+        assert world.count(node, "protocol_errors") == 60
+    before = len(world.trained())
+    world.run(10.0)
+    assert len(world.trained()) > before + 10
+    world.audit()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"size": 3}, "group_size"),
+        ({"version": (1, 3)}, "version_from_the_future"),
+        ({"version": (2, 0)}, "abandoned_version"),
+        ({"change": {"reward": float("nan")}}, "malformed"),
+    ],
+)
+def test_39b_results_that_cannot_be_true_are_refused_with_their_reason(
+    make_world: MakeWorld, change: dict[str, object], reason: str
+) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.hang_engine("w1")
+    world.run_until(lambda: len(world.leased("w1")) == 3)
+    assert world.deliver(0, **change) == ("refused", reason)  # type: ignore[arg-type]
+    assert world.deliver(0)[0] == "stored"

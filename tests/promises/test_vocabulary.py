@@ -1,0 +1,52 @@
+"""Scenarios speak in the words of `world.py` only, and every promise has a plant."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.promises.plants import PLANTS
+
+HERE = Path(__file__).parent
+KNOWING = {"world.py", "plants.py"}
+"""The files that may know the product."""
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+def knows_product(path: Path) -> list[str]:
+    """Return what a scenario imports of the product, or of tests that know it."""
+    return sorted(
+        name
+        for name in imported(path)
+        if name.split(".")[0] in ("echo", "bench")
+        or (name.startswith("tests.") and not name.startswith("tests.promises"))
+    )
+
+
+def test_no_scenario_imports_the_product() -> None:
+    scenarios = [path for path in HERE.glob("*.py") if path.name not in KNOWING]
+    assert len(scenarios) >= 8
+    assert {path.name: knows_product(path) for path in scenarios if knows_product(path)} == {}
+
+
+def test_an_import_of_the_product_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text("import echo.buffer\nfrom tests.protocol.harness import Run\nimport json\n")
+    assert knows_product(path) == ["echo.buffer", "tests.protocol.harness"]
+
+
+def test_every_promise_has_a_plant_and_every_plant_a_promise() -> None:
+    text = "".join(path.read_text() for path in HERE.glob("test_*.py"))
+    promises = {int(number) for number in re.findall(r"^def test_(\d\d)", text, re.MULTILINE)}
+    assert promises == set(PLANTS)
