@@ -84,6 +84,12 @@ def accept_what_is_too_old(patch: pytest.MonkeyPatch) -> None:
     ignore_age(patch, intake)
 
 
+@plant(5)
+def sample_with_what_is_there(patch: pytest.MonkeyPatch) -> None:
+    """Lease to workers whose weights are a version behind, and train on what they make."""
+    train_on_tokens_of_any_age(patch)
+
+
 @plant(6)
 def take_rollouts_of_an_abandoned_lineage(patch: pytest.MonkeyPatch) -> None:
     """Forget that a resume has undone steps."""

@@ -92,6 +92,20 @@ def test_03_a_group_that_ages_before_its_step_ends_with_its_reason(make_world: M
     world.audit()
 
 
+def test_05_with_a_bound_of_zero_only_the_newest_version_samples(make_world: MakeWorld) -> None:
+    # What sync.mode = "pull" comes to; weights take as long as a step here.
+    world = make_world(max_staleness=0, sample_s=0.2, train_s=0.5, bytes_per_s=8_000)
+    world.learner()
+    for name in ("w1", "w2", "w3"):
+        world.worker(name)
+    world.run_until(lambda: world.step >= 15, within_s=120.0)
+    for record in world.records("trained"):
+        for group in record["groups"]:
+            assert world.sampled_by(group) == {record["consumed_at"]}
+    assert [record["reason"] for record in world.records("discarded")] == []
+    world.audit()
+
+
 def test_06_rollouts_of_an_abandoned_lineage_are_refused_with_that_reason(
     make_world: MakeWorld,
 ) -> None:

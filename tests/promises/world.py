@@ -297,6 +297,10 @@ class World:
             for group in record["groups"]
         ]
 
+    def sampled_by(self, group: int) -> set[int]:
+        """Return the steps of the versions that sampled an accepted group."""
+        return {version.step for version in self._run.groups[group].versions}
+
     def leased(self, worker: str) -> set[int]:
         """Return the groups that the learner has leased to a worker."""
         leases = self._process(LEARNER).session.leases
