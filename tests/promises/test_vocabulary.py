@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 from tests.promises.plants import PLANTS
 
 HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
 KNOWING = {"world.py", "plants.py"}
 """The files that may know the product."""
 
@@ -50,3 +52,26 @@ def test_every_promise_has_a_plant_and_every_plant_a_promise() -> None:
     text = "".join(path.read_text() for path in HERE.glob("test_*.py"))
     promises = {int(number) for number in re.findall(r"^def test_(\d\d)", text, re.MULTILINE)}
     assert promises == set(PLANTS)
+
+
+def test_the_table_names_tests_that_exist_for_each_of_the_forty_promises() -> None:
+    table = tomllib.loads((HERE / "promises.toml").read_text())["promise"]
+    assert [promise["number"] for promise in table] == list(range(1, 41))
+    assert [promise["number"] for promise in table if not promise["tests"]] == []
+    missing = []
+    for test in [test for promise in table for test in promise["tests"]]:
+        path, _, name = test.partition("::")
+        body = ast.parse((REPOSITORY / path).read_text()).body
+        if name not in {node.name for node in body if isinstance(node, ast.FunctionDef)}:
+            missing.append(test)
+    assert missing == []
+
+
+def test_the_table_names_every_test_of_this_folder() -> None:
+    table = (HERE / "promises.toml").read_text()
+    found = {
+        f"tests/promises/{path.name}::{name}"
+        for path in HERE.glob("test_*.py")
+        for name in re.findall(r"^def (test_\d\d\w*)", path.read_text(), re.MULTILINE)
+    }
+    assert sorted(test for test in found if f'"{test}"' not in table) == []
