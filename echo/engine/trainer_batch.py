@@ -8,7 +8,7 @@ before it takes a group in, so that what a step gets is trained on:
     bad_logprobs    a sampler's log-probability of a trained token that is none
     bad_token_ids   an id outside the vocabulary
     all_masked      not a single trained token, as where every completion was cut off
-    lost_member     a rollout without a trained token, where the loss needs complete groups
+    lost_member     a rollout without a token to train, where the loss needs complete groups
     mixed_policies  several policy versions, where the loss wants one
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
@@ -16,6 +16,9 @@ A step that gets such a group even so raises an error that names it for the firs
 poison the weights; it leaves out whole what only this loss cannot use and counts that under
 `dropped/<reason>`, as a share of the batch's trained tokens; groups of zero variance count in its
 normaliser only, and those without a trained token nowhere.
+
+A completion that `overlong_filter` leaves out is not a lost one: like its reward in the baseline,
+its probability stays in the expectation of its group, which is over all that was sampled.
 """
 
 from __future__ import annotations
@@ -91,14 +94,14 @@ def prepare_batch(
     """
     for group in groups:
         check_group(group, vocab_size)
-    groups = [_filter_overlong(group) if settings.overlong_filter else group for group in groups]
-    reasons = [_unusable(group, needs) for group in groups]
+    reasons = [_unusable(group, settings, needs) for group in groups]
     kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
     samples = [
         sample
         for index, group in enumerate(kept)
         for sample in _group_samples(group, index, settings, needs)
     ]
+    groups = [_trained_part(group, settings) for group in groups]
     metrics = GroupStats.of(groups).metrics()
     if needs.group_expectation or needs.single_policy:
         metrics |= _dropped_metrics(groups, reasons)
@@ -124,11 +127,9 @@ def find_refusal(
     damage = _find_damage(group, vocab_size)
     if damage is not None:
         return damage[0]
-    if settings.overlong_filter:
-        group = _filter_overlong(group)
-    if not any(rollout.completion_mask.any() for rollout in group.rollouts):
+    if not _trained_part(group, settings).num_trained:
         return "all_masked"
-    reason = _unusable(group, needs)
+    reason = _unusable(group, settings, needs)
     if reason is not None:
         return reason
     if settings.keep_zero_variance or needs.every_rollout:
@@ -137,12 +138,13 @@ def find_refusal(
     return None if _with_gradient(samples, needs) else "zero_variance"
 
 
-def _unusable(group: Group, needs: LossNeeds) -> str | None:
+def _unusable(group: Group, settings: AdvantageSettings, needs: LossNeeds) -> str | None:
     """Return why a loss with these needs cannot use a sound group, or None if it can."""
-    has_all = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
-    if needs.group_expectation and not has_all:
+    is_whole = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
+    if needs.group_expectation and not is_whole:
         return "lost_member"
-    if needs.single_policy and len(group.versions) > 1:
+    seen = group if needs.group_expectation else _trained_part(group, settings)
+    if needs.single_policy and len(seen.versions) > 1:
         return "mixed_policies"
     return None
 
@@ -186,8 +188,10 @@ def _find_damage(group: Group, vocab_size: int) -> tuple[str, str] | None:
     return None
 
 
-def _filter_overlong(group: Group) -> Group:
-    """Return the group with nothing trained in the completions that were cut off."""
+def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
+    """Return the group with nothing trained in the completions that the filter leaves out."""
+    if not settings.overlong_filter:
+        return group
     rollouts = tuple(
         replace(rollout, completion_mask=np.zeros_like(rollout.completion_mask))
         if rollout.finish_reason == "length"
@@ -213,6 +217,7 @@ def _group_samples(
         leave_one_out=settings.leave_one_out,
     )
     log_expectation = _log_expectation(group.rollouts) if needs.group_expectation else 0.0
+    rollouts = _trained_part(group, settings).rollouts
     return [
         Sample(
             prompt_ids=group.prompt_ids,
@@ -221,7 +226,7 @@ def _group_samples(
             group_index=index,
             log_expectation=log_expectation,
         )
-        for rollout, advantage in zip(group.rollouts, advantages[0].tolist(), strict=True)
+        for rollout, advantage in zip(rollouts, advantages[0].tolist(), strict=True)
     ]
 
 
