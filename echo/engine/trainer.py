@@ -14,7 +14,8 @@ weights equal the previous ones if no rollout had an advantage (momentum and wei
 or if the gradient was not finite (counted in `optimizer/skipped_nonfinite`).
 
 Log-probabilities are those of the whole distribution at `temperature`. Sampling with top-p or top-k
-has other ones, and the caller has to refuse that combination.
+has other ones: ratios then begin below 1, and the configuration refuses losses whose range ends
+above that (config/losses.py).
 
 `save_state` holds everything the next step depends on: a trainer that loads it continues bit by
 bit, on the same hardware and number of threads.
