@@ -5,6 +5,7 @@ before it takes a group in, so that what a step gets is trained on:
 
     one_member      nothing to compare a rollout with
     bad_reward      a reward that is not finite
+    reward_too_large  one beyond the bound, which might overflow in the step
     bad_logprobs    a sampler's log-probability of a trained token that is none
     bad_token_ids   an id outside the vocabulary
     all_masked      not a single trained token, as where every completion was cut off
@@ -12,7 +13,7 @@ before it takes a group in, so that what a step gets is trained on:
     mixed_policies  several policy versions, where the loss wants one
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
-A step that gets such a group even so raises an error that names it for the first four, which would
+A step that gets such a group even so raises an error that names it for the first five, which would
 poison the weights; it leaves out whole what only this loss cannot use and counts that under
 `dropped/<reason>`, as a share of the batch's trained tokens; groups of zero variance count in its
 normaliser only, and those without a trained token nowhere.
@@ -58,6 +59,8 @@ class AdvantageSettings:
     """Do not train on completions cut off at the limit; their rewards count in the baseline."""
     keep_zero_variance: bool = False
     """Let groups without any advantage count towards a step."""
+    max_abs_reward: float = 1e6
+    """Largest reward, either way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ def prepare_batch(
         DataError: if a group cannot be trained on; it is named.
     """
     for group in groups:
-        check_group(group, vocab_size)
+        check_group(group, vocab_size, settings.max_abs_reward)
     reasons = [_unusable(group, settings, needs) for group in groups]
     kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
     samples = [
@@ -124,7 +127,7 @@ def find_refusal(
         needs: of the loss.
         vocab_size: of the model.
     """
-    damage = _find_damage(group, vocab_size)
+    damage = _find_damage(group, vocab_size, settings.max_abs_reward)
     if damage is not None:
         return damage[0]
     if not _trained_part(group, settings).num_trained:
@@ -149,24 +152,28 @@ def _unusable(group: Group, settings: AdvantageSettings, needs: LossNeeds) -> st
     return None
 
 
-def check_group(group: Group, vocab_size: int) -> None:
+def check_group(group: Group, vocab_size: int, max_abs_reward: float) -> None:
     """Refuse what would poison the weights or stop the process inside a GPU kernel.
 
     Raises:
         DataError: naming the group and what is wrong with it.
     """
-    damage = _find_damage(group, vocab_size)
+    damage = _find_damage(group, vocab_size, max_abs_reward)
     if damage is not None:
         where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
         raise DataError(f"{where}{damage[1]}")
 
 
-def _find_damage(group: Group, vocab_size: int) -> tuple[str, str] | None:
+def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:
     """Return the name of what makes a group unsound and its description, or None."""
     if len(group.rollouts) < 2:
         return "one_member", " has one rollout: advantages need two or more of each prompt"
     if not np.isfinite(group.rewards).all():
         return "bad_reward", f": rewards are not all finite: {group.rewards}"
+    if max(map(abs, group.rewards)) > max_abs_reward:
+        return "reward_too_large", (
+            f": rewards lie beyond reward.max_abs = {max_abs_reward:g}: {group.rewards}"
+        )
     ids = [("prompt", group.prompt_ids)]
     for index, rollout in enumerate(group.rollouts):
         ids.append((f"rollout {index}", rollout.token_ids))

@@ -52,7 +52,8 @@ def test_every_key_of_the_section_is_read_by_somebody() -> None:
     read |= {*losses.MASK_OPTIONS, *losses.ADVANTAGE_OPTIONS, "kind", "options"}
     assert set(LossSection.model_fields) == read
     fields = {field.name for field in dataclasses.fields(AdvantageSettings)}
-    assert fields == {*losses.ADVANTAGE_OPTIONS, "max_completion_tokens", "keep_zero_variance"}
+    others = {"max_completion_tokens", "keep_zero_variance", "max_abs_reward"}
+    assert fields == {*losses.ADVANTAGE_OPTIONS, *others}
 
 
 def test_the_help_lists_every_loss() -> None:
