@@ -18,8 +18,9 @@ Log-probabilities are those of the whole distribution at `temperature`. Sampling
 has other ones: ratios then begin below 1, and the configuration refuses losses whose range ends
 above that (config/losses.py).
 
-`save_state` holds everything the next step depends on: a trainer that loads it continues bit by
-bit, on the same hardware and number of threads.
+`save_state` holds everything the next step depends on. A trainer that loads it continues bit by bit
+on a CPU, on the same hardware and number of threads. On a GPU it continues from the same state and
+rounds differently: sums in the backward of embeddings and attention have no fixed order there.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ decided when triton is imported. By hand:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -216,6 +217,22 @@ def test_the_result_of_a_row_does_not_depend_on_the_others() -> None:
 def test_the_same_input_gives_the_same_bits() -> None:
     case = make_case(vocab=700)
     assert all(map(torch.equal, triton_results(case), triton_results(case)))
+
+
+def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+
+    def device_of(tensor: torch.Tensor) -> Any:
+        devices.append(tensor.device)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    triton_results(make_case(rows=1))
+    logprobs, rows = policy_case(torch.float32)
+    policy_coefficient(
+        logprobs, rows.sampler_logprobs, rows.advantages, rows.clip, backend="triton"
+    )
+    assert [device.type for device in devices] == [DEVICE] * 3  # forward, backward, policy's terms
 
 
 def test_frozen_and_tied_heads() -> None:
