@@ -146,6 +146,17 @@ class StalenessBuffer:
         self._taken_at = step
         return taken
 
+    def put_back(self, groups: Sequence[Group], *, num_taken: int) -> None:
+        """Undo the last `take`, of which no step could be made.
+
+        Args:
+            groups: those of it that may be taken again.
+            num_taken: how many it returned.
+        """
+        self._num_taken -= num_taken
+        for group in groups:
+            self.put(group)
+
     def clear(self) -> list[Group]:
         """Remove and return everything, as at the end of a run."""
         return [self._remove(group_id) for group_id in list(self._groups)]

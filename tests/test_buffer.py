@@ -48,6 +48,19 @@ def test_the_bound_is_inclusive() -> None:
     assert ids(buffer.take(1, step=7)) == [0]
 
 
+def test_a_batch_of_which_no_step_was_made_is_taken_again_without_its_bad_groups() -> None:
+    buffer = StalenessBuffer(max_staleness=0, lineages=FIRST)
+    fill(buffer, *(make_group(n, (1, 3)) for n in range(3)))
+    taken = buffer.take(3, step=3)
+    assert buffer.num_unspent(step=3) == 3
+    assert taken is not None
+    buffer.put_back(taken[1:], num_taken=3)
+    assert buffer.num_unspent(step=3) == 2  # there is room for another
+    assert buffer.take(3, step=3) is None
+    fill(buffer, make_group(3, (1, 3)))
+    assert ids(buffer.take(3, step=3)) == [1, 2, 3]
+
+
 def test_a_bound_of_zero_keeps_only_the_present_version() -> None:
     buffer = StalenessBuffer(max_staleness=0, lineages=FIRST)
     fill(buffer, make_group(0, (1, 3)), make_group(1, (1, 2)), make_group(2, (1, 3), (1, 2)))

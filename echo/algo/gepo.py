@@ -4,7 +4,8 @@ A single rollout's ratio explodes where the sampler thought it unlikely. Here th
 expectation over the whole group, so one unlikely member cannot blow up. It needs nothing but the
 sampler's log-probabilities: the learner computes it once per group, after the final masks, and no
 worker's number is trusted. A group that lost a member has no such expectation and is left out
-whole.
+whole. A member that is not trained on (`overlong_filter`) is not lost: it was sampled, so it stays
+in the expectation, and leaves the sum.
 
 Rollouts continued under a newer policy mix two policies in one q_i, and groups sampled by several
 versions mix them in one expectation. The paper has one sampler per group; such mixtures deviate

@@ -37,8 +37,9 @@ class NoticeBoard(logging.Handler):
         self._num_unseen = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a line."""
-        self.lines = [*self.lines, self.format(record)][-MAX_NOTICES:]
+        """Take a line; what raised where is for the log."""
+        line, _, _ = self.format(record).partition("\nTraceback")
+        self.lines = [*self.lines, line][-MAX_NOTICES:]
         self._num_unseen += 1
 
     def show(self) -> tuple[str, ...]:

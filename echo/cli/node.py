@@ -164,7 +164,8 @@ def _check_changes(config: Config, *, accept_unsafe: bool) -> None:
     path = config.run_dir / "config.json"
     if not path.exists():
         raise ConfigError(f"nothing to resume: {path} does not exist")
-    changes = diff_configs(load_resolved(path, role="learner"), config)
+    # Without a role: what runs now must keep a learner's rules, not what an older release saved.
+    changes = diff_configs(load_resolved(path), config)
     for change in changes:
         label = "safe  " if change.is_safe else "UNSAFE"
         print(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from echo.config.fields import has_secret
 from echo.config.layers import Problem
 from echo.config.leaves import leaves, show
-from echo.config.losses import refusal_of
+from echo.config.losses import least_ratios, refusal_of
 from echo.config.profiles import DEFAULT_PROFILE, PROFILES
 from echo.config.schema import Config, Role
 from echo.units import format_bytes
@@ -22,6 +22,9 @@ MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights on an encrypted link."""
 MAX_GROUP_BYTES = 60 << 20
 """A little below the largest message of the transport (runtime/wiring.py)."""
+RATIO_UNDER_TOP_K = 0.9
+"""What a loss has to reach down to with top-k. What that takes away has no bound, so this is a
+judgement: ranges of .2, as PPO's, are used with it; those of some percent clip every token."""
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:
@@ -39,6 +42,7 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
         *_check_security(config),
         *_check_group_bytes(config),
         *_check_loss(config),
+        *_check_truncation(config, role),
         *_check_delays(config),
         *_check_lora(config),
         *_check_costs(config),
@@ -210,6 +214,32 @@ def _check_loss(config: Config) -> Iterator[Problem]:
             f"{config.sampling.max_completion_tokens}",
             "loss.overlong_buffer_tokens",
             "sampling.max_completion_tokens",
+        )
+
+
+def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
+    """Refuse top-p and top-k with ranges of the ratio that end above it (losses.py says why)."""
+    if role != "learner":  # others do not know the loss
+        return
+    sampling, loss = config.sampling, config.loss
+    reached = least_ratios(loss.model_dump())
+    if not reached:
+        return
+    option = max(reached, key=lambda name: reached[name])
+    for name, off, ratio in (("top_p", 1, sampling.top_p), ("top_k", 0, RATIO_UNDER_TOP_K)):
+        value = getattr(sampling, name)
+        if value == off or reached[option] <= ratio + 1e-9:
+            continue
+        own = getattr(loss, option)
+        given = f"loss.{option} {f'= {own:g}' if own is not None else 'unset'}"
+        yield _problem(
+            f"truncates what workers sample, while the learner scores the whole distribution: "
+            f"ratios are below 1 from the start, and {show(loss.kind)} with {given} learns nothing "
+            f"from bad rollouts below {reached[option]:.4g}. Write sampling.{name} = {off}, or let "
+            f"loss.{option} reach down to {ratio:g}",
+            f"sampling.{name}",
+            f"loss.{option}",
+            "loss.kind",
         )
 
 

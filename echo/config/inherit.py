@@ -27,6 +27,7 @@ INHERITED_KEYS: tuple[str, ...] = (
     "reward.where",
     "reward.address",
     "reward.retries",
+    "reward.max_abs",
     "reward.max_turns",
     "sampling.temperature",
     "sampling.top_p",

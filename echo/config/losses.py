@@ -2,13 +2,20 @@
 
 A test holds these names to the fields of the classes in echo/algo. An option that is not set is
 left to its loss, whose defaults are its paper's unless it says otherwise.
+
+Truncated sampling. With top-p or top-k a worker's log-probabilities are of the distribution that
+is left, the learner's of the whole one, so a token's ratio of learner to sampler is Z, the
+probability that was left, even on-policy: between top_p and 1 with top-p, anything up to 1 with
+top-k. A loss whose range of ratios ends above that learns nothing from rollouts with a negative
+advantage, or leaves all rollouts out. `least_ratios` says where the ranges end.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -51,6 +58,30 @@ ADVANTAGE_OPTIONS = (
 WITHOUT_STD = frozenset({"dr_grpo", "gepo", "dppo_tv"})
 """Losses whose papers do not divide advantages by the standard deviation."""
 
+RANGE_DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    "grpo": {"clip_low": 0.2},
+    "dr_grpo": {"clip_low": 0.2},
+    "dapo": {"clip_low": 0.2},
+    "gspo": {"clip_low": 0.02},
+    "gepo": {"clip_low": 0.2},
+    "decoupled_ppo": {"clip_low": 0.2, "importance_floor": 0.0},
+    "m2po": {"max_second_moment": 0.04},
+    "dppo_tv": {"max_probability_gap": 0.2},
+}
+"""Options that end a loss's range of ratios below 1, with what they are when unset. A test holds
+them to the classes. cispo and sapo bound a weight, and keep the gradient of every token."""
+
+_LEAST_RATIO: Mapping[str, Callable[[float], float]] = {
+    "clip_low": lambda width: 1 - width,
+    "max_probability_gap": lambda gap: 1 - gap,  # of a token that the sampler was sure of
+    "max_second_moment": lambda moment: math.exp(-math.sqrt(moment)),
+    "importance_floor": lambda ratio: ratio,
+    "geometric_low": lambda ratio: ratio,
+    "veto": lambda ratio: ratio,
+    "opsm": lambda nats: math.exp(-nats),
+}
+"""The ratio at which an option ends the range, where it is that of every token."""
+
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -87,6 +118,32 @@ def refusal_of(kind: str, option: str) -> str | None:
             "recomputed proximal policy"
         )
     return f"{kind} takes {', '.join(LOSS_OPTIONS[kind])}"
+
+
+def least_ratios(settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return, by option, the ratio below which a loss learns nothing from a bad rollout's tokens.
+
+    Args:
+        settings: the section [loss], checked; what it would not read counts for nothing.
+    """
+    options = {
+        **RANGE_DEFAULTS.get(settings["kind"], {}),
+        **dict.fromkeys(MASK_OPTIONS),
+    }
+    if settings["kind"] == "decoupled_ppo" and settings["proximal"] != "loglinear":
+        del options["clip_low"]  # of the learner to itself: 1
+    values = {
+        name: default if settings[name] is None else settings[name]
+        for name, default in options.items()
+    }
+    found = {
+        name: _LEAST_RATIO[name](value)
+        for name, value in values.items()
+        if name in _LEAST_RATIO and value is not None and value is not False
+    }
+    if settings["importance_weight"] == "sequence_mis" and found.get("importance_floor"):
+        found["importance_floor"] = 1.0  # of a product over the rollout, which falls below any
+    return found
 
 
 def loss_options(settings: Mapping[str, Any], *, max_completion_tokens: int) -> dict[str, Any]:

@@ -43,5 +43,7 @@ class RewardSection(Section):
     """Bytes that the task may take in one process, beside its imports."""
     retries: int = Field(default=2, ge=0, le=100)
     """How often a call is repeated that failed for want of a connection or asks for it."""
+    max_abs: float = Field(default=1e6, gt=0, le=1e9)
+    """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
     max_turns: int = Field(default=16, ge=1, le=1000)
     """Turns of the policy after which an environment that goes on is ended."""

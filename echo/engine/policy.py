@@ -39,6 +39,9 @@ LOGIT_SETTINGS = {
 }
 """Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with their neutral values."""
 
+FLASH = "flash_attention_2"
+"""transformers' name of the attention that computes in 16 bits only."""
+
 
 class Policy:
     """A causal language model with float32 parameters, seen as a scorer of tokens."""
@@ -75,6 +78,11 @@ class Policy:
             DataError: if the directory or the tensors do not make up a model.
             EngineError: if the model cannot be trained here.
         """
+        if attn_implementation == FLASH and compute_dtype == torch.float32:
+            raise EngineError(
+                f'model.attn_implementation = "{FLASH}" computes in 16 bits only, and the learner '
+                'in float32: set learner.dtype = "bfloat16", or model.attn_implementation = "sdpa"'
+            )
         # Its bars would be drawn across the live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.device = device
@@ -94,7 +102,7 @@ class Policy:
         elif self._adapter is not None:
             for tensor in self._adapter.values():
                 tensor.requires_grad_()
-        self._check_logits()
+        self._check_logits(compute_dtype if attn_implementation == FLASH else torch.float32)
 
     @property
     def vocab_size(self) -> int:
@@ -212,10 +220,13 @@ class Policy:
 
     def _states(self, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
         # Right-padded, so plain causal attention is right and a mask would only slow it down.
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+        with self._autocast(dtype):
             output = self._backbone(input_ids=input_ids, use_cache=False)
         states: Tensor = output.last_hidden_state
         return states
+
+    def _autocast(self, dtype: torch.dtype) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
     def _enable_training(self, *, gradient_checkpointing: bool) -> None:
         if not gradient_checkpointing:
@@ -231,11 +242,14 @@ class Policy:
         (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.model.train()
 
-    def _check_logits(self) -> None:
-        """Compare a few tokens' logits with hidden states times LM head."""
+    def _check_logits(self, dtype: torch.dtype) -> None:
+        """Compare a few tokens' logits with hidden states times LM head.
+
+        Best in float32, where a difference shows; in 16 bits both ways round alike.
+        """
         input_ids = torch.arange(min(self.vocab_size, 8), device=self.device)[None]
-        with torch.no_grad():
-            expected = self._states(input_ids, torch.float32) @ self._head.T
+        with torch.no_grad(), self._autocast(dtype):
+            expected = torch.nn.functional.linear(self._states(input_ids, dtype), self._head)
             logits = self.model(input_ids=input_ids, use_cache=False).logits
         if logits.shape != expected.shape or not torch.allclose(
             logits, expected, rtol=1e-3, atol=1e-4
@@ -246,10 +260,17 @@ class Policy:
             )
 
 
+def float32_attention(attn_implementation: str) -> str:
+    """Return transformers' name of the attention that computes in float32 in place of one."""
+    return "sdpa" if attn_implementation == FLASH else attn_implementation
+
+
 def frozen_policy(
     model_dir: Path, *, device: str, lora: Lora | None = None, attn_implementation: str = "sdpa"
 ) -> Policy:
     """Return a model that only scores, in float32, for weights that are loaded into it.
+
+    Flash attention knows no float32, and sdpa is the same function: it takes its place.
 
     Args:
         model_dir: Hugging Face directory.
@@ -264,7 +285,7 @@ def frozen_policy(
         model_dir,
         device=torch.device(device),
         lora=lora,
-        attn_implementation=attn_implementation,
+        attn_implementation=float32_attention(attn_implementation),
         is_frozen=True,
     )
 

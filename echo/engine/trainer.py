@@ -10,14 +10,17 @@ policy, the one at the start of the step, costs nothing: a batch makes one optim
 the policy that the gradient is taken at.
 
 `step_count` grows by one with every batch consumed, so that each makes one policy version. Its
-weights equal the previous ones if no rollout had an advantage (momentum and weight decay rest too)
-or if the gradient was not finite (counted in `optimizer/skipped_nonfinite`).
+weights equal the previous ones if no rollout had an advantage (momentum and weight decay rest too).
+A batch whose loss or gradient is not finite, or cannot be computed, makes no version: `step` raises
+`StepError` and has changed nothing, and `find_faulty` says which groups are to blame.
 
 Log-probabilities are those of the whole distribution at `temperature`. Sampling with top-p or top-k
-has other ones, and the caller has to refuse that combination.
+has other ones: ratios then begin below 1, and the configuration refuses losses whose range ends
+above that (config/losses.py).
 
-`save_state` holds everything the next step depends on: a trainer that loads it continues bit by
-bit, on the same hardware and number of threads.
+`save_state` holds everything the next step depends on. A trainer that loads it continues bit by bit
+on a CPU, on the same hardware and number of threads. On a GPU it continues from the same state and
+rounds differently: sums in the backward of embeddings and attention have no fixed order there.
 """
 
 from __future__ import annotations
@@ -49,9 +52,12 @@ from echo.engine.trainer_batch import (
 )
 from echo.engine.trainer_settings import OptimizerSettings as OptimizerSettings
 from echo.engine.trainer_settings import ReferenceModel as ReferenceModel
-from echo.errors import DataError
+from echo.errors import ConfigError, DataError
 from echo.kernels.contract import BackendName
 from echo.rollout import Group
+
+FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""What no group is to blame for: settings, a machine that is too small, a device that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,16 @@ class StepResult:
 
     metrics: dict[str, float]
     """Finite numbers under the field's names; a metric without meaning in this step is absent."""
+
+
+class StepError(DataError):
+    """A batch that no step can be made of; weights, optimizer and step count are as before."""
+
+    def __init__(self, text: str, *, reason: str) -> None:
+        """Say what happened, and name it for the ledger and the counters."""
+        super().__init__(text)
+        self.reason = reason
+        """bad_group, step_error (the computation raised) or nonfinite_gradient."""
 
 
 class Trainer:
@@ -182,23 +198,35 @@ class Trainer:
             groups: at least one, each with two or more rollouts.
 
         Raises:
-            DataError: if a group cannot be trained on; it is named, and nothing was changed.
+            StepError: if the batch cannot be trained on; nothing was changed.
         """
-        batch = prepare_batch(
-            groups,
-            settings=self._advantages,
-            needs=self._needs,
-            vocab_size=self._policy.vocab_size,
-        )
-        metrics = batch.metrics | self._accumulate_gradients(batch)
+        try:
+            metrics = self._take_gradient(groups)
+        except StepError as error:
+            self._num_skipped_nonfinite += error.reason == "nonfinite_gradient"
+            raise
         metrics["lr"] = self._settings.learning_rate_at(self._step_count + 1)
-        if batch.samples:
-            metrics |= self._update_weights()
+        if "grad_norm" in metrics:
+            self._update_weights(metrics["grad_norm"])
         metrics["optimizer/skipped_nonfinite"] = self._num_skipped_nonfinite
         self._step_count += 1
         return StepResult(
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)}
         )
+
+    def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
+        """Return the groups of a batch that `step` refused that fail alone too: id -> reason.
+
+        It takes one more pass over them, and changes nothing.
+        """
+        found: dict[int, str] = {}
+        for group in groups:
+            try:
+                self._take_gradient([group])
+            except StepError as error:
+                found[group.group_id] = error.reason
+        self._optimizer.zero_grad()
+        return found
 
     def refusal(self, group: Group) -> str | None:
         """Return why a group should not count towards a step, or None (trainer_batch.py).
@@ -332,6 +360,42 @@ class Trainer:
             advantages.append(micro.advantages[:, None].expand(mask.shape)[mask])
         return BatchScores(log_ratios=torch.cat(log_ratios), advantages=torch.cat(advantages))
 
+    def _take_gradient(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Leave the gradient of a batch in the parameters; return the metrics, `grad_norm` too.
+
+        `grad_norm` is absent where nothing has a gradient.
+
+        Raises:
+            StepError: if there is no finite one.
+        """
+        try:
+            batch = prepare_batch(
+                groups,
+                settings=self._advantages,
+                needs=self._needs,
+                vocab_size=self._policy.vocab_size,
+            )
+            metrics = batch.metrics | self._accumulate_gradients(batch)
+        except DataError as error:
+            raise StepError(str(error), reason="bad_group") from error
+        except FATAL_ERRORS:
+            raise
+        except Exception as error:
+            # Whatever it is, a loss of the user's included, it happens before anything changes.
+            text = f"the step raised {type(error).__name__}: {error}"
+            raise StepError(text, reason="step_error") from error
+        if not batch.samples:
+            return metrics
+        gradients = [tensor.grad for tensor in self._parameters.values() if tensor.grad is not None]
+        metrics["grad_norm"] = float(torch.nn.utils.get_total_norm(gradients))
+        if not all(math.isfinite(metrics[name]) for name in ("grad_norm", "loss/policy")):
+            text = (
+                f"the loss is {metrics['loss/policy']:g} and the norm of its gradient "
+                f"{metrics['grad_norm']:g}"
+            )
+            raise StepError(text, reason="nonfinite_gradient")
+        return metrics
+
     def _accumulate_gradients(self, batch: StepBatch) -> dict[str, float]:
         """Run forward and backward over the samples; return the metrics of loss and ratios."""
         self._optimizer.zero_grad()
@@ -381,18 +445,14 @@ class Trainer:
         output = loss.from_tokens(tokens.losses, tokens.ratios, inputs)
         return output, tokens.logprobs, tokens.entropies
 
-    def _update_weights(self) -> dict[str, float]:
-        """Clip the accumulated gradient and apply it, unless it is not finite."""
-        parameters = list(self._parameters.values())
-        gradients = [tensor.grad for tensor in parameters if tensor.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        grad_norm = float(norm)
-        if math.isfinite(grad_norm):
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.max_grad_norm, norm)
-            for param_group in self._optimizer.param_groups:
-                param_group["lr"] = self._settings.learning_rate_at(self._step_count + 1)
-            self._optimizer.step()
-        else:
-            self._num_skipped_nonfinite += 1
+    def _update_weights(self, grad_norm: float) -> None:
+        """Clip the accumulated gradient, whose norm is finite, and apply it."""
+        torch.nn.utils.clip_grads_with_norm_(
+            list(self._parameters.values()),
+            self._settings.max_grad_norm,
+            torch.tensor(grad_norm, device=self.device),
+        )
+        for param_group in self._optimizer.param_groups:
+            param_group["lr"] = self._settings.learning_rate_at(self._step_count + 1)
+        self._optimizer.step()
         self._optimizer.zero_grad()
-        return {"grad_norm": grad_norm}

@@ -5,17 +5,21 @@ before it takes a group in, so that what a step gets is trained on:
 
     one_member      nothing to compare a rollout with
     bad_reward      a reward that is not finite
+    reward_too_large  one beyond the bound, which might overflow in the step
     bad_logprobs    a sampler's log-probability of a trained token that is none
     bad_token_ids   an id outside the vocabulary
     all_masked      not a single trained token, as where every completion was cut off
-    lost_member     a rollout without a trained token, where the loss needs complete groups
+    lost_member     a rollout without a token to train, where the loss needs complete groups
     mixed_policies  several policy versions, where the loss wants one
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
-A step that gets such a group even so raises an error that names it for the first four, which would
+A step that gets such a group even so raises an error that names it for the first five, which would
 poison the weights; it leaves out whole what only this loss cannot use and counts that under
 `dropped/<reason>`, as a share of the batch's trained tokens; groups of zero variance count in its
 normaliser only, and those without a trained token nowhere.
+
+A completion that `overlong_filter` leaves out is not a lost one: like its reward in the baseline,
+its probability stays in the expectation of its group, which is over all that was sampled.
 """
 
 from __future__ import annotations
@@ -55,6 +59,8 @@ class AdvantageSettings:
     """Do not train on completions cut off at the limit; their rewards count in the baseline."""
     keep_zero_variance: bool = False
     """Let groups without any advantage count towards a step."""
+    max_abs_reward: float = 1e6
+    """Largest reward, either way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +96,15 @@ def prepare_batch(
         DataError: if a group cannot be trained on; it is named.
     """
     for group in groups:
-        check_group(group, vocab_size)
-    groups = [_filter_overlong(group) if settings.overlong_filter else group for group in groups]
-    reasons = [_unusable(group, needs) for group in groups]
+        check_group(group, vocab_size, settings.max_abs_reward)
+    reasons = [_unusable(group, settings, needs) for group in groups]
     kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
     samples = [
         sample
         for index, group in enumerate(kept)
         for sample in _group_samples(group, index, settings, needs)
     ]
+    groups = [_trained_part(group, settings) for group in groups]
     metrics = GroupStats.of(groups).metrics()
     if needs.group_expectation or needs.single_policy:
         metrics |= _dropped_metrics(groups, reasons)
@@ -121,14 +127,12 @@ def find_refusal(
         needs: of the loss.
         vocab_size: of the model.
     """
-    damage = _find_damage(group, vocab_size)
+    damage = _find_damage(group, vocab_size, settings.max_abs_reward)
     if damage is not None:
         return damage[0]
-    if settings.overlong_filter:
-        group = _filter_overlong(group)
-    if not any(rollout.completion_mask.any() for rollout in group.rollouts):
+    if not _trained_part(group, settings).num_trained:
         return "all_masked"
-    reason = _unusable(group, needs)
+    reason = _unusable(group, settings, needs)
     if reason is not None:
         return reason
     if settings.keep_zero_variance or needs.every_rollout:
@@ -137,34 +141,39 @@ def find_refusal(
     return None if _with_gradient(samples, needs) else "zero_variance"
 
 
-def _unusable(group: Group, needs: LossNeeds) -> str | None:
+def _unusable(group: Group, settings: AdvantageSettings, needs: LossNeeds) -> str | None:
     """Return why a loss with these needs cannot use a sound group, or None if it can."""
-    has_all = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
-    if needs.group_expectation and not has_all:
+    is_whole = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
+    if needs.group_expectation and not is_whole:
         return "lost_member"
-    if needs.single_policy and len(group.versions) > 1:
+    seen = group if needs.group_expectation else _trained_part(group, settings)
+    if needs.single_policy and len(seen.versions) > 1:
         return "mixed_policies"
     return None
 
 
-def check_group(group: Group, vocab_size: int) -> None:
+def check_group(group: Group, vocab_size: int, max_abs_reward: float) -> None:
     """Refuse what would poison the weights or stop the process inside a GPU kernel.
 
     Raises:
         DataError: naming the group and what is wrong with it.
     """
-    damage = _find_damage(group, vocab_size)
+    damage = _find_damage(group, vocab_size, max_abs_reward)
     if damage is not None:
         where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
         raise DataError(f"{where}{damage[1]}")
 
 
-def _find_damage(group: Group, vocab_size: int) -> tuple[str, str] | None:
+def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:
     """Return the name of what makes a group unsound and its description, or None."""
     if len(group.rollouts) < 2:
         return "one_member", " has one rollout: advantages need two or more of each prompt"
     if not np.isfinite(group.rewards).all():
         return "bad_reward", f": rewards are not all finite: {group.rewards}"
+    if max(map(abs, group.rewards)) > max_abs_reward:
+        return "reward_too_large", (
+            f": rewards lie beyond reward.max_abs = {max_abs_reward:g}: {group.rewards}"
+        )
     ids = [("prompt", group.prompt_ids)]
     for index, rollout in enumerate(group.rollouts):
         ids.append((f"rollout {index}", rollout.token_ids))
@@ -186,8 +195,10 @@ def _find_damage(group: Group, vocab_size: int) -> tuple[str, str] | None:
     return None
 
 
-def _filter_overlong(group: Group) -> Group:
-    """Return the group with nothing trained in the completions that were cut off."""
+def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
+    """Return the group with nothing trained in the completions that the filter leaves out."""
+    if not settings.overlong_filter:
+        return group
     rollouts = tuple(
         replace(rollout, completion_mask=np.zeros_like(rollout.completion_mask))
         if rollout.finish_reason == "length"
@@ -213,6 +224,7 @@ def _group_samples(
         leave_one_out=settings.leave_one_out,
     )
     log_expectation = _log_expectation(group.rollouts) if needs.group_expectation else 0.0
+    rollouts = _trained_part(group, settings).rollouts
     return [
         Sample(
             prompt_ids=group.prompt_ids,
@@ -221,7 +233,7 @@ def _group_samples(
             group_index=index,
             log_expectation=log_expectation,
         )
-        for rollout, advantage in zip(group.rollouts, advantages[0].tolist(), strict=True)
+        for rollout, advantage in zip(rollouts, advantages[0].tolist(), strict=True)
     ]
 
 

@@ -17,7 +17,9 @@ Shapes: N tokens, D model width, V vocabulary. This is the only file that import
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import triton
@@ -236,7 +238,23 @@ def grad_logits_kernel(
 
 # ---- launchers
 
+_Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
+
+def _on_its_device(launch: _Launcher) -> _Launcher:
+    """Launch on the GPU that holds the first argument: Triton takes the current one, GPU 0."""
+
+    @wraps(launch)
+    def launch_there(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
+        tensor = first if isinstance(first, Tensor) else first.states
+        # Nothing for a tensor on the CPU.
+        with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+            return launch(first, *rest, **options)
+
+    return cast("_Launcher", launch_there)
+
+
+@_on_its_device
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -279,6 +297,7 @@ def forward(
     return Scores(logprobs, entropies if with_entropy else None, peak, total, terms)
 
 
+@_on_its_device
 def backward(
     rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -320,6 +339,7 @@ def backward(
     return grad_states, grad_weight
 
 
+@_on_its_device
 def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
     """Return losses, coefficients and ratios, in the dtype of the log-probabilities."""
     losses, coefficients, ratios = (torch.empty_like(logprobs) for _ in range(3))

@@ -57,6 +57,8 @@ class AgentParts:
     """File that tells agents the address and the token."""
     reward: Callable[[Example, str], float]
     """The task's, for agents that report none; blocks."""
+    max_abs_reward: float
+    """Largest reward, either way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +202,9 @@ class Agents:
             reward = await asyncio.to_thread(self.parts.reward, example, text)
         if not math.isfinite(reward):
             raise SessionError(f"a reward of {reward} is no finite number")
+        bound = self.parts.max_abs_reward
+        if abs(reward) > bound:
+            raise SessionError(f"a reward of {reward:g} lies beyond reward.max_abs = {bound:g}")
         session = self._episodes.find(session_id, now=self._clock())  # it may be over by now
         outcomes = self._episodes.finish(session, reward)
         if outcomes is not None:

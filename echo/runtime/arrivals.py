@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from echo.buffer import StalenessBuffer
 from echo.protocol.actions import Action, Note, StoreGroup
@@ -97,12 +98,23 @@ class Arrivals:
         if not self.is_open:
             return
         reason = self._refusal(action.group)
+        if reason == "reward_too_large":
+            self._end_unrewarded(action.group, reason)
+            return
         if reason is not None:
             self._end(action.group, reason)
             return
         self._ledger.store(action.group, action.header, action.arrays)
         self._unsynced.append(action.group)
         self._store_wanted.set()
+
+    def _end_unrewarded(self, group: Group, reason: str) -> None:
+        """End a group whose rewards are no numbers to count with."""
+        largest = max(group.rewards, key=abs)
+        text = f"{reason}: {largest:g} is beyond reward.max_abs"
+        self._perform([Note("warning", f"group {group.group_id} of {group.worker_id}: {text}")])
+        rollouts = tuple(replace(rollout, reward=0.0) for rollout in group.rollouts)
+        self._end(replace(group, rollouts=rollouts), reason)
 
     def _on_fault(self, group: Group, error: RewardError) -> None:
         if self.is_open:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from echo.buffer import StalenessBuffer
-from echo.engine.trainer import StepResult, Trainer
+from echo.engine.trainer import StepError, StepResult, Trainer
 from echo.engine.weights import Weights
 from echo.errors import LocalProtocolError, StorageError
 from echo.metrics import Snapshot
@@ -54,6 +54,9 @@ from echo.runtime.publication import Publication, PublishPace
 from echo.runtime.reporting import Reporting
 from echo.runtime.transport import Transport
 from echo.sim.delays import DelayInjector
+
+MAX_FAILED_STEPS = 5
+"""Batches in a row of which no step could be made, after which the run ends with the cause."""
 
 
 class LearnerNode(Node):
@@ -167,6 +170,7 @@ class LearnerNode(Node):
         )
         self._store_task: asyncio.Task[None] | None = None
         self._published_step = -1
+        self._num_failed_steps = 0
         self._farewell = Farewell(self, session, clock=lambda: self.now)
         self._is_stopping = False
         self._is_work_over = asyncio.Event()
@@ -233,7 +237,12 @@ class LearnerNode(Node):
                 return
             started_at = self.now
             self._progress.is_training = True
-            result = await self.in_thread(self._model_thread, partial(self._train_on, groups))
+            try:
+                result = await self.in_thread(self._model_thread, partial(self._train_on, groups))
+            except StepError as error:
+                await self._set_aside(groups, error)
+                continue
+            self._num_failed_steps = 0
             trained_s = self._activating.train_s = self.now - started_at
             self._faults.reach("stepped", session.step + 1)
             staleness = self._ledger.trained(
@@ -253,6 +262,39 @@ class LearnerNode(Node):
             self._reporting.write_step(result.metrics, staleness, *others)
             if self._checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
+
+    async def _set_aside(self, groups: list[Group], error: StepError) -> None:
+        """End the groups that made a step fail, or all of its batch; the others go back.
+
+        Raises:
+            StepError: if step after step fails, so that they can hardly be to blame.
+        """
+        step, counters = self.session.step, self.session.counters
+        self._num_failed_steps += 1
+        counters.add(f"steps_failed/{error.reason}")
+        faulty = await self.in_thread(
+            self._model_thread, partial(self._trainer.find_faulty, groups)
+        )
+        # None of them alone: then it is all of them together.
+        faulty = faulty or {group.group_id: error.reason for group in groups}
+        for group_id, reason in faulty.items():
+            self._ledger.discarded(group_id, reason, step=step)
+            counters.add(f"discarded/{reason}")
+        names = ", ".join(
+            f"{group.group_id} of {group.worker_id}" for group in groups if group.group_id in faulty
+        )
+        text = f"step {step + 1} failed: {error}; ended without training: group {names}"
+        self.log.warning("%s", text, exc_info=error.__cause__)
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise StepError(
+                f"{self._num_failed_steps} steps in a row failed, the last because {error}; the "
+                "groups have ended, and --resume goes on from the last checkpoint",
+                reason=error.reason,
+            ) from error
+        rest = [group for group in groups if group.group_id not in faulty]
+        self._buffer.put_back(rest, num_taken=len(groups))
+        # Others may be granted in place of those that have ended.
+        self.perform(self.session.grant(now=self.now))
 
     async def _next_batch(self) -> list[Group] | None:
         """Wait for a full batch of groups within the bound; None if the training is over."""

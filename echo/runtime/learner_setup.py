@@ -11,6 +11,7 @@ from pathlib import Path
 from echo.config.schema import Config
 from echo.engine.device import pick_device
 from echo.engine.lora import export_adapter
+from echo.engine.policy import float32_attention
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.weights import (
     Weights,
@@ -222,7 +223,7 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
     engine = TransformersEngine(
         data.model_dir,
         device=pick_device(config.learner.device),
-        attn_implementation=config.model.attn_implementation,
+        attn_implementation=float32_attention(config.model.attn_implementation),
         lora=data.lora,
     )
     evaluator = Evaluator(

@@ -112,6 +112,7 @@ def _limits(config: Config) -> Limits:
         step_s=config.task.step_timeout_s,
         retries=config.reward.retries,
         memory_bytes=config.reward.memory_limit_bytes,
+        max_abs_reward=config.reward.max_abs,
     )
 
 

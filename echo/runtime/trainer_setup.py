@@ -45,6 +45,7 @@ def build_trainer(
         advantages=AdvantageSettings(
             **advantage_options(loss.model_dump(), max_completion_tokens=max_tokens),
             keep_zero_variance=config.batch.keep_zero_variance,
+            max_abs_reward=config.reward.max_abs,
         ),
         reference=find_reference(config, model_dir, lora),
         device=device,

@@ -187,6 +187,7 @@ def _agent_parts(
         listen=config.agent.listen,
         endpoint_path=node_dir / "endpoint.json",
         reward=judge.host.score,
+        max_abs_reward=config.reward.max_abs,
     )
 
 

@@ -41,6 +41,8 @@ class Limits:
     """How often a call that asks for it is tried again."""
     memory_bytes: int | None = None
     """Bytes that a process of the task's may have; None for any number."""
+    max_abs_reward: float = 1e6
+    """Largest reward, either way."""
 
     def seconds(self, call: Call) -> float:
         """Return what a call may take."""
@@ -173,7 +175,7 @@ class TaskHost(abc.ABC):
                 self.count("env/calls")
                 self.count("env/milliseconds", milliseconds)
             if answer.fault is None:
-                return answer.value
+                return self._bounded(call, answer.value)
             if not answer.fault.is_transient:
                 break
         self.count("env/errors")
@@ -182,6 +184,20 @@ class TaskHost(abc.ABC):
             text = f"{answer.fault.text}; tried {attempt + 1} times (reward.retries)"
             raise RewardError(text, reason="reward_retries")
         raise RewardError(answer.fault.text, reason=answer.fault.reason)
+
+    def _bounded(self, call: Call, value: Any) -> Any:
+        """Return what a call gave; a reward must be one that a step can bear."""
+        bound = self.limits.max_abs_reward
+        if not isinstance(call, Score | Outcome):
+            return value
+        if isinstance(value, int | float) and abs(value) <= bound:
+            return value
+        self.count("env/errors")
+        raise RewardError(
+            f"{self.name}.{call} returned {value!r}, beyond reward.max_abs = {bound:g}; scale the "
+            "task's rewards, or raise it",
+            reason="reward_too_large",
+        )
 
     def timed_out(self, call: Call) -> RewardError:
         """Return the error of a call that did not come back in time."""

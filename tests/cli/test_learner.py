@@ -18,6 +18,17 @@ def test_the_board_keeps_the_newest_lines() -> None:
     assert board.lines == [f"line {number}" for number in range(100 - MAX_NOTICES, 100)]
 
 
+def test_what_raised_where_is_not_for_the_board() -> None:
+    board = NoticeBoard()
+    board.setFormatter(logging.Formatter("%(message)s"))
+    try:
+        int("none")
+    except ValueError as error:
+        caught = (type(error), error, error.__traceback__)
+    board.emit(logging.makeLogRecord({"msg": "step 3 failed", "exc_info": caught}))
+    assert board.lines == ["step 3 failed"]
+
+
 def test_the_report_is_printed_and_kept(tmp_path: Path) -> None:
     rates = "eval/addition/pass@1", "eval/addition/greedy", "eval/version"
     rows = [

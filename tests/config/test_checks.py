@@ -166,3 +166,37 @@ def test_no_role_asks_for_nothing() -> None:
 def test_nobody_connects_to_itself() -> None:
     text = problems_of("relay.connect=tcp://127.0.0.1:7701", role="relay")
     assert "tcp://127.0.0.1:7701 is this relay's own address" in text
+
+
+LEARNS = ("model.name=model",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["profile=wan", "sampling.top_p=0.95"], "sampling.top_p = 1, or let loss.clip_low"),
+        (["profile=wan", "sampling.top_k=20"], "loss.clip_low unset learns nothing from bad"),
+        (["loss.kind=gepo", "loss.clip_low=0.04", "sampling.top_p=0.95"], "reach down to 0.95"),
+        (["loss.geometric_low=0.99", "sampling.top_p=0.95"], "loss.geometric_low = 0.99"),
+        (
+            [
+                "loss.kind=decoupled_ppo",
+                "loss.importance_weight=sequence_mis",
+                "loss.importance_floor=0.1",
+                "sampling.top_p=0.95",
+            ],
+            "loss.importance_floor = 0.1",
+        ),
+        (["sampling.top_p=0.7"], "from bad rollouts below 0.8"),
+    ],
+)
+def test_truncated_sampling_beside_a_narrow_range(overrides: list[str], text: str) -> None:
+    assert text in problems_of(*LEARNS, *overrides, role="learner")
+    parse_config({}, overrides)  # a worker does not know the loss
+    parse_config({}, [*LEARNS, *overrides[:-1]], "learner")
+
+
+def test_truncated_sampling_beside_a_wide_range() -> None:
+    for kind in ("grpo", "gepo", "cispo", "m2po", "gspo loss.clip_low=0.1"):
+        overrides = [*LEARNS, *f"loss.kind={kind}".split()]
+        parse_config({}, [*overrides, "sampling.top_p=0.95", "sampling.top_k=20"], "learner")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
+import torch
 
+from echo.algo.loss import BatchScores, LossInputs
 from echo.algo.losses import LOSSES, MASK_OPTIONS, make_loss, option_names
 from echo.config import losses
 from echo.config.load import parse_config, resolved
@@ -49,7 +52,8 @@ def test_every_key_of_the_section_is_read_by_somebody() -> None:
     read |= {*losses.MASK_OPTIONS, *losses.ADVANTAGE_OPTIONS, "kind", "options"}
     assert set(LossSection.model_fields) == read
     fields = {field.name for field in dataclasses.fields(AdvantageSettings)}
-    assert fields == {*losses.ADVANTAGE_OPTIONS, "max_completion_tokens", "keep_zero_variance"}
+    others = {"max_completion_tokens", "keep_zero_variance", "max_abs_reward"}
+    assert fields == {*losses.ADVANTAGE_OPTIONS, *others}
 
 
 def test_the_help_lists_every_loss() -> None:
@@ -62,6 +66,64 @@ def test_unset_options_are_the_losss_own(kind: str) -> None:
     expected = {"max_completion_tokens": 64} if kind == "dr_grpo" else {}
     assert options_of(f"loss.kind={kind}") == expected
     load_loss(kind, options_of(f"loss.kind={kind}"))
+
+
+# ------------------------------------------------------------------------- truncated sampling
+
+
+def test_the_ranges_are_those_of_the_classes() -> None:
+    for kind, options in losses.RANGE_DEFAULTS.items():
+        fields: Any = LOSSES[kind]
+        defaults = {field.name: field.default for field in dataclasses.fields(fields)}
+        assert {name: defaults[name] for name in options} == dict(options), kind
+
+
+RANGES = {
+    "grpo": 0.8,
+    "dapo": 0.8,
+    "gspo": 0.98,
+    "gepo": 0.8,
+    "m2po": math.exp(-0.2),
+    "dppo_tv": 0.8,
+    "grpo geometric_low=0.99": 0.99,
+    "grpo veto=0.95": 0.95,
+    "grpo opsm=0.01": math.exp(-0.01),
+    "gspo clip_low=0.1": 0.9,
+    "gspo clip_low=false geometric_low=0.5": 0.5,
+    "decoupled_ppo importance_weight=token_mis importance_floor=0.7": 0.7,
+}
+
+
+@pytest.mark.parametrize("text", RANGES)
+def test_bad_rollouts_have_a_gradient_down_to_the_least_ratio(text: str) -> None:
+    kind, *options = text.split()
+    config, _ = parse_config({}, [f"loss.kind={kind}", *(f"loss.{option}" for option in options)])
+    settings = config.loss.model_dump()
+    least = max(losses.least_ratios(settings).values())
+    assert least == pytest.approx(RANGES[text])
+    loss = load_loss(kind, losses.loss_options(settings, max_completion_tokens=1))
+    for ratio, has_gradient in ((least + 1e-3, True), (least - 1e-3, False)):
+        learner = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+        advantages = torch.tensor([-1.0], dtype=torch.float64)
+        inputs = LossInputs(
+            learner_logprobs=learner,
+            sampler_logprobs=torch.zeros_like(learner),
+            advantages=advantages,
+            completion_mask=torch.ones_like(learner, dtype=torch.bool),
+            num_tokens=1,
+            num_rollouts=1,
+            proximal_logprobs=learner.detach(),
+            log_expectation=torch.zeros_like(advantages),
+            batch_scores=BatchScores(log_ratios=learner.detach()[0], advantages=advantages),
+        )
+        (gradient,) = torch.autograd.grad(loss(inputs).loss, learner)
+        assert bool(gradient.any()) == has_gradient, ratio
+
+
+@pytest.mark.parametrize("kind", ["cispo", "sapo", "decoupled_ppo", "mine:loss"])
+def test_losses_that_keep_every_gradient_have_no_range(kind: str) -> None:
+    config, _ = parse_config({}, [f"loss.kind={kind}"])
+    assert max(losses.least_ratios(config.loss.model_dump()).values(), default=0.0) == 0.0
 
 
 # --------------------------------------------------------------------------------------- values

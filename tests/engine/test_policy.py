@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from echo.algo.batching import MicroBatch, Sample, collate
-from echo.engine.policy import Policy
+from echo.engine.policy import Policy, frozen_policy
 from echo.errors import DataError, EngineError
 from echo.rollout import Rollout
 
@@ -143,6 +143,49 @@ def test_models_that_change_their_logits_are_refused(
 ) -> None:
     with pytest.raises(EngineError, match=message):
         Policy(save_model(tmp_path, architecture, **settings), device=CPU)
+
+
+def flash_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers' flash_attention_2 does about types, around plain attention."""
+    if query.dtype == torch.float32:
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True, scale=options["scaling"]
+    )
+    return output.transpose(1, 2), None
+
+
+def test_flash_attention_is_used_in_16_bits_only(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_class = transformers.PreTrainedModel
+    for name in ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation"):
+        monkeypatch.setattr(model_class, name, lambda self, wanted, *_, **__: wanted)
+    monkeypatch.setitem(
+        transformers.AttentionInterface._global_mapping, "flash_attention_2", flash_attention
+    )
+    options: dict[str, Any] = {"device": CPU, "attn_implementation": "flash_attention_2"}
+    with pytest.raises(EngineError, match=r'set learner\.dtype = "bfloat16"'):
+        Policy(tiny_model_dir, **options)
+    policy = Policy(tiny_model_dir, compute_dtype=torch.bfloat16, **options)
+    plain = Policy(tiny_model_dir, device=CPU, compute_dtype=torch.bfloat16)
+    (found, _), (expected, _) = (
+        each.logprobs(make_batch(), inv_temperature=1.0, vocab_chunk=8) for each in (policy, plain)
+    )
+    assert torch.allclose(found, expected, atol=0.02)
+    # The probe of mismatches scores in float32.
+    scorer = frozen_policy(tiny_model_dir, device="cpu", attn_implementation="flash_attention_2")
+    assert scorer.model.config._attn_implementation == "sdpa"
 
 
 def test_logits_changed_in_an_unknown_way_are_noticed(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
 from echo.algo.ppo_losses import GrpoLoss
-from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.engine.trainer import OptimizerSettings, StepError, Trainer
 from echo.engine.trainer_batch import AdvantageSettings
 from echo.errors import DataError, StorageError
 from echo.rollout import Group, Rollout
@@ -327,27 +327,56 @@ def test_the_gradient_is_clipped_to_its_norm(make_trainer: MakeTrainer) -> None:
     assert float(moved) == pytest.approx(norm / 4, rel=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(make_trainer: MakeTrainer) -> None:
+@pytest.mark.parametrize("reason", ["nonfinite_gradient", "step_error"])
+def test_a_step_that_fails_changes_nothing_and_names_its_groups(
+    make_trainer: MakeTrainer, reason: str
+) -> None:
     trainer = make_trainer()
     trainer.step(make_groups())
     before = trainer.snapshot()
     good_loss = trainer._loss
 
-    def overflowing(inputs: Any) -> Any:
+    def failing(inputs: Any) -> Any:
+        """Where a reward is far from the others'."""
         output = good_loss(inputs)
+        if float(inputs.advantages.abs().max()) < 2:
+            return output
+        if reason == "step_error":
+            raise OverflowError("too much")
         return dataclasses.replace(output, loss=output.loss * math.inf)
 
-    trainer._loss = overflowing
-    metrics = trainer.step(make_groups(seed=1)).metrics
-    assert metrics["optimizer/skipped_nonfinite"] == 1
-    assert "grad_norm" not in metrics  # metrics are finite numbers
-    assert all(math.isfinite(value) for value in metrics.values())
+    trainer._loss = failing
+    groups = [*make_groups(2, seed=1), make_group([9, 0], 7)]
+    with pytest.raises(StepError) as caught:
+        trainer.step(groups)
+    assert caught.value.reason == reason
+    assert trainer.find_faulty(groups) == {7: reason}
     assert equal(trainer.snapshot(), before)
-    trainer._loss = good_loss
-    metrics = trainer.step(make_groups(seed=1)).metrics
-    assert metrics["optimizer/skipped_nonfinite"] == 1
+    assert trainer.step_count == 1
+    twin = make_trainer()
+    for batch in (make_groups(), groups[:2]):
+        twin.step(batch)
+    metrics = trainer.step(groups[:2]).metrics
+    assert metrics["optimizer/skipped_nonfinite"] == (reason == "nonfinite_gradient")
+    assert equal(trainer.snapshot(), twin.snapshot())
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("reward", [1e6, 1e38, 1.7e308])
+def test_no_reward_overflows_in_a_step(
+    make_trainer: MakeTrainer, reward: float, normalize: bool
+) -> None:
+    trainer = make_trainer(advantages=AdvantageSettings(normalize_by_std=normalize))
+    group = make_group([reward, -reward, reward, 0.0])
+    if reward > 1e6:
+        assert trainer.refusal(group) == "reward_too_large"
+        with pytest.raises(StepError, match=r"rewards lie beyond reward\.max_abs = 1e\+06"):
+            trainer.step([group])
+        return
+    assert trainer.refusal(group) is None
+    before = trainer.snapshot()
+    assert trainer.step([group]).metrics["grad_norm"] > 0
     assert not equal(trainer.snapshot(), before)
-    assert all(tensor.isfinite().all() for tensor in trainer.snapshot().values())
 
 
 def test_a_step_that_failed_half_way_leaves_nothing_behind(make_trainer: MakeTrainer) -> None:

@@ -221,6 +221,32 @@ def test_a_group_that_lost_a_member_is_left_out_whole(tiny_model_dir: Path) -> N
     assert metrics["dropped/mixed_policies"] == 0.0
 
 
+def test_a_filtered_member_stays_in_the_expectation_and_leaves_the_sum(
+    tiny_model_dir: Path,
+) -> None:
+    seen: list[LossInputs] = []
+    group = make_group([1, 0, 0.25], 0)
+    unlikely = np.full(group.rollouts[1].num_tokens, -9.0, np.float32)
+    group = cut_off(change_of(group, 1, sampler_logprobs=unlikely), 1)
+    filtering = AdvantageSettings(overlong_filter=True)
+    loss = spy(seen, group_expectation=True)
+    trainer = make_trainer(tiny_model_dir, loss, advantages=filtering)
+    assert trainer.refusal(group) is None
+    metrics = trainer.step([group]).metrics
+    make_trainer(tiny_model_dir, loss).step([group])
+    filtered, whole = seen
+    assert filtered.log_expectation is not None
+    assert whole.log_expectation is not None
+    assert filtered.log_expectation.tolist() == whole.log_expectation.tolist()[:2]
+    q = np.exp([-3.0, -9.0, -3.0])
+    assert filtered.log_expectation[0].item() == pytest.approx(np.log((q**2).sum() / q.sum()))
+    assert (filtered.num_rollouts, whole.num_rollouts) == (2, 3)
+    assert filtered.num_tokens == group.num_tokens - len(unlikely)
+    assert metrics["dropped/lost_member"] == 0.0
+    # What arrived without a token to train is lost all the same.
+    assert trainer.refusal(masked_out(group, 2)) == "lost_member"
+
+
 def test_mixtures_are_measured_and_refused_on_demand(tiny_model_dir: Path) -> None:
     mixed, pure = versioned(make_group([1, 0, 0], 0), 1, 1), make_group([1, 0, 0], 1)
     metrics = make_trainer(tiny_model_dir, LOSSES["gepo"]).step([mixed, pure]).metrics
@@ -295,9 +321,10 @@ def test_what_shapes_rewards_and_masks_decides_whether_there_is_a_gradient(
     shaped = make_trainer(tiny_model_dir, LOSSES["dapo"], advantages=shaping)
     assert shaped.refusal(group) is None
     filtering = AdvantageSettings(overlong_filter=True)
-    filtered = make_trainer(tiny_model_dir, LOSSES["gepo"], advantages=filtering)
-    cut = change_of(make_group([1, 0, 0], 0), 1, finish_reason="length")
-    assert filtered.refusal(cut) == "lost_member"
+    filtered = make_trainer(tiny_model_dir, LOSSES["dapo"], advantages=filtering)
+    # The only rollouts with an advantage are left out: (1, 0, .5) - .5.
+    cut = cut_off(cut_off(make_group([1, 0, 0.5], 0), 0), 1)
+    assert filtered.refusal(cut) == "zero_variance"
 
 
 def test_a_batch_refused_throughout_changes_nothing(tiny_model_dir: Path) -> None:

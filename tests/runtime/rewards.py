@@ -46,3 +46,16 @@ class RightLater(SometimesEqual):
         if example.split != "train" or example.index >= 6:
             return 1.0
         return self.in_turn(example)
+
+
+class OneLarge(SometimesEqual):
+    """Rewards differ within every group; one group's are far larger than those of the others."""
+
+    def __init__(self, scale: float = 100.0) -> None:
+        super().__init__()
+        self._scale = scale
+
+    def reward(self, example: Example, completion: str) -> float:
+        value = self.in_turn(example)
+        is_large = example.split == "train" and example.index == 1
+        return self._scale * (0.5 + 0.5 * value) if is_large else value

@@ -283,6 +283,9 @@ def test_what_cannot_be_done_is_refused_with_a_reason(play: Play, template: str)
             client = here.openai.with_options(base_url=f"{here.url}/sessions/{name}/v1")
             await client.chat.completions.create(**hello)
             assert (await here.reward(name, {"reward": 1e999}))[0] == 400
+            status, body = await here.reward(name, {"reward": 1e38})
+            assert status == 409
+            assert "lies beyond reward.max_abs = 1e+06" in body["error"]["message"]
             assert (await here.reward(name, {"reward": 1}))[0] == 200
             assert (await here.reward(name, {"reward": 1}))[0] == 404
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from echo.engine.trainer import StepError
 from echo.errors import ConfigError, DataError, StorageError
 from echo.runtime.learner import LearnerNode
 from echo.sim.network import Link
+from echo.tasks.host import TaskHost
 from tests.protocol.harness import note_ways
 from tests.runtime.harness import LEARNER, RELAY, Play, Run, ends, read_jsonl, running
 
@@ -182,6 +184,101 @@ def test_what_another_loss_took_in_is_judged_again_on_resume(play: Play) -> None
             async with running(learner) as (learning,):
                 assert await learning == "finished"
         assert_every_group_ended_once(run)
+
+    play(scenario)
+
+
+FAILING = {"kind": "tests.runtime.losses:failing", "normalize_by_std": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "reason"), [("raise", "step_error"), ("overflow", "nonfinite_gradient")]
+)
+def test_a_group_that_makes_a_step_fail_ends_and_the_others_are_trained(
+    play: Play, caplog: pytest.LogCaptureFixture, how: str, reason: str
+) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            task={"kind": f"{REWARDS}:OneLarge"},
+            loss={**FAILING, "options": {"how": how}},
+            sync={"max_staleness": 0},  # there is room for one batch: what ended gives its back
+        )
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        found = ends(run.ledger())
+        assert found.pop(1) == [reason]
+        assert found[0] == ["trained at 1"]
+        assert [row["step"] for row in run.ledger("trained")] == [1, 2, 3]
+        assert_every_group_ended_once(run)
+        assert learner.session.counters[f"discarded/{reason}"] == 1
+        assert learner.session.counters[f"steps_failed/{reason}"] == 1
+
+    with caplog.at_level(logging.WARNING):
+        play(scenario)
+    assert "ended without training: group 1 of w1" in caplog.text
+
+
+@pytest.mark.slow
+def test_steps_that_fail_one_after_the_other_end_the_run_with_the_cause(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        loss = {**FAILING, "options": {"above": 0.0}}
+        learner = await run.learner(task={"kind": f"{REWARDS}:OneLarge"}, loss=loss)
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            with pytest.raises(StepError, match=r"5 steps in a row failed.*too much"):
+                await learning
+        failed = [r["group"] for r in run.ledger("discarded") if r["reason"] == "step_error"]
+        assert len(failed) == 10
+        assert run.ledger("trained") == []
+
+    play(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"loss": FAILING}, "step_error"), ({"reward": {"max_abs": 10}}, "reward_too_large")],
+)
+def test_a_group_handed_back_by_the_ledger_that_no_step_can_bear_ends(
+    play: Play, change: dict[str, dict[str, object]], reason: str
+) -> None:
+    async def scenario(run: Run) -> None:
+        task = {"kind": f"{REWARDS}:OneLarge"}
+        held = {"law": "constant", "directions": "rollouts", "upper_s": 3600.0}
+        learner = await run.learner(task=task, delays=held)  # nothing is trained for an hour
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learner.wait_until(lambda: 1 in learner.session.buffer, within_s=60)
+            learner.interrupt()
+            await learning
+        assert ends(run.ledger())[1] == []
+        learner = await run.learner(resume=True, task=task, **change)
+        async with running(learner, await run.worker("w2")) as (learning, _):
+            assert await learning == "finished"
+        assert ends(run.ledger())[1] == [reason]
+        assert [row["step"] for row in run.ledger("trained")] == [1, 2, 3]
+        assert_every_group_ended_once(run)
+
+    play(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_reward_out_of_bounds_ends_its_group_at_the_worker_or_at_the_learner(
+    play: Play, monkeypatch: pytest.MonkeyPatch, *, is_checked: bool
+) -> None:
+    if not is_checked:  # a worker that says what it likes
+        monkeypatch.setattr(TaskHost, "_bounded", lambda self, call, value: value)
+
+    async def scenario(run: Run) -> None:
+        task = {"kind": f"{REWARDS}:OneLarge", "options": {"scale": 1.7e308}}
+        learner = await run.learner(task=task)
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        end = {r["group"]: r["reason"] for r in run.ledger("discarded")}
+        assert end[1] == "reward_too_large"
+        assert 1 not in {r["group"] for r in run.ledger("accepted")}
+        assert learner.session.counters["discarded/reward_too_large"] == 1
+        assert all(abs(row.get("reward/mean", 0.0)) <= 1.0 for _, row in run.rows)
 
     play(scenario)
 

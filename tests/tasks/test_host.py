@@ -49,6 +49,17 @@ def test_a_task_in_this_process_is_scored_in_order() -> None:
     assert host.take_counts()["env/calls"] == 3
 
 
+@pytest.mark.parametrize("reward", [-10.5, 1e38])
+def test_a_reward_beyond_the_bound_is_a_fault(reward: float) -> None:
+    limits = Limits(score_s=60.0, step_s=60.0, max_abs_reward=10.0)
+    assert InlineHost(Judge(lambda _: -10), limits).score(EXAMPLE, "") == -10.0
+    host = InlineHost(Judge(lambda _: reward), limits)
+    with pytest.raises(RewardError, match=r"returned .*, beyond reward\.max_abs = 10;") as caught:
+        host.score(EXAMPLE, "")
+    assert caught.value.reason == "reward_too_large"
+    assert host.take_counts()["env/errors"] == 1
+
+
 def test_a_call_in_this_process_that_hangs_is_left_alone() -> None:
     gate = threading.Event()
     host = InlineHost(Judge(lambda _: gate.wait(20)), Limits(score_s=0.02, step_s=5.0))

@@ -142,7 +142,7 @@ def test_what_a_killed_process_has_started_is_killed_too(make_pool: Pools, tmp_p
 
 
 def test_memory_is_limited(make_pool: Pools) -> None:
-    pool = make_pool(memory_bytes=64 << 20)
+    pool = make_pool(memory_bytes=64 << 20, max_abs_reward=1e9)  # it returns how many bytes
     assert pool.score(EXAMPLE, f"hog {16 << 20}") == 16 << 20
     what = r"ran out of memory; raise reward\.memory_limit_bytes"
     with pytest.raises(RewardError, match=what) as caught:
