@@ -30,7 +30,7 @@ from echo.protocol.codec import (
     other_protocol,
 )
 from echo.protocol.dismissal import Dismissal
-from echo.protocol.granting import Granting
+from echo.protocol.granting import Granting, Obstacle
 from echo.protocol.intake import Intake
 from echo.protocol.leases import LeaseBook
 from echo.protocol.membership import Member, Roster
@@ -318,6 +318,11 @@ class LearnerSession:
         for node_id, leases in granted.items():
             actions += self._send_leases(node_id, leases)
         return actions
+
+    def obstacle(self) -> Obstacle:
+        """Return what keeps the groups of the next batch from being granted."""
+        workers = self.roster.active("worker")
+        return self._granting.obstacle(workers, self.broadcast.newest_complete)
 
     def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
         messages = self._granting.handover.grants(leases)
