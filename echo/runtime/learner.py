@@ -290,6 +290,7 @@ class LearnerNode(Node):
 
     async def _look(self) -> None:
         """Ask again what nothing else may ask: who can be given a group, and from which version."""
+        self.arrivals.review()
         obstacle = self._waiting.look(now=self.now)
         if obstacle == "outdated" and self._published_step != self.session.step:
             await self._publish()

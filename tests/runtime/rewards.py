@@ -46,3 +46,10 @@ class RightLater(SometimesEqual):
         if example.split != "train" or example.index >= 6:
             return 1.0
         return self.in_turn(example)
+
+
+class NeverEqual(SometimesEqual):
+    """Rewards differ within every group."""
+
+    def reward(self, example: Example, completion: str) -> float:
+        return self.in_turn(example)
