@@ -257,7 +257,8 @@ class NetworkSection(Section):
     lease_timeout_s: Seconds = Field(gt=0)
     """Seconds without progress after which a group is given to another worker."""
     reconnect_for_s: Seconds = Field(gt=0)
-    """Seconds to keep trying to reach a parent before giving up."""
+    """Seconds that a node tries to reach a learner that is gone, and a learner waits for workers
+    that are: then it ends. A learner waits for its first worker for 4 hours at least."""
     chunk_bytes: Bytes = Field(default=2**20, ge=2**10, le=2**24)
     """Bytes per chunk of weights on the wire."""
     window_bytes: Bytes = Field(default=2 * 2**20, ge=2**11)

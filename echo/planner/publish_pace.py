@@ -1,4 +1,10 @@
-"""How often to publish: a fixed period, or the smallest that hides the broadcast of a version."""
+"""How often to publish: a fixed period, or the smallest that hides the broadcast of a version.
+
+The period is counted from the last publication, whatever its step, and is at most S + 1 of the
+bound in force: so two versions never lie more than S + 1 steps apart, however often period and
+bound change in between. Further apart, the last version would be too old to sample for the step
+after which the next one is due, and learner and workers would wait for each other for ever.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +60,7 @@ class PublishPace:
         self._longest = period
         self._is_auto = is_auto
         self._max_staleness = max_staleness
+        self._published_step: int | None = None
         self._published_at: dict[PolicyVersion, float] = {}
         self._num_bytes = 0
         self.broadcast_s: float | None = None
@@ -70,11 +77,13 @@ class PublishPace:
 
     def is_due(self, step: int) -> bool:
         """Return whether the weights after `step` are to be published."""
-        return step % self.period == 0
+        last = self._published_step
+        return last is None or step - last >= min(self.period, self._max_staleness + 1)
 
     def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
         """Note when a version of this size was published."""
         self._num_bytes = num_bytes
+        self._published_step = version.step
         self._published_at[version] = now
         if len(self._published_at) > MAX_PENDING:
             del self._published_at[min(self._published_at)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -34,6 +35,9 @@ from echo.rollout import Lineage, PolicyVersion, is_surviving
 
 MAX_ATTEMPTS = 20
 """Grants of one group after which it is given up: something about it kills workers."""
+
+Obstacle = Literal["", "outdated", "no_worker", "no_weights", "busy"]
+"""Why nobody can be given a group for the next batch; "" if somebody can, or the batch is out."""
 
 Bounds = Mapping[PolicyVersion | None, int]
 """Installed version -> how many groups may be promised before it is good for no more."""
@@ -112,6 +116,27 @@ class Granting:
         """
         step = self.step if newest is None else newest.step
         return self._num_promised >= self._limit(step) and not self._is_hedging
+
+    def obstacle(self, workers: Sequence[Member], newest: PolicyVersion | None) -> Obstacle:
+        """Return what keeps the groups of the next batch from being granted.
+
+        Args:
+            workers: who takes part.
+            newest: the newest version that was published; None if that is not known.
+        """
+        num_unspent = self.buffer.num_unspent(step=self.step)
+        if self.leases.num_running or num_unspent >= self.settings.groups_per_step:
+            return ""
+        if newest is not None and self.is_closed(newest):
+            return "outdated"
+        if not workers:
+            return "no_worker"
+        bounds, num_promised = self._bounds(workers), self._num_promised
+        fresh = [w for w in workers if bounds.get(w.installed, 0) > num_promised]
+        if not fresh:
+            return "no_weights"
+        has_room = any(w.is_able(bounds) and self._num_held(w) < w.capacity for w in fresh)
+        return "" if has_room else "busy"
 
     def grant(
         self, workers: Sequence[Member], *, now: float

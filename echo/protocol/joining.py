@@ -118,11 +118,18 @@ class NodeSettings:
     price: Price = field(default_factory=Price)
 
 
-def describe_failure(settings: NodeSettings, addresses: Sequence[str]) -> str:
-    """Return what to tell the operator when no learner could be reached."""
+def describe_failure(settings: NodeSettings, addresses: Sequence[str], *, run_id: str) -> str:
+    """Return what to tell the operator when no learner could be reached.
+
+    Args:
+        settings: the node's.
+        addresses: where it tried.
+        run_id: of the run whose learner it has lost; empty if it never reached one.
+    """
+    since = f"run {run_id} was last heard of" if run_id else f"this {settings.role} started"
     return (
-        f"no learner reached at {', '.join(addresses)} for {settings.reconnect_for_s:.0f} s; check "
-        "that it runs, that its port is open, and the addresses under "
+        f"no learner reached at {', '.join(addresses)} for {settings.reconnect_for_s:.0f} s, since "
+        f"{since}; check that it runs, that its port is open, and the addresses under "
         f"[{settings.role}] connect; network.reconnect_for_s sets how long to try"
     )
 

@@ -30,7 +30,7 @@ from echo.protocol.codec import (
     other_protocol,
 )
 from echo.protocol.dismissal import Dismissal
-from echo.protocol.granting import Granting
+from echo.protocol.granting import Granting, Obstacle
 from echo.protocol.intake import Intake
 from echo.protocol.leases import LeaseBook
 from echo.protocol.membership import Member, Roster
@@ -319,6 +319,11 @@ class LearnerSession:
             actions += self._send_leases(node_id, leases)
         return actions
 
+    def obstacle(self) -> Obstacle:
+        """Return what keeps the groups of the next batch from being granted."""
+        workers = self.roster.active("worker")
+        return self._granting.obstacle(workers, self.broadcast.newest_complete)
+
     def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
         messages = self._granting.handover.grants(leases)
         return [a for grant, payload in messages for a in self._to(node_id, grant, *payload)]
@@ -374,17 +379,23 @@ class LearnerSession:
         return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Give up nodes that are silent and leases without progress."""
+        """Give up nodes that are silent and leases without progress.
+
+        However many are silent, one plan and one round of grants follow: a plan costs in proportion
+        to the fleet, and where a region is cut off hundreds fall silent at once.
+        """
         children = self.broadcast.tend(now=now)
         actions: list[Action] = []
-        for member in self.roster.expire(now=now):
+        silent = self.roster.expire(now=now)
+        for member in silent:
             silent_s = now - member.heard_at
             num_leases = self.leases.num_leases(member.node_id)
             text = (
                 f"{member.node_id} is silent for {silent_s:.0f} s; {num_leases} groups are granted "
                 "again"
             )
-            actions += [Note("warning", text), *self._drop(member, now)]
+            actions.append(Note("warning", text))
+            self.leases.drop_worker(member.node_id)
         for record in self.leases.expire(now=now):
             self.counters.add("leases_expired")
             if record.worker_id in self.roster.nodes:
@@ -394,7 +405,7 @@ class LearnerSession:
                 f"lease of group {record.group_id} on {record.worker_id} expired without progress"
             )
             actions.append(Note("warning", text))
-        if self._plans.is_due(now=now):
+        if silent or self._plans.is_due(now=now):
             actions += self.replan(now)
         is_open = bool(actions) or self._grants.is_due(now=now)
         return children + actions + (self.grant(now=now) if is_open else [])

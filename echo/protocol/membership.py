@@ -57,6 +57,9 @@ class Member:
     price: Price = field(default_factory=Price)
     is_standby: bool = False
     """Whether it is given neither leases nor weights for now (`standby.py`)."""
+    is_set_aside: bool = False
+    """Whether it is given no groups because nothing can be learned from its own
+    (`usefulness.py`)."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
     """(instant, tokens sampled, weight bytes received) of the last heartbeats."""
 
@@ -77,7 +80,8 @@ class Member:
 
     def is_able(self, usable: Container[PolicyVersion | None]) -> bool:
         """Return whether it can be given groups, and samples from a version of use for them."""
-        return self.installed in usable and self.capacity > 0 and not self.is_stuck
+        is_welcome = not self.is_stuck and not self.is_set_aside
+        return is_welcome and self.capacity > 0 and self.installed in usable
 
     def rates(self) -> tuple[float, float]:
         """Return (tokens per second, weight bytes per second) over the last heartbeats."""
@@ -98,6 +102,8 @@ class Member:
             state = "joining"
         elif self.is_standby:
             state = f"{state}, then standby" if num_leases else "standby"
+        elif self.is_set_aside:
+            state = "set aside"
         elif stats.fetching is not None and stats.num_chunks:
             state = f"{state}, fetching {stats.fetching} {stats.num_chunks_held}/{stats.num_chunks}"
         return NodeView(

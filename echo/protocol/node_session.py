@@ -369,7 +369,8 @@ class NodeSession:
     def _expire_joining(self, now: float) -> list[Action]:
         remaining_s = self._lost_at + self.settings.reconnect_for_s - now
         if remaining_s <= 0:
-            text = describe_failure(self.settings, self._addresses())
+            run_id = self._joining.run_id
+            text = describe_failure(self.settings, self._addresses(), run_id=run_id)
             return [Stop("learner_unreachable", TransportError(text))]
         if now < self._joining.retry_at:
             return []

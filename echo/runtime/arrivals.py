@@ -4,6 +4,8 @@ A group from which the trainer would learn nothing is ended at once with its rea
 acknowledged, gives its admission back, and another is granted for it. All others are written to
 the journal, and acknowledged and put into the buffer once they are on the disk. Where delays are
 injected, a group becomes visible there only after its delay, as if it had been on its way.
+
+Who delivers nothing that can be learned from while others do is set aside (`usefulness.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import replace
 from echo.buffer import StalenessBuffer
 from echo.protocol.actions import Action, Note, StoreGroup
 from echo.protocol.learner_session import LearnerSession
+from echo.protocol.usefulness import Usefulness
 from echo.rollout import Group
 from echo.runtime.delays import WeightDelays
 from echo.runtime.faults import Faults
@@ -66,6 +69,10 @@ class Arrivals:
         self._progress = progress
         self._refusal = refusal
         self._max_barren_groups = max_barren_groups
+        self._usefulness = Usefulness(
+            max_barren_groups=max_barren_groups, groups_per_step=session.settings.groups_per_step
+        )
+        self._has_set_aside = False
         self._delays = delays
         self._perform = perform
         self._sync = sync
@@ -83,8 +90,12 @@ class Arrivals:
 
     @property
     def is_barren(self) -> bool:
-        """Whether nothing could be learned from any of the last `max_barren_groups` groups."""
-        return self._progress.barren.num_groups >= self._max_barren_groups
+        """Whether nothing could be learned from any of the last `max_barren_groups` groups.
+
+        Those of workers that are set aside do not count.
+        """
+        num_groups = self._progress.barren.num_groups - self._usefulness.num_discounted
+        return num_groups >= self._max_barren_groups
 
     def take_in(self, action: StoreGroup) -> None:
         """Have a group scored if nobody has; then write it, or end it and grant another."""
@@ -126,9 +137,35 @@ class Arrivals:
         self._ledger.discarded(group.group_id, reason, step=self._session.step)
         self._session.counters.add(f"discarded/{reason}")
         self._progress.left_out(group, reason, now=self._clock())
+        self._judge(group, is_useful=False)
         self._perform(self._session.stored(group.group_id, now=self._clock()))
         if self.is_barren:
             self._has_news.set()
+
+    def _judge(self, group: Group, *, is_useful: bool) -> None:
+        """Count a group for or against its worker."""
+        texts = self._usefulness.delivered(group.worker_id, is_useful=is_useful, now=self._clock())
+        self._perform([Note("warning", text) for text in texts])
+        self.review()
+
+    def review(self) -> None:
+        """Decide whose groups are wanted; call it now and then, since nobody is set aside for ever.
+
+        Grants follow from what the caller does next.
+        """
+        if self._usefulness.is_calm and not self._has_set_aside:
+            return
+        members = self._session.roster.members("worker")
+        can_sample = {
+            member.node_id: member.capacity > 0 and not member.is_stuck
+            for member in members
+            if not member.is_standby
+        }
+        texts = self._usefulness.review(can_sample, now=self._clock())
+        for member in members:
+            member.is_set_aside = self._usefulness.is_set_aside(member.node_id)
+        self._has_set_aside = any(member.is_set_aside for member in members)
+        self._perform([Note("warning", text) for text in texts])
 
     async def run(self) -> None:
         """Force written groups onto the disk, many at once, then acknowledge them."""
@@ -144,6 +181,7 @@ class Arrivals:
                 delay_s = 0.0 if self._delays is None else self._delays.draw(group.worker_id)
                 self._buffer.put(group, visible_at=self._clock() + delay_s)
                 self._progress.accepted(group, now=self._clock())
+                self._judge(group, is_useful=True)
                 self._perform(self._session.stored(group.group_id, now=self._clock()))
             self._has_news.set()
 

@@ -6,7 +6,8 @@
 
 The training loop awaits three things only: a full batch of admissible groups, its own model work,
 and (every so often) a checkpoint. It never waits for the network otherwise: versions are handed to
-the broadcast and pulled by whoever needs them.
+the broadcast and pulled by whoever needs them. While it waits for a batch it looks every heartbeat
+whether one can come at all (`waiting.py`); without workers the run is saved and ends after a while.
 
 Order of events around a step, which recovery relies on: groups are journalled and synced before
 they are acknowledged; the record of a step is written before its weights are published; and
@@ -24,7 +25,7 @@ from pathlib import Path
 from echo.buffer import StalenessBuffer
 from echo.engine.trainer import StepError, StepResult, Trainer
 from echo.engine.weights import Weights
-from echo.errors import LocalProtocolError, StorageError
+from echo.errors import LocalProtocolError, StorageError, TransportError
 from echo.metrics import Snapshot
 from echo.protocol.actions import (
     Action,
@@ -36,6 +37,7 @@ from echo.protocol.actions import (
 )
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import Manifest
+from echo.protocol.pacing import earliest
 from echo.rollout import Group, PolicyVersion
 from echo.runtime.activation import Activating
 from echo.runtime.adaptation import Adaptation
@@ -53,6 +55,7 @@ from echo.runtime.progress import Progress
 from echo.runtime.publication import Publication, PublishPace
 from echo.runtime.reporting import Reporting
 from echo.runtime.transport import Transport
+from echo.runtime.waiting import Waiting
 from echo.sim.delays import DelayInjector
 
 MAX_FAILED_STEPS = 5
@@ -76,6 +79,7 @@ class LearnerNode(Node):
         pace: PublishPace,
         adaptation: Adaptation,
         activating: Activating,
+        waiting: Waiting,
         progress: Progress,
         evaluations: Evaluations | None,
         delays: DelayInjector | None,
@@ -102,6 +106,7 @@ class LearnerNode(Node):
             pace: when to publish.
             adaptation: of the bound on staleness.
             activating: what the workers cost, and which of them are needed.
+            waiting: looks after the learner while it waits for groups.
             progress: running totals for metrics and display.
             evaluations: held-out evaluation; None for none.
             delays: injected between workers and buffer; None for none.
@@ -125,6 +130,7 @@ class LearnerNode(Node):
         self._pace = pace
         self._adaptation = adaptation
         self._activating = activating
+        self._waiting = waiting
         self._progress = progress
         self._evaluations = evaluations
         self._publish_version = publish
@@ -218,7 +224,11 @@ class LearnerNode(Node):
         if len(self.session.lineages) > 1:  # a run that goes on
             self._farewell.expect()
         try:
-            await self._train()
+            try:
+                await self._train()
+            except TransportError:  # nobody works for it any more
+                await self._save()
+                raise
             if self._is_stopping:
                 await self._save()
             else:
@@ -299,6 +309,7 @@ class LearnerNode(Node):
     async def _next_batch(self) -> list[Group] | None:
         """Wait for a full batch of groups within the bound; None if the training is over."""
         self._progress.is_training = False
+        self._waiting.begin(now=self.now)
         while not self._is_stopping:
             if self._activating.is_spent:
                 self.log.warning("%s", self._activating.describe_spent(self.session.step))
@@ -313,8 +324,19 @@ class LearnerNode(Node):
             if self.arrivals.is_barren:
                 self.log.warning("%s", self._progress.describe_barren(self.session.step))
                 return None
-            await self.arrivals.wait(until=self._buffer.visible_at(num_groups))
+            visible_at = self._buffer.visible_at(num_groups)
+            await self.arrivals.wait(until=earliest(visible_at, self._waiting.look_at))
+            if self.now >= self._waiting.look_at and not self._is_stopping:
+                await self._look()
         return None
+
+    async def _look(self) -> None:
+        """Ask again what nothing else may ask: who can be given a group, and from which version."""
+        self.arrivals.review()
+        obstacle = self._waiting.look(now=self.now)
+        if obstacle == "outdated" and self._published_step != self.session.step:
+            await self._publish()
+        self.perform(self.session.grant(now=self.now))
 
     def _discard_unusable(self) -> None:
         evicted = self._buffer.evict(step=self.session.step)
@@ -420,13 +442,14 @@ class LearnerNode(Node):
         await self._farewell.say("the run is finished")
 
     async def _save(self) -> None:
-        """Save after an interrupt, so that --resume goes on from here."""
+        """Save where the run does not end for good, so that --resume goes on from here."""
         await self._take_no_more_groups()
         await self._checkpoint()
         await self.in_thread(self._disk_thread, self._ledger.close)
         self.log.info(
-            "stopped at step %d; --resume continues from step %d, workers wait for it",
+            "stopped at step %d; --resume continues from step %d%s",
             self.session.step, self._checkpoints.saved_step or 0,
+            ", workers wait for it" if self.session.roster.members("worker") else "",
         )  # fmt: skip
 
     async def drain(self) -> None:

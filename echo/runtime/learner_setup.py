@@ -43,6 +43,7 @@ from echo.runtime.progress import Progress
 from echo.runtime.publication import PublishPace, make_images, make_publication
 from echo.runtime.task_setup import make_player, turns_of
 from echo.runtime.transport import Transport
+from echo.runtime.waiting import Waiting
 from echo.runtime.worker_setup import (
     context_window,
     make_sampling,
@@ -176,6 +177,12 @@ def assemble_learner(
             ledger=ledger,
             spent=opened.spent,
             now=now,
+            log=log,
+        ),
+        waiting=Waiting(
+            session,
+            address=advertise or str(transport.listen_address),
+            reconnect_for_s=config.network.reconnect_for_s,
             log=log,
         ),
         progress=progress,

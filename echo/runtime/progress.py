@@ -240,7 +240,7 @@ def describe_wait(session: LearnerSession) -> str:
         return ""
     if not workers:
         has_standby = bool(session.roster.members("worker"))
-        why = "every worker is on standby" if has_standby else "no worker has joined yet"
+        why = "every worker is on standby" if has_standby else "no worker is connected"
         return f"{missing} groups; {why}"
     parts = []
     for member in workers:

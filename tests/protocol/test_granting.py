@@ -239,6 +239,12 @@ def test_who_has_no_weights_or_abandoned_ones_gets_nothing() -> None:
     assert granted(make_granting(), *workers) == {}
 
 
+def test_who_is_set_aside_gets_nothing() -> None:
+    workers = make_worker("w1", (2, 3)), make_worker("w2", (2, 3))
+    workers[0].is_set_aside = True
+    assert [*granted(make_granting(), *workers)] == ["w2"]
+
+
 def test_groups_in_the_buffer_take_up_room() -> None:
     granting = make_granting()
     for group_id in range(6):

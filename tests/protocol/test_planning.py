@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from echo.protocol import planning as planning_module
+from echo.protocol.actions import Action, Note
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.membership import Member
-from echo.protocol.messages import LEARNER_ID, NodeStats, Plan
+from echo.protocol.messages import LEARNER_ID, Hello, NodeStats, Plan
 from echo.protocol.planning import BUSY_GAIN, MIN_GAIN, REPLAN_S, WORTHWHILE_S, Planning
 from echo.protocol.topology import Site, Topology, plan_topology
 from echo.rollout import PolicyVersion
@@ -158,6 +160,55 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
     planning.topology = dataclasses.replace(planning.topology, predicted_s=WORTHWHILE_S)
     session.make_way(now=now + 2 * REPLAN_S)
     assert calls == [True]
+
+
+def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.is_training = False
+    process = run.start_learner()
+    session = process.session
+    assert isinstance(session, LearnerSession)
+    first = run.start_worker("w0")
+    run.world.run_until(lambda: session.leases.num_running > 0, within_s=10.0)
+    run.world.kill(first, is_silent=True)
+    now = session.roster.nodes["w0"].heard_at
+    num_leases = session.leases.num_leases("w0")
+    for number in range(1, 200):
+        hello = Hello(
+            node_id=f"w{number}",
+            role="worker",
+            incarnation="i",
+            echo_version="",
+            advertise=None,
+            digests={},
+        )
+        session.roster.hello(hello, now=now if number < 140 else now + 1.0)
+        session.roster.nodes[f"w{number}"].is_member = True
+    calls: list[int] = []
+    made, grants = session.planning.plan, session.grant
+
+    def noting(members: Sequence[Member], **kwargs: Any) -> dict[str, Plan]:
+        calls.append(len(members))
+        return made(members, **kwargs)
+
+    num_grants = 0
+
+    def counting(*, now: float) -> list[Action]:
+        nonlocal num_grants
+        num_grants += 1
+        return grants(now=now)
+
+    session.planning.plan = noting  # type: ignore[method-assign]
+    session.grant = counting  # type: ignore[method-assign]
+    actions = session.expire(now=now + session.settings.dead_after_s + 0.5)
+    notes = [action.text for action in actions if isinstance(action, Note)]
+    assert sum("is silent for" in text for text in notes) == 140
+    assert any(f"{num_leases} groups are granted again" in text for text in notes)
+    assert calls == [60]
+    assert num_grants == 1
+    assert session.leases.num_leases("w0") == 0
 
 
 def test_versions_are_planned_for_as_they_are_forwarded() -> None:

@@ -218,21 +218,27 @@ def test_a_learner_that_is_nowhere_ends_the_node_with_a_remedy(tmp_path: Path) -
     run.world.run(21.0)
     assert worker.stop is not None
     assert isinstance(worker.stop.error, TransportError)
-    assert f"{RELAY}, {LEARNER_ADDRESS} for 20 s" in str(worker.stop.error)
+    text = f"{RELAY}, {LEARNER_ADDRESS} for 20 s, since this worker started"
+    assert text in str(worker.stop.error)
     assert "[worker] connect" in str(worker.stop.error)
 
 
 def test_the_time_without_the_learner_is_counted_from_when_it_was_lost(tmp_path: Path) -> None:
     run = Run(tmp_path, reconnect_for_s=20.0)
     learner = run.start_learner()
-    worker = run.start_worker("w1")
-    run.world.run(100.0)
+    relay = run.start_relay("r1")
+    worker = run.start_worker("w1", connect=[RELAY])
+    run.world.run(10.0)
     run.world.kill(learner)
-    run.world.run(118.0)
+    run.world.run(28.0)
     assert worker.stop is None
-    run.world.run(125.0)
-    assert worker.stop is not None
-    assert worker.stop.reason == "learner_unreachable"
+    assert relay.stop is None
+    run.world.run(35.0)
+    for node, address in ((relay, LEARNER_ADDRESS), (worker, RELAY)):
+        assert node.stop is not None
+        assert node.stop.reason == "learner_unreachable"
+        assert address in str(node.stop.error)
+        assert "for 20 s, since run run was last heard of" in str(node.stop.error)
 
 
 def test_another_run_at_the_learners_address_ends_the_node(tmp_path: Path) -> None:

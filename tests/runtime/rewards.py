@@ -59,3 +59,10 @@ class OneLarge(SometimesEqual):
         value = self.in_turn(example)
         is_large = example.split == "train" and example.index == 1
         return self._scale * (0.5 + 0.5 * value) if is_large else value
+
+
+class NeverEqual(SometimesEqual):
+    """Rewards differ within every group."""
+
+    def reward(self, example: Example, completion: str) -> float:
+        return self.in_turn(example)

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from echo.engine.trainer import StepError
 from echo.errors import ConfigError, DataError, StorageError
+from echo.protocol.actions import Action
+from echo.protocol.drafts import Draft
+from echo.rollout import Group
 from echo.runtime.learner import LearnerNode
+from echo.runtime.worker_parts import WorkerParts
 from echo.sim.network import Link
 from echo.tasks.host import TaskHost
 from tests.protocol.harness import note_ways
@@ -133,6 +138,49 @@ def test_a_run_from_which_nothing_is_learned_ends_and_says_why(
     with caplog.at_level(logging.WARNING):
         play(scenario)
     assert "the task is solved, and the run ends at step 0" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_fast_worker_with_equal_rewards_ends_no_run_that_others_work_for(
+    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            task={"kind": f"{REWARDS}:NeverEqual"},
+            batch={"keep_zero_variance": False, "max_barren_batches": 3},
+        )
+        bad, honest = await run.worker("bad"), await run.worker("honest")
+        finished, at_once, deliver = bad.session.finished, bad._deliver, honest._deliver
+        members = learner.session.roster.nodes
+
+        async def once_both_are_here(parts: WorkerParts, draft: Draft) -> None:
+            await learner.wait_until(
+                lambda: "honest" in members and members["honest"].capacity > 0, within_s=60
+            )
+            await at_once(parts, draft)
+
+        def equal(group: Group, *, now: float) -> list[Action]:
+            rollouts = tuple(replace(rollout, reward=1.0) for rollout in group.rollouts)
+            return finished(replace(group, rollouts=rollouts), now=now)
+
+        async def late(parts: WorkerParts, draft: Draft) -> None:
+            await asyncio.sleep(0.5)
+            await deliver(parts, draft)
+
+        monkeypatch.setattr(bad.session, "finished", equal)
+        monkeypatch.setattr(bad, "_deliver", once_both_are_here)
+        monkeypatch.setattr(honest, "_deliver", late)
+        async with running(learner, bad, honest) as (learning, *_):
+            assert await learning == "finished"
+        assert learner.session.step == 3
+        workers = {r["group"]: r["worker"] for r in run.ledger("accepted")}
+        trained = [group for r in run.ledger("trained") for group in r["groups"]]
+        assert {workers[group] for group in trained} == {"honest"}
+        assert_every_group_ended_once(run)
+
+    with caplog.at_level(logging.WARNING):
+        play(scenario)
+    assert "bad is set aside until other workers have delivered 2 groups" in caplog.text
 
 
 def test_a_run_that_ends_early_evaluates_its_last_weights(play: Play) -> None:

@@ -87,9 +87,9 @@ def test_the_learner_says_whom_it_waits_for(play: Play) -> None:
         async with running(learner):
             while not run.snapshots:  # noqa: ASYNC110, a list has no events
                 await asyncio.sleep(0.01)
-            assert describe_wait(learner.session) == "2 groups; no worker has joined yet"
+            assert describe_wait(learner.session) == "2 groups; no worker is connected"
         [snapshot] = run.snapshots[-1:]
-        assert snapshot.waiting_for == "2 groups; no worker has joined yet"
+        assert snapshot.waiting_for == "2 groups; no worker is connected"
         assert (snapshot.step, snapshot.max_steps, snapshot.num_buffered) == (0, 3, 0)
         assert snapshot.broadcast_done == 1.0
 

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
+
 import msgspec
+import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -42,11 +46,21 @@ def test_a_publication_is_signed_and_rounded() -> None:
     assert torch.equal(back["steps"], tensors["steps"])
 
 
+def due_steps(pace: PublishPace, steps: Iterable[int]) -> list[int]:
+    """Publish where it is due; return those steps."""
+    due = []
+    for step in steps:
+        if pace.is_due(step):
+            pace.published(version(step), num_bytes=1, now=float(step))
+            due.append(step)
+    return due
+
+
 def test_a_fixed_period_stays() -> None:
     pace = PublishPace(period=2, is_auto=False, max_staleness=3)
-    assert [step for step in range(7) if pace.is_due(step)] == [0, 2, 4, 6]
-    pace.published(version(0), num_bytes=100, now=0.0)
-    assert pace.received([version(0)], now=50.0, train_s=1.0)
+    assert due_steps(pace, range(7)) == [0, 2, 4, 6]
+    pace.published(version(6), num_bytes=100, now=0.0)
+    assert pace.received([version(6)], now=50.0, train_s=1.0)
     assert pace.period == 2
     assert pace.metrics() == {
         "publish_period": 2,
@@ -103,3 +117,45 @@ def test_a_lower_bound_shortens_the_period_and_a_higher_one_gives_it_back() -> N
     pace.published(version(0), num_bytes=1, now=0.0)
     pace.received([version(0)], now=50.0, train_s=1.0)
     assert pace.period == 2  # 50 steps long, and the bound lets it be S + 1
+
+
+def test_the_period_counts_from_the_last_version_whatever_its_step() -> None:
+    pace = PublishPace(period=4, is_auto=False, max_staleness=6)
+    pace.published(version(9), num_bytes=1, now=0.0)  # as after a resume
+    assert due_steps(pace, range(10, 20)) == [13, 17]
+    pace.limit(2)
+    assert due_steps(pace, range(20, 30)) == [20, 23, 26, 29]
+    # A raised bound gives the period back, and the next version is not put off to a multiple of it.
+    pace.limit(6)
+    assert due_steps(pace, range(30, 40)) == [33, 37]
+    pace = PublishPace(period=7, is_auto=True, max_staleness=6)
+    pace.published(version(0), num_bytes=1, now=0.0)
+    pace.limit(1)
+    pace.limit(6)
+    assert due_steps(pace, range(1, 9)) == [2, 4, 6, 8]  # until it is measured again
+
+
+@pytest.mark.parametrize("max_staleness", [3, 6, 10])
+@pytest.mark.parametrize("seed", range(5))
+def test_two_versions_are_never_further_apart_than_the_bound_allows(
+    max_staleness: int, seed: int
+) -> None:
+    pace = PublishPace(period=max(1, max_staleness - 1), is_auto=True, max_staleness=max_staleness)
+    chance = random.Random(seed)
+    pace.published(version(0), num_bytes=1, now=0.0)
+    arrivals, now, last, gaps, periods = [(4.5, version(0))], 0.0, 0, [], set()
+    for step in range(1, 301):
+        train_s = max(0.1, chance.gauss(1.0, 0.2))
+        now += train_s
+        while arrivals and arrivals[0][0] <= now:
+            at, arrived = arrivals.pop(0)
+            pace.received([arrived], now=at, train_s=train_s)
+            periods.add(pace.period)
+        if pace.is_due(step):
+            gaps.append(step - last)
+            pace.published(version(step), num_bytes=1, now=now)
+            arrivals.append((now + 4.5, version(step)))
+            last = step
+    assert len(periods) > 1 or max_staleness == 3  # the noise changes what is measured
+    assert max(gaps) <= max_staleness + 1
+    assert 300 - last <= max_staleness

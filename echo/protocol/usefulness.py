@@ -1,0 +1,173 @@
+"""Whose groups teach something, and for how many of them one worker may speak for the fleet.
+
+Prompts are granted without regard to who gets them, so a group that teaches something is as likely
+to come from any honest worker as that worker's part of all groups delivered. A worker that sends
+equal rewards, broken or dishonest, needs not sample: it becomes the fastest and is given most of
+the leases. Two rules keep it from stopping a run.
+
+**Set aside.** Of each useful group, every worker is credited with the part that it had in the
+deliveries since the useful group before. Once that sums up to EXPECTED groups and no more than a
+tenth as many of its own were useful, it is given nothing for AWAY_S, and then begins anew. For an
+honest worker the number of useful groups is at most as scattered as Poisson's law says: 2 or fewer
+in place of 20 have a probability of 5e-7. Where the whole fleet learns nothing nobody is credited
+with anything, so nobody is set aside.
+
+**A second opinion.** A run is barren after so many groups in a row that teach nothing. Are they
+mainly one worker's, it is given no more until the others have delivered a batch: so a fast one
+cannot end the run between two useful groups of slower ones. Where there is no other, or none that
+can sample for ALONE_S, its word will do. What was delivered by those that are set aside never
+counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from echo.protocol.forecast import MAX_WORKERS
+from echo.protocol.recent import RecentMap
+from echo.units import format_duration
+
+EXPECTED = 20.0
+"""Useful groups that a worker must have been expected to deliver before it is judged."""
+LEAST_SHARE = 0.1
+"""Of these, what it must have delivered."""
+AWAY_S = 600.0
+"""How long it is set aside."""
+ALONE_S = 60.0
+"""How long nobody else may be able to sample before one that is set aside is wanted after all."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What one worker was expected to deliver, and what it did."""
+
+    expected: float = 0.0
+    useful: float = 0.0
+
+
+class Usefulness:
+    """Counts useful groups per worker."""
+
+    def __init__(self, *, max_barren_groups: int, groups_per_step: int) -> None:
+        """Start without groups.
+
+        Args:
+            max_barren_groups: without a useful one in between, after which the run is barren.
+            groups_per_step: B, which the others are heard with.
+        """
+        self._max_barren_groups = max_barren_groups
+        self._second_opinion = max(1, min(groups_per_step, max_barren_groups // 2))
+        self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
+        self._since_useful: dict[str, int] = {}
+        """Groups by worker since the last useful one of anybody."""
+        self._num_void = 0
+        """Such groups of workers that were set aside."""
+        self._away_until: dict[str, float] = {}
+        self._loudest: str | None = None
+        """Who is given nothing until the others have been heard."""
+        self._has_asked = False
+        """Whether others were waited for in vain since the last useful group."""
+        self._alone_since: float | None = None
+
+    @property
+    def num_discounted(self) -> int:
+        """Groups since the last useful one that do not say whether the run is barren."""
+        loudest = 0 if self._loudest is None else self._since_useful[self._loudest]
+        return self._num_void + loudest
+
+    def is_set_aside(self, worker_id: str) -> bool:
+        """Return whether this worker is to be given no groups."""
+        return worker_id == self._loudest or worker_id in self._away_until
+
+    def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
+        """Count a group; return what to tell of workers that are set aside from now on."""
+        if not is_useful:
+            if worker_id in self._away_until:
+                self._num_void += 1
+            else:
+                self._since_useful[worker_id] = self._since_useful.get(worker_id, 0) + 1
+            return []
+        counts = self._since_useful
+        counts[worker_id] = counts.get(worker_id, 0) + 1
+        self._since_useful, self._num_void, self._loudest = {}, 0, None
+        self._has_asked = False
+        num_groups = sum(counts.values())
+        texts = []
+        for name, count in counts.items():
+            record = self._records.get(name) or _Record()
+            self._records[name] = record
+            record.expected += count / num_groups
+            record.useful += name == worker_id
+            if record.expected >= EXPECTED and record.useful <= LEAST_SHARE * record.expected:
+                texts.append(self._set_aside(name, record, now))
+            elif record.expected >= 2 * EXPECTED:
+                record.expected, record.useful = record.expected / 2, record.useful / 2
+        return texts
+
+    def _set_aside(self, worker_id: str, record: _Record, now: float) -> str:
+        self._away_until[worker_id] = now + AWAY_S
+        self._records.discard(worker_id)
+        return (
+            f"{worker_id} is set aside for {format_duration(AWAY_S)}: something could be learned "
+            f"from {record.useful:.0f} of its groups, where {record.expected:.0f} were to be "
+            "expected by what other workers deliver; check its engine, its task and who runs it"
+        )
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether a review would change nothing."""
+        return (
+            not self._away_until
+            and self._loudest is None
+            and sum(self._since_useful.values()) < self._max_barren_groups
+        )
+
+    def review(self, workers: Mapping[str, bool], *, now: float) -> list[str]:
+        """Decide who is to be heard; return what to tell of it.
+
+        Args:
+            workers: who takes part, and whether it can sample just now.
+            now: the present instant.
+        """
+        others = [name for name in workers if not self.is_set_aside(name)]
+        if any(workers[name] for name in others):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        is_alone = self._alone_since is not None and now >= self._alone_since + ALONE_S
+        texts = []
+        for name, until in list(self._away_until.items()):
+            if now >= until or is_alone:
+                del self._away_until[name]
+                texts.append(f"{name} is no longer set aside")
+        counts = self._since_useful
+        if self._loudest is not None:
+            if sum(counts.values()) - counts[self._loudest] >= self._second_opinion:
+                self._loudest = None
+            elif is_alone:
+                # Its word will do, but not what it said in the hurry.
+                self._num_void += counts.pop(self._loudest)
+                self._loudest, self._has_asked = None, True
+        elif (text := self._find_loudest(others)) is not None:
+            texts.append(text)
+        if not self._away_until and self._loudest is None:
+            self._alone_since = None
+        return texts
+
+    def _find_loudest(self, others: Collection[str]) -> str | None:
+        """Look whether one worker alone says that the run is barren; return what to tell then."""
+        counts = self._since_useful
+        num_groups = sum(counts.values())
+        if num_groups < self._max_barren_groups or self._has_asked:
+            return None
+        loudest = max(counts, key=lambda name: counts[name])
+        is_only_one = all(name == loudest for name in others)
+        if is_only_one or num_groups - counts[loudest] >= self._second_opinion:
+            return None
+        self._loudest = loudest
+        return (
+            f"{loudest} is set aside until other workers have delivered {self._second_opinion} "
+            f"groups: nothing could be learned from the last {num_groups}, of which "
+            f"{counts[loudest]} are its own"
+        )
