@@ -148,7 +148,7 @@ def build_session(
     return LearnerSession(
         LearnerSettings(
             run_id=identity.run_id,
-            public_key=identity.public_key,
+            key=identity.key,
             advertise=advertise,
             max_staleness=sync.max_staleness,
             groups_per_step=config.batch.groups_per_step,
