@@ -36,7 +36,7 @@ from echo.runtime.join import dial_addresses, node_keys
 from echo.runtime.lora_setup import worker_lora
 from echo.runtime.retirement import RentedWorker, terms_of
 from echo.runtime.sampling import PartialRules
-from echo.runtime.task_setup import Judge, make_judge, make_player
+from echo.runtime.task_setup import Judge, check_inherited_code, make_judge, make_player
 from echo.runtime.transport import Transport
 from echo.runtime.worker import WorkerNode
 from echo.runtime.worker_parts import WorkerParts
@@ -128,6 +128,8 @@ def build_parts(
     if contradictions:
         raise ConfigError("\n  ".join(["the learner's settings differ:", *contradictions]))
     config = apply_inherited(config, settings)
+    # Before a file is written or a module imported.
+    check_inherited_code(config, settings, inherited_dir=node_dir)
     model_dir = _model_directory(config, node_dir / "model", assets)
     template: str | None = settings.get("model.chat_template")
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
@@ -259,6 +261,7 @@ def model_digests(config: Config, model_dir: Path, chat_template: str | None) ->
 def model_digest(model_dir: Path) -> str:
     """Hash the model's configuration by content, without what only tells where it came from."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    fields = tokenization.drop_code(fields)
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
         fields.pop(name, None)
     return blake3(json.dumps(fields, sort_keys=True).encode()).hexdigest()
@@ -301,5 +304,5 @@ def _model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes
         return resolve_model(config.model.name, config.model.revision, config.model.cache_dir)
     asset_dir.mkdir(parents=True, exist_ok=True)
     for name, data in assets.items():
-        (asset_dir / name).write_bytes(data)
+        (asset_dir / name).write_bytes(tokenization.without_code(name, data))
     return asset_dir
