@@ -19,10 +19,10 @@ from echo.protocol.codec import decode_envelope, decode_message, encode
 from echo.protocol.messages import LEARNER_ID, Asset, AssetRequest, Welcome
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.trust import sign_welcome
-from echo.runtime import relay_setup
+from echo.runtime import relay_setup, worker_setup
 from echo.runtime.curve import load_or_create_keys, write_join
 from echo.runtime.task_setup import code_settings
-from echo.runtime.worker_setup import build_parts
+from echo.runtime.worker_setup import build_parts, own_model
 from echo.tasks.tokenization import asset_files
 from tests.runtime.harness import RELAY, Play, Run, running
 
@@ -138,6 +138,22 @@ def test_a_worker_that_runs_no_task_code_needs_none() -> None:
 
 
 # --- model ----------------------------------------------------------------------------------------
+
+
+def test_a_model_of_the_shared_file_is_the_learners_unless_it_is_here_or_set_here(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        worker_setup, "resolve_model", lambda name, *_: asked.append(name) or Path(name)
+    )
+    hub_id = {"model": {"name": "Qwen/Qwen3-0.6B"}}
+    for table in (hub_id, {"model": {"name": "/no/such/model"}}, {}):
+        assert own_model(parse_config(table, source="two-machines.toml")[0]) is None
+    assert not asked, "the hub was not asked"
+    here = {"model": {"name": str(model_dir)}}
+    assert own_model(parse_config(here, source="two-machines.toml")[0]) == model_dir
+    assert own_model(parse_config(hub_id, ["model.name=my/copy"])[0]) == Path("my/copy")
 
 
 def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) -> None:
