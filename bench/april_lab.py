@@ -193,7 +193,7 @@ def make_session(content: Content, key: Ed25519PrivateKey) -> LearnerSession:
     config = parse_config({"network": NETWORK})[0]
     return LearnerSession(
         LearnerSettings(
-            run_id="bench", public_key=key.public_key().public_bytes_raw(), advertise=ADDRESS,
+            run_id="bench", key=key, advertise=ADDRESS,
             max_staleness=setting.max_staleness, groups_per_step=setting.groups_per_step,
             group_size=setting.group_size, vocab_size=content.vocab_size,
             max_completion_tokens=content.sampling.max_completion_tokens, trims_stale=True,

@@ -34,6 +34,7 @@ from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.messages import LEARNER_ID
 from echo.protocol.relay_session import RelaySession
+from echo.protocol.trust import fingerprint
 from echo.rollout import PolicyVersion
 from echo.runtime import wiring
 from echo.runtime.arenas_files import open_arenas
@@ -184,7 +185,7 @@ async def run_learner(config: Config, arguments: argparse.Namespace) -> None:
     session = publishing_session(config, identity, address)
     kind, _, ways = arguments.topology.partition(":")
     force(session, kind, int(ways or 0))
-    join = address if keys is None else str(Join(address, secret))
+    join = address if keys is None else str(Join(address, secret, fingerprint(identity.public_key)))
     await Publisher(session, transport, identity, join).run()
 
 

@@ -26,7 +26,7 @@ def publishing_session(config: Config, identity: Identity, advertise: str) -> Le
     return LearnerSession(
         LearnerSettings(
             run_id=identity.run_id,
-            public_key=identity.public_key,
+            key=identity.key,
             advertise=advertise,
             max_staleness=1,
             groups_per_step=1,

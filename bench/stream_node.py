@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from echo.protocol.trust import FINGERPRINT_BYTES
 from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
 from echo.runtime.kernel import tune_malloc
 from echo.runtime.transport import Connected, Received, TransportOptions
@@ -128,7 +129,8 @@ async def run_giver(arguments: argparse.Namespace) -> None:
     transport = ZmqTransport(arguments.listen, OPTIONS, keys)
     await transport.start()
     address = transport.listen_address
-    tell(address=str(Join(address, secret)) if arguments.curve else address)
+    join = Join(str(address), secret, bytes(FINGERPRINT_BYTES))  # there is no learner here
+    tell(address=str(join) if arguments.curve else address)
     data = random_bytes(SOURCE_BYTES)
     giving = asyncio.create_task(give(transport, data))
     async for command in commands():

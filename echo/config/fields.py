@@ -15,7 +15,12 @@ from echo.units import parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}")
-_SECRET = re.compile(r"[A-Za-z0-9_-]{22}")
+_SECRET = re.compile(r"[A-Za-z0-9_-]{22}(?P<fingerprint>\.[A-Za-z0-9_-]{22})?")
+OLD_JOIN = (
+    "a join string of an earlier release: the fingerprint of the learner's signing key is missing "
+    "at its end. The learner writes the new one into runs/NAME/keys/join when it starts: copy that "
+    "line"
+)
 _ANY_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -77,12 +82,16 @@ def _check_connect(address: str) -> str:
     place, mark, rest = address.partition("#")
     _check_dial(place)
     key, dot, secret = rest.partition(".")
-    if (mark and not _KEY.fullmatch(key)) or (dot and not _SECRET.fullmatch(secret)):
+    secrets = _SECRET.fullmatch(secret)
+    if (mark and not _KEY.fullmatch(key)) or (dot and secrets is None):
         raise ValueError(
-            'what follows the # must be a key of 43 letters or "key.secret" with a secret of 22; '
+            'what follows the # must be a key of 43 letters or "key.secret.fingerprint", the last '
+            "two of 22; "
             "copy the whole line of the learner's keys/join, or write the part before the # and "
             "set ECHO_JOIN"
         )
+    if secrets is not None and secrets["fingerprint"] is None:
+        raise ValueError(f"is {OLD_JOIN}")
     return address
 
 
@@ -90,8 +99,8 @@ def _check_join(text: str) -> str:
     _check_connect(text)
     if not has_secret(text):
         raise ValueError(
-            "is not a join string; write tcp://host:port#KEY.SECRET as it stands in keys/join in "
-            "the learner's run directory"
+            "is not a join string; write tcp://host:port#KEY.SECRET.FINGERPRINT as it stands in "
+            "keys/join in the learner's run directory"
         )
     return text
 

@@ -79,12 +79,15 @@ def check_inherited(
         keys_set_by_user: `load.keys_set_by_user(config)`; defaults contradict nothing.
         settings: what the learner sent.
     """
-    own = inherited_settings(config)
+    own = {key: _value(resolved(config), key) for key in INHERITED_KEYS if key != _TEMPLATE}
+    if config.model.chat_template is not None and Path(config.model.chat_template).exists():
+        # One file serves all machines, and only the learner needs to have what it names.
+        own[_TEMPLATE] = _template_text(config)
     return [
         f"{config.sources.get(key, 'configuration')}: {key} = {_brief(own[key])} contradicts the "
         f"learner, which uses {_brief(settings[key])}; remove it here, a worker gets it from there"
         for key in INHERITED_KEYS
-        if key in keys_set_by_user and key in settings and own[key] != settings[key]
+        if key in keys_set_by_user and key in own and key in settings and own[key] != settings[key]
     ]
 
 

@@ -288,7 +288,7 @@ class SecuritySection(Section):
     curve: bool = True
     """Encrypt all links and admit only who knows the run's join string."""
     join: JoinString | None = None
-    """The join string, "tcp://host:port#KEY.SECRET"; better in ECHO_JOIN or join_file."""
+    """The join string, tcp://host:port#KEY.SECRET.FINGERPRINT; better in ECHO_JOIN or join_file."""
     join_file: str | None = None
     """File with the join string, such as a copy of the learner's runs/NAME/keys/join."""
 

@@ -3,6 +3,9 @@
 Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node that
 brings none of them inherits the files from the learner (configuration and tokenizer, never code
 and never weights) and is right by construction.
+
+Whatever is inherited is signed by the learner, and checked before any of it is used: a relay that
+forwards it may be anybody with the run's secret. Files have a name out of a fixed table.
 """
 
 from __future__ import annotations
@@ -31,7 +34,17 @@ from echo.protocol.messages import (
     Welcome,
 )
 from echo.protocol.price import Price
+from echo.protocol.trust import welcome_fault
 from echo.rollout import Lineage
+
+INHERITED_FILES = frozenset({
+    "config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "chat_template.jinja",
+})  # fmt: skip
+"""The only names that a file may have which comes over the network: none that Python imports."""
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
@@ -71,8 +84,11 @@ class Assets:
         self.settings = settings or {}
         self.files: dict[str, bytes] = {}
         for name in self.expected:
-            if not name or name.startswith(".") or "/" in name or "\\" in name:
-                raise RemoteProtocolError(f"an inherited file with the unsafe name {name!r}")
+            if name not in INHERITED_FILES:
+                raise RemoteProtocolError(
+                    f"an inherited file with the name {name!r}; only files of a tokenizer, a "
+                    "model's configuration and a chat template are taken"
+                )
 
     @property
     def missing(self) -> list[str]:
@@ -111,6 +127,8 @@ class NodeSettings:
     heartbeat_s: float = 5.0
     """Until Welcome says otherwise."""
     dead_after_s: float = 45.0
+    fingerprint: bytes | None = None
+    """Of the learner's signing key, from the join string; None where nothing has told it."""
     sockets_per_link: int = 1
     """Parallel connections to each parent."""
     region: str = ""
@@ -154,6 +172,8 @@ class Joining:
         self.settings = settings
         self.broadcast = broadcast
         self.state = "dialling"
+        self.via = ""
+        """Who the learner is reached through, for the operator."""
         self.retry_at = 0.0
         self.run_id = ""
         self.lineages: tuple[Lineage, ...] = ()
@@ -231,6 +251,11 @@ class Joining:
     def _on_welcome(self, message: Welcome, now: float) -> list[Action]:
         if self.state != "joining" or message.incarnation != self.settings.incarnation:
             return []
+        # First of all: nothing in it may be believed before.
+        fault = welcome_fault(message, known=self.settings.fingerprint)
+        if fault is not None:
+            reason, detail = fault
+            return [Stop(reason, RefusedError(f"the Welcome that came over {self.via}: {detail}"))]
         fault = self._find_fault(message)
         if fault is not None:
             reason, detail = fault
@@ -263,6 +288,14 @@ class Joining:
         fault = digest_mismatch(ours=self.settings.digests, theirs=message.digests)
         if fault is not None:
             return "digest_mismatch", fault
+        unknown = sorted(message.assets.keys() - INHERITED_FILES)
+        if unknown:
+            return (
+                "unknown_file",
+                f"the learner offers the files {unknown}; this node takes those of a tokenizer, a "
+                "model's configuration and a chat template only. Install the same release of "
+                "echo-rl on both",
+            )
         old, new = self._assets.settings, message.settings
         # A relay inherits nothing.
         is_built = self.settings.role != "relay" and (

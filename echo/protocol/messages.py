@@ -46,7 +46,7 @@ from echo.protocol.link_messages import Waiting as Waiting
 from echo.protocol.price import Price
 from echo.rollout import Lineage, PolicyVersion
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"
@@ -81,7 +81,7 @@ class Welcome(Message, frozen=True):
     incarnation: str
     """Echo of the Hello that is answered."""
     public_key: bytes
-    """Ed25519 key that signs the manifests of this run."""
+    """Ed25519 key that signs this message and the manifests of this run."""
     lineages: tuple[Lineage, ...]
     settings: dict[str, Any]
     """Sampling, task, staleness bound, group size: what workers inherit."""
@@ -91,6 +91,8 @@ class Welcome(Message, frozen=True):
     """The learner's own hashes; a node's must equal them where it has any."""
     heartbeat_s: float
     dead_after_s: float
+    signature: bytes = b""
+    """Of all other fields (`trust.sign_welcome`), so that no relay on the way can change one."""
 
 
 class AssetRequest(Message, frozen=True):

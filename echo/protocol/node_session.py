@@ -20,6 +20,7 @@ Both are replaced independently, and neither loss stops the node's work.
 * After `reconnect_for_s` without the learner the node stops with an error that says what to do.
 * Welcome of another run or with other settings, another protocol version, or hashes that differ end
   the node: retrying cannot help.
+* So does a Welcome that the learner has not signed: whatever came with it is not used (`trust.py`).
 * The weights link follows the newest Plan (`weights_link.py`).
 """
 
@@ -293,6 +294,7 @@ class NodeSession:
             self._control.node_id = message.node_id
             self._weights.reached(now - self._control.greeted_at)
             self._heard_at = now
+            self._joining.via = f"{self._control.address.partition('#')[0]} ({message.node_id})"
             return self._joining.begin(now)
         return self._weights.greeted(peer, message.node_id, control=self._control, now=now)
 

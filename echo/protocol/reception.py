@@ -7,8 +7,10 @@ node: Ready  ->  Admitted, or Refuse, or Rehello if the node is not (any more) k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.errors import RemoteProtocolError
 from echo.metrics import Counters
@@ -28,6 +30,7 @@ from echo.protocol.messages import (
     Rehello,
     Welcome,
 )
+from echo.protocol.trust import sign_welcome
 from echo.rollout import Lineage
 
 
@@ -36,7 +39,8 @@ class LearnerSettings:
     """What the learner's session is told by the configuration."""
 
     run_id: str
-    public_key: bytes
+    key: Ed25519PrivateKey = field(repr=False)
+    """Signs what nodes inherit."""
     advertise: str
     """Address that other nodes may dial; empty for "as you reached it"."""
     max_staleness: int
@@ -131,10 +135,10 @@ class Reception:
 
     def _welcome(self, message: Hello) -> Welcome:
         settings = self.settings
-        return Welcome(
+        welcome = Welcome(
             run_id=settings.run_id,
             incarnation=message.incarnation,
-            public_key=settings.public_key,
+            public_key=settings.key.public_key().public_bytes_raw(),
             lineages=self.lineages,
             settings=settings.settings,
             assets=describe_assets(settings.assets),
@@ -142,6 +146,7 @@ class Reception:
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,
         )
+        return sign_welcome(welcome, settings.key)
 
     def _refuse(self, source: str, reason: str, detail: str) -> list[Action]:
         self.counters.add(f"refused/{reason}")

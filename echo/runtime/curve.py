@@ -9,14 +9,16 @@ questions with two kinds of keys:
 * *Does this one belong to the run?* The run has one **secret**. From it follows the key pair with
   which every node of the run dials, and a listener admits that key and no other.
 
-So a node needs one string to join, `tcp://host:port#KEY.SECRET`, and whoever has it is an insider.
-The learner keeps both parts in its run directory, and a restart keeps the string.
+So a node needs one string to join, `tcp://host:port#KEY.SECRET.FINGERPRINT`, and whoever has it is
+an insider. The last part is the fingerprint of the key with which the learner signs versions,
+settings and hashes of files (`protocol/trust.py`). The learner keeps all parts in its run
+directory, and a restart keeps the string.
 
 The server key of a worker is made anew at each start: its address is known from plans only. A relay
 is different: its address stands in configurations. Its key follows from the secret, so that the
 one string of the run suffices on every machine and outlives the relay's restarts. The price: any
-insider could pose as a relay, if it also holds the relay's address; it could not pose as the
-learner, and versions of the weights are signed by the learner in any case.
+insider can pose as a relay, if it also holds the relay's address. It cannot pose as the learner,
+nor change what the learner signs: the fingerprint says whose signature counts.
 """
 
 from __future__ import annotations
@@ -31,15 +33,21 @@ from pathlib import Path
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from echo.config.fields import OLD_JOIN
 from echo.errors import ConfigError, StorageError, TransportError
+from echo.protocol.trust import fingerprint, show_fingerprint
 from echo.runtime.durable import write_file
+from echo.runtime.identity import load_or_create_signing_key
 from echo.runtime.transport import parse_address, parse_key, with_key, without_key
 
 KEY_BYTES = 32
 SECRET_BYTES = 16
 """As many as the strength of the curve; 22 letters in a join string."""
 
-_JOIN = re.compile(r"(?P<address>tcp://[^#]+#[A-Za-z0-9_-]{43})\.(?P<secret>[A-Za-z0-9_-]{22})")
+_JOIN = re.compile(
+    r"(?P<address>tcp://[^#]+#[A-Za-z0-9_-]{43})\.(?P<secret>[A-Za-z0-9_-]{22})"
+    r"(?:\.(?P<fingerprint>[A-Za-z0-9_-]{22}))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +71,12 @@ class Join:
     address: str
     """Of the learner or a relay, with its server key."""
     secret: bytes = field(repr=False)
+    fingerprint: bytes
+    """Of the learner's signing key."""
 
     @classmethod
     def parse(cls, text: str, *, source: str = "the join string") -> Join:
-        """Read `tcp://host:port#KEY.SECRET`.
+        """Read `tcp://host:port#KEY.SECRET.FINGERPRINT`.
 
         Raises:
             ConfigError: if it has another form; the message does not repeat it.
@@ -75,17 +85,24 @@ class Join:
         try:
             if match is not None:
                 parse_address(match["address"])
-                return cls(match["address"], base64.urlsafe_b64decode(match["secret"] + "=="))
+                if match["fingerprint"] is None:
+                    raise ConfigError(f"{source} is {OLD_JOIN}")
+                secret, fingerprint = (
+                    base64.urlsafe_b64decode(match[name] + "==")
+                    for name in ("secret", "fingerprint")
+                )
+                return cls(match["address"], secret, fingerprint)
         except TransportError:
             pass
         raise ConfigError(
-            f"{source} is not a join string; expected tcp://host:port#KEY.SECRET with a key of 43 "
-            "and a secret of 22 letters, as the learner wrote it into runs/NAME/keys/join"
+            f"{source} is not a join string; expected tcp://host:port#KEY.SECRET.FINGERPRINT with "
+            "43, 22 and 22 letters after the #, as the learner wrote it into runs/NAME/keys/join"
         )
 
     def __str__(self) -> str:
         """Return the string itself, which is a secret."""
-        return f"{self.address}.{base64.urlsafe_b64encode(self.secret).decode().rstrip('=')}"
+        secret = base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
+        return f"{self.address}.{secret}.{show_fingerprint(self.fingerprint)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +181,8 @@ def write_join(run_dir: Path, address: str, keys: CurveKeys, secret: bytes) -> J
     Raises:
         StorageError: if the file cannot be written.
     """
-    join = Join(with_key(address, keys.server.public), secret)
+    public_key = load_or_create_signing_key(run_dir).public_key().public_bytes_raw()
+    join = Join(with_key(address, keys.server.public), secret, fingerprint(public_key))
     path = run_dir / "keys" / "join"
     try:
         write_file(path, f"{join}\n".encode(), mode=0o600)

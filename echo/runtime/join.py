@@ -8,8 +8,10 @@ from pathlib import Path
 from echo.config.fields import has_secret
 from echo.config.schema import Config
 from echo.errors import ConfigError
+from echo.protocol.trust import fingerprint
 from echo.runtime.curve import CurveKeys, Join
-from echo.runtime.transport import format_address, parse_address, without_key
+from echo.runtime.identity import load_signing_key
+from echo.runtime.transport import format_address, is_loopback, parse_address, without_key
 
 ECHO_JOIN = "ECHO_JOIN"
 """Environment variable with the join string, which the command line reads (echo/cli/node.py)."""
@@ -51,6 +53,25 @@ def dial_addresses(config: Config, role: str) -> tuple[str, ...]:
         return tuple(_without_secret(address) for address in connect)
     join = find_join(config, role)
     return () if join is None else (join.address,)
+
+
+def signing_fingerprint(config: Config, role: str) -> bytes | None:
+    """Return the fingerprint of the learner's signing key; None where nothing here tells it.
+
+    It stands in the join string. A run that is not encrypted has none: then it is that of the run
+    directory, if the learner is dialled on this machine, and otherwise nobody is known to be the
+    learner.
+    """
+    join = find_join(config, role) if config.security.curve else None
+    if join is not None:
+        return join.fingerprint
+    if not all(map(is_loopback, dial_addresses(config, role))):
+        return None
+    try:
+        key = load_signing_key(config.run_dir)
+    except (OSError, ValueError):
+        return None
+    return fingerprint(key.public_key().public_bytes_raw())
 
 
 def node_keys(config: Config, role: str) -> CurveKeys | None:

@@ -26,6 +26,7 @@ from echo.runtime.identity import Identity
 from echo.runtime.ledger import Ledger
 from echo.runtime.lora_setup import base_settings
 from echo.runtime.recovery import StartingPoint, begin, enter, recover
+from echo.runtime.task_setup import code_settings
 from echo.runtime.trainer_setup import build_trainer
 
 LOST_WORKER = "(before the restart)"
@@ -148,7 +149,7 @@ def build_session(
     return LearnerSession(
         LearnerSettings(
             run_id=identity.run_id,
-            public_key=identity.public_key,
+            key=identity.key,
             advertise=advertise,
             max_staleness=sync.max_staleness,
             groups_per_step=config.batch.groups_per_step,
@@ -160,7 +161,8 @@ def build_session(
             heartbeat_s=network.heartbeat_s,
             dead_after_s=network.dead_after_s,
             settings=inherited_settings(config)
-            | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1),
+            | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
+            | code_settings(config),
             assets=data.read_assets(),
             digests=data.digests,
             chunk_bytes=network.chunk_bytes,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from echo.config.schema import Config
@@ -16,7 +17,7 @@ from echo.tasks import tokenization
 from echo.tasks.environment import Environment
 from echo.tasks.host import InlineHost, LaterHost, Limits, TaskHost
 from echo.tasks.http_host import HttpHost, TaskInfo
-from echo.tasks.loading import load_task, task_digests
+from echo.tasks.loading import check_code, code_of, load_task, task_digests
 from echo.tasks.pool import PoolHost
 from echo.tasks.task import Task
 
@@ -33,6 +34,38 @@ class Judge:
     """Most turns of an episode; None where an answer is one turn."""
     digests: dict[str, str]
     """Hashes of its code and data, as far as this node has them."""
+
+
+CODE = "task.code"
+"""What the learner tells its workers beside the inherited settings: the task's code, by hash."""
+
+
+def code_settings(config: Config) -> dict[str, Any]:
+    """Return what workers are told of the code that the task's settings name."""
+    return {CODE: code_of(config.task.kind, config.task.options)} if _needs_code(config) else {}
+
+
+def check_inherited_code(
+    config: Config, settings: Mapping[str, Any], *, inherited_dir: Path
+) -> None:
+    """Compare the code that a worker is about to import with the learner's.
+
+    Args:
+        config: the worker's, with what it inherits.
+        settings: what the learner sent.
+        inherited_dir: where files are put that came over the network.
+
+    Raises:
+        ConfigError: if it is missing here, or is not the learner's.
+    """
+    if _needs_code(config):
+        learners = settings.get(CODE, {})
+        check_code(config.task.kind, config.task.options, learners, inherited_dir=inherited_dir)
+
+
+def _needs_code(config: Config) -> bool:
+    """Return whether workers run the task's code."""
+    return config.reward.where != "learner" and config.reward.address is None
 
 
 def make_judge(config: Config) -> Judge:

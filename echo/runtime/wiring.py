@@ -14,7 +14,7 @@ from echo.protocol.node_session import NodeSettings
 from echo.protocol.price import Price
 from echo.protocol.transfer import Arenas
 from echo.runtime.curve import CurveKeys
-from echo.runtime.join import dial_addresses
+from echo.runtime.join import dial_addresses, signing_fingerprint
 from echo.runtime.kernel import advise, read_facts
 from echo.runtime.transport import TransportOptions, is_loopback, parse_key, with_key
 from echo.runtime.transport_zmq import ZmqTransport
@@ -141,6 +141,7 @@ def node_settings(
         digests={},
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
+        fingerprint=signing_fingerprint(config, role),
         sockets_per_link=sockets_per_link(network, next(iter(addresses), None)),
         region=network.region,
         price_per_gb=network.price_per_gb,

@@ -14,6 +14,7 @@ from typing import Any
 from blake3 import blake3
 
 from echo.config.inherit import apply_inherited, check_inherited
+from echo.config.layers import OVERRIDE
 from echo.config.load import keys_set_by_user
 from echo.config.machine import read_machine
 from echo.config.schema import Config
@@ -36,7 +37,7 @@ from echo.runtime.join import dial_addresses, node_keys
 from echo.runtime.lora_setup import worker_lora
 from echo.runtime.retirement import RentedWorker, terms_of
 from echo.runtime.sampling import PartialRules
-from echo.runtime.task_setup import Judge, make_judge, make_player
+from echo.runtime.task_setup import Judge, check_inherited_code, make_judge, make_player
 from echo.runtime.transport import Transport
 from echo.runtime.worker import WorkerNode
 from echo.runtime.worker_parts import WorkerParts
@@ -69,6 +70,12 @@ def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger
     Faults(config.faults.kill_at, role="worker")
     section, network = config.worker, config.network
     node_id = wiring.node_name("worker", section.name)
+    if config.model.name is not None and not has_own_model(config):
+        log.info(
+            "model.name = %r is the learner's, from whom this worker takes configuration, "
+            "tokenizer and weights; --set model.name=... names a copy of its own",
+            config.model.name,
+        )
     settings = wiring.node_settings(
         config,
         "worker",
@@ -128,6 +135,8 @@ def build_parts(
     if contradictions:
         raise ConfigError("\n  ".join(["the learner's settings differ:", *contradictions]))
     config = apply_inherited(config, settings)
+    # Before a file is written or a module imported.
+    check_inherited_code(config, settings, inherited_dir=node_dir)
     model_dir = _model_directory(config, node_dir / "model", assets)
     template: str | None = settings.get("model.chat_template")
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
@@ -260,6 +269,7 @@ def model_digests(config: Config, model_dir: Path, chat_template: str | None) ->
 def model_digest(model_dir: Path) -> str:
     """Hash the model's configuration by content, without what only tells where it came from."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    fields = tokenization.drop_code(fields)
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
         fields.pop(name, None)
     return blake3(json.dumps(fields, sort_keys=True).encode()).hexdigest()
@@ -288,9 +298,9 @@ def read_local_image(config: Config) -> bytearray | None:
     They are used if they are, by hash, the first version that is announced; None if the worker
     names no model or has only its configuration, and where the learner publishes an adapter.
     """
-    if config.model.name is None or config.lora.rank:
+    model_dir = None if config.lora.rank else own_model(config)
+    if model_dir is None:
         return None
-    model_dir = resolve_model(config.model.name, config.model.revision, config.model.cache_dir)
     if not any(model_dir.glob("*.safetensors")):
         return None
     return publish_image(load_directory(model_dir, config.model.dtype), config.model.dtype)[1]
@@ -298,9 +308,34 @@ def read_local_image(config: Config) -> bytearray | None:
 
 def _model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
     """Return the worker's own model directory, or one made of the inherited files."""
-    if config.model.name is not None:
-        return resolve_model(config.model.name, config.model.revision, config.model.cache_dir)
+    own = own_model(config)
+    if own is not None:
+        return own
     asset_dir.mkdir(parents=True, exist_ok=True)
     for name, data in assets.items():
-        (asset_dir / name).write_bytes(data)
+        (asset_dir / name).write_bytes(tokenization.without_code(name, data))
     return asset_dir
+
+
+def own_model(config: Config) -> Path | None:
+    """Return the directory of the worker's own copy of the model; None if it takes the learner's.
+
+    Raises:
+        DataError: if it cannot be found.
+    """
+    model = config.model
+    if model.name is None or not has_own_model(config):
+        return None
+    return resolve_model(model.name, model.revision, model.cache_dir)
+
+
+def has_own_model(config: Config) -> bool:
+    """Return whether model.name is meant for this worker.
+
+    One file serves all machines, so the name in it is the learner's, unless that directory is here,
+    too. What --set says on this worker is its own, a hub id as well.
+    """
+    name = config.model.name
+    return name is not None and (
+        Path(name).expanduser().is_dir() or config.sources.get("model.name") == OVERRIDE
+    )

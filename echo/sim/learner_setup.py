@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from statistics import fmean
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from echo.buffer import StalenessBuffer
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.learner_session import LearnerSession
@@ -40,7 +42,7 @@ def make_session(
     scenario: Scenario,
     start: Start,
     *,
-    public_key: bytes,
+    key: Ed25519PrivateKey,
     versions: Versions,
     broadcast: Broadcast,
     buffer: StalenessBuffer,
@@ -51,7 +53,7 @@ def make_session(
     for group_id, num_attempts in sorted(start.open_attempts.items()):
         leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
     return LearnerSession(
-        _settings(scenario, public_key=public_key, scale=versions.scale),
+        _settings(scenario, key=key, scale=versions.scale),
         broadcast=broadcast,
         buffer=buffer,
         leases=leases,
@@ -63,11 +65,11 @@ def make_session(
     )
 
 
-def _settings(scenario: Scenario, *, public_key: bytes, scale: float) -> LearnerSettings:
+def _settings(scenario: Scenario, *, key: Ed25519PrivateKey, scale: float) -> LearnerSettings:
     job, settings = scenario.job, scenario.settings
     return LearnerSettings(
         run_id=RUN_ID,
-        public_key=public_key,
+        key=key,
         advertise=LEARNER_ADDRESS,
         max_staleness=job.max_staleness if settings.is_paced else UNBOUNDED,
         groups_per_step=job.groups_per_step,

@@ -113,7 +113,7 @@ class Simulation:
         session = make_session(
             scenario,
             start,
-            public_key=self._key.public_key().public_bytes_raw(),
+            key=self._key,
             versions=self._versions,
             broadcast=self._broadcast("learner"),
             buffer=buffer,

@@ -204,7 +204,10 @@ def _download(path: str) -> list[Path]:
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise DataError(
             f"{path}: the hub cannot deliver it: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}; without a network give a local file or directory"
+            f"{str(error).splitlines()[0]}. Without a network fetch it where there is one,\n"
+            f"  hf download {repository} --repo-type dataset --revision {PARQUET_REVISION} "
+            f"--include '{folder}/*.parquet' --local-dir DIR\n"
+            f"copy DIR here and write DIR/{folder} in place of {path} in the configuration"
         ) from error
     files = sorted((Path(directory) / folder).glob("*.parquet"))
     if not files:

@@ -7,7 +7,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +48,35 @@ def import_module(where: str, name: str) -> ModuleType:
         raise ConfigError(f"{where}: {problem}") from error
 
 
+def find_code(name: str) -> list[Path]:
+    """Return the Python files that `import_module` would run for a name, without running any.
+
+    They are the module's own and those of the packages around it. Python's own library is left
+    out: it comes with the interpreter.
+
+    Returns:
+        The files in the order in which they would be run; none if there is no such module.
+    """
+    if name.endswith(".py"):
+        path = Path(name).expanduser().resolve()
+        return [path] if path.is_file() else []
+    importlib.invalidate_caches()
+    found: list[Path] = []
+    package = ""
+    directory = str(Path.cwd())
+    search: Sequence[str] | None = sys.path if directory in sys.path else [directory, *sys.path]
+    for part in name.split("."):
+        package = f"{package}.{part}" if package else part
+        known = getattr(sys.modules.get(package), "__spec__", None)
+        spec = known or (None if search is None else _find_spec(package, search))
+        if spec is None:
+            return []
+        if spec.has_location and spec.origin is not None:
+            found.append(Path(spec.origin).resolve())
+        search = spec.submodule_search_locations
+    return [path for path in found if path.suffix == ".py" and not _is_pythons_own(path)]
+
+
 def load_function(where: str, spec: str) -> Callable[..., Any]:
     """Return the function that "package.module:name" or "path/to/file.py:name" names.
 
@@ -77,6 +108,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return a question that names the closest of `known`, or nothing."""
     matches = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def _find_spec(name: str, search: Sequence[str]) -> ModuleSpec | None:
+    # Not importlib.util.find_spec, which imports the packages around a module.
+    specs = (finder.find_spec(name, search) for finder in sys.meta_path)
+    return next((spec for spec in specs if spec is not None), None)
+
+
+def _is_pythons_own(path: Path) -> bool:
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    return path.is_relative_to(library) and not {"site-packages", "dist-packages"} & {*path.parts}
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -272,6 +272,36 @@ def asset_files(directory: str | Path) -> dict[str, Path]:
     return found
 
 
+_CODE_KEYS = frozenset({"auto_map", "trust_remote_code"})
+"""Keys of JSON files with which a model asks for code of its own to be run."""
+
+
+def without_code(name: str, data: bytes) -> bytes:
+    """Return a file that came over the network without what names code to run.
+
+    Nothing here would run it (`trust_remote_code` is false wherever a model is loaded), and nothing
+    in an inherited file shall be able to change that.
+
+    Raises:
+        DataError: if it is not JSON although its name says so.
+    """
+    if name not in (*CONFIG_FILES, "tokenizer_config.json"):
+        return data
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}, as the learner sent it, is not readable as JSON") from error
+    kept = drop_code(content)
+    return data if kept == content else json.dumps(kept, ensure_ascii=False).encode()
+
+
+def drop_code(value: Any) -> Any:
+    """Return parsed JSON without the keys that name code to run, at any depth."""
+    if isinstance(value, dict):
+        return {key: drop_code(item) for key, item in value.items() if key not in _CODE_KEYS}
+    return [drop_code(item) for item in value] if isinstance(value, list) else value
+
+
 def _existing(directory: str | Path) -> Path:
     path = Path(directory).expanduser()
     if not path.is_dir():
@@ -292,4 +322,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _canonical(path: Path) -> bytes:
     content = _read_json(path)
     content.pop("chat_template", None)
+    if path.name == "tokenizer_config.json":
+        content = drop_code(content)
     return json.dumps(content, sort_keys=True, ensure_ascii=False).encode()

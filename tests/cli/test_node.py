@@ -11,7 +11,7 @@ from echo.cli.output import make_log
 from echo.config.load import load_config, save_resolved
 
 LEARNER = '[model]\nname = "nowhere"\n'
-JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}"
+JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}.{'f' * 22}"
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from echo.config.load import parse_config
 from echo.errors import ConfigError
 
 SECRET = "s" * 22
-JOIN = f"tcp://10.0.0.5:7700#{'k' * 43}.{SECRET}"
+JOIN = f"tcp://10.0.0.5:7700#{'k' * 43}.{SECRET}.{'f' * 22}"
 
 
 def problems_of(*overrides: str, role: str | None = None) -> str:

@@ -71,6 +71,13 @@ def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
         inherited_settings(config)
 
 
+def test_a_chat_template_that_only_the_learner_has_contradicts_nothing() -> None:
+    """One file serves all machines, and the template's text comes from the learner."""
+    worker, _ = parse_config({"model": {"chat_template": "only/there.jinja"}})
+    settings = inherited_settings(parse_config({})[0]) | {"model.chat_template": "{{ messages }}"}
+    assert check_inherited(worker, keys_set_by_user(worker), settings) == []
+
+
 def test_settings_that_do_not_fit_are_refused() -> None:
     worker, _ = parse_config({})
     with pytest.raises(ConfigError, match=r"the learner's settings: batch\.group_size = 1"):

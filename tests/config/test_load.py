@@ -273,7 +273,7 @@ def test_no_value_does_anything_but_load_or_be_reported(values: dict[tuple[str, 
 
 def test_the_secret_of_a_join_string_is_never_written_or_shown(tmp_path: Path) -> None:
     secret, address = "s" * 22, f"tcp://10.0.0.5:7700#{'k' * 43}"
-    join = f"{address}.{secret}"
+    join = f"{address}.{secret}.{'f' * 22}"
     table = {"worker": {"connect": [join]}, "security": {"join": join}}
     config, _ = parse_config(table, role="worker")
     assert config.worker.connect == (join,)

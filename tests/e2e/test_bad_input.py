@@ -226,7 +226,7 @@ def test_a_worker_with_another_protocol_version(waiting: Cluster, tmp_path: Path
 
     worker = waiting.start("worker", name="other-protocol", program=(str(launcher),))
 
-    check_failure(waiting, worker, REFUSED, "987", "protocol version 2", "install the same release")
+    check_failure(waiting, worker, REFUSED, "987", "protocol version 3", "install the same release")
     assert "987" in waiting.log("learner")
 
 

@@ -413,7 +413,7 @@ class Run:
             leases.adopt(group_id, num_attempts - 1, "?", now=self.world.now)
         settings: dict[str, Any] = {
             "run_id": "run",
-            "public_key": PUBLIC_KEY,
+            "key": KEY,
             "advertise": LEARNER_ADDRESS,
             "max_staleness": numbers.max_staleness,
             "groups_per_step": numbers.groups_per_step,
@@ -541,9 +541,11 @@ class Run:
         }
         return NodeSettings(**(settings | overrides))
 
-    def start_relay(self, name: str, *, connect: Sequence[str] = (LEARNER_ADDRESS,)) -> Process:
+    def start_relay(
+        self, name: str, *, connect: Sequence[str] = (LEARNER_ADDRESS,), **overrides: Any
+    ) -> Process:
         address = f"tcp://{name}:1"
-        settings = self.node_settings(name, "relay", connect, advertise=address)
+        settings = self.node_settings(name, "relay", connect, advertise=address, **overrides)
         session = RelaySession(settings, make_broadcast(name), now=self.world.now)
         process = self.world.add(Process(name, session, address))
 

@@ -19,7 +19,7 @@ from echo.protocol.messages import Heartbeat, Lease, LeaseState, NodeStats
 from echo.protocol.reception import LearnerSettings
 from echo.protocol.settled import SettledGroups
 from echo.rollout import Lineage, PolicyVersion
-from tests.protocol.harness import make_group, make_lease
+from tests.protocol.harness import KEY, make_group, make_lease
 
 LINEAGES = (Lineage(1, 0), Lineage(2, 3))
 
@@ -27,7 +27,7 @@ LINEAGES = (Lineage(1, 0), Lineage(2, 3))
 def make_settings(**changes: Any) -> LearnerSettings:
     settings: dict[str, Any] = {
         "run_id": "run",
-        "public_key": b"",
+        "key": KEY,
         "advertise": "",
         "max_staleness": 1,
         "groups_per_step": 4,

@@ -4,7 +4,8 @@ import pytest
 from blake3 import blake3
 
 from echo.errors import RemoteProtocolError
-from echo.protocol.joining import Assets, describe_assets, digest_mismatch
+from echo.protocol.joining import INHERITED_FILES, Assets, describe_assets, digest_mismatch
+from echo.tasks.tokenization import CONFIG_FILES, TEMPLATE_FILE, TOKENIZER_FILES
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1, 2]"}
 
@@ -42,7 +43,15 @@ def test_files_are_taken_if_they_are_the_ones_announced() -> None:
     assert (assets.missing, assets.files) == ([], FILES)
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a\\b", "/etc/passwd"])
-def test_a_file_cannot_be_written_anywhere_else(name: str) -> None:
-    with pytest.raises(RemoteProtocolError, match="unsafe name"):
+def test_the_learner_sends_no_other_names_than_a_node_takes() -> None:
+    assert {*CONFIG_FILES, *TOKENIZER_FILES, TEMPLATE_FILE} == INHERITED_FILES
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "../x", "a/b", ".hidden", "a\\b", "/etc/passwd", "evil.py", "evil.so", "modeling_x.py",
+     "model.safetensors", "sitecustomize.py", "CONFIG.JSON", "config.json "],
+)  # fmt: skip
+def test_a_file_has_a_known_name_and_cannot_be_written_anywhere_else(name: str) -> None:
+    with pytest.raises(RemoteProtocolError, match="only files of a tokenizer"):
         Assets({name: ("00", 1)})

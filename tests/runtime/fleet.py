@@ -28,6 +28,7 @@ from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import FULL, TensorSpec, build_manifest, sign
 from echo.protocol.messages import LEARNER_ID, Chunk, Fetch
 from echo.protocol.relay_session import RelaySession
+from echo.protocol.trust import fingerprint
 from echo.rollout import PolicyVersion
 from echo.runtime import wiring
 from echo.runtime.arenas import ArenaStore
@@ -218,7 +219,11 @@ class Fleet:
         keys = CurveKeys.of_learner(self._server, self._secret) if self._kind == "zmq" else None
         self.uplink = await self._transport(LEARNER_ID, config, keys)
         address = self.uplink.listen_address or ""
-        self._join = address if keys is None else str(Join(address, self._secret))
+        self._join = (
+            address
+            if keys is None
+            else str(Join(address, self._secret, fingerprint(self._identity.public_key)))
+        )
         self.session = publishing_session(config, self._identity, address)
         if self._num_stripes:
             kind = "chain" if self._num_stripes == 1 else "stripes"

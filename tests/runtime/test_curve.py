@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.errors import ConfigError, StorageError
+from echo.protocol.trust import fingerprint
 from echo.runtime.curve import (
     CurveKeys,
     Join,
@@ -15,22 +16,23 @@ from echo.runtime.curve import (
     load_or_create_keys,
     write_join,
 )
+from echo.runtime.identity import load_or_create_identity
 from echo.runtime.transport import parse_key, with_key, without_key
 
 LEARNER, RELAY = "tcp://10.0.0.5:7700", "tcp://10.0.0.6:7701"
-SECRET = bytes(range(16))
+SECRET, PRINT = bytes(range(16)), bytes(range(16, 32))
 
 
 def join(address: str = LEARNER, key: bytes = b"k" * 32) -> Join:
-    return Join(with_key(address, key), SECRET)
+    return Join(with_key(address, key), SECRET, PRINT)
 
 
-@given(st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16))
-def test_a_join_string_says_all_that_went_into_it(key: bytes, secret: bytes) -> None:
-    made = Join(with_key("tcp://[::1]:7700", key), secret)
+@given(*(st.binary(min_size=size, max_size=size) for size in (32, 16, 16)))
+def test_a_join_string_says_all_that_went_into_it(key: bytes, secret: bytes, mark: bytes) -> None:
+    made = Join(with_key("tcp://[::1]:7700", key), secret, mark)
     read = Join.parse(f" {made}\n")
     assert read == made
-    assert (read.secret, parse_key(read.address)) == (secret, key)
+    assert (read.secret, parse_key(read.address), read.fingerprint) == (secret, key, mark)
     assert without_key(str(made)) == "tcp://[::1]:7700"
 
 
@@ -46,6 +48,11 @@ def test_what_is_no_join_string_is_refused_without_being_repeated(text: str) -> 
     assert len(secret) < 20 or secret not in str(caught.value)
 
 
+def test_a_join_string_of_the_old_form_says_where_the_new_one_is() -> None:
+    with pytest.raises(ConfigError, match=r"earlier release: the fingerprint.*NAME/keys/join"):
+        Join.parse(str(join()).rpartition(".")[0], source="ECHO_JOIN")
+
+
 def test_no_secret_is_shown() -> None:
     keys = CurveKeys.of_node("relay", join())
     for item in (join(), keys, keys.server):
@@ -58,7 +65,7 @@ def test_all_of_a_run_dial_with_one_key_and_others_with_another() -> None:
     learner = CurveKeys.of_learner(KeyPair.of(b"s" * 32), SECRET)
     worker, relay = (CurveKeys.of_node(role, join()) for role in ("worker", "relay"))
     assert learner.client == worker.client == relay.client
-    stranger = CurveKeys.of_node("worker", Join(join().address, bytes(16)))
+    stranger = CurveKeys.of_node("worker", Join(join().address, bytes(16), PRINT))
     assert stranger.client.public != worker.client.public
 
 
@@ -88,10 +95,11 @@ def test_a_run_keeps_its_keys_and_its_join_string(tmp_path: Path) -> None:
     assert load_or_create_keys(tmp_path / "other")[0].server != keys.server
     written = write_join(tmp_path, LEARNER, keys, secret)
     path = tmp_path / "keys" / "join"
+    signer = load_or_create_identity(tmp_path, run_name="run")
     assert (
         Join.parse(path.read_text())
         == written
-        == Join(with_key(LEARNER, keys.server.public), secret)
+        == Join(with_key(LEARNER, keys.server.public), secret, fingerprint(signer.public_key))
     )
     for file in (tmp_path / "keys").iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600

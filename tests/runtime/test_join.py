@@ -7,12 +7,20 @@ import pytest
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.errors import ConfigError
+from echo.protocol.trust import fingerprint
 from echo.runtime.curve import Join
-from echo.runtime.join import dial_addresses, find_join, join_address, node_keys
+from echo.runtime.identity import load_or_create_signing_key
+from echo.runtime.join import (
+    dial_addresses,
+    find_join,
+    join_address,
+    node_keys,
+    signing_fingerprint,
+)
 from echo.runtime.transport import with_key
 
-LEARNER = Join(with_key("tcp://10.0.0.5:7700", b"k" * 32), b"a" * 16)
-OTHER = Join(with_key("tcp://10.0.0.6:7700", b"o" * 32), b"b" * 16)
+LEARNER = Join(with_key("tcp://10.0.0.5:7700", b"k" * 32), b"a" * 16, b"f" * 16)
+OTHER = Join(with_key("tcp://10.0.0.6:7700", b"o" * 32), b"b" * 16, b"g" * 16)
 
 
 def make(*overrides: str, connect: list[str] | None = None) -> Config:
@@ -69,6 +77,18 @@ def test_keys_follow_from_the_join_string() -> None:
     assert node_keys(make("security.curve=false"), "worker") is None
     with pytest.raises(ConfigError, match="this relay has no join string"):
         node_keys(make(), "relay")
+
+
+def test_whose_signature_counts(tmp_path: Path) -> None:
+    remote, local = ["tcp://10.0.0.5:7700"], ["tcp://127.0.0.1:7700"]
+    assert signing_fingerprint(make(f"security.join={LEARNER}"), "worker") == b"f" * 16
+    plain = [f"run.dir={tmp_path}", "security.curve=false"]
+    assert signing_fingerprint(make(*plain, connect=local), "worker") is None
+    key = load_or_create_signing_key(tmp_path / "run")
+    expected = fingerprint(key.public_key().public_bytes_raw())
+    assert signing_fingerprint(make(*plain, connect=local), "worker") == expected
+    # The run directory of another machine says nothing of the learner there.
+    assert signing_fingerprint(make(*plain, connect=remote), "worker") is None
 
 
 def test_where_others_reach_the_learner() -> None:

@@ -87,7 +87,7 @@ class World:
         return Node(transport)
 
     def _keys(self) -> CurveKeys | None:
-        join = Join("tcp://learner:1", bytes(16))
+        join = Join("tcp://learner:1", bytes(16), bytes(16))
         return CurveKeys.of_node("relay", join) if self._is_encrypted else None
 
     async def pair(self, options: TransportOptions = OPTIONS) -> tuple[Node, Node, str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from echo.errors import ConfigError
-from echo.tasks.imports import load_function
+from echo.tasks.imports import find_code, import_module, load_function
 
 REWARDS = """
 import dataclasses
@@ -61,3 +61,29 @@ def test_a_file_is_run_once(rewards: Path) -> None:
 def test_what_cannot_be_found_is_explained(rewards: Path, spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_function("x", spec)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_code_is_found_where_it_would_be_imported_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    for directory in (here, other):
+        directory.mkdir()
+        (directory / "found_twice.py").write_text("")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(other), *([str(here)] if is_listed else []), *sys.path])
+    monkeypatch.delitem(sys.modules, "found_twice", raising=False)
+    found = find_code("found_twice")
+    assert found == [(other if is_listed else here) / "found_twice.py"]
+    assert "found_twice" not in sys.modules
+    module = import_module("task.kind", "found_twice")
+    assert [Path(str(module.__file__))] == found
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    assert find_code("found_twice") == found, "what is imported already is what runs"
+    monkeypatch.delitem(sys.modules, "found_twice")
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "no.such.module", "absent.py", "sys", "json"])
+def test_what_is_not_here_or_pythons_own_has_no_files(name: str) -> None:
+    assert find_code(name) == []

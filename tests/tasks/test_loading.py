@@ -3,12 +3,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echo.errors import ConfigError
 from echo.tasks.addition import AdditionTask
-from echo.tasks.loading import BUILT_IN, load_task, task_digests
+from echo.tasks.loading import BUILT_IN, check_code, code_of, load_task, task_digests
 from echo.tasks.rows import RowsTask
 from echo.tasks.task import Example, Task
 
@@ -109,3 +110,94 @@ def test_the_dataset_digest_follows_the_bytes(tmp_path: Path) -> None:
     path.write_text('{"prompt": "b"}\n', encoding="utf-8")
     assert task_digests(Lines(path=str(path)))["dataset"] != first
     assert task_digests(Lines(path=str(tmp_path / "absent")))["dataset"] == ""
+
+
+# --- code that settings name ----------------------------------------------------------------------
+
+RUNS = "from pathlib import Path\nPath('was_run').touch()\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "names"),
+    [
+        ("addition", {"digits": 3, "note": "see hf://openai/gsm8k: it is long"}, []),
+        ("my_tasks:Parrot", {"phrase": "my_tasks"}, ["my_tasks"]),
+        ("dataset", {"path": "a.jsonl", "reward": "own/rewards.py:right"}, ["own/rewards.py"]),
+        ("dataset", {"reward": "package.rewards:right"}, ["package.rewards"]),
+        ("verifiers", {"env": "someone/my-env", "args": {}}, ["my_env"]),
+        (
+            "mixture",
+            {
+                "tasks": [
+                    {"kind": "my_tasks:Parrot"},
+                    {"kind": "verifiers", "options": {"env": "x"}},
+                ]
+            },
+            ["my_tasks", "x"],
+        ),
+    ],
+)
+def test_code_is_found_wherever_settings_name_it(
+    kind: str, options: dict[str, Any], names: list[str], user_directory: Path
+) -> None:
+    for name in names:
+        path = user_directory / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(RUNS)
+    found = code_of(kind, options)
+    assert list(found) == names
+    check_code(kind, options, found, inherited_dir=user_directory / "inherited")
+    assert not (user_directory / "was_run").exists()
+
+
+def test_packages_around_a_module_count_and_pythons_own_library_does_not(
+    user_directory: Path,
+) -> None:
+    package = user_directory / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "rewards.py").write_text(RUNS)
+    options = {"reward": "package.rewards:right", "other": "json.decoder:JSONDecoder"}
+    before = code_of("dataset", options)
+    assert list(before) == ["package.rewards"]
+    (package / "__init__.py").write_text(RUNS)
+    assert code_of("dataset", options) != before
+    (package / "__init__.py").write_bytes(b"\r\n")
+    (package / "rewards.py").write_text(RUNS.replace("\n", "\r\n"), newline="")
+    windows = code_of("dataset", options)
+    (package / "__init__.py").write_bytes(b"\n")
+    (package / "rewards.py").write_text(RUNS)
+    assert code_of("dataset", options) == windows, "line ends do not count"
+    assert not (user_directory / "was_run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "learners", "place"),
+    [
+        ("absent.py", "/home/them/absent.py", "absent.py"),
+        ("absent", "/home/them/absent.py", "absent.py"),
+        ("deep.absent", "/home/them/deep/absent/__init__.py", "deep/absent/__init__.py"),
+    ],
+)
+def test_code_that_is_missing_is_named_with_where_from_and_where_to(
+    name: str, learners: str, place: str, user_directory: Path
+) -> None:
+    theirs = {name: {"hash": "a" * 64, "path": learners}}
+    with pytest.raises(ConfigError) as caught:
+        check_code("dataset", {"reward": f"{name}:right"}, theirs, inherited_dir=user_directory)
+    assert f"copy {learners} from the learner's machine to {user_directory / place}" in str(
+        caught.value
+    )
+
+
+def test_other_code_than_the_learners_is_not_run(user_directory: Path) -> None:
+    (user_directory / "rewards.py").write_text(RUNS)
+    options, elsewhere = {"reward": "rewards.py:right"}, user_directory / "inherited"
+    theirs = {"rewards.py": {"hash": "a" * 64, "path": "/home/them/rewards.py"}}
+    for learners in (theirs, {}):
+        with pytest.raises(ConfigError, match=r"another one than the learner's.*was not run"):
+            check_code("dataset", options, learners, inherited_dir=elsewhere)
+    inherited = code_of("dataset", options)
+    with pytest.raises(ConfigError, match="among files that came over the network"):
+        check_code("dataset", options, inherited, inherited_dir=user_directory)
+    assert not (user_directory / "was_run").exists()

@@ -1,0 +1,177 @@
+"""What a worker builds from what it inherits: its own code only, and the learner's model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from echo.config.inherit import inherited_settings
+from echo.config.load import parse_config
+from echo.errors import ConfigError, RefusedError
+from echo.protocol.actions import Action, Send
+from echo.protocol.codec import decode_envelope, decode_message, encode
+from echo.protocol.messages import LEARNER_ID, Asset, AssetRequest, Welcome
+from echo.protocol.relay_session import RelaySession
+from echo.protocol.trust import sign_welcome
+from echo.runtime import relay_setup, worker_setup
+from echo.runtime.curve import load_or_create_keys, write_join
+from echo.runtime.task_setup import code_settings
+from echo.runtime.worker_setup import build_parts, own_model
+from echo.tasks.tokenization import asset_files
+from tests.runtime.harness import RELAY, Play, Run, running
+
+EVIL = b"""
+from pathlib import Path
+
+Path(__file__).with_name("was_run").touch()
+
+
+def correct(completion):
+    return 1.0
+"""
+
+
+# --- a relay that is anybody ----------------------------------------------------------------------
+
+
+class PosingRelay(RelaySession):
+    """Sends a Python file along, and names it as the reward function."""
+
+    directory = Path()
+    """Of the worker's inherited files."""
+    own_key: Ed25519PrivateKey | None = None
+
+    def forward(self, peer: str, envelope: Any, frames: list[Any]) -> list[Action]:
+        match message := decode_message(envelope):
+            case Welcome():
+                options = {"reward": f"{self.directory / 'evil.py'}:correct"}
+                changed = msgspec.structs.replace(
+                    message,
+                    settings=message.settings | {"task.kind": "dataset", "task.options": options},
+                    assets=message.assets | {"evil.py": (blake3(EVIL).hexdigest(), len(EVIL))},
+                )
+                if self.own_key is not None:
+                    public_key = self.own_key.public_key().public_bytes_raw()
+                    changed = msgspec.structs.replace(changed, public_key=public_key)
+                    changed = sign_welcome(changed, self.own_key)
+                frames = encode(changed, source=envelope.source, target=envelope.target)
+                envelope = decode_envelope(frames)
+            case AssetRequest(name="evil.py"):
+                answer = encode(Asset("evil.py"), [EVIL], source=LEARNER_ID, target=envelope.source)
+                return [Send(peer, answer)]
+        return super().forward(peer, envelope, frames)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_own_key", [False, True])
+def test_a_relay_cannot_have_a_worker_run_its_code(
+    play: Play,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_own_key: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(relay_setup, "RelaySession", PosingRelay)
+    key = Ed25519PrivateKey.generate() if has_own_key else None
+    monkeypatch.setattr(PosingRelay, "own_key", key)
+
+    async def scenario(run: Run) -> None:
+        join = write_join(run.run_dir, "tcp://learner:7700", *load_or_create_keys(run.run_dir))
+        node_dir = run.run_dir / "workers" / "w1"
+        monkeypatch.setattr(PosingRelay, "directory", node_dir / "model")
+        learner = await run.learner()
+        relay = await run.relay()
+        worker = await run.worker("w1", worker={"connect": [RELAY]}, security={"join": str(join)})
+        async with running(learner, relay, worker) as (_, _, working):
+            with pytest.raises(RefusedError) as caught:
+                await working
+        assert f"over {RELAY} (relay): " in str(caught.value)
+        fault = "the signing key has the fingerprint" if has_own_key else "has not signed"
+        assert fault in str(caught.value)
+        assert not list(node_dir.rglob("*")), "a file was written"
+
+    play(scenario)
+    assert not list(tmp_path.rglob("was_run")), "code was run"
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+
+def inherited(model_dir: Path, **task: Any) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return what a learner with this task and model sends."""
+    config = parse_config({"model": {"name": str(model_dir)}, "task": task})[0]
+    assets = {name: path.read_bytes() for name, path in asset_files(model_dir).items()}
+    return inherited_settings(config) | code_settings(config), assets
+
+
+def test_code_that_is_not_the_learners_is_not_imported_and_nothing_is_written(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rewards.py"
+    path.write_text("def correct(completion):\n    return 1.0\n")
+    options = {"reward": "rewards.py:correct"}
+    settings, assets = inherited(model_dir, kind="dataset", options=options)
+    config, node_dir = parse_config({})[0], tmp_path / "w1"
+
+    path.write_bytes(EVIL)
+    with pytest.raises(ConfigError, match="another one than the learner's"):
+        build_parts(config, node_dir, "w1", settings, assets)
+    path.unlink()
+    with pytest.raises(ConfigError, match=f"copy {path} from the learner's machine to {path}"):
+        build_parts(config, node_dir, "w1", settings, assets)
+    assert not node_dir.exists()
+    assert not list(tmp_path.rglob("was_run"))
+
+
+def test_a_worker_that_runs_no_task_code_needs_none() -> None:
+    table = {"task": {"kind": "dataset", "options": {"reward": "nowhere.py:f"}}}
+    for section in ({"where": "learner"}, {"address": "http://10.0.0.9:80"}):
+        assert code_settings(parse_config({**table, "reward": section})[0]) == {}
+    assert code_settings(parse_config(table)[0]) == {"task.code": {}}
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+
+def test_a_model_of_the_shared_file_is_the_learners_unless_it_is_here_or_set_here(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        worker_setup, "resolve_model", lambda name, *_: asked.append(name) or Path(name)
+    )
+    hub_id = {"model": {"name": "Qwen/Qwen3-0.6B"}}
+    for table in (hub_id, {"model": {"name": "/no/such/model"}}, {}):
+        assert own_model(parse_config(table, source="two-machines.toml")[0]) is None
+    assert not asked, "the hub was not asked"
+    here = {"model": {"name": str(model_dir)}}
+    assert own_model(parse_config(here, source="two-machines.toml")[0]) == model_dir
+    assert own_model(parse_config(hub_id, ["model.name=my/copy"])[0]) == Path("my/copy")
+
+
+def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) -> None:
+    settings, assets = inherited(model_dir, kind="addition")
+    loader = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    asking = {
+        "auto_map": loader,
+        "trust_remote_code": True,
+        "parts": {"auto_map": loader, "kept": 1},
+    }
+    for name in ("config.json", "tokenizer_config.json"):
+        assets[name] = json.dumps(json.loads(assets[name]) | asking).encode()
+
+    parts = build_parts(parse_config({})[0], tmp_path / "w1", "w1", settings, assets)
+
+    parts.engine.close()
+    for name in ("config.json", "tokenizer_config.json"):
+        text = (tmp_path / "w1" / "model" / name).read_text()
+        assert "auto_map" not in text
+        assert "trust_remote_code" not in text
+        assert json.loads(text)["parts"] == {"kept": 1}
