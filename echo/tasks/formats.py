@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from echo.errors import ConfigError, DataError
+from echo.extras import install_command
 
 HUB_PREFIX = "hf://"
 
@@ -160,7 +161,7 @@ def _import_pyarrow(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            f"{path} needs the package pyarrow; pip install 'echo-rl[parquet]', or convert it to "
+            f"{path} needs the package pyarrow: {install_command('parquet')}; or convert it to "
             "JSONL"
         ) from error
     return pyarrow

@@ -3,12 +3,14 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from echo.errors import ConfigError, DataError
+from echo.extras import install_command
 from echo.tasks.formats import read_rows
 
 ROWS: list[dict[str, Any]] = [
@@ -107,7 +109,7 @@ def test_without_pyarrow_the_extra_is_named(
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"pip install 'echo-rl\[parquet\]', or convert it"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("parquet") + "; or convert")):
         list(read_rows(str(path)))
 
 
