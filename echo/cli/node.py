@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from echo.cli.dry_run import dry_run
+from echo.cli.dry_run import check_start, dry_run
 from echo.cli.output import fail, make_log, show
 from echo.cli.parsers import RENTAL, node_parser
 from echo.cli.process import run_loop, run_node
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = read_config(arguments)
         if arguments.dry_run:
             show(dry_run(config, arguments.role))
+            check_start(config, arguments.role)
             return 0
         return run_role(
             config, arguments.role, resume=arguments.resume, has_report=not arguments.no_report
