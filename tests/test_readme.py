@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.cli.node import make_parser
+from echo.cli.parsers import node_parser
 from echo.config.load import load_config
 from echo.tasks.environment import Environment
 from echo.tasks.loading import load_task
@@ -30,7 +30,7 @@ def test_its_node_commands_are_understood() -> None:
     commands = re.findall(r"^bin/echo-node (.*?)(?: +#.*)?$", README, re.MULTILINE)
     assert len(commands) >= 4
     for command in commands:
-        arguments = make_parser().parse_args(command.split())
+        arguments = node_parser().parse_args(command.split())
         sets = [s for s in arguments.set if not s.startswith("model.name")]
         load_config(ROOT / arguments.config, [*sets, "model.name=m"], arguments.role)
 

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.console import Console
 
-from echo import __version__
 from echo.cli.output import fail
 from echo.errors import EchoError
-
-
-def add_common_options(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
-    """Add the options that all of them have.
-
-    Args:
-        parser: of the command.
-        out: where its files go by default.
-        files: what they are called.
-    """
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=out,
-        metavar="DIR",
-        help=f"where {files} go (default: {out})",
-    )
-    parser.add_argument("--version", action="version", version=f"echo-rl {__version__}")
 
 
 def run_command(run: Callable[[Namespace, Console], int], arguments: Namespace) -> int:

@@ -9,84 +9,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from echo import __version__
-from echo.cli.dry_run import dry_run
+from echo.cli.dry_run import check_start, dry_run
 from echo.cli.output import fail, make_log, show
+from echo.cli.parsers import RENTAL, node_parser
 from echo.cli.process import run_loop, run_node
 from echo.config.describe import schema_help
 from echo.config.diff import diff_configs
 from echo.config.load import load_config, load_resolved, parse_config
-from echo.config.schema import ROLES, Config, Role
+from echo.config.schema import Config, Role
 from echo.errors import ConfigError, EchoError
+from echo.extras import find_config
 from echo.runtime import wiring
 from echo.runtime.curve import Join
 from echo.runtime.join import ECHO_JOIN
 from echo.runtime.node import Node
 
-RENTAL = {
-    "exit-when-parked-for": "give the machine back after so long on standby",
-    "max-lifetime": "give it back after so long in any case",
-    "exit-if-learner-gone": "give it back after so long without the learner",
-}
-"""Options of a worker on a rented machine; worker.on_release is the command that gives it back."""
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; every setting lives in the configuration."""
-    parser = argparse.ArgumentParser(
-        prog="echo-node",
-        description="Run one node of a run: the learner, a worker or a relay.",
-        epilog="The keys of the configuration: echo-node --role ROLE --help-config",
-    )
-    parser.add_argument("--role", choices=ROLES, required=True, help="what this node does")
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="TOML, the same for all roles; or a run's config.json; a worker or relay with the "
-        f"run's join string in the environment's {ECHO_JOIN} needs none",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one key of the configuration; may be repeated",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what would start, its memory budget and every setting, then stop",
-    )
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in its directory from the newest checkpoint (learner)",
-    )
-    start.add_argument(
-        "--init-from",
-        metavar="DIR",
-        help="start a new run from the weights in this Hugging Face directory (learner)",
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help="with --resume: accept changes that are not safe"
-    )
-    parser.add_argument(
-        "--no-report", action="store_true", help="leave out the summary at the end (learner)"
-    )
-    for option, meaning in RENTAL.items():
-        parser.add_argument(
-            f"--{option}", metavar="DURATION", help=f"{meaning}, such as 10min (worker)"
-        )
-    parser.add_argument("--help-config", action="store_true", help="print every configuration key")
-    parser.add_argument("--version", action="version", version=f"echo-rl {__version__}")
-    return parser
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = make_parser().parse_args(argv)
+    arguments = node_parser().parse_args(argv)
     if arguments.help_config:
         show(schema_help(arguments.role))
         return 0
@@ -94,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = read_config(arguments)
         if arguments.dry_run:
             show(dry_run(config, arguments.role))
+            check_start(config, arguments.role)
             return 0
         return run_role(
             config, arguments.role, resume=arguments.resume, has_report=not arguments.no_report
@@ -128,7 +70,8 @@ def read_config(
     elif join:
         config, notices = parse_config({}, overrides, role)
     else:
-        raise ConfigError("--config FILE is missing; configs/quickstart.toml is one to start from")
+        example = find_config("quickstart.toml")
+        raise ConfigError(f"--config FILE is missing; {example} is one to start from")
     for notice in notices:
         print(f"notice: {notice}", file=sys.stderr)
     if arguments.resume:

@@ -41,7 +41,7 @@ class _Forward(logging.Handler):
 def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
     """Return a node's log: into a file, onto standard error, or both.
 
-    What the transport and the other parts of the runtime warn of goes there too.
+    What the transport, the other parts of the runtime and tasks warn of goes there too.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -64,7 +64,8 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
     for handler in handlers:
         handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
         log.addHandler(handler)
-    logging.getLogger("echo.runtime").handlers[:] = [_Forward(log)]
+    for part in ("echo.runtime", "echo.tasks"):
+        logging.getLogger(part).handlers[:] = [_Forward(log)]
     return log
 
 

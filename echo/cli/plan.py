@@ -18,7 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from echo.cli.command import add_common_options, run_command
+from echo.cli.command import run_command
+from echo.cli.parsers import plan_parser
 from echo.cli.plan_hetero import assign_gpus, assignment_text
 from echo.cli.plan_run import calibrate, read_rates, run_report
 from echo.cli.plan_text import (
@@ -30,41 +31,15 @@ from echo.cli.plan_text import (
 )
 from echo.config.fleet import Request, load_fleet
 from echo.errors import ConfigError, PlanError, StorageError
+from echo.extras import import_extra
 from echo.planner.plan import Outcome, Plan, make_plan
 from echo.planner.remedies import refuse
 from echo.ui.cost_plot import CostPoint, cost_plot
-from echo.ui.extras import import_extra
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="echo-plan",
-        description="Say what to rent for a run, what it costs and how to start it.",
-        epilog="A file to start from: configs/fleet-example.toml",
-    )
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="FILE", help="TOML: the fleet and the job"
-    )
-    parser.add_argument(
-        "--from",
-        dest="run",
-        type=Path,
-        metavar="RUN",
-        help="take rates and times from what this run recorded; without FILE, show them",
-    )
-    parser.add_argument(
-        "--hetero",
-        action="store_true",
-        help="divide all GPUs of the file, in one site, between training and generation",
-    )
-    add_common_options(parser, out=Path("build") / "plan", files="plan.json and plan.png")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    return run_command(run, make_parser().parse_args(argv))
+    return run_command(run, plan_parser().parse_args(argv))
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:

@@ -22,18 +22,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echo.cli.node import read_file
 from echo.cli.output import fail
+from echo.cli.parsers import CONFIGS, quickstart_parser
 from echo.config.load import load_config
 from echo.config.schema import Config
 from echo.errors import ConfigError, EchoError
+from echo.extras import PROGRAMS, find_config
 from echo.runtime.curve import load_or_create_keys, write_join
 from echo.runtime.join import ECHO_JOIN, join_address
 from echo.tasks.addition import AdditionTask
 from echo.tasks.countdown import CountdownTask
 from echo.tasks.task import GeneratedTask
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TASKS: dict[str, type[GeneratedTask]] = {"addition": AdditionTask, "countdown": CountdownTask}
-CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
 GRACE_S = 15.0
 """Seconds for workers and relay to hear that the run is over before they are told to stop."""
 
@@ -46,28 +46,9 @@ class NodeProcess:
     process: subprocess.Popen[bytes]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="echo-quickstart", description=__doc__)
-    parser.add_argument("--task", choices=CONFIGS, default="addition", help="what to learn")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
-    parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="continue a run, for example runs/quickstart"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the run")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one key of the configuration; may be repeated",
-    )
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the quickstart and return its exit code."""
-    arguments = make_parser().parse_args(argv)
+    arguments = quickstart_parser().parse_args(argv)
     console = Console(stderr=True)
     try:
         if arguments.workers < 1:
@@ -86,14 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_nodes(config_path, config, overrides, arguments, console)
     except EchoError as error:
         return fail(error)
-
-
-def find_config(name: str) -> Path:
-    """Return one of the configurations that come with the repository."""
-    for directory in (Path.cwd() / "configs", REPOSITORY / "configs"):
-        if (directory / name).exists():
-            return directory / name
-    raise ConfigError(f"configs/{name} not found; run this command in a clone of the repository")
 
 
 def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
@@ -202,7 +175,9 @@ def run_nodes(
         console.print(f"[red]the learner ended with code {code}[/]; its log: {run_dir}/logs")
         return code
     if not final.exists():
-        console.print(f"stopped before the end; to go on: bin/echo-quickstart --resume {run_dir}")
+        console.print(
+            f"stopped before the end; to go on: {PROGRAMS}echo-quickstart --resume {run_dir}"
+        )
         return 0
     report(run_dir, console, commands=next_commands(arguments.task))
     return 0
@@ -211,10 +186,11 @@ def run_nodes(
 def next_commands(task: str) -> list[str]:
     """Return three things to try after this."""
     other = "countdown" if task == "addition" else "addition"
+    quickstart, node = f"{PROGRAMS}echo-quickstart", f"{PROGRAMS}echo-node"
     return [
-        f"bin/echo-quickstart --task {task} --set sync.max_staleness=0   # on-policy, to compare",
-        f"bin/echo-quickstart --task {other}   # another task",
-        f"bin/echo-node --role learner --config configs/{CONFIGS[task]} --dry-run   # all settings",
+        f"{quickstart} --task {task} --set sync.max_staleness=0   # on-policy, to compare",
+        f"{quickstart} --task {other}   # another task",
+        f"{node} --role learner --config {find_config(CONFIGS[task])} --dry-run   # all settings",
     ]
 
 

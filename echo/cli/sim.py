@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from echo.cli.command import add_common_options, run_command
+from echo.cli.command import run_command
+from echo.cli.parsers import sim_parser
 from echo.cli.plan import to_json, write_json
 from echo.cli.scenario import load_scenario, read_tables
 from echo.cli.sim_replay import comparison, recorded_scenario
@@ -31,53 +32,9 @@ REPLAY_CHUNKS = 8
 """Grain of the versions of a replayed run: its broadcasts take what was recorded anyway."""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="echo-sim",
-        description="Simulate a run with the code that would run it, and say what it comes to.",
-        epilog="A file to start from: configs/scenario-example.toml; a fleet file is a scenario.",
-    )
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="SCENARIO", help="TOML: fleet, job, what goes wrong"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="table.key=value or list.name.key=value, such as job.max_staleness=4",
-    )
-    parser.add_argument(
-        "--plan",
-        type=Path,
-        metavar="PLAN",
-        help="rent what this plan.json of echo-plan says, at its publish period",
-    )
-    parser.add_argument(
-        "--replay",
-        type=Path,
-        metavar="RUN",
-        help="simulate this recorded run from its inputs, and compare",
-    )
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2,...",
-        help="simulate every value of a key, and every combination of several",
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="with --sweep: N seeds of each"
-    )
-    out = Path("build") / "sim"
-    add_common_options(parser, out=out, files="sim.json, metrics.jsonl and sim.png")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    return run_command(run, make_parser().parse_args(argv))
+    return run_command(run, sim_parser().parse_args(argv))
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -10,8 +9,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from echo import __version__
 from echo.cli.output import fail
+from echo.cli.parsers import task_server_parser
 from echo.config.load import load_config
 from echo.errors import ConfigError, EchoError
 from echo.runtime.task_setup import describe_task, make_local_host
@@ -22,29 +21,9 @@ from echo.tasks.loading import load_task
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="echo-task-server",
-        description="Run the code of [task], rewards and environments, for workers elsewhere; "
-        "learner and workers then have reward.address = http://HOST:PORT.",
-        epilog=f"Beyond loopback a token is needed, in {TOKEN_VARIABLE} here and at the clients. "
-        "Nothing is encrypted: across networks that you do not trust use a tunnel.",
-    )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run's TOML")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a setting"
-    )
-    parser.add_argument(
-        "--listen", default="127.0.0.1:7710", metavar="HOST:PORT", help="default: %(default)s"
-    )
-    parser.add_argument("--version", action="version", version=f"echo-rl {__version__}")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until interrupted; return the exit code."""
-    arguments = make_parser().parse_args(argv)
+    arguments = task_server_parser().parse_args(argv)
     try:
         server = make_server(arguments.config, arguments.set, arguments.listen)
     except EchoError as error:

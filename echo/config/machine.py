@@ -88,8 +88,15 @@ def _dimension(dims: Mapping[str, Any], path: Path, *names: str, default: int | 
 
 
 def _count_stored(directory: Path) -> int:
-    """Return the parameters in the directory's safetensors files, 0 if there are none."""
-    return sum(_count_in_file(path) for path in sorted(directory.glob("*.safetensors")))
+    """Return the parameters in the directory's safetensors files, 0 unless all of them are there.
+
+    In the hub's cache some may be missing, or still on their way.
+    """
+    paths = sorted(directory.glob("*.safetensors"))
+    totals = [re.search(r"-of-(\d+)\.safetensors$", path.name) for path in paths]
+    if any(total is not None and int(total[1]) != len(paths) for total in totals):
+        return 0
+    return sum(_count_in_file(path) for path in paths)
 
 
 def _count_in_file(path: Path) -> int:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from echo.engine.skeleton import build_skeleton, check_weights
 from echo.engine.weights import dtype_name, load_directory, weight_files
 from echo.errors import ConfigError, DataError, StorageError
+from echo.extras import install_command
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -219,8 +220,7 @@ def _peft_config(lora: Lora) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"lora.rank = {lora.rank} needs peft, which cannot be imported here ({error}): run "
-            "bin/echo-setup --extra lora (with the role of this node), or set lora.rank = 0 on the "
-            "learner"
+            f"{install_command('worker', 'lora')}, or set lora.rank = 0 on the learner"
         ) from error
     all_linear = lora.target_modules == (ALL_LINEAR,)
     return LoraConfig(

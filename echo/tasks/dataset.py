@@ -39,6 +39,7 @@ class DatasetTask(RowsTask):
         path: the training rows; see formats.py.
         heldout_path: the held-out rows; without it, one row in ten of `path`.
         columns: where the dataset's names differ, such as { prompt = "question" }.
+        skip_bad: leave malformed rows out and say how many there were, and which was the first.
         reward: "exact" (the text is `answer`), "math" (math-verify finds the last number or
             boxed expression equal to `answer`), or a function: "package.module:function" or
             "path/to/file.py:function".
@@ -50,9 +51,10 @@ class DatasetTask(RowsTask):
         path: str = "",
         heldout_path: str = "",
         columns: Mapping[str, str] | None = None,
+        skip_bad: bool = False,
         reward: str = "exact",
     ) -> None:
-        super().__init__(path=path, heldout_path=heldout_path, columns=columns)
+        super().__init__(path=path, heldout_path=heldout_path, columns=columns, skip_bad=skip_bad)
         self._reward = _RewardFunction(reward)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:

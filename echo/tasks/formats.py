@@ -14,12 +14,13 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from echo.errors import ConfigError, DataError
+from echo.extras import install_command
 
 HUB_PREFIX = "hf://"
 
@@ -27,6 +28,8 @@ PARQUET_REVISION = "refs/convert/parquet"
 """The branch on which the hub keeps every dataset as Parquet."""
 
 NUM_BATCH_ROWS = 1024
+
+OnBad = Callable[[DataError], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +44,46 @@ class Row:
     """What decides its side where a dataset is split by hash."""
 
 
-def read_rows(path: str) -> Iterator[Row]:
+def refuse(error: DataError) -> None:
+    """Stop at a malformed row."""
+    raise error
+
+
+def read_rows(path: str, on_bad: OnBad = refuse) -> Iterator[Row]:
     """Yield the rows of a dataset in their order.
 
+    Args:
+        path: of the dataset.
+        on_bad: called with what is wrong with a malformed row, which names file and row; if it
+            returns, the row is left out.
+
     Raises:
-        DataError: if it cannot be read or a row is malformed, naming file and row.
+        DataError: if it cannot be read.
         ConfigError: if a package is missing.
     """
     for file in dataset_files(path):
         match file.suffix:
             case ".parquet":
-                yield from _read_parquet(file)
+                yield from _read_parquet(file, on_bad)
             case ".arrow":
-                yield from _read_arrow(file)
+                yield from _read_arrow(file, on_bad)
             case _:
-                yield from _read_jsonl(file)
+                yield from _read_jsonl(file, on_bad)
+
+
+def is_local(path: str) -> bool:
+    """Return whether a dataset can be read without a download; the hub is asked for what cannot.
+
+    Raises:
+        DataError: if it is not here, and the hub cannot be asked or has no such split.
+    """
+    if not path.startswith(HUB_PREFIX):
+        return True
+    try:
+        return bool(_download(path, local_files_only=True))
+    except DataError:
+        _download(path, dry_run=True)
+        return False
 
 
 def dataset_files(path: str) -> list[Path]:
@@ -85,7 +113,7 @@ def dataset_files(path: str) -> list[Path]:
     raise DataError(f"{place}: no dataset files in this directory; {remedy}")
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path, on_bad: OnBad) -> Iterator[Row]:
     for number, raw in enumerate(_read_bytes(path).splitlines(), start=1):
         if not raw.strip():
             continue
@@ -94,7 +122,8 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             line = raw.decode()
             row = _parse_object(line)
         except (ValueError, TypeError) as error:
-            raise DataError(f"{source}: malformed row: {error}") from error
+            on_bad(DataError(f"{source}: malformed row: {error}"))
+            continue
         yield Row(source, row, line)
 
 
@@ -105,33 +134,37 @@ def _parse_object(line: str) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path, on_bad: OnBad) -> Iterator[Row]:
     pyarrow = _import_pyarrow(path)
     # Opened by hand: pyarrow's own error for a missing file names neither path nor remedy.
     with _open(path) as file:
         try:
             batches = pyarrow.parquet.ParquetFile(file).iter_batches(NUM_BATCH_ROWS)
-            yield from _batch_rows(path, batches)
+            yield from _batch_rows(path, batches, on_bad)
         except pyarrow.ArrowException as error:
             raise DataError(f"{path}: not readable as Parquet: {error}") from error
 
 
-def _read_arrow(path: Path) -> Iterator[Row]:
+def _read_arrow(path: Path, on_bad: OnBad) -> Iterator[Row]:
     pyarrow = _import_pyarrow(path)
     with _open(path) as file:
         try:
-            yield from _batch_rows(path, pyarrow.ipc.open_stream(file))
+            yield from _batch_rows(path, pyarrow.ipc.open_stream(file), on_bad)
         except pyarrow.ArrowException as error:
             raise DataError(f"{path}: not readable as an Arrow stream: {error}") from error
 
 
-def _batch_rows(path: Path, batches: Any) -> Iterator[Row]:
+def _batch_rows(path: Path, batches: Any, on_bad: OnBad) -> Iterator[Row]:
     number = 0
     for batch in batches:
         for values in batch.to_pylist():
             number += 1
             source = f"{path}:{number}"
-            columns = {name: _to_json(value, name, source) for name, value in values.items()}
+            try:
+                columns = {name: _to_json(value, name, source) for name, value in values.items()}
+            except DataError as error:
+                on_bad(error)
+                continue
             yield Row(source, columns, json.dumps(columns, sort_keys=True))
 
 
@@ -160,7 +193,7 @@ def _import_pyarrow(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            f"{path} needs the package pyarrow; pip install 'echo-rl[parquet]', or convert it to "
+            f"{path} needs the package pyarrow: {install_command('parquet')}; or convert it to "
             "JSONL"
         ) from error
     return pyarrow
@@ -182,8 +215,8 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def _download(path: str) -> list[Path]:
-    """Download one split from the hub, unless it is in its cache."""
+def _download(path: str, **options: Any) -> list[Path]:
+    """Download one split from the hub, unless it is in its cache; a dry run only asks for it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -195,11 +228,12 @@ def _download(path: str) -> list[Path]:
         )
     repository, folder = "/".join(parts[:2]), "/".join(parts[2:])
     try:
-        directory = snapshot_download(
+        found: Any = snapshot_download(
             repository,
             repo_type="dataset",
             revision=PARQUET_REVISION,
             allow_patterns=f"{folder}/*.parquet",
+            **options,
         )
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise DataError(
@@ -209,7 +243,10 @@ def _download(path: str) -> list[Path]:
             f"--include '{folder}/*.parquet' --local-dir DIR\n"
             f"copy DIR here and write DIR/{folder} in place of {path} in the configuration"
         ) from error
-    files = sorted((Path(directory) / folder).glob("*.parquet"))
+    if options.get("dry_run"):
+        files = [Path(file.filename) for file in found]
+    else:
+        files = sorted((Path(found) / folder).glob("*.parquet"))
     if not files:
         raise DataError(
             f"{path}: {repository} has no split {folder!r} (CONFIG/SPLIT) as Parquet on the hub"

@@ -34,10 +34,11 @@ class Gsm8kTask(RowsTask):
     Args:
         path: training rows with `question` and `answer`.
         heldout_path: held-out rows; without it, one row in ten of `path`.
+        skip_bad: leave malformed rows out and say how many there were, and which was the first.
     """
 
-    def __init__(self, *, path: str = "", heldout_path: str = "") -> None:
-        super().__init__(path=path, heldout_path=heldout_path)
+    def __init__(self, *, path: str = "", heldout_path: str = "", skip_bad: bool = False) -> None:
+        super().__init__(path=path, heldout_path=heldout_path, skip_bad=skip_bad)
         require_math_verify("task.kind = gsm8k")
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
@@ -47,6 +48,8 @@ class Gsm8kTask(RowsTask):
             raise TypeError(
                 f"needs the texts `question` and `answer`; it has {', '.join(row) or 'no columns'}"
             )
+        if not question.strip():
+            raise ValueError("`question` is empty")
         reference = normalise(answer.rpartition(MARKER)[2])
         if MARKER not in answer or not is_plain_number(reference):
             raise ValueError(f"`answer` must end in '{MARKER} <number>', not {answer[-40:]!r}")

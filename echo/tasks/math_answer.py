@@ -11,6 +11,7 @@ import logging
 import re
 
 from echo.errors import ConfigError
+from echo.extras import install_command
 
 MARKER = "####"
 
@@ -29,7 +30,7 @@ def require_math_verify(where: str) -> None:
         ConfigError: naming the setting.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(f"{where} needs the package math-verify; pip install 'echo-rl[worker]'")
+        raise ConfigError(f"{where} needs the package math-verify: {install_command('worker')}")
     # It warns that its time limits are off; they are, because every reward has one (is_equal).
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 

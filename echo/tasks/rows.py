@@ -9,24 +9,28 @@ subclass with other needs overrides `read_row`, and every subclass says what a c
             return float(example.answer.lower() in completion.lower())
 
 Datasets are read at the first example and checked whole, so a malformed row stops the run at its
-start, named by file and row, and not in the middle of it.
+start, named by file and row, and not in the middle of it; unless `skip_bad` leaves such rows out.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echo.errors import ConfigError, DataError
-from echo.tasks.formats import HUB_PREFIX, dataset_files, read_rows
+from echo.errors import ConfigError, DataError, EchoError
+from echo.tasks.formats import HUB_PREFIX, OnBad, dataset_files, is_local, read_rows, refuse
 from echo.tasks.imports import nearest
 from echo.tasks.task import Example, Task, is_heldout
 
+_log = logging.getLogger(__name__)
+
 READ_COLUMNS = ("prompt", "messages", "answer", "info")
 """Columns with a meaning of their own."""
+NO_PATH = "the task has no training rows: set task.options.path to a JSONL or Parquet file"
 
 
 class RowsTask(Task):
@@ -37,13 +41,20 @@ class RowsTask(Task):
         heldout_path: the held-out rows. Without it, one row in ten of `path` is held out, by the
             hash of its text.
         columns: where the dataset's names differ, such as { prompt = "question" }.
+        skip_bad: leave malformed rows out and say how many there were, and which was the first.
     """
 
     def __init__(
-        self, *, path: str = "", heldout_path: str = "", columns: Mapping[str, str] | None = None
+        self,
+        *,
+        path: str = "",
+        heldout_path: str = "",
+        columns: Mapping[str, str] | None = None,
+        skip_bad: bool = False,
     ) -> None:
         self.path = path
         self.heldout_path = heldout_path
+        self.skip_bad = skip_bad
         self.columns = dict(columns or {})
         for name in self.columns:
             if name not in READ_COLUMNS:
@@ -62,6 +73,8 @@ class RowsTask(Task):
         own_names = {name: self.columns.get(name, name) for name in READ_COLUMNS}
         values = {name: row.get(own) for name, own in own_names.items()}
         prompt = values["prompt"] or values["messages"]
+        if isinstance(prompt, str):
+            prompt = prompt if prompt.strip() else None
         is_chat = isinstance(prompt, list) and all(_is_message(part) for part in prompt)
         if not prompt or not (isinstance(prompt, str) or is_chat):
             raise ValueError(
@@ -106,12 +119,23 @@ class RowsTask(Task):
         ]
         return [file for path in paths for file in dataset_files(path)]
 
+    def data_problems(self) -> list[str]:
+        """Read the first row of each dataset."""
+        if not self.path:
+            return [NO_PATH]
+        problems = []
+        for path in filter(None, (self.path, self.heldout_path)):
+            try:
+                if is_local(path):
+                    next(self._parse(path, (lambda _: None) if self.skip_bad else refuse), None)
+            except EchoError as error:
+                problems.append(str(error))
+        return problems
+
     @functools.cached_property
     def _examples(self) -> dict[str, list[Example]]:
         if not self.path:
-            raise DataError(
-                "the task has no training rows: set task.options.path to a JSONL or Parquet file"
-            )
+            raise DataError(NO_PATH)
         rows = self._read(self.path)
         if self.heldout_path:
             heldout = self._read(self.heldout_path)
@@ -125,18 +149,33 @@ class RowsTask(Task):
         }
 
     def _read(self, path: str) -> list[tuple[str, Example]]:
-        examples = []
-        for row in read_rows(path):
-            try:
-                example = self.read_row(row.columns)
-            except KeyError as error:
-                raise DataError(f"{row.source}: malformed row: no column {error}") from error
-            except (ValueError, LookupError, TypeError) as error:
-                raise DataError(f"{row.source}: malformed row: {error}") from error
-            examples.append((row.text, replace(example, source=row.source)))
+        bad: list[DataError] = []
+        examples = list(self._parse(path, bad.append if self.skip_bad else refuse))
+        if bad:
+            _log.warning(
+                "%s: skipped %d of %d rows (task.options.skip_bad); the first: %s",
+                path,
+                len(bad),
+                len(bad) + len(examples),
+                bad[0],
+            )
+        if not examples and bad:
+            raise DataError(f"{path}: all rows are malformed; the first: {bad[0]}")
         if not examples:
             raise DataError(f"{path}: the dataset is empty; write one JSON object per line")
         return examples
+
+    def _parse(self, path: str, on_bad: OnBad) -> Iterator[tuple[str, Example]]:
+        """Yield what decides a row's side, and its example."""
+        for row in read_rows(path, on_bad):
+            try:
+                example = self.read_row(row.columns)
+            except KeyError as error:
+                on_bad(DataError(f"{row.source}: malformed row: no column {error}"))
+            except (ValueError, LookupError, TypeError) as error:
+                on_bad(DataError(f"{row.source}: malformed row: {error}"))
+            else:
+                yield row.text, replace(example, source=row.source)
 
 
 def _is_message(part: object) -> bool:

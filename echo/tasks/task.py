@@ -106,6 +106,10 @@ class Task(abc.ABC):
         """Return the files that examples are read from; their hash identifies the dataset."""
         return []
 
+    def data_problems(self) -> list[str]:
+        """Return what is wrong with the datasets as far as a glance at them shows."""
+        return []
+
     def parts(self) -> list[Task]:
         """Return the tasks that this one is made of."""
         return []

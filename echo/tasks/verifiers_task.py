@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echo.errors import ConfigError, DataError
+from echo.extras import install_command
 from echo.tasks.environment import Environment, Message
 from echo.tasks.task import Example
 from echo.tasks.tool_calls import find_calls, without_calls
@@ -268,13 +269,14 @@ def _import_verifiers() -> Any:
         import verifiers
     except ImportError as error:
         raise ConfigError(
-            "task.kind = verifiers needs the package verifiers; pip install 'echo-rl[verifiers]'"
+            "task.kind = verifiers needs the package verifiers: "
+            + install_command("worker", "verifiers")
         ) from error
     if not hasattr(verifiers, "load_environment"):
         version = getattr(verifiers, "__version__", "unknown")
         raise ConfigError(
             f"task.kind = verifiers: version {version} of the package has another interface than "
-            f"{TESTED}; pip install 'echo-rl[verifiers]'"
+            f"{TESTED}; pip install {TESTED.replace(' ', '==')}"
         )
     logging.getLogger("verifiers").setLevel(logging.WARNING)
     return verifiers

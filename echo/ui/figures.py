@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echo.errors import StorageError
-from echo.ui.extras import import_extra
+from echo.extras import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from echo.errors import StorageError
-from echo.ui.extras import import_extra
+from echo.extras import import_extra
 
 logger = logging.getLogger(__name__)
 

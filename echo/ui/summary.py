@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echo.errors import DataError
+from echo.extras import PROGRAMS
 from echo.ui.charts import bar, pad
 from echo.ui.learning import learning_facts
 from echo.ui.pace import clock
@@ -255,7 +256,8 @@ def _next_commands(run_dir: Path, config: Row) -> list[str]:
     """Go on for longer, try another staleness bound, load the result."""
     run, sync = _section(config, "run"), _section(config, "sync")
     # Broken where a shell lets them be, so that they can be copied from a narrow terminal.
-    learner = f"bin/echo-node --role learner --config {shlex.quote(str(run_dir / 'config.json'))}"
+    config_path = shlex.quote(str(run_dir / "config.json"))
+    learner = f"{PROGRAMS}echo-node --role learner --config {config_path}"
     max_steps = int(run.get("max_steps", 100))
     other_bound = 2 * int(sync.get("max_staleness", 1)) + 1
     name = shlex.quote(f"{run_dir.resolve().name}-s{other_bound}")

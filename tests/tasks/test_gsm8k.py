@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from echo.errors import ConfigError, DataError
+from echo.extras import install_command
 from echo.tasks.gsm8k import Gsm8kTask
 from echo.tasks.task import Example
 
@@ -62,7 +63,7 @@ def test_a_row_without_a_reference_number_is_malformed(tmp_path: Path, answer: o
 
 def test_without_math_verify_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install"):
+    with pytest.raises(ConfigError, match=install_command("worker")):
         Gsm8kTask()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from echo.errors import DataError
-from echo.tasks.rows import RowsTask
+from echo.tasks.rows import NO_PATH, RowsTask
 from echo.tasks.task import Example
 
 
@@ -78,6 +78,8 @@ def test_the_constructor_reads_nothing(tmp_path: Path) -> None:
         (b"[1, 2]", "must be a JSON object, not list"),
         (b'{"question": "x"}', "needs `prompt`.*it has the columns question"),
         (b'{"prompt": ""}', "needs `prompt`"),
+        (b'{"prompt": " \\n"}', "needs `prompt`"),
+        (b'{"prompt": 3}', "needs `prompt`"),
         (b'{"prompt": [{"role": "user"}]}', "needs `prompt`"),
         (b'{"prompt": "x", "info": 3}', "`info` must be an object, not int"),
         (b'{"prompt": "\xff"}', "can't decode byte 0xff"),
@@ -104,3 +106,31 @@ def test_an_empty_file_and_an_empty_split_are_refused(tmp_path: Path) -> None:
     one_row = write(tmp_path / "one.jsonl", rows(1))
     with pytest.raises(DataError, match=r"set.*heldout_path|heldout_path"):
         Contains(path=one_row).example(0, split="heldout")
+
+
+def test_bad_rows_are_skipped_counted_and_the_first_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [b'{"prompt": "a"}', b'{"prompt": " "}', b"{", b'{"prompt": 3}', b'{"prompt": "b"}']
+    path.write_bytes(b"\n".join(lines))
+    task = Contains(path=str(path), heldout_path=str(path), skip_bad=True)
+    assert task.num_examples(split="train") == 2
+    assert task.example(1, split="train").source == f"{path}:5"
+    text = f"{path}: skipped 3 of 5 rows (task.options.skip_bad); the first: {path}:2: malformed"
+    assert text in caplog.text
+
+
+def test_a_dataset_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
+    task = Contains(path=write(tmp_path / "bad.jsonl", [{"question": "x"}, {}]), skip_bad=True)
+    with pytest.raises(DataError, match=r"all rows are malformed; the first: .*bad\.jsonl:1: "):
+        task.example(0, split="train")
+
+
+def test_a_glance_at_the_data_finds_what_is_wrong_with_each_file(tmp_path: Path) -> None:
+    bad, none = write(tmp_path / "bad.jsonl", [{}, *rows(2)]), str(tmp_path / "none.jsonl")
+    first, second = Contains(path=bad, heldout_path=none).data_problems()
+    assert f"{bad}:1: malformed row" in first
+    assert f"{none}: cannot read the dataset" in second
+    assert Contains(path=bad, skip_bad=True).data_problems() == []
+    assert Contains().data_problems() == [NO_PATH]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from typing import Any
 
 import pytest
 
 from echo.errors import ConfigError
+from echo.extras import install_command
 from echo.tasks.environment import Environment
 from echo.tasks.faults import RewardError
 from echo.tasks.host import Limits
@@ -119,7 +121,7 @@ def test_another_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'echo-rl\[verifiers\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("worker", "verifiers"))):
         load_task("verifiers", {"env": "x"}).prepare()
     with pytest.raises(ConfigError, match=r"task\.options\.env"):
         load_task("verifiers", {})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.errors import ConfigError, StorageError
+from echo.extras import install_command
 from echo.ui.records import read_metrics
 from echo.ui.sinks import MetricsWriter, drop_torn_line
 
@@ -98,7 +100,7 @@ def test_a_sink_that_is_not_installed_is_refused(
     for module in [m for m in sys.modules if m.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # what Python itself does to block an import
-    expected = rf"metrics.{name} needs {name}, which .*pip install 'echo-rl\[{name}\]"
+    expected = rf"metrics.{name} needs {name}, which .*{re.escape(install_command(name))}"
     with pytest.raises(ConfigError, match=expected):
         MetricsWriter(tmp_path / "run", **{name: True})
     assert not (tmp_path / "run").exists()

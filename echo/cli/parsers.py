@@ -1,0 +1,206 @@
+"""The command lines of all commands, read without a single package that has to be installed.
+
+So `--help` and `--version` answer at once, in a fresh clone too; what a command does is imported
+after its line has been found right.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from echo.extras import version
+
+ROLES = ("learner", "worker", "relay")
+CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
+"""What the quickstart can learn, and the configuration of each."""
+RENTAL = {
+    "exit-when-parked-for": "give the machine back after so long on standby",
+    "max-lifetime": "give it back after so long in any case",
+    "exit-if-learner-gone": "give it back after so long without the learner",
+}
+"""Options of a worker on a rented machine; worker.on_release is the command that gives it back."""
+
+
+def node_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; every setting lives in the configuration."""
+    parser = argparse.ArgumentParser(
+        prog="echo-node",
+        description="Run one node of a run: the learner, a worker or a relay.",
+        epilog="The keys of the configuration: echo-node --role ROLE --help-config",
+    )
+    parser.add_argument("--role", choices=ROLES, required=True, help="what this node does")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML, the same for all roles; or a run's config.json; a worker or relay with the "
+        "run's join string in the environment's ECHO_JOIN needs none",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one key of the configuration; may be repeated",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would start, its memory budget and every setting, then stop",
+    )
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in its directory from the newest checkpoint (learner)",
+    )
+    start.add_argument(
+        "--init-from",
+        metavar="DIR",
+        help="start a new run from the weights in this Hugging Face directory (learner)",
+    )
+    parser.add_argument(
+        "--yes", action="store_true", help="with --resume: accept changes that are not safe"
+    )
+    parser.add_argument(
+        "--no-report", action="store_true", help="leave out the summary at the end (learner)"
+    )
+    for option, meaning in RENTAL.items():
+        parser.add_argument(
+            f"--{option}", metavar="DURATION", help=f"{meaning}, such as 10min (worker)"
+        )
+    parser.add_argument("--help-config", action="store_true", help="print every configuration key")
+    parser.add_argument("--version", action="version", version=version())
+    return parser
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="echo-plan",
+        description="Say what to rent for a run, what it costs and how to start it.",
+        epilog="A file to start from: configs/fleet-example.toml",
+    )
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="TOML: the fleet and the job"
+    )
+    parser.add_argument(
+        "--from",
+        dest="run",
+        type=Path,
+        metavar="RUN",
+        help="take rates and times from what this run recorded; without FILE, show them",
+    )
+    parser.add_argument(
+        "--hetero",
+        action="store_true",
+        help="divide all GPUs of the file, in one site, between training and generation",
+    )
+    _add_output(parser, out=Path("build") / "plan", files="plan.json and plan.png")
+    return parser
+
+
+def sim_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="echo-sim",
+        description="Simulate a run with the code that would run it, and say what it comes to.",
+        epilog="A file to start from: configs/scenario-example.toml; a fleet file is a scenario.",
+    )
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="SCENARIO", help="TOML: fleet, job, what goes wrong"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="table.key=value or list.name.key=value, such as job.max_staleness=4",
+    )
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="PLAN",
+        help="rent what this plan.json of echo-plan says, at its publish period",
+    )
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="RUN",
+        help="simulate this recorded run from its inputs, and compare",
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2,...",
+        help="simulate every value of a key, and every combination of several",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="with --sweep: N seeds of each"
+    )
+    out = Path("build") / "sim"
+    _add_output(parser, out=out, files="sim.json, metrics.jsonl and sim.png")
+    return parser
+
+
+def quickstart_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="echo-quickstart",
+        description="Train a small model with a learner, a relay and two workers on this machine.",
+    )
+    parser.add_argument("--task", choices=CONFIGS, default="addition", help="what to learn")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="continue a run, for example runs/quickstart"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one key of the configuration; may be repeated",
+    )
+    parser.add_argument("--version", action="version", version=version())
+    return parser
+
+
+def task_server_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="echo-task-server",
+        description="Run the code of [task], rewards and environments, for workers elsewhere; "
+        "learner and workers then have reward.address = http://HOST:PORT.",
+        epilog="Beyond loopback a token is needed, in ECHO_TASK_TOKEN here and at the clients. "
+        "Nothing is encrypted: across networks that you do not trust use a tunnel.",
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run's TOML")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a setting"
+    )
+    parser.add_argument(
+        "--listen", default="127.0.0.1:7710", metavar="HOST:PORT", help="default: %(default)s"
+    )
+    parser.add_argument("--version", action="version", version=version())
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
+    """Add the options of the commands that compute and write files.
+
+    Args:
+        parser: of the command.
+        out: where its files go by default.
+        files: what they are called.
+    """
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=out,
+        metavar="DIR",
+        help=f"where {files} go (default: {out})",
+    )
+    parser.add_argument("--version", action="version", version=version())

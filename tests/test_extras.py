@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import math
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import echo
+from echo import extras
+from echo.errors import ConfigError
+from echo.extras import import_extra, install_command, version
+
+
+def test_an_installed_package_is_imported() -> None:
+    assert import_extra("math", extra="none", wanted_by="the test") is math
+
+
+def test_a_missing_package_names_the_extra_that_brings_it() -> None:
+    expected = (
+        "metrics.wandb needs no_such_package, which is not installed; "
+        f"install it with {install_command('wandb')}, or do without metrics.wandb"
+    )
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        import_extra("no_such_package.part", extra="wandb", wanted_by="metrics.wandb")
+
+
+def test_a_broken_package_shows_its_cause(tmp_path, monkeypatch) -> None:
+    (tmp_path / "half_installed.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "half_installed", raising=False)
+    with pytest.raises(ConfigError, match=r"cannot be imported .*no_such_dependency"):
+        import_extra("half_installed", extra="wandb", wanted_by="metrics.wandb")
+
+
+METADATA = """Metadata-Version: 2.1
+Name: echo-rl
+Version: 9.8.7
+Requires-Dist: pyzmq>=26
+Requires-Dist: no-such-torch[cpu]>=2.13; extra == "worker"
+Requires-Dist: pytest>=1; extra == "worker"
+Requires-Dist: no-such-plots>=3.9; extra == "planner"
+Requires-Dist: echo-rl[planner,worker]; extra == "learner"
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installation from a wheel."""
+    (tmp_path / "echo_rl-9.8.7.dist-info").mkdir()
+    (tmp_path / "echo_rl-9.8.7.dist-info" / "METADATA").write_text(METADATA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
+    return tmp_path
+
+
+def test_what_is_missing_is_named_by_package(installed: Path) -> None:
+    expected = "pip install 'no-such-plots>=3.9' 'no-such-torch[cpu]>=2.13'"
+    assert install_command("learner") == expected
+    (installed / ".echo-setup").touch()
+    assert install_command("worker", "lora") == "bin/echo-setup --role worker --extra lora"
+
+
+def test_without_metadata_the_checkouts_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert install_command("lora") == "bin/echo-setup --extra lora"
+
+
+def test_the_version_is_of_our_own_distribution(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(echo, "__version__", "0.8 of another package")
+    assert version() == "echo-rl 9.8.7"
+
+
+def test_a_checkouts_version_is_that_of_its_files(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (installed / "pyproject.toml").touch()
+    monkeypatch.setattr(echo, "__version__", "10.0.0")
+    assert version() == "echo-rl 10.0.0"
