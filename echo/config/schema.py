@@ -162,7 +162,7 @@ class WorkerSection(RentedSection):
     """Address on which to serve weights to other workers; left out, it serves none."""
     advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
-    name: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1, max_length=64)
     """Name in logs and the live view; left out, one is made from the host's."""
     device: Device = "auto"
     """Where to generate: auto, cpu, cuda or cuda:N."""
@@ -220,7 +220,7 @@ class RelaySection(PricedSection):
     """Address to listen on; workers connect to it."""
     advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
-    name: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1, max_length=64)
     """Name in logs and the live view; left out, one is made from the host's."""
 
 

@@ -19,13 +19,14 @@ import msgspec
 from echo.errors import LocalProtocolError, RemoteProtocolError
 from echo.metrics import Counters, NodeView
 from echo.protocol.accepted import AcceptedGroups
-from echo.protocol.actions import Action, Note, Send, Work
+from echo.protocol.actions import Action, HangUp, Note, Send, Work
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.codec import (
     Envelope,
     Frame,
     decode_envelope,
     decode_message,
+    describe,
     encode,
     other_protocol,
 )
@@ -104,6 +105,7 @@ class LearnerSession:
         self.roster = Roster(heartbeat_s=settings.heartbeat_s, dead_after_s=settings.dead_after_s)
         self.is_granting = True
         self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
+        self._decided: list[Action] = []
         self._reception = Reception(
             settings,
             lineages=lineages,
@@ -171,10 +173,28 @@ class LearnerSession:
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle one message; a peer's mistake is counted and noted, never raised."""
         try:
-            return self._receive(peer, decode_envelope(frames), frames[1:], now)
+            actions = self._receive(peer, decode_envelope(frames), frames[1:], now)
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
-            return [Note("warning", f"refused a message: {error}")]
+            actions = [Note("warning", f"refused a message: {error}")]
+        self._decided = []
+        return actions
+
+    def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Part with the node that sent a message, or with the link if it concerned the link alone.
+
+        A relay's link stays for the others behind it; the node has to say hello again. Plans and
+        grants follow when the next deadline is due.
+        """
+        self.counters.add("internal_errors")
+        decided, self._decided = self._decided, []
+        source, target, _ = describe(frames)
+        if target != LEARNER_ID:
+            return [*decided, HangUp(peer), *self.disconnected(peer, now=now)]
+        if self.roster.nodes.pop(source, None) is not None:
+            self.leases.drop_worker(source)
+            self._plans.deadline = self._grants.deadline = now
+        return decided
 
     def _receive(
         self, peer: str, envelope: Envelope, payload: list[Frame], now: float
@@ -218,8 +238,11 @@ class LearnerSession:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
             case Deliver() | Partial() | Failed():
-                actions = self._intake.receive(source, message, payload, step=self.step, now=now)
-                return actions + self.grant(now=now)
+                # Kept if granting fails: a group that is being stored must be stored.
+                self._decided = self._intake.receive(
+                    source, message, payload, step=self.step, now=now
+                )
+                return self._decided + self.grant(now=now)
             case Goodbye():
                 self.roster.leave(member, is_released=message.is_released)
                 note = Note("info", f"{source} left: {message.reason}")

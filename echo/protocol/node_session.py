@@ -30,12 +30,14 @@ from collections.abc import Iterable
 from echo.errors import RefusedError, RemoteProtocolError, TransportError
 from echo.metrics import Counters
 from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, VersionArrived, Work
+from echo.protocol.bounds import MAX_NODES, clamped_rate
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.codec import (
     Envelope,
     Frame,
     decode_envelope,
     decode_message,
+    describe,
     encode,
     other_protocol,
 )
@@ -115,9 +117,9 @@ class NodeSession:
             bytes_received=self.broadcast.bytes_received,
             bytes_sent=self.broadcast.bytes_sent,
             parent=self._weights.parent,
-            suspects=self._weights.suspects(now=self._beat_at),
-            uplink_bytes_per_s=self.broadcast.uplink_bytes_per_s,
-            downlink_bytes_per_s=self.broadcast.downlink_bytes_per_s,
+            suspects=self._weights.suspects(now=self._beat_at)[:MAX_NODES],
+            uplink_bytes_per_s=clamped_rate(self.broadcast.uplink_bytes_per_s),
+            downlink_bytes_per_s=clamped_rate(self.broadcast.downlink_bytes_per_s),
             rtt_s=self._weights.rtt_s,
             fetching=version,
             num_chunks_held=num_held,
@@ -222,6 +224,14 @@ class NodeSession:
             self.counters.add("protocol_errors")
             name = self._peer_names.get(peer) or peer
             return [Note("warning", f"refused a message from {name}: {error}")]
+
+    def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Leave the link that a message came over; one for another node is only not forwarded."""
+        self.counters.add("internal_errors")
+        _, target, _ = describe(frames)
+        if target not in ("", self.settings.node_id):
+            return []
+        return [HangUp(peer), *self.disconnected(peer, "an internal error", now=now)]
 
     def _receive(
         self, peer: str, envelope: Envelope, frames: list[Frame], now: float
