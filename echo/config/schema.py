@@ -20,6 +20,7 @@ from echo.config.fields import (
     Bytes,
     Device,
     DialAddresses,
+    JoinFile,
     JoinString,
     KillPoints,
     ListenAddress,
@@ -288,7 +289,7 @@ class SecuritySection(Section):
     """Encrypt all links and admit only who knows the run's join string."""
     join: JoinString | None = None
     """The join string, "tcp://host:port#KEY.SECRET"; better in ECHO_JOIN or join_file."""
-    join_file: str | None = None
+    join_file: JoinFile | None = None
     """File with the join string, such as a copy of the learner's runs/NAME/keys/join."""
 
 

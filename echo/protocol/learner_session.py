@@ -56,7 +56,7 @@ from echo.protocol.messages import (
     Refuse,
     Rehello,
 )
-from echo.protocol.pacing import GRANT_S, PLAN_S, Paced, earliest
+from echo.protocol.pacing import GRANT_S, PLAN_S, OncePerMinute, Paced, earliest
 from echo.protocol.planning import Planning
 from echo.protocol.probing import acknowledge
 from echo.protocol.recent import RecentMap
@@ -106,12 +106,14 @@ class LearnerSession:
         self.is_granting = True
         self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
         self._decided: list[Action] = []
+        self._complaints = OncePerMinute()
         self._reception = Reception(
             settings,
             lineages=lineages,
             roster=self.roster,
             counters=self.counters,
             send=self._to,
+            complain=self._complain,
         )
         self._granting = Granting(
             settings,
@@ -130,6 +132,7 @@ class LearnerSession:
             lineages=lineages,
             counters=self.counters,
             send=self._to,
+            complain=self._complain,
         )
         self._dismissal = Dismissal(self.roster, send=self._to)
         self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
@@ -176,7 +179,8 @@ class LearnerSession:
             actions = self._receive(peer, decode_envelope(frames), frames[1:], now)
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
-            actions = [Note("warning", f"refused a message: {error}")]
+            source = describe(frames)[0] or peer
+            actions = self._complain(source, "protocol", f"refused a message: {error}", now)
         self._decided = []
         return actions
 
@@ -209,11 +213,16 @@ class LearnerSession:
             self.counters.add("refused/protocol_version")
             refuse = Refuse(reason="protocol_version", detail=fault)
             frames = encode(refuse, source=LEARNER_ID, target=envelope.source)
-            return [Note("warning", fault), Send(peer, frames)]
+            notes = self._complain(envelope.source, "protocol_version", fault, now)
+            return [*notes, Send(peer, frames)]
         message = decode_message(envelope)
         if not envelope.target:
             return self._on_link_message(peer, message, payload, now)
         return self._on_routed(envelope.source, message, payload, now)
+
+    def _complain(self, source: str, reason: str, text: str, now: float) -> list[Action]:
+        line = self._complaints.say(source, reason, text, now=now)
+        return [] if line is None else [Note("warning", line)]
 
     def _on_link_message(
         self, peer: str, message: Message, payload: list[Frame], now: float

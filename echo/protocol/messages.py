@@ -312,6 +312,26 @@ OUTRUN = "version_replaced"
 """Reason for which a worker gives a lease back whose exact version it has no more: as a rule."""
 
 
+REASONS = frozenset(
+    {
+        # why the learner refuses a group
+        "malformed", "mislabelled", "unknown_group", "another_prompt", "bad_token_ids",
+        "group_size", "mixed_versions", "too_long", "bad_logprobs", "no_trainable_token",
+        "abandoned_version", "version_from_the_future", "stale",
+        # why a worker gives one up
+        "prompt_too_long", "group_too_large", "reward_error", "reward_timeout", "reward_memory",
+        "reward_lost", "reward_retries", "agent_error", "agent_failed", "agent_timeout",
+        "version_not_installed", OUTRUN,
+    }
+)  # fmt: skip
+"""Why a group was not taken; they name counters, and no other word of a peer's does."""
+
+
+def known_reason(reason: str) -> str:
+    """Return a peer's reason, or "other" if it is none that nodes of this version have."""
+    return reason if reason in REASONS else "other"
+
+
 class Failed(Message, frozen=True):
     """A group that could not be finished for a reason that repeating will not mend."""
 

@@ -36,6 +36,7 @@ from echo.protocol.messages import (
     NodeStats,
     Partial,
     Plan,
+    known_reason,
 )
 from echo.protocol.node_session import NodeSession, NodeSettings
 from echo.protocol.pacing import earliest
@@ -157,8 +158,9 @@ class WorkerSession(NodeSession):
             return [LeaseCancelled(*key)]
         actions: list[Action] = []
         if message.outcome == "refused":
-            self.counters.add(f"refused/{message.reason}")
-            text = f"group {message.group_id} was refused: {message.reason}"
+            reason = known_reason(message.reason)
+            self.counters.add(f"refused/{reason}")
+            text = f"group {message.group_id} was refused: {reason}"
             actions.append(Note("warning", text))
         if was_full:
             actions += [LeasesChanged(), *self.heartbeat(now=now)]

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from echo.errors import StorageError
-from echo.runtime.durable import write_file
+from echo.runtime.durable import make_private_directory, write_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
             return Identity(run_id, Ed25519PrivateKey.from_private_bytes(key_path.read_bytes()))
         key = Ed25519PrivateKey.generate()
         run_id = f"{run_name}-{secrets.token_hex(4)}"
-        key_path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_directory(key_path.parent)
         raw = key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
         # The key first: a run with an id has its key, whenever the process was killed.
         write_file(key_path, raw, mode=0o600)

@@ -23,10 +23,12 @@ from typing import Any, TypeVar
 from echo.errors import EchoError, ProtocolError, TransportError
 from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.protocol.codec import Frame, describe
+from echo.protocol.pacing import OncePerMinute
 from echo.protocol.parcel import DecodeBlock
 from echo.protocol.session import Session
 from echo.protocol.writing import WriteChunk
 from echo.runtime.transport import Connected, Disconnected, Received, Transport
+from echo.units import one_line
 
 Result = TypeVar("Result")
 
@@ -52,6 +54,7 @@ class Node:
         self._timer_at = 0.0
         self._stopped: asyncio.Future[str] | None = None
         self._num_interrupts = 0
+        self._reports = OncePerMinute()
         self._executors: list[ThreadPoolExecutor] = []
         self._workers: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -180,11 +183,11 @@ class Node:
             if isinstance(error, EchoError) and not isinstance(error, ProtocolError):
                 raise  # its disk or its data: this node's own affair
             source, _, kind = describe(frames)
-            self.log.exception(
-                "internal error in a %s from %s: parting with it; please report this",
-                kind,
-                source or peer,
-            )
+            source = one_line(source or peer)
+            text = f"internal error in a {one_line(kind)} from {source}: parting with it"
+            line = self._reports.say(source, kind, f"{text}; please report this", now=self.now)
+            if line is not None:
+                self.log.exception("%s", line)
             return self._session.expel(peer, frames, now=self.now)
 
     # --- acting ----------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ class Node:
                     self.transport.hang_up(action.peer)
                 case Note():
                     level = logging.WARNING if action.level == "warning" else logging.INFO
-                    self.log.log(level, "%s", action.text)
+                    self.log.log(level, "%s", one_line(action.text))
                 case Stop():
                     self.stop(action.reason, action.error)
                 case DecodeBlock() | WriteChunk():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,25 +140,24 @@ def test_the_numbers_that_once_ended_a_learner_are_refused(fleet: Run) -> None:
     assert session is not None
     beat = Heartbeat(installed=PolicyVersion(1, 0), capacity=4, leases=(), stats=NodeStats())
     good = msgspec.to_builtins(beat)
-    for path, value in [
+    numbers: list[tuple[tuple[Any, ...], Any]] = [
         (("stats", "num_places"), -1),
         (("stats", "num_places"), 2**62),
         (("stats", "num_places"), 150_000_000),
         (("stats", "uplink_bytes_per_s"), 1e308),
         (("installed", 1), 2**50),
         (("leases",), [[0, attempt, 1] for attempt in range(200_000)]),
-    ]:
+    ]
+    now = fleet.world.now
+    for path, value in numbers:
+        now += 61  # each is told of
         built = {"type": "Heartbeat", **with_value(good, path, value)}
-        [note] = session.receive(
-            "in1", frames_of(built, source="w1", target="learner"), now=fleet.world.now
-        )
+        [note] = session.receive("in1", frames_of(built, source="w1", target="learner"), now=now)
         assert isinstance(note, Note)
         assert "w1" in note.text
         assert " - at `$" in note.text
     endless = {"type": "Deliver", "group_id": 0, "attempt": 0, "seconds": math.inf}
-    [note] = session.receive(
-        "in1", frames_of(endless, source="w1", target="learner"), now=fleet.world.now
-    )
+    [note] = session.receive("in1", frames_of(endless, source="w1", target="learner"), now=now + 61)
     assert "`$.seconds`" in note.text
 
 
@@ -298,3 +298,40 @@ def test_a_message_is_described_as_far_as_it_can_be_read() -> None:
     assert describe(encode(beat, source="w1", target="learner")) == ("w1", "learner", "Heartbeat")
     assert describe([b"\xc1"]) == ("", "", "message of no kind")
     assert decode_message(decode_envelope(encode(beat, source="w1"))) == beat
+
+
+# --- what a peer's words do ----------------------------------------------------------------------
+
+
+def test_no_word_of_a_peer_names_a_metric(hung_run: Run) -> None:
+    session = hung_run.learner
+    failed = Failed(group_id=0, attempt=0, reason="loss_mean", detail="x")
+    session.receive("in1", encode(failed, source="w1", target="learner"), now=3.0)
+    assert session.counters["discarded/other"] == 1
+    worker = hung_run.world.process("w1").session
+    peer = worker._control.peer
+    worker.outbox.put((1, 0), failed)
+    ack = messages.Ack(group_id=1, attempt=0, outcome="refused", reason="x" * 99)
+    worker.receive(peer, encode(ack, source="learner", target="w1"), now=3.0)
+    assert worker.counters["refused/other"] == 1
+    assert not any("loss" in name or "xx" in name for name in session.counters.as_dict())
+
+
+def test_every_reason_that_a_worker_gives_is_known() -> None:
+    """Whatever ends a group under this name is counted under it."""
+    found = set()
+    for path in Path(messages.__file__).parents[1].rglob("*.py"):
+        text = path.read_text()
+        if "RewardError" in text:
+            found |= set(re.findall(r'"(reward_[a-z]+)"', text))
+        found |= set(re.findall(r'\.(?:failed|_give_up)\(\s*[\w.]+,\s*"(\w+)"', text))
+    assert {"reward_error", "prompt_too_long", "agent_timeout", "group_too_large"} <= found
+    assert {reason for reason in found if messages.known_reason(reason) != reason} == set()
+
+
+def test_a_peer_that_is_refused_again_and_again_takes_one_line(fleet: Run) -> None:
+    session = fleet.learner
+    assert session is not None
+    said = [session.receive("in1", [b"\xc1"], now=fleet.world.now + i / 100) for i in range(50)]
+    assert sum(map(len, said)) == 1
+    assert session.counters["protocol_errors"] == 50
