@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""Versions stand beside every token as two int32."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -20,9 +24,9 @@ class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
     Ordered by lineage first: every version of a newer lineage supersedes those of older ones.
     """
 
-    lineage: int
+    lineage: Int32
     """Which unbroken history of the learner; the first is 1, each resume adds 1."""
-    step: int
+    step: Int32
     """Optimizer steps behind these weights; the initial weights are step 0."""
 
     def __str__(self) -> str:
@@ -32,8 +36,8 @@ class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
 class Lineage(msgspec.Struct, frozen=True):
     """One unbroken history of the learner and where it left the one before."""
 
-    lineage: int
-    fork_step: int
+    lineage: Int32
+    fork_step: Int32
     """Last step of the previous lineage that belongs to this one too; 0 for the first lineage."""
 
 

@@ -120,3 +120,16 @@ def _three_digits(value: float) -> str:
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def one_line(text: str) -> str:
+    """Return a text of somebody else's with nothing in it that ends a line or moves a terminal.
+
+    Whatever cannot be printed, escape sequences and line breaks above all, is written as Python
+    would write it in a string.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )

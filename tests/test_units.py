@@ -11,6 +11,7 @@ from echo.units import (
     SIZE_UNITS,
     format_bytes,
     format_duration,
+    one_line,
     parse_duration,
     parse_size,
 )
@@ -121,3 +122,8 @@ def test_people_read_these() -> None:
     assert format_duration(59.999) == "1min"
     assert format_duration(1e-7) == "0.1us"
     assert format_bytes(2.1 * 2**20) == "2.1 MiB"
+
+
+def test_a_text_of_somebody_else_stays_on_its_line() -> None:
+    assert one_line("plain, with \u00e9 and \u4e16") == "plain, with \u00e9 and \u4e16"
+    assert one_line("a\nb\r\x1b[2J\u202e\ud800") == "a\\nb\\r\\x1b[2J\\u202e\\ud800"

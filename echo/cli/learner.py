@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from echo.cli.output import make_log
+from echo.cli.output import LogFormatter, make_log
 from echo.cli.process import run_loop, run_node
 from echo.config.load import resolved
 from echo.config.schema import Config
@@ -57,7 +57,7 @@ def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
     """Run the learner with its display; return the exit code."""
     run_dir = config.run_dir
     board = NoticeBoard()
-    board.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    board.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     log = make_log("learner", to_file=run_dir / "logs" / "learner.log", to_terminal=False)
     log.addHandler(board)
     sampling = config.sampling

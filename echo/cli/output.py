@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from echo.config.fields import without_secrets
 from echo.errors import (
     ConfigError,
     DataError,
@@ -15,6 +16,7 @@ from echo.errors import (
     StorageError,
     TransportError,
 )
+from echo.units import one_line
 
 EXIT_CODES: dict[type[EchoError], int] = {
     ConfigError: 2,
@@ -25,6 +27,18 @@ EXIT_CODES: dict[type[EchoError], int] = {
 """Exit code by error; 1 for any other, 130 after a second Ctrl-C."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+
+
+class LogFormatter(logging.Formatter):
+    """Formats a record so that no text of a peer can pass for another record, or move a terminal.
+
+    Nothing unprintable is let through; what follows a line break, as in a traceback or in a list of
+    problems, is indented.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as text."""
+        return "\n    ".join(map(one_line, super().format(record).split("\n")))
 
 
 class _Forward(logging.Handler):
@@ -62,7 +76,7 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
     if to_terminal:
         handlers.append(logging.StreamHandler(sys.stderr))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
+        handler.setFormatter(LogFormatter(LOG_FORMAT, datefmt="%H:%M:%S"))
         log.addHandler(handler)
     for part in ("echo.runtime", "echo.tasks"):
         logging.getLogger(part).handlers[:] = [_Forward(log)]
@@ -80,7 +94,8 @@ def show(text: str) -> None:
 
 def fail(error: EchoError) -> int:
     """Print an error for the user and return its exit code."""
-    print(f"error: {error}", file=sys.stderr)
+    # What was given as the name of a file may be a join string.
+    print(f"error: {without_secrets(str(error))}", file=sys.stderr)
     return exit_code(error)
 
 

@@ -13,7 +13,7 @@ import uvloop
 
 from echo.cli.output import exit_code
 from echo.errors import EchoError
-from echo.runtime.kernel import tune_malloc
+from echo.runtime.kernel import raise_descriptor_limit, tune_malloc
 from echo.runtime.node import Node
 
 INTERRUPTED = 130
@@ -45,6 +45,7 @@ async def run_node(node: Node) -> str:
 def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:
     """Run a node's coroutine on uvloop; log how it ends and return the exit code."""
     tune_malloc()
+    raise_descriptor_limit()
     try:
         reason = uvloop.run(main_coroutine)
     except EchoError as error:

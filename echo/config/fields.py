@@ -105,6 +105,15 @@ def _check_join(text: str) -> str:
     return text
 
 
+def _check_join_file(name: str) -> str:
+    if has_secret(name):
+        raise ValueError(
+            "is a join string and not the name of a file; set security.join to it, or the "
+            "environment's ECHO_JOIN"
+        )
+    return name
+
+
 def has_secret(address: str) -> bool:
     """Return whether an address is a join string: whether the run's secret is in it."""
     return "." in address.partition("#")[2]
@@ -180,6 +189,9 @@ DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_lis
 
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_is_a_list)]
 """A list of names; one may stand alone without brackets."""
+
+JoinFile = Annotated[str, AfterValidator(_check_join_file)]
+"""The name of a file with a join string."""
 
 JoinString = Annotated[
     str, AfterValidator(_check_join), PlainSerializer(lambda _: None, return_type=None)

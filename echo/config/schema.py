@@ -20,6 +20,7 @@ from echo.config.fields import (
     Bytes,
     Device,
     DialAddresses,
+    JoinFile,
     JoinString,
     KillPoints,
     ListenAddress,
@@ -162,7 +163,7 @@ class WorkerSection(RentedSection):
     """Address on which to serve weights to other workers; left out, it serves none."""
     advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
-    name: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1, max_length=64)
     """Name in logs and the live view; left out, one is made from the host's."""
     device: Device = "auto"
     """Where to generate: auto, cpu, cuda or cuda:N."""
@@ -220,7 +221,7 @@ class RelaySection(PricedSection):
     """Address to listen on; workers connect to it."""
     advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
-    name: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1, max_length=64)
     """Name in logs and the live view; left out, one is made from the host's."""
 
 
@@ -289,7 +290,7 @@ class SecuritySection(Section):
     """Encrypt all links and admit only who knows the run's join string."""
     join: JoinString | None = None
     """The join string, tcp://host:port#KEY.SECRET.FINGERPRINT; better in ECHO_JOIN or join_file."""
-    join_file: str | None = None
+    join_file: JoinFile | None = None
     """File with the join string, such as a copy of the learner's runs/NAME/keys/join."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echo.protocol.actions import Action, Send
+from echo.protocol.bounds import MAX_RANGES
 from echo.protocol.codec import encode
 from echo.protocol.lanes import Lane, Lanes
 from echo.protocol.messages import Credit, Fetch, Message, Subscribe
@@ -52,7 +53,7 @@ class Asking:
         fetch = Fetch(
             version=version,
             form=form,
-            ranges=ranges,
+            ranges=ranges[:MAX_RANGES],
             credit_bytes=lane.begin(now=now),
             lane=share[0],
             num_lanes=share[1],

@@ -1,5 +1,8 @@
 """Bytes to messages and back, with every bound checked before anything is believed.
 
+The bounds are those of `bounds.py`: sizes here, ranges of values by the decoder, which knows them
+from the fields' types. Whoever sends is held to the same sizes as whoever receives.
+
 The header frame is msgpack: [protocol version, source node, target node, message, hops]. A link
 message has an empty target. The message itself is decoded in a second step, so that a node of
 another protocol version is recognised and told so instead of failing to decode. Payload frames
@@ -8,23 +11,33 @@ follow unchanged and uncopied.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
-from echo.errors import RemoteProtocolError
+from echo.errors import LocalProtocolError, RemoteProtocolError
+from echo.protocol.bounds import (
+    MAX_FRAMES,
+    MAX_HEADER_BYTES,
+    MAX_MEMBERS,
+    MAX_NODE_ID_LENGTH,
+    MAX_PAYLOAD_BYTES,
+    Attempt,
+    Finite,
+    GroupId,
+    NodeId,
+    NumTokens,
+    Word,
+)
 from echo.protocol.messages import PROTOCOL_VERSION, AnyMessage, Message
 from echo.rollout import Group, Rollout
 
 Frame = bytes | bytearray | memoryview
 
-MAX_HEADER_BYTES = 8 << 20
-"""Largest header accepted; a Welcome with its settings is the largest honest one by far."""
-MAX_NODE_ID_LENGTH = 64
 MAX_HOPS = 16
 """Relays between a node and the learner at most; more can only be a circle."""
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -34,12 +47,12 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """What a relay reads of a message."""
 
-    protocol: int
-    source: str
-    target: str
+    protocol: Annotated[int, Meta(ge=0, le=1 << 31)]
+    source: Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_LENGTH)]
+    target: NodeId
     """Node id for a routed message, empty for a link message."""
     body: msgspec.Raw
-    num_hops: int = 0
+    num_hops: Annotated[int, Meta(ge=0, le=MAX_HOPS)] = 0
     """Relays that have forwarded it."""
 
 
@@ -51,38 +64,58 @@ _message_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMess
 def encode(
     message: Message, payload: Sequence[Frame] = (), *, source: str, target: str = ""
 ) -> list[Frame]:
-    """Return the frames of `message`: header first, then the payload frames as they are."""
+    """Return the frames of `message`: header first, then the payload frames as they are.
+
+    Raises:
+        LocalProtocolError: if they are larger than any node would accept.
+    """
     body = msgspec.Raw(_encoder.encode(message))
-    return [_encoder.encode(Envelope(PROTOCOL_VERSION, source, target, body)), *payload]
+    frames = [_encoder.encode(Envelope(PROTOCOL_VERSION, source, target, body)), *payload]
+    fault = _size_fault(frames)
+    if fault is not None:
+        raise LocalProtocolError(f"{type(message).__name__} to {target or 'a neighbour'}: {fault}")
+    return frames
+
+
+def payload_bytes(payload: Sequence[Frame]) -> int:
+    """Return the bytes of payload frames: MAX_PAYLOAD_BYTES at most fit into one message."""
+    return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in payload)
+
+
+def _size_fault(frames: Sequence[Frame]) -> str | None:
+    """Return which bound of a message's sizes these frames exceed, or None."""
+    if len(frames[0]) > MAX_HEADER_BYTES:
+        return f"a header of {len(frames[0])} bytes; at most {MAX_HEADER_BYTES} are accepted"
+    if len(frames) > MAX_FRAMES:
+        return f"{len(frames)} frames; at most {MAX_FRAMES} are accepted"
+    if (num_bytes := payload_bytes(frames[1:])) > MAX_PAYLOAD_BYTES:
+        return f"a payload of {num_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are accepted"
+    return None
 
 
 def decode_envelope(frames: Sequence[Frame]) -> Envelope:
     """Read who sent a message to whom, without looking inside.
 
     Raises:
-        RemoteProtocolError: if the header is missing, too large or malformed.
+        RemoteProtocolError: if the header is missing or malformed, or the message is too large.
     """
     if not frames:
         raise RemoteProtocolError("a message without a header frame")
-    header = frames[0]
-    if len(header) > MAX_HEADER_BYTES:
-        raise RemoteProtocolError(
-            f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are accepted"
-        )
+    fault = _size_fault(frames)
+    if fault is not None:
+        raise RemoteProtocolError(fault)
     try:
-        envelope = _envelope_decoder.decode(header)
+        return _envelope_decoder.decode(frames[0])
     except DECODE_ERRORS as error:
         raise RemoteProtocolError(f"a header that is not an envelope: {error}") from error
-    if not envelope.source or max(len(envelope.source), len(envelope.target)) > MAX_NODE_ID_LENGTH:
-        raise RemoteProtocolError("an envelope whose node ids are empty or too long")
-    return envelope
 
 
 def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
     """Return the frames that a relay passes on: the same message with one hop more.
 
     Raises:
-        RemoteProtocolError: if relays that dial each other have it going round.
+        RemoteProtocolError: if relays that dial each other have it going round, or it grows beyond
+            the bound (another implementation may have packed the envelope closer).
     """
     if envelope.num_hops >= MAX_HOPS:
         raise RemoteProtocolError(
@@ -90,7 +123,11 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
             "that no relays are configured to connect to each other in a circle"
         )
     onward = msgspec.structs.replace(envelope, num_hops=envelope.num_hops + 1)
-    return [_encoder.encode(onward), *payload]
+    frames = [_encoder.encode(onward), *payload]
+    fault = _size_fault(frames)
+    if fault is not None:
+        raise RemoteProtocolError(f"a message from {envelope.source}: {fault}")
+    return frames
 
 
 def other_protocol(envelope: Envelope) -> str | None:
@@ -118,19 +155,35 @@ def decode_message(envelope: Envelope) -> Any:
         raise RemoteProtocolError(f"a malformed message from {envelope.source}: {error}") from error
 
 
+class _Tag(msgspec.Struct):
+    type: Word = "message of no kind"
+
+
+_tag_decoder = msgspec.msgpack.Decoder(_Tag)
+
+
+def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
+    """Return (source, target, kind) of a message as far as they can be read, for a log."""
+    try:
+        envelope = decode_envelope(frames)
+        return envelope.source, envelope.target, _tag_decoder.decode(envelope.body).type
+    except (RemoteProtocolError, *DECODE_ERRORS):
+        return "", "", _Tag().type
+
+
 # --- groups --------------------------------------------------------------------------------------
 
 
 class GroupHeader(msgspec.Struct, frozen=True):
     """Everything of a group except its arrays."""
 
-    group_id: int
-    attempt: int
-    worker_id: str
-    num_prompt_tokens: int
-    num_tokens: tuple[int, ...]
-    rewards: tuple[float, ...]
-    finish_reasons: tuple[str, ...]
+    group_id: GroupId
+    attempt: Attempt
+    worker_id: NodeId
+    num_prompt_tokens: NumTokens
+    num_tokens: Annotated[tuple[NumTokens, ...], Meta(max_length=MAX_MEMBERS)]
+    rewards: Annotated[tuple[Finite, ...], Meta(max_length=MAX_MEMBERS)]
+    finish_reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_MEMBERS)]
 
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)
@@ -166,7 +219,7 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
     """Read a group back; the arrays are copies, so the frames may be released.
 
     Raises:
-        RemoteProtocolError: if sizes disagree, a reward is not finite, or a field is out of range.
+        RemoteProtocolError: if sizes disagree or a field is out of range.
     """
     try:
         header = _header_decoder.decode(header_frame)
@@ -177,10 +230,6 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
         raise RemoteProtocolError(
             f"group {header.group_id}: lengths, rewards and finish reasons disagree"
         )
-    if header.num_prompt_tokens < 1 or min(header.num_tokens) < 1:
-        raise RemoteProtocolError(f"group {header.group_id}: an empty prompt or completion")
-    if not all(math.isfinite(reward) for reward in header.rewards):
-        raise RemoteProtocolError(f"group {header.group_id}: a reward that is not finite")
     expected = 4 * header.num_prompt_tokens + _BYTES_PER_TOKEN * sum(header.num_tokens)
     if len(arrays_frame) != expected:
         raise RemoteProtocolError(

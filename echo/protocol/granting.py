@@ -144,11 +144,29 @@ class Granting:
         """Hand out groups; return the records to journal, and the new leases of each worker."""
         records: list[Action] = []
         granted: dict[str, list[Lease]] = {}
+        made: list[LeaseRecord] = []
+        try:
+            self._grant(workers, records, granted, made, now)
+        except Exception:
+            # None of them will be journalled, and so none may be out.
+            for record in made:
+                self.leases.revoke(record)
+            raise
+        return records, granted
+
+    def _grant(
+        self,
+        workers: Sequence[Member],
+        records: list[Action],
+        granted: dict[str, list[Lease]],
+        made: list[LeaseRecord],
+        now: float,
+    ) -> None:
         bounds = self._bounds(workers)
         able = {member.node_id: member for member in workers if member.is_able(bounds)}
         is_hedging = self._is_hedging
         if not is_hedging and not self._has_use(able.values(), bounds):
-            return records, granted
+            return
         self.forecast.refresh(list(able))
         loads = self._loads(able.values(), bounds, now)
         foreseen = [self._outlook_of(member, now) for member in workers] if is_hedging else []
@@ -156,6 +174,7 @@ class Granting:
         num_promised = self._num_promised
         for node_id in choose(loads, num_promised=num_promised):
             record = self.leases.grant(self._next_group(records), node_id, now=now)
+            made.append(record)
             record.min_version = self._oldest_version(num_promised)
             num_promised += 1
             self._enter(record, able[node_id], records, granted)
@@ -165,10 +184,10 @@ class Granting:
             running = [each for outlook in foreseen for each in outlook.running]
             for original, node_id in self._copies(able, bounds, running, now):
                 record = self.leases.grant(original.group_id, node_id, now=now)
+                made.append(record)
                 record.copy_of, record.min_version = original.attempt, original.min_version
                 self.counters.add("hedges/issued")
                 self._enter(record, able[node_id], records, granted)
-        return records, granted
 
     def _enter(
         self,

@@ -7,10 +7,13 @@ worker is lost, which costs tokens and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from echo.metrics import Counters
+from echo.protocol.bounds import MAX_LEASE_BYTES
 from echo.protocol.codec import Frame
 from echo.protocol.membership import Member
 from echo.protocol.messages import Grant, Heartbeat, Lease
@@ -21,6 +24,21 @@ PARTIAL_COUNTS = (
     "parked", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum", "shipped",
 )  # fmt: skip
 """What workers count of unfinished rollouts."""
+
+
+def _split(leases: Sequence[Lease]) -> Iterator[tuple[Lease, ...]]:
+    """Yield the leases in order, as many at a time as fit into one message."""
+    batch: list[Lease] = []
+    num_bytes = 0
+    for lease in leases:
+        size = len(msgspec.msgpack.encode(lease))
+        if batch and num_bytes + size > MAX_LEASE_BYTES:
+            yield tuple(batch)
+            batch, num_bytes = [], 0
+        batch.append(lease)
+        num_bytes += size
+    if batch:
+        yield tuple(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +84,10 @@ class Handover:
 
     def grants(self, leases: Sequence[Lease]) -> list[tuple[Grant, tuple[Frame, ...]]]:
         """Return the messages that carry these leases, with what there is of each."""
-        plain = tuple(lease for lease in leases if lease.group_id not in self)
-        messages: list[tuple[Grant, tuple[Frame, ...]]] = []
-        if plain:
-            messages.append((Grant(leases=plain), ()))
+        plain = [lease for lease in leases if lease.group_id not in self]
+        messages: list[tuple[Grant, tuple[Frame, ...]]] = [
+            (Grant(leases=some), ()) for some in _split(plain)
+        ]
         for lease in leases:
             if lease.group_id in self:
                 self._counters.add("partials/handed_over")

@@ -25,20 +25,18 @@ import numpy.typing as npt
 
 from echo.errors import RemoteProtocolError
 from echo.metrics import Counters
-from echo.protocol.actions import Action, Note, RecordCancel, RecordRefusal, StoreGroup
+from echo.protocol.actions import Action, RecordCancel, RecordRefusal, StoreGroup
 from echo.protocol.codec import Frame, decode_group, encode_group
 from echo.protocol.granting import Granting
 from echo.protocol.leases import LeaseRecord
-from echo.protocol.messages import OUTRUN, Ack, Deliver, Failed, Partial
+from echo.protocol.messages import OUTRUN, Ack, Deliver, Failed, Partial, known_reason
 from echo.protocol.partial_codec import decode_members
 from echo.protocol.partials import PartialRollout
-from echo.protocol.reception import LearnerSettings, SendTo
+from echo.protocol.reception import Complain, LearnerSettings, SendTo
 from echo.rollout import Group, Lineage, find_fault, trim_stale
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0, but for rounding."""
-MAX_REASON_LENGTH = 64
-"""Of a worker's reason for giving up a group; it becomes the name of a counter."""
 
 
 class Intake:
@@ -52,6 +50,7 @@ class Intake:
         lineages: tuple[Lineage, ...],
         counters: Counters,
         send: SendTo,
+        complain: Complain,
     ) -> None:
         """Start with nothing on its way to the disk; granting and counters are the session's."""
         self.settings = settings
@@ -59,6 +58,7 @@ class Intake:
         self.lineages = lineages
         self.counters = counters
         self._to = send
+        self._complain = complain
         self._storing: dict[int, tuple[str, int]] = {}
 
     def receive(
@@ -77,7 +77,7 @@ class Intake:
             case Partial():
                 return self.on_partial(node_id, message, payload, step=step)
             case Failed():
-                return self.on_failed(node_id, message)
+                return self.on_failed(node_id, message, now=now)
 
     def on_deliver(
         self, node_id: str, message: Deliver, payload: list[Frame], *, step: int, now: float
@@ -105,8 +105,8 @@ class Intake:
             group = decode_group(payload[0], payload[1])
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
-            note = Note("warning", f"{node_id}: {error}")
-            return [note, *self._refuse(node_id, message, "malformed")]
+            notes = self._complain(node_id, "malformed", f"{node_id}: {error}", now)
+            return [*notes, *self._refuse(node_id, message, "malformed")]
         header, arrays = payload
         if self.settings.trims_stale:
             # Tokens beyond the bound are masked here; the bound itself is checked as ever.
@@ -253,25 +253,24 @@ class Intake:
                 return "version_from_the_future"
         return None
 
-    def on_failed(self, node_id: str, message: Failed) -> list[Action]:
+    def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
         """End a group that a worker could not finish, with its reason."""
         if message.group_id in self._storing or not self.granting.is_open(message.group_id):
             return self._ack(node_id, message, "duplicate")
         if message.is_elsewhere:
-            return self._on_given_back(node_id, message)
-        is_name = message.reason.isidentifier() and len(message.reason) <= MAX_REASON_LENGTH
-        reason = message.reason if is_name else "failed"
+            return self._on_given_back(node_id, message, now)
+        reason = known_reason(message.reason)
         text = f"group {message.group_id} failed on {node_id}: {reason}: {message.detail}"
         leases = self.granting.leases.leases_of(message.group_id)
         own = next((r for r in leases if r.attempt == message.attempt), None)
         return [
-            Note("warning", text),
+            *self._complain(node_id, reason, text, now),
             *self.granting.end(message.group_id, reason),
             *self._ack(node_id, message, "refused", reason),
             *self._cancel(leases, own),
         ]
 
-    def _on_given_back(self, node_id: str, message: Failed) -> list[Action]:
+    def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
         """Grant a group again that a worker cannot sample now, though others can."""
         self.granting.leases.give_back(message.group_id, message.attempt, node_id)
         self.counters.add("leases_given_back")
@@ -279,7 +278,7 @@ class Intake:
         if message.reason == OUTRUN:
             return acks  # so it goes with each new version
         text = f"{node_id} gives group {message.group_id} back: {message.detail}"
-        return [Note("warning", text), *acks]
+        return [*self._complain(node_id, "given_back", text, now), *acks]
 
 
 def _find_token_fault(

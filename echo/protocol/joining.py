@@ -36,6 +36,7 @@ from echo.protocol.messages import (
 from echo.protocol.price import Price
 from echo.protocol.trust import welcome_fault
 from echo.rollout import Lineage
+from echo.units import one_line
 
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
@@ -243,10 +244,11 @@ class Joining:
                 return self.begin(now) if self.state in ("readying", "admitted") else []
             case Finish():
                 # The goodbye spares the learner from waiting for this node to fall silent.
-                return [*self._send(Goodbye(reason=message.reason)), Stop(message.reason)]
+                return [*self._send(Goodbye(reason=message.reason)), Stop(one_line(message.reason))]
             case Refuse():
-                detail = f"the learner refused this node ({message.reason}): {message.detail}"
-                return [Stop(message.reason, RefusedError(detail))]
+                reason = one_line(message.reason)
+                detail = f"the learner refused this node ({reason}): {one_line(message.detail)}"
+                return [Stop(reason, RefusedError(detail))]
 
     def _on_welcome(self, message: Welcome, now: float) -> list[Action]:
         if self.state != "joining" or message.incarnation != self.settings.incarnation:

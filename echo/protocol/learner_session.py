@@ -19,13 +19,14 @@ import msgspec
 from echo.errors import LocalProtocolError, RemoteProtocolError
 from echo.metrics import Counters, NodeView
 from echo.protocol.accepted import AcceptedGroups
-from echo.protocol.actions import Action, Note, Send, Work
+from echo.protocol.actions import Action, HangUp, Note, Send, Work
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.codec import (
     Envelope,
     Frame,
     decode_envelope,
     decode_message,
+    describe,
     encode,
     other_protocol,
 )
@@ -55,7 +56,7 @@ from echo.protocol.messages import (
     Refuse,
     Rehello,
 )
-from echo.protocol.pacing import GRANT_S, PLAN_S, Paced, earliest
+from echo.protocol.pacing import GRANT_S, PLAN_S, OncePerMinute, Paced, earliest
 from echo.protocol.planning import Planning
 from echo.protocol.probing import acknowledge
 from echo.protocol.recent import RecentMap
@@ -104,12 +105,15 @@ class LearnerSession:
         self.roster = Roster(heartbeat_s=settings.heartbeat_s, dead_after_s=settings.dead_after_s)
         self.is_granting = True
         self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
+        self._decided: list[Action] = []
+        self._complaints = OncePerMinute()
         self._reception = Reception(
             settings,
             lineages=lineages,
             roster=self.roster,
             counters=self.counters,
             send=self._to,
+            complain=self._complain,
         )
         self._granting = Granting(
             settings,
@@ -128,6 +132,7 @@ class LearnerSession:
             lineages=lineages,
             counters=self.counters,
             send=self._to,
+            complain=self._complain,
         )
         self._dismissal = Dismissal(self.roster, send=self._to)
         self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
@@ -171,10 +176,29 @@ class LearnerSession:
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle one message; a peer's mistake is counted and noted, never raised."""
         try:
-            return self._receive(peer, decode_envelope(frames), frames[1:], now)
+            actions = self._receive(peer, decode_envelope(frames), frames[1:], now)
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
-            return [Note("warning", f"refused a message: {error}")]
+            source = describe(frames)[0] or peer
+            actions = self._complain(source, "protocol", f"refused a message: {error}", now)
+        self._decided = []
+        return actions
+
+    def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Part with the node that sent a message, or with the link if it concerned the link alone.
+
+        A relay's link stays for the others behind it; the node has to say hello again. Plans and
+        grants follow when the next deadline is due.
+        """
+        self.counters.add("internal_errors")
+        decided, self._decided = self._decided, []
+        source, target, _ = describe(frames)
+        if target != LEARNER_ID:
+            return [*decided, HangUp(peer), *self.disconnected(peer, now=now)]
+        if self.roster.nodes.pop(source, None) is not None:
+            self.leases.drop_worker(source)
+            self._plans.deadline = self._grants.deadline = now
+        return decided
 
     def _receive(
         self, peer: str, envelope: Envelope, payload: list[Frame], now: float
@@ -189,11 +213,16 @@ class LearnerSession:
             self.counters.add("refused/protocol_version")
             refuse = Refuse(reason="protocol_version", detail=fault)
             frames = encode(refuse, source=LEARNER_ID, target=envelope.source)
-            return [Note("warning", fault), Send(peer, frames)]
+            notes = self._complain(envelope.source, "protocol_version", fault, now)
+            return [*notes, Send(peer, frames)]
         message = decode_message(envelope)
         if not envelope.target:
             return self._on_link_message(peer, message, payload, now)
         return self._on_routed(envelope.source, message, payload, now)
+
+    def _complain(self, source: str, reason: str, text: str, now: float) -> list[Action]:
+        line = self._complaints.say(source, reason, text, now=now)
+        return [] if line is None else [Note("warning", line)]
 
     def _on_link_message(
         self, peer: str, message: Message, payload: list[Frame], now: float
@@ -218,8 +247,11 @@ class LearnerSession:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
             case Deliver() | Partial() | Failed():
-                actions = self._intake.receive(source, message, payload, step=self.step, now=now)
-                return actions + self.grant(now=now)
+                # Kept if granting fails: a group that is being stored must be stored.
+                self._decided = self._intake.receive(
+                    source, message, payload, step=self.step, now=now
+                )
+                return self._decided + self.grant(now=now)
             case Goodbye():
                 self.roster.leave(member, is_released=message.is_released)
                 note = Note("info", f"{source} left: {message.reason}")

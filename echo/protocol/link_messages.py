@@ -5,8 +5,21 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from echo.protocol.bounds import (
+    MAX_NODES,
+    MAX_RANGES,
+    Lane,
+    NodeId,
+    Place,
+    Seconds,
+    Size,
+    Word,
+)
 from echo.protocol.manifest import FULL, Form
 from echo.rollout import PolicyVersion
 
@@ -15,35 +28,35 @@ OPEN_END = 1 << 40
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of all messages; the tag is the class name."""
+    """Base of all messages; the tag is the class name. Every field has a range (`bounds.py`)."""
 
 
 class Greet(Message, frozen=True):
     """First message on a dialled link: who dials, and what the link is for."""
 
-    node_id: str
-    role: str
-    purpose: str
+    node_id: NodeId
+    role: Word
+    purpose: Word
     """"control" (routed messages) or "weights" (the pull protocol)."""
 
 
 class Greeted(Message, frozen=True):
     """Answer to Greet: who was reached."""
 
-    node_id: str
-    role: str
+    node_id: NodeId
+    role: Word
 
 
 class Probe(Message, frozen=True):
     """Child to parent: a chunk of nothing, to see how fast it comes through (`probing.py`)."""
 
-    index: int
+    index: Place
 
 
 class ProbeAck(Message, frozen=True):
     """Parent to child: it has come."""
 
-    index: int
+    index: Place
 
 
 class Subscribe(Message, frozen=True):
@@ -58,7 +71,7 @@ class ParcelOffer(msgspec.Struct, frozen=True, array_like=True):
     version: PolicyVersion
     base: PolicyVersion | None
     """What the receiver must hold; None for an anchor."""
-    num_bytes: int
+    num_bytes: Size
     """Its size, or what it is expected to be while it is still being coded."""
 
 
@@ -70,7 +83,7 @@ class Announce(Message, frozen=True):
     """
 
     version: PolicyVersion
-    offers: tuple[ParcelOffer, ...] = ()
+    offers: Annotated[tuple[ParcelOffer, ...], Meta(max_length=MAX_NODES)] = ()
 
 
 class Fetch(Message, frozen=True):
@@ -82,14 +95,14 @@ class Fetch(Message, frozen=True):
     """
 
     version: PolicyVersion
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Annotated[tuple[tuple[Place, Place], ...], Meta(max_length=MAX_RANGES)]
     """Half-open [start, stop) runs of missing places in the lane, ascending; place p is the chunk
     lane + p * num_lanes. A last run that stops at OPEN_END goes on with chunks yet to be coded."""
-    credit_bytes: int
+    credit_bytes: Size
     form: Form = FULL
-    lane: int = 0
-    num_lanes: int = 1
-    num_segments: int = 0
+    lane: Lane = 0
+    num_lanes: Lane = 1
+    num_segments: Place = 0
     """Segments of the parcel that the child has; it is sent those that follow."""
 
 
@@ -97,9 +110,9 @@ class Credit(Message, frozen=True):
     """Child to parent: so many bytes have come, and that many more may be sent."""
 
     version: PolicyVersion
-    credit_bytes: int
+    credit_bytes: Size
     form: Form = FULL
-    taken_bytes: int = 0
+    taken_bytes: Size = 0
     """Since the last Credit; they show the rate of the uplink."""
 
 
@@ -108,14 +121,14 @@ class Segment(Message, frozen=True):
 
     version: PolicyVersion
     form: Form
-    index: int
+    index: Place
 
 
 class Chunk(Message, frozen=True):
     """Parent to child: one chunk; its bytes are the payload frame."""
 
     version: PolicyVersion
-    index: int
+    index: Place
     form: Form = FULL
 
 
@@ -125,7 +138,7 @@ class Waiting(Message, frozen=True):
     version: PolicyVersion | None
     """The version of the chunk that is wanted; None if it is any newer version."""
     form: Form = FULL
-    again_s: float = 0.0
+    again_s: Seconds = 0.0
     """Within how long I say so again, seconds; 0 for as often as anybody does."""
 
 

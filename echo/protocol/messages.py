@@ -24,10 +24,36 @@ Grant).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from echo.protocol.bounds import (
+    MAX_LEASES,
+    MAX_NAMES,
+    MAX_NODES,
+    MAX_PAYLOAD_BYTES,
+    MAX_TOKENS,
+    Address,
+    Attempt,
+    Count,
+    GroupId,
+    Key,
+    Line,
+    Money,
+    NodeId,
+    Period,
+    Place,
+    Progress,
+    Rate,
+    Room,
+    Seconds,
+    Seed,
+    Step,
+    TokenId,
+    Word,
+)
 from echo.protocol.link_messages import OPEN_END as OPEN_END
 from echo.protocol.link_messages import Announce as Announce
 from echo.protocol.link_messages import Chunk as Chunk
@@ -46,6 +72,10 @@ from echo.protocol.link_messages import Waiting as Waiting
 from echo.protocol.price import Price
 from echo.rollout import Lineage, PolicyVersion
 
+Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
+Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
+FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
+
 PROTOCOL_VERSION = 3
 """Raised by every change that an older node would misunderstand."""
 
@@ -59,17 +89,17 @@ LEARNER_ID = "learner"
 class Hello(Message, frozen=True):
     """Ask to join, or to come back after a cut."""
 
-    node_id: str
-    role: str
-    incarnation: str
+    node_id: NodeId
+    role: Word
+    incarnation: Word
     """Random, new for each start of the process: tells a return from a second node of that name."""
-    echo_version: str
-    advertise: str | None
+    echo_version: Word
+    advertise: Address | None
     """Address at which this node serves weights to others; None if it cannot listen."""
-    digests: dict[str, str]
+    digests: Names
     """Hashes of what the node already has (model, tokenizer, ...); empty if it inherits all."""
-    region: str = ""
-    price_per_gb: float = 0.0
+    region: Word = ""
+    price_per_gb: Money = 0.0
     """Of 1e9 bytes that leave the node's region."""
     price: Price = Price()
 
@@ -77,55 +107,55 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """What a node needs to know before it can be admitted."""
 
-    run_id: str
-    incarnation: str
+    run_id: Word
+    incarnation: Word
     """Echo of the Hello that is answered."""
-    public_key: bytes
+    public_key: Key
     """Ed25519 key that signs this message and the manifests of this run."""
-    lineages: tuple[Lineage, ...]
-    settings: dict[str, Any]
+    lineages: Annotated[tuple[Lineage, ...], Meta(max_length=MAX_LEASES)]
+    settings: Annotated[dict[Word, Any], Meta(max_length=MAX_NAMES)]
     """Sampling, task, staleness bound, group size: what workers inherit."""
-    assets: dict[str, tuple[str, int]]
+    assets: Annotated[dict[Word, tuple[Word, FileSize]], Meta(max_length=MAX_NAMES)]
     """File name -> (blake3 hex, bytes): tokenizer and model configuration, on request."""
-    digests: dict[str, str]
+    digests: Names
     """The learner's own hashes; a node's must equal them where it has any."""
-    heartbeat_s: float
-    dead_after_s: float
-    signature: bytes = b""
+    heartbeat_s: Period
+    dead_after_s: Period
+    signature: Key = b""
     """Of all other fields (`trust.sign_welcome`), so that no relay on the way can change one."""
 
 
 class AssetRequest(Message, frozen=True):
     """Ask for one of the files named in Welcome."""
 
-    name: str
+    name: Word
 
 
 class Asset(Message, frozen=True):
     """One file; its bytes are the payload frame."""
 
-    name: str
+    name: Word
 
 
 class Ready(Message, frozen=True):
     """The node has built its task and engine: compare these hashes and admit it."""
 
-    incarnation: str
-    digests: dict[str, str]
+    incarnation: Word
+    digests: Names
 
 
 class Admitted(Message, frozen=True):
     """The node is in; heartbeats may start and leases follow."""
 
-    incarnation: str
+    incarnation: Word
 
 
 class Refuse(Message, frozen=True):
     """The node cannot join and retrying will not help."""
 
-    reason: str
+    reason: Word
     """Short name that is counted, for example "protocol_version", "digest_mismatch"."""
-    detail: str
+    detail: Line
     """Both values and the remedy, for the operator."""
 
 
@@ -136,13 +166,13 @@ class Rehello(Message, frozen=True):
 class Finish(Message, frozen=True):
     """The run is over: exit cleanly."""
 
-    reason: str
+    reason: Line
 
 
 class Goodbye(Message, frozen=True):
     """The node leaves on purpose; its leases may be issued again at once."""
 
-    reason: str
+    reason: Line
     is_released: bool = False
     """Whether its machine has been given back: it costs nothing any more."""
 
@@ -150,11 +180,14 @@ class Goodbye(Message, frozen=True):
 # --- routed messages: work -----------------------------------------------------------------------
 
 
+Parents = Annotated[tuple[tuple[NodeId, Address], ...], Meta(max_length=MAX_NODES)]
+
+
 class Plan(Message, frozen=True):
     """Where to get weights from: parents in order of preference, the learner last."""
 
-    epoch: int
-    stripes: tuple[tuple[tuple[str, str], ...], ...]
+    epoch: Count
+    stripes: Annotated[tuple[Parents, ...], Meta(max_length=MAX_NODES)]
     """For each stripe (node id, address) of its parents; an empty address means: as this node
     reached it itself. None at all: the node stands by, and needs no weights."""
 
@@ -172,43 +205,43 @@ class Plan(Message, frozen=True):
 class LeaseState(Message, frozen=True, array_like=True, tag=False):
     """One lease in a worker's heartbeat."""
 
-    group_id: int
-    attempt: int
-    num_tokens: int
+    group_id: GroupId
+    attempt: Attempt
+    num_tokens: Progress
     """Tokens sampled, and rewards and answers of tools received, for it so far: its growth renews
     the lease. 0 where nothing was begun, -1 once it is done and not yet acknowledged."""
     is_waiting: bool = False
     """Whether it waits to be begun or continued: it shares the progress of those that run."""
-    running_s: float = 0.0
+    running_s: Seconds = 0.0
     """Seconds since the worker began or continued it; 0 while it waits."""
 
 
 class NodeStats(Message, frozen=True, tag=False):
     """What a node tells about itself with each heartbeat."""
 
-    state: str = "idle"
-    tokens_sampled: int = 0
+    state: Word = "idle"
+    tokens_sampled: Count = 0
     """Completion tokens sampled since the process started."""
-    bytes_received: int = 0
+    bytes_received: Count = 0
     """Weight bytes received since the process started."""
-    bytes_sent: int = 0
+    bytes_sent: Count = 0
     """Weight bytes sent to children since the process started."""
-    parent: str = "-"
+    parent: Line = "-"
     """Node ids of the parents in use, one per stripe, with commas between."""
-    suspects: tuple[str, ...] = ()
+    suspects: Annotated[tuple[NodeId, ...], Meta(max_length=MAX_NODES)] = ()
     """Nodes that sent it chunks with wrong hashes, lately."""
-    uplink_bytes_per_s: float | None = None
-    downlink_bytes_per_s: float | None = None
+    uplink_bytes_per_s: Rate | None = None
+    downlink_bytes_per_s: Rate | None = None
     """What its transfers have shown of its links; None while they have shown nothing."""
-    rtt_s: float | None = None
+    rtt_s: Seconds | None = None
     """Round trip to its parent."""
     fetching: PolicyVersion | None = None
-    num_chunks_held: int = 0
-    num_chunks: int = 0
-    refused: dict[str, int] = msgspec.field(default_factory=dict)
-    partials: dict[str, int] = msgspec.field(default_factory=dict)
+    num_chunks_held: Place = 0
+    num_chunks: Place = 0
+    refused: Counts = msgspec.field(default_factory=dict)
+    partials: Counts = msgspec.field(default_factory=dict)
     """What became of unfinished rollouts since the process started, by name."""
-    num_places: int = 0
+    num_places: Room = 0
     """Groups that a worker samples at one time; others wait there. 0: all that it can hold."""
 
 
@@ -217,9 +250,9 @@ class Heartbeat(Message, frozen=True):
 
     installed: PolicyVersion | None
     """Newest version that the engine samples from (a relay: that it holds whole)."""
-    capacity: int
+    capacity: Room
     """Groups that the worker can hold at once, running and waiting; 0 for a relay."""
-    leases: tuple[LeaseState, ...]
+    leases: Annotated[tuple[LeaseState, ...], Meta(max_length=MAX_LEASES)]
     """Leases running, waiting or delivered but not acknowledged."""
     stats: NodeStats
 
@@ -227,18 +260,18 @@ class Heartbeat(Message, frozen=True):
 class Pulse(Message, frozen=True):
     """The learner's answer to a heartbeat: it lives, and this is its step."""
 
-    step: int
+    step: Step
     newest: PolicyVersion | None
 
 
 class Lease(Message, frozen=True, tag=False):
     """One prompt group granted to a worker."""
 
-    group_id: int
-    attempt: int
-    seed: int
-    prompt_ids: tuple[int, ...]
-    example: dict[str, Any]
+    group_id: GroupId
+    attempt: Attempt
+    seed: Seed
+    prompt_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
+    example: Annotated[dict[Word, Any], Meta(max_length=MAX_NAMES)]
     """The task's example (prompt, answer, info): a worker needs no dataset."""
     min_version: PolicyVersion | None = None
     """The oldest version to sample it under: what older ones make comes too late to be trained on.
@@ -255,15 +288,15 @@ class Grant(Message, frozen=True):
     (`partial_codec.encode_members`), to be continued.
     """
 
-    leases: tuple[Lease, ...]
+    leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
 
 
 class Deliver(Message, frozen=True):
     """A finished group; header and arrays are the two payload frames (`codec.encode_group`)."""
 
-    group_id: int
-    attempt: int
-    seconds: float = 0.0
+    group_id: GroupId
+    attempt: Attempt
+    seconds: Seconds = 0.0
     """From its start on the worker to its end, rewards included."""
 
 
@@ -273,21 +306,41 @@ class Partial(Message, frozen=True):
     The payload frame is that of `partial_codec.encode_members`. Each one replaces the last.
     """
 
-    group_id: int
-    attempt: int
+    group_id: GroupId
+    attempt: Attempt
 
 
 OUTRUN = "version_replaced"
 """Reason for which a worker gives a lease back whose exact version it has no more: as a rule."""
 
 
+REASONS = frozenset(
+    {
+        # why the learner refuses a group
+        "malformed", "mislabelled", "unknown_group", "another_prompt", "bad_token_ids",
+        "group_size", "mixed_versions", "too_long", "bad_logprobs", "no_trainable_token",
+        "abandoned_version", "version_from_the_future", "stale",
+        # why a worker gives one up
+        "prompt_too_long", "group_too_large", "reward_error", "reward_timeout", "reward_memory",
+        "reward_lost", "reward_retries", "agent_error", "agent_failed", "agent_timeout",
+        "version_not_installed", OUTRUN,
+    }
+)  # fmt: skip
+"""Why a group was not taken; they name counters, and no other word of a peer's does."""
+
+
+def known_reason(reason: str) -> str:
+    """Return a peer's reason, or "other" if it is none that nodes of this version have."""
+    return reason if reason in REASONS else "other"
+
+
 class Failed(Message, frozen=True):
     """A group that could not be finished for a reason that repeating will not mend."""
 
-    group_id: int
-    attempt: int
-    reason: str
-    detail: str
+    group_id: GroupId
+    attempt: Attempt
+    reason: Word
+    detail: Line
     is_elsewhere: bool = False
     """Whether it can be finished all the same, by another worker: it is granted again."""
 
@@ -295,11 +348,11 @@ class Failed(Message, frozen=True):
 class Ack(Message, frozen=True):
     """The learner has the group's end, or the group itself, on its disk: forget it."""
 
-    group_id: int
-    attempt: int
-    outcome: str
+    group_id: GroupId
+    attempt: Attempt
+    outcome: Word
     """"accepted", "duplicate" or "refused"."""
-    reason: str = ""
+    reason: Word = ""
 
 
 LINK_MESSAGES = (

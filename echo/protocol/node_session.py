@@ -31,12 +31,14 @@ from collections.abc import Iterable
 from echo.errors import RefusedError, RemoteProtocolError, TransportError
 from echo.metrics import Counters
 from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, VersionArrived, Work
+from echo.protocol.bounds import MAX_NODES, clamped_rate
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.codec import (
     Envelope,
     Frame,
     decode_envelope,
     decode_message,
+    describe,
     encode,
     other_protocol,
 )
@@ -62,11 +64,12 @@ from echo.protocol.messages import (
     Rehello,
     Welcome,
 )
-from echo.protocol.pacing import earliest
+from echo.protocol.pacing import OncePerMinute, earliest
 from echo.protocol.probing import Probing
 from echo.protocol.recent import RecentMap
 from echo.protocol.weights_link import CONNECT_TIMEOUT_S, Uplink, WeightsLinks
 from echo.rollout import PolicyVersion
+from echo.units import one_line
 
 MAX_PEER_NAMES = 10_000
 """Inbound peers whose names are remembered, for messages to the operator."""
@@ -88,6 +91,7 @@ class NodeSession:
         self._lost_at = self._heard_at = now
         self._heartbeat_at = self._warned_at = self._beat_at = now
         self.learner_step = 0
+        self._complaints = OncePerMinute()
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._weights = WeightsLinks(
             broadcast, retry_s=settings.retry_s, sockets_per_link=settings.sockets_per_link
@@ -116,9 +120,9 @@ class NodeSession:
             bytes_received=self.broadcast.bytes_received,
             bytes_sent=self.broadcast.bytes_sent,
             parent=self._weights.parent,
-            suspects=self._weights.suspects(now=self._beat_at),
-            uplink_bytes_per_s=self.broadcast.uplink_bytes_per_s,
-            downlink_bytes_per_s=self.broadcast.downlink_bytes_per_s,
+            suspects=self._weights.suspects(now=self._beat_at)[:MAX_NODES],
+            uplink_bytes_per_s=clamped_rate(self.broadcast.uplink_bytes_per_s),
+            downlink_bytes_per_s=clamped_rate(self.broadcast.downlink_bytes_per_s),
             rtt_s=self._weights.rtt_s,
             fetching=version,
             num_chunks_held=num_held,
@@ -222,7 +226,17 @@ class NodeSession:
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
             name = self._peer_names.get(peer) or peer
-            return [Note("warning", f"refused a message from {name}: {error}")]
+            text = f"refused a message from {name}: {error}"
+            line = self._complaints.say(name, "protocol", text, now=now)
+            return [] if line is None else [Note("warning", line)]
+
+    def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Leave the link that a message came over; one for another node is only not forwarded."""
+        self.counters.add("internal_errors")
+        _, target, _ = describe(frames)
+        if target not in ("", self.settings.node_id):
+            return []
+        return [HangUp(peer), *self.disconnected(peer, "an internal error", now=now)]
 
     def _receive(
         self, peer: str, envelope: Envelope, frames: list[Frame], now: float
@@ -231,7 +245,7 @@ class NodeSession:
             return self.forward(peer, envelope, frames)
         fault = other_protocol(envelope)
         if fault is not None:
-            return self._on_other_protocol(peer, envelope.source, fault)
+            return self._on_other_protocol(peer, envelope.source, fault, now)
         message = decode_message(envelope)
         if not envelope.target:
             return self._on_link_message(peer, message, frames[1:], now)
@@ -245,16 +259,17 @@ class NodeSession:
         """Return whether messages of the learner come over this link."""
         return self._control is not None and self._control.peer == peer
 
-    def _on_other_protocol(self, peer: str, source: str, fault: str) -> list[Action]:
+    def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
         """Stop if it is whom we dialled; answer in our version if it is who dialled us."""
         if self.is_from_learner(peer):
-            return [Stop("protocol_version", RefusedError(fault))]
+            return [Stop("protocol_version", RefusedError(one_line(fault)))]
         self.counters.add("refused/protocol_version")
         if self._weights.has(peer):
             return []
         refuse = Refuse(reason="protocol_version", detail=fault)
         frames = encode(refuse, source=self.settings.node_id, target=source)
-        return [Note("warning", fault), Send(peer, frames)]
+        line = self._complaints.say(source, "protocol_version", fault, now=now)
+        return [*([] if line is None else [Note("warning", line)]), Send(peer, frames)]
 
     def _on_link_message(
         self, peer: str, message: Message, payload: list[Frame], now: float

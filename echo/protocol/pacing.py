@@ -4,6 +4,7 @@
   every message. In a small fleet it is done at once; in a large one no more often than in
   proportion to its size, so that what it costs per second does not depend on the size.
 * `Deadlines`: the first of many instants that move, without looking at all of them.
+* `OncePerMinute`: what is logged about peers that misbehave.
 * `earliest`: of a few instants; sessions ask for it after every message.
 """
 
@@ -14,6 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from echo.protocol.recent import RecentMap
+
 MANY_NODES = 64
 """Fleets up to this size are served at once."""
 GRANT_S = 3e-4
@@ -21,6 +24,10 @@ GRANT_S = 3e-4
 groups than it samples at a time."""
 PLAN_S = 1e-2
 """The same between two plans: 10 s with 1000 nodes, so that many who join make one plan."""
+
+MINUTE_S = 60.0
+MAX_LINES = 100
+"""Lines in a minute about all peers together: names can be made up."""
 
 Item = TypeVar("Item")
 
@@ -60,6 +67,31 @@ class Paced:
     def is_due(self, *, now: float) -> bool:
         """Return whether it is wanted and can be afforded now."""
         return self.deadline is not None and now >= self.deadline
+
+
+class OncePerMinute:
+    """Lines about peers: one for each peer and reason in a minute, and not too many in all.
+
+    What is left out is counted, and told with the next line of that peer and reason.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing said."""
+        self._said: RecentMap[tuple[str, str], tuple[float, int]] = RecentMap(max_entries=MAX_LINES)
+        self._minute_at = -math.inf
+        self._num_lines = 0
+
+    def say(self, peer: str, reason: str, text: str, *, now: float) -> str | None:
+        """Return the line to log, or None if it is to be left out."""
+        said_at, num_left_out = self._said.get((peer, reason)) or (-math.inf, 0)
+        if now >= self._minute_at + MINUTE_S:
+            self._minute_at, self._num_lines = now, 0
+        if now < said_at + MINUTE_S or self._num_lines >= MAX_LINES:
+            self._said[peer, reason] = said_at, num_left_out + 1
+            return None
+        self._num_lines += 1
+        self._said[peer, reason] = now, 0
+        return f"{text} ({num_left_out} more of these before)" if num_left_out else text
 
 
 class Deadlines(Generic[Item]):

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from echo.errors import RemoteProtocolError
+from echo.protocol.bounds import MAX_MEMBERS, MAX_TOKENS, NumTokens, Step, Word
 from echo.protocol.codec import DECODE_ERRORS, Frame
 from echo.protocol.messages import Lease
 from echo.protocol.partials import Draft, PartialRollout
 
-MAX_TOKENS = 1 << 24
-"""Tokens of one member at most, as the configuration allows."""
 _HEADER_LENGTH_BYTES = 4
 _BYTES_PER_TOKEN = 4 + 4 + 1
 """int32 id, float32 log-prob, one byte of mask."""
@@ -27,9 +28,9 @@ _BYTES_PER_TOKEN = 4 + 4 + 1
 class MemberHeader(msgspec.Struct, frozen=True, array_like=True):
     """Everything of a member except its arrays."""
 
-    finish_reason: str
-    num_segments: int
-    spans: tuple[tuple[int, int, int], ...]
+    finish_reason: Word
+    num_segments: Step
+    spans: Annotated[tuple[tuple[Step, Step, NumTokens], ...], Meta(max_length=MAX_TOKENS)]
     """Runs of (lineage, step, tokens)."""
 
 
@@ -48,7 +49,9 @@ class SavedDrafts(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_header_decoder = msgspec.msgpack.Decoder(tuple[MemberHeader, ...])
+_header_decoder = msgspec.msgpack.Decoder(
+    Annotated[tuple[MemberHeader, ...], Meta(max_length=MAX_MEMBERS)]
+)
 _file_decoder = msgspec.msgpack.Decoder(SavedDrafts)
 
 
@@ -102,17 +105,13 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
 
 def _checked_size(header: MemberHeader) -> int:
     """Return the number of tokens of a member after checking what can be checked without them."""
-    counts = [count for _, _, count in header.spans]
-    size = sum(counts)
-    in_range = all(0 <= number < 2**31 for span in header.spans for number in span)
-    if min(counts, default=1) < 1 or size > MAX_TOKENS or not in_range:
-        raise RemoteProtocolError(f"partial rollout with spans {header.spans[:4]}")
+    size = sum(count for _, _, count in header.spans)
+    if size > MAX_TOKENS:
+        raise RemoteProtocolError(f"partial rollout of {size} tokens; at most {MAX_TOKENS}")
     if header.finish_reason not in ("", "stop", "length") or (header.finish_reason and not size):
         raise RemoteProtocolError(
             f"partial rollout of {size} tokens that ended with {header.finish_reason!r}"
         )
-    if not 0 <= header.num_segments < 2**31:
-        raise RemoteProtocolError(f"partial rollout of {header.num_segments} segments")
     return size
 
 

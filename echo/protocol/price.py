@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
+from echo.protocol.bounds import Money, Seconds
+
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
     """The price of a machine; none is stated by default."""
 
-    per_h: float | None = None
+    per_h: Money | None = None
     """$ per hour from joining until the machine is given back; None if it is not stated."""
-    per_gb: float = 0.0
+    per_gb: Money = 0.0
     """$ per 1e9 bytes in and out of the machine."""
-    losses_per_h: float = 0.0
+    losses_per_h: Money = 0.0
     """How often such a machine is taken away, as a spot machine is."""
-    restart_s: float = 300.0
+    restart_s: Seconds = 300.0
     """Seconds until a lost machine is replaced."""
 
     def __post_init__(self) -> None:

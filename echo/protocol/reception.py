@@ -79,6 +79,13 @@ class SendTo(Protocol):
         """Return the Send of a message to a node, or nothing if no link leads to it."""
 
 
+class Complain(Protocol):
+    """What the operator is told of a peer, once a minute for each reason."""
+
+    def __call__(self, source: str, reason: str, text: str, now: float) -> list[Action]:
+        """Return the Note, or nothing if it was said a moment ago."""
+
+
 class Reception:
     """Admission of nodes to the learner's roster."""
 
@@ -90,6 +97,7 @@ class Reception:
         roster: Roster,
         counters: Counters,
         send: SendTo,
+        complain: Complain,
     ) -> None:
         """Open the door; roster and counters are the session's."""
         self.settings = settings
@@ -97,6 +105,7 @@ class Reception:
         self.roster = roster
         self.counters = counters
         self._to = send
+        self._complain = complain
 
     def on_hello(
         self, source: str, message: Hello, *, now: float
@@ -116,7 +125,7 @@ class Reception:
             )
         fault = digest_mismatch(ours=message.digests, theirs=self.settings.digests)
         if fault is not None:
-            return self._refuse(source, "digest_mismatch", fault), None
+            return self._refuse(source, "digest_mismatch", fault, now), None
         old = self.roster.nodes.get(source)
         outcome = self.roster.hello(message, now=now)
         if outcome == "wait":
@@ -126,7 +135,7 @@ class Reception:
                 f"another process is already called {source!r}; give this one a name of its own "
                 f"with --set {message.role}.name=..."
             )
-            return self._refuse(source, "name_taken", detail), None
+            return self._refuse(source, "name_taken", detail, now), None
         welcome = self._to(source, self._welcome(message))
         if outcome == "again" or old is None:
             return welcome, None
@@ -148,10 +157,10 @@ class Reception:
         )
         return sign_welcome(welcome, settings.key)
 
-    def _refuse(self, source: str, reason: str, detail: str) -> list[Action]:
+    def _refuse(self, source: str, reason: str, detail: str, now: float) -> list[Action]:
         self.counters.add(f"refused/{reason}")
-        note = Note("warning", f"refused node {source} ({reason}): {detail}")
-        return [note, *self._to(source, Refuse(reason=reason, detail=detail))]
+        notes = self._complain(source, reason, f"refused node {source} ({reason}): {detail}", now)
+        return [*notes, *self._to(source, Refuse(reason=reason, detail=detail))]
 
     def on_asset_request(self, source: str, message: AssetRequest) -> list[Action]:
         """Send a file that Welcome named.
@@ -172,7 +181,7 @@ class Reception:
         fault = digest_mismatch(ours=message.digests, theirs=self.settings.digests)
         if fault is not None:
             del self.roster.nodes[source]
-            return self._refuse(source, "digest_mismatch", fault), False
+            return self._refuse(source, "digest_mismatch", fault, now), False
         was_member, member.is_member, member.heard_at = member.is_member, True, now
         actions = self._to(source, Admitted(incarnation=message.incarnation))
         if not was_member:

@@ -18,6 +18,13 @@ class Session(Protocol):
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle one message."""
 
+    def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Part with whoever sent a message whose handling has failed by a fault of ours.
+
+        What had been decided when it failed is returned as well. Nothing here looks at what the
+        sender has said, which may be what the fault comes from.
+        """
+
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""
 

@@ -19,8 +19,9 @@ import msgspec
 
 from echo.errors import RemoteProtocolError
 from echo.protocol.actions import Action, LeaseCancelled, LeasesChanged, Note
+from echo.protocol.bounds import MAX_LEASES, MAX_PAYLOAD_BYTES
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.codec import Frame, encode_group
+from echo.protocol.codec import Frame, encode_group, payload_bytes
 from echo.protocol.delivery import Outbox
 from echo.protocol.drafts import Drafts, Key
 from echo.protocol.messages import (
@@ -35,6 +36,7 @@ from echo.protocol.messages import (
     NodeStats,
     Partial,
     Plan,
+    known_reason,
 )
 from echo.protocol.node_session import NodeSession, NodeSettings
 from echo.protocol.pacing import earliest
@@ -81,7 +83,8 @@ class WorkerSession(NodeSession):
 
     def capacity(self) -> int:
         """Return how many groups may be held; 0 while nothing could be sampled or delivered."""
-        return 0 if self.installed_version is None or self.outbox.is_full else self.max_groups
+        is_closed = self.installed_version is None or self.outbox.is_full
+        return 0 if is_closed else min(self.max_groups, MAX_LEASES)
 
     @property
     def lineages(self) -> tuple[Lineage, ...]:
@@ -94,7 +97,7 @@ class WorkerSession(NodeSession):
             LeaseState(group_id=group_id, attempt=attempt, num_tokens=-1)
             for group_id, attempt in self.outbox.keys
         )
-        return (*self.drafts.states(now=self._beat_at), *delivered)
+        return (*self.drafts.states(now=self._beat_at), *delivered)[:MAX_LEASES]
 
     def stats(self) -> NodeStats:
         """Return what to tell the learner about this worker."""
@@ -104,7 +107,7 @@ class WorkerSession(NodeSession):
             state=self.activity,
             tokens_sampled=self.tokens_sampled,
             partials=dict(self.partials),
-            num_places=self.num_places,
+            num_places=min(self.num_places, MAX_LEASES),
         )
 
     # --- from the learner ------------------------------------------------------------------------
@@ -155,8 +158,9 @@ class WorkerSession(NodeSession):
             return [LeaseCancelled(*key)]
         actions: list[Action] = []
         if message.outcome == "refused":
-            self.counters.add(f"refused/{message.reason}")
-            text = f"group {message.group_id} was refused: {message.reason}"
+            reason = known_reason(message.reason)
+            self.counters.add(f"refused/{reason}")
+            text = f"group {message.group_id} was refused: {reason}"
             actions.append(Note("warning", text))
         if was_full:
             actions += [LeasesChanged(), *self.heartbeat(now=now)]
@@ -211,7 +215,10 @@ class WorkerSession(NodeSession):
         actions: list[Action] = []
         for draft in self.drafts.take_due(interval_s=interval_s, now=now):
             message = Partial(group_id=draft.lease.group_id, attempt=draft.lease.attempt)
-            actions += self.to_learner(message, encode_members(draft.members))
+            frame = encode_members(draft.members)
+            if payload_bytes([frame]) > MAX_PAYLOAD_BYTES:
+                continue  # what a lost worker has of it is sampled anew
+            actions += self.to_learner(message, frame)
             self.partials["shipped"] += 1
         return actions
 
@@ -223,11 +230,18 @@ class WorkerSession(NodeSession):
         """Deliver a finished group."""
         key = (group.group_id, group.attempt)
         draft = self.drafts.running.get(key)
-        if not self.drafts.end(key):
+        if not self.drafts.end(key) or draft is None:
             return []
-        seconds = 0.0 if draft is None else draft.seconds(now)
+        payload = encode_group(group)
+        if (num_bytes := payload_bytes(payload)) > MAX_PAYLOAD_BYTES:
+            detail = (
+                f"it has {num_bytes} bytes, a message holds {MAX_PAYLOAD_BYTES}; lower "
+                "rollout.group_size or sampling.max_completion_tokens"
+            )
+            return self.failed(draft.lease, "group_too_large", detail, now=now)
+        seconds = draft.seconds(now)
         message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
-        self.outbox.put(key, message, *encode_group(group))
+        self.outbox.put(key, message, *payload)
         return self._send_due(now)
 
     def failed(self, lease: Lease, reason: str, detail: str, *, now: float) -> list[Action]:

@@ -10,11 +10,14 @@
     DELETE /v1/echo/sessions/ID          give an episode up
 
 All but /health want `Authorization: Bearer TOKEN`, which OpenAI's clients make of their API key.
+The token is asked for before a body is read. A connection over which none has come within TOKEN_S
+is closed, and so is the oldest of more than MAX_UNKNOWN of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import itertools
 import logging
@@ -28,6 +31,7 @@ from aiohttp import web
 
 from echo.engine.version_fence import VersionError
 from echo.errors import DataError, EchoError, TransportError
+from echo.protocol.codec import DECODE_ERRORS
 from echo.runtime.agent_sessions import Session, SessionError
 from echo.runtime.agent_wire import (
     Answer,
@@ -41,8 +45,14 @@ from echo.runtime.agent_wire import (
 )
 from echo.runtime.agents import Agents, StoppingError
 from echo.tasks.faults import RewardError
+from echo.units import one_line
 
 MAX_BODY_BYTES = 16 << 20
+TOKEN_S = 10.0
+"""Seconds that a connection may last before a request with the token has come over it."""
+MAX_UNKNOWN = 256
+KEEPALIVE_S = 75.0
+"""Seconds that a connection may last between two requests."""
 MAX_WAIT_S = 60.0
 LINGER_S = 1.0
 """Seconds for calls under way to be answered when the node ends."""
@@ -66,6 +76,7 @@ class Endpoint:
         self._token = token.encode()
         self._log = log
         self._numbers = itertools.count(1)
+        self._unknown: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         add = self.app.router
         add.add_get("/health", self._health)
@@ -95,22 +106,45 @@ class Endpoint:
             handle_signals=False,
             handler_cancellation=True,
             shutdown_timeout=LINGER_S,
+            keepalive_timeout=KEEPALIVE_S,
+            lingering_time=LINGER_S,
         )
         await runner.setup()
+        listener: asyncio.Server | None = None
         try:
-            site = web.TCPSite(runner, host, port)
             try:
-                await site.start()
+                listener = await asyncio.get_running_loop().create_server(
+                    functools.partial(self._accept, runner), host, port
+                )
             except OSError as error:
                 raise TransportError(
                     f"agent.listen: cannot listen on {host}:{port}: {error.strerror or error}; set "
                     "it to another address, or to port 0 for any free port"
                 ) from error
-            on_listening(int(runner.addresses[0][1]))
+            on_listening(int(listener.sockets[0].getsockname()[1]))
             await asyncio.Event().wait()
         finally:
             self._agents.close()
+            if listener is not None:
+                listener.close()
+            for timer in self._unknown.values():
+                timer.cancel()
             await runner.cleanup()
+
+    def _accept(self, runner: web.AppRunner) -> web.RequestHandler:
+        """Return aiohttp's protocol for one more connection, which has to show the token soon."""
+        assert runner.server is not None
+        connection = runner.server()
+        self._unknown[connection] = asyncio.get_running_loop().call_later(
+            TOKEN_S, self._close_unknown, connection
+        )
+        if len(self._unknown) > MAX_UNKNOWN:
+            self._close_unknown(next(iter(self._unknown)))
+        return connection
+
+    def _close_unknown(self, connection: web.RequestHandler) -> None:
+        self._unknown.pop(connection).cancel()
+        connection.force_close()
 
     # --- around every call -----------------------------------------------------------------------
 
@@ -121,9 +155,10 @@ class Endpoint:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Ask for the token, and turn errors into answers."""
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if request.path != "/health" and not hmac.compare_digest(given, self._token):
-            return _error(401, "the token is missing or wrong: send it as the API key")
+        refusal = self._refusal(request)
+        if refusal is not None:
+            refusal.force_close()  # its body is not read
+            return refusal
         try:
             return await handler(request)
         except StoppingError as error:
@@ -140,6 +175,19 @@ class Endpoint:
         except EchoError as error:
             self._log.warning("a call of an agent failed: %s", error)
             return _error(500, str(error))
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        """Return the answer to a request that its headers already forbid."""
+        header = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(header.encode(errors="surrogateescape"), self._token):
+            timer = self._unknown.pop(request.protocol, None)
+            if timer is not None:
+                timer.cancel()
+        elif request.path != "/health":
+            return _error(401, "the token is missing or wrong: send it as the API key")
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            return _error(413, f"a body may have {MAX_BODY_BYTES} bytes")
+        return None
 
     # --- OpenAI's --------------------------------------------------------------------------------
 
@@ -240,7 +288,7 @@ async def _read(request: web.Request, kind: type[Any]) -> Any:
     data = await request.read()
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise BodyError(f"the body cannot be read: {error}") from error
 
 
@@ -257,4 +305,5 @@ def _error(status: int, message: str, *, code: str | None = None) -> web.Respons
 
 def _describe_error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
     """Return an error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "code": code}}
+    # It may repeat what the caller has sent, and not all of that can be written as UTF-8.
+    return {"error": {"message": one_line(message), "type": kind, "code": code}}

@@ -6,11 +6,14 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from echo.errors import EchoError
+from echo.protocol.bounds import MAX_TOKENS, TokenId
+from echo.protocol.codec import DECODE_ERRORS
 from echo.rollout import PolicyVersion
 from echo.runtime.agent_sampling import Bounds
 from echo.runtime.agent_sessions import Turn
@@ -19,6 +22,10 @@ from echo.tasks.dialogue import Dialogue
 from echo.tasks.tool_calls import find_calls, without_calls
 
 MAX_VERSION_WAIT_S = 60.0
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""Beyond, logits divided by it are no numbers any more, or all the same."""
+
+Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 VERSION = re.compile(r"v(?P<step>\d{1,9})(?:/L(?P<lineage>\d{1,9}))?")
 """How `PolicyVersion` is written."""
@@ -31,12 +38,12 @@ class BodyError(EchoError):
 class _Body(msgspec.Struct):
     """What both kinds of calls have; what is not listed is ignored."""
 
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
+    seed: Int | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -67,7 +74,7 @@ class ChatBody(_Body, kw_only=True):
 class TextBody(_Body, kw_only=True):
     """Of /v1/completions."""
 
-    prompt: str | list[int]
+    prompt: str | Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     logprobs: int | None = None
 
 
@@ -82,7 +89,7 @@ def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
     """
     try:
         body = msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise BodyError(f"the body cannot be read: {error}") from error
     refused = {
         "n": (body.n or 1) != 1 and "ask as often as you want answers",
@@ -99,6 +106,20 @@ def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
     for name, advice in refused.items():
         if advice:
             raise BodyError(f"{name} is not supported: {advice}")
+    _check_numbers(body)
+    if isinstance(body, ChatBody) and not body.messages:
+        raise BodyError("messages is empty; send at least one")
+    if isinstance(body, TextBody) and not body.prompt:
+        raise BodyError("prompt is empty; send text or token ids")
+    return body
+
+
+def _check_numbers(body: Body) -> None:
+    """Refuse numbers that nothing can be sampled with.
+
+    Raises:
+        BodyError: naming the field and its range.
+    """
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)
         if value is not None and value < 1:
@@ -107,11 +128,11 @@ def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
         raise BodyError(f"version_wait_s = {body.version_wait_s:g}: 0 to {MAX_VERSION_WAIT_S:g}")
     if (body.temperature or 0) < 0 or not 0 < (1 if body.top_p is None else body.top_p) <= 1:
         raise BodyError("temperature must be at least 0, top_p above 0 and at most 1")
-    if isinstance(body, ChatBody) and not body.messages:
-        raise BodyError("messages is empty; send at least one")
-    if isinstance(body, TextBody) and not body.prompt:
-        raise BodyError("prompt is empty; send text or token ids")
-    return body
+    if body.temperature and not MIN_TEMPERATURE <= body.temperature <= MAX_TEMPERATURE:
+        raise BodyError(
+            f"temperature = {body.temperature:g}: 0 for the likeliest, or {MIN_TEMPERATURE:g} to "
+            f"{MAX_TEMPERATURE:g}"
+        )
 
 
 def prompt_of(body: Body) -> Prompt:

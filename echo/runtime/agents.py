@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.version_fence import VersionError
+from echo.errors import DataError
 from echo.protocol.actions import Action
 from echo.protocol.messages import Lease
 from echo.protocol.worker_session import WorkerSession
@@ -30,6 +31,9 @@ from echo.tasks.task import Example
 
 SEGMENT_TOKENS = 16
 """Tokens between two pieces of a streamed answer."""
+
+UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
+"""What tokenizers and chat templates raise on messages that they were not made for."""
 
 VERSION_POLL_S = 0.05
 """Seconds between two looks at which version is installed."""
@@ -48,6 +52,8 @@ class AgentParts:
     group_size: int
     window: int
     """Tokens that the model takes."""
+    vocab_size: int
+    """Token ids lie below it."""
     max_session_tokens: int
     session_timeout_s: float
     model_name: str
@@ -258,9 +264,12 @@ class Agents:
         session = None
         if session_id is not None:
             session = self._episodes.find(session_id, now=self._clock())
-        ids, parent, text = self._tokens(
-            prompt, options.tools, [] if session is None else session.turns
-        )
+        try:
+            ids, parent, text = self._tokens(
+                prompt, options.tools, [] if session is None else session.turns
+            )
+        except UNUSABLE as error:
+            raise DataError(f"the prompt cannot be turned into tokens: {error}") from error
         sampling = self._sampling(options, len(ids), is_recorded=session is not None)
         seed = self._seed(options, session)
         if session is not None:
@@ -310,6 +319,10 @@ class Agents:
             return *dialogue.continue_text(prompt, known, is_rendered=False), prompt
         if prompt and isinstance(prompt[0], int):
             ids = [token for token in prompt if isinstance(token, int)]
+            if max(ids) >= self.parts.vocab_size:
+                raise DataError(
+                    f"token id {max(ids)} is none of the model's {self.parts.vocab_size}"
+                )
             return *dialogue.continue_ids(ids, known), dialogue.text_of(ids)
         messages = [message for message in prompt if isinstance(message, Mapping)]
         text = dialogue.render(messages, tools)

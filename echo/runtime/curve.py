@@ -36,7 +36,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from echo.config.fields import OLD_JOIN
 from echo.errors import ConfigError, StorageError, TransportError
 from echo.protocol.trust import fingerprint, show_fingerprint
-from echo.runtime.durable import write_file
+from echo.runtime.durable import make_private_directory, write_file
 from echo.runtime.identity import load_or_create_signing_key
 from echo.runtime.transport import parse_address, parse_key, with_key, without_key
 
@@ -199,7 +199,7 @@ def _derive(secret: bytes, purpose: str) -> KeyPair:
 def _load_or_create(path: Path, num_bytes: int) -> bytes:
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_directory(path.parent)
             write_file(path, secrets.token_bytes(num_bytes), mode=0o600)
         raw = path.read_bytes()
     except OSError as error:

@@ -27,6 +27,16 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     sync_path(path.parent)
 
 
+def make_private_directory(path: Path) -> None:
+    """Make a directory that only its owner may look into, or make it one.
+
+    Raises:
+        OSError: if that cannot be.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o700)
+
+
 def sync_path(path: Path) -> None:
     """Force a file's bytes, or the names in a directory, onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)

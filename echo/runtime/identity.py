@@ -11,7 +11,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.errors import StorageError
-from echo.runtime.durable import write_file
+from echo.runtime.durable import make_private_directory, write_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
     path = _key_path(run_dir)
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_directory(path.parent)
             write_file(path, Ed25519PrivateKey.generate().private_bytes_raw(), mode=0o600)
         return load_signing_key(run_dir)
     except (OSError, ValueError, UnsupportedAlgorithm) as error:

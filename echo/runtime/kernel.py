@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ SOCKETS_WITHOUT_BBR = 4
 """Least number of connections where one lost packet halves a connection's rate."""
 MAX_SOCKETS = 8
 """Beyond, nothing was gained."""
+
+WANTED_DESCRIPTORS = 1 << 16
+"""Open files: enough for a learner with thousands of workers that have several links each."""
 
 _SYSCTLS = Path("/proc/sys/net/ipv4")
 
@@ -114,6 +118,25 @@ def advise(facts: KernelFacts) -> Advice:
                 "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
             )
     return Advice(num_sockets, tuple(warnings))
+
+
+def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
+    """Raise the limit of open files as far as it may be; return what it is now.
+
+    Every link takes descriptors, and the usual soft limit of 1024 is meant for programs that use
+    `select`, which nothing here does.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return descriptor_limit()
+
+
+def descriptor_limit() -> int:
+    """Return how many files this process may have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def tune_malloc() -> bool:

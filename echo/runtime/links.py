@@ -18,17 +18,20 @@ the news before adopting a descriptor never mixes up two owners.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import functools
 import logging
 import math
+import os
 import random
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from echo.errors import TransportError
 from echo.runtime.transport import (
     Connected,
     Disconnected,
@@ -44,6 +47,12 @@ from echo.runtime.transport import (
 
 WARN_EVERY_S = 10.0
 """How often a link that cannot come up says why, seconds."""
+
+RESERVED_DESCRIPTORS = 16
+"""Held by a listener for the time when strangers have taken all others."""
+STRANGERS_S = 0.1
+"""When to look again after some were closed."""
+STRANGERS_LOG_S = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -173,6 +182,75 @@ class Inbound:
     is_hung_up: bool = False
 
 
+class Strangers:
+    """Connections that somebody has opened and not yet said anything over, a bounded number.
+
+    Whoever connects costs a descriptor before it has shown that it knows the secret, and without a
+    descriptor the node can neither write its files nor reach anybody. So the oldest make way: an
+    honest node says hello within a few round trips, which only a flood of many more than
+    `max_strangers` in that time can outrun. A few descriptors are held in reserve, and let go while
+    there are too many.
+    """
+
+    def __init__(self, max_strangers: int) -> None:
+        self._max_strangers = max_strangers
+        self._inodes: dict[int, int] = {}
+        self._reserve: list[int] = []
+        self._hold_reserve()
+
+    def __len__(self) -> int:
+        return len(self._inodes)
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether some must go."""
+        return len(self) > self._max_strangers
+
+    def add(self, descriptor: int) -> None:
+        """Note a connection that was accepted."""
+        with contextlib.suppress(OSError):  # closed by now: the news of that follows
+            self._inodes[descriptor] = os.fstat(descriptor).st_ino
+
+    def discard(self, descriptor: int) -> None:
+        """Note that one has spoken, or is gone."""
+        self._inodes.pop(descriptor, None)
+
+    def close_excess(self) -> int:
+        """Close the oldest beyond the bound, and return how many; all news must have been read."""
+        excess = list(self._inodes)[: max(0, len(self) - self._max_strangers)]
+        if not excess:
+            self._hold_reserve()
+            return 0
+        self.close()
+        for descriptor in excess:
+            inode = self._inodes.pop(descriptor)
+            with contextlib.suppress(OSError):
+                _shut_down(descriptor, inode)
+        return len(excess)
+
+    def close(self) -> None:
+        """Let go of the reserve."""
+        for descriptor in self._reserve:
+            os.close(descriptor)
+        self._reserve.clear()
+
+    def _hold_reserve(self) -> None:
+        with contextlib.suppress(OSError):  # none to be had now
+            while len(self._reserve) < RESERVED_DESCRIPTORS:
+                self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def _shut_down(descriptor: int, inode: int) -> None:
+    """End a connection of libzmq's, unless the number has become another file's."""
+    duplicate = os.dup(descriptor)  # which stays what it is while it is looked at
+    try:
+        if os.fstat(duplicate).st_ino == inode:
+            with socket.socket(fileno=os.dup(duplicate)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(duplicate)
+
+
 class Listener:
     """All inbound peers, and the one channel that they share."""
 
@@ -182,6 +260,10 @@ class Listener:
         self._by_identity: dict[bytes, Inbound] = {}
         self._by_descriptor: dict[int, Inbound] = {}
         self._open_descriptors: set[int] = set()
+        self._strangers = Strangers(host.options.max_strangers)
+        self._is_closing = False
+        self._warned_at = -math.inf
+        self._num_unlogged = 0
         self._ended: list[Inbound] = []
 
     def drain(self, burst: Burst) -> bool:
@@ -207,18 +289,48 @@ class Listener:
             self._host.totals.failed_handshakes += 1
         elif news is News.ACCEPTED:
             self._open_descriptors.add(descriptor)
+            self._strangers.add(descriptor)
+            if self._strangers.are_too_many and not self._is_closing:
+                self._is_closing = True
+                self._host.loop.call_soon(self._close_strangers)
         elif news is News.OVER:
             self._open_descriptors.discard(descriptor)
+            self._strangers.discard(descriptor)
             inbound = self._by_descriptor.pop(descriptor, None)
             if inbound is not None:
                 self._ended.append(inbound)
                 self._host.note(self)
+
+    def close(self, linger_s: float) -> None:
+        """Close the channel, and so every connection."""
+        self._strangers.close()
+        self.channel.close(linger_s)
+
+    def _close_strangers(self) -> None:
+        """Close the oldest of too many, and look again soon: closing them takes a moment."""
+        self.channel.read_news()
+        num_closed = self._strangers.close_excess()
+        self._is_closing = num_closed > 0
+        if self._is_closing:
+            self._host.loop.call_later(STRANGERS_S, self._close_strangers)
+        self._host.totals.closed_strangers += num_closed
+        self._num_unlogged += num_closed
+        now = self._host.loop.time()
+        if self._num_unlogged and now - self._warned_at >= STRANGERS_LOG_S:
+            _log.warning(
+                "closed %d connections that said nothing: more than %d were open at once; if they "
+                "are nodes of this run, raise the limit of open files (ulimit -n)",
+                self._num_unlogged,
+                self._host.options.max_strangers,
+            )
+            self._num_unlogged, self._warned_at = 0, now
 
     def _admit(self, identity: bytes, burst: Burst) -> Inbound | None:
         descriptor = self.channel.descriptor()
         if descriptor is None:
             return None
         self.channel.read_news()
+        self._strangers.discard(descriptor)
         inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
         self._host.adopt(inbound)
         self._by_identity[identity] = inbound
@@ -323,13 +435,16 @@ class DialledLink:
         self._num_attempts += 1
         self._is_up = self._is_over = self._has_other_key = False
         self._fault = None
-        self._channel = self._host.connect(
-            ip_address,
-            self._port,
-            self._keys[0],
-            functools.partial(self._host.note, self),
-            self._on_news,
-        )
+        try:
+            self._channel = self._host.connect(
+                ip_address,
+                self._port,
+                self._keys[0],
+                functools.partial(self._host.note, self),
+                self._on_news,
+            )
+        except TransportError as error:
+            self._redial(str(error))
 
     def _on_news(self, news: News, descriptor: int) -> None:
         if news is News.UP:

@@ -4,8 +4,10 @@
 
 The session is called from the event loop only, so it needs no locks; model work runs in threads
 and its results come back to the loop. There is one timer, armed for the session's deadline after
-everything that may have changed it. An unexpected exception anywhere ends the node with that
-exception: a node that limps on with half its parts would be worse.
+everything that may have changed it. An unexpected exception ends the node with that exception: a
+node that limps on with half its parts would be worse. Only while a peer's message is handled it
+ends that peer instead, or whoever can make one up could end every node: the session has decided
+nothing then that it does not return, and the peer may begin anew.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from echo.errors import EchoError, TransportError
+from echo.errors import EchoError, ProtocolError, TransportError
 from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
-from echo.protocol.codec import Frame
+from echo.protocol.codec import Frame, describe
+from echo.protocol.pacing import OncePerMinute
 from echo.protocol.parcel import DecodeBlock
 from echo.protocol.session import Session
 from echo.protocol.writing import WriteChunk
 from echo.runtime.transport import Connected, Disconnected, Received, Transport
+from echo.units import one_line
 
 Result = TypeVar("Result")
 
@@ -50,6 +54,7 @@ class Node:
         self._timer_at = 0.0
         self._stopped: asyncio.Future[str] | None = None
         self._num_interrupts = 0
+        self._reports = OncePerMinute()
         self._executors: list[ThreadPoolExecutor] = []
         self._workers: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -163,13 +168,27 @@ class Node:
             for event in await self.transport.receive():
                 match event:
                     case Received():
-                        frames: list[Frame] = list(event.frames)
-                        self.perform(self._session.receive(event.peer, frames, now=self.now))
+                        self.perform(self._receive(event.peer, list(event.frames)))
                     case Connected():
                         if event.address is not None:
                             self.perform(self.connected(event.peer))
                     case Disconnected():
                         self.perform(self.disconnected(event.peer, event.reason))
+
+    def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
+        """Have a message handled; a fault in that ends the peer, whose message it was."""
+        try:
+            return self._session.receive(peer, frames, now=self.now)
+        except Exception as error:
+            if isinstance(error, EchoError) and not isinstance(error, ProtocolError):
+                raise  # its disk or its data: this node's own affair
+            source, _, kind = describe(frames)
+            source = one_line(source or peer)
+            text = f"internal error in a {one_line(kind)} from {source}: parting with it"
+            line = self._reports.say(source, kind, f"{text}; please report this", now=self.now)
+            if line is not None:
+                self.log.exception("%s", line)
+            return self._session.expel(peer, frames, now=self.now)
 
     # --- acting ----------------------------------------------------------------------------------
 
@@ -185,7 +204,7 @@ class Node:
                     self.transport.hang_up(action.peer)
                 case Note():
                     level = logging.WARNING if action.level == "warning" else logging.INFO
-                    self.log.log(level, "%s", action.text)
+                    self.log.log(level, "%s", one_line(action.text))
                 case Stop():
                     self.stop(action.reason, action.error)
                 case DecodeBlock() | WriteChunk():

@@ -11,7 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
 
+import msgspec
+
 from echo.errors import DataError
+from echo.protocol.bounds import MAX_LEASE_BYTES
 from echo.protocol.messages import Lease
 from echo.tasks.task import Example, Task
 
@@ -110,13 +113,19 @@ class PromptSource:
         if self._hides_answers:
             # A source may be a name that tells the answer, so that stays here, too.
             example = Example(index=example.index, split=example.split, prompt="")
-        return Lease(
+        lease = Lease(
             group_id=group_id,
             attempt=attempt,
             seed=self._seed_of(group_id, attempt),
             prompt_ids=prompt_ids,
             example=asdict(example),
         )
+        if (num_bytes := len(msgspec.msgpack.encode(lease))) > MAX_LEASE_BYTES:
+            raise DataError(
+                f"example {example.index}: {num_bytes} bytes with its prompt of {len(prompt_ids)} "
+                f"tokens; a message to a worker holds {MAX_LEASE_BYTES}"
+            )
+        return lease
 
     def _seed_of(self, group_id: int, attempt: int) -> int:
         return random.Random(f"{self._seed}/{group_id}/{attempt}").getrandbits(48)

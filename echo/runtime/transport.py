@@ -106,6 +106,8 @@ class TransportOptions:
     """Pause after a lost connection, doubled with each further attempt, seconds."""
     max_redial_s: float = 5.0
     """Longest pause between attempts, seconds."""
+    max_strangers: int = 256
+    """Inbound connections that have not said anything yet; with more the oldest is closed."""
     linger_s: float = 1.0
     """How long `close` and `hang_up` go on delivering what was accepted, seconds."""
 
@@ -134,6 +136,8 @@ class TransportStats:
     """Messages from inbound peers after `hang_up`, and from strangers to the wire's protocol."""
     failed_handshakes: int = 0
     """Connections to or from something that does not speak this protocol, or has a wrong key."""
+    closed_strangers: int = 0
+    """Connections closed because too many others came while they said nothing."""
     refused_clients: int = 0
     """Connections of those who speak it and do not know the run's secret."""
 

@@ -183,7 +183,7 @@ class ZmqTransport(Transport):
         self._peers.clear()
         self._noted.clear()
         if self._listener is not None:
-            self._listener.channel.close(self.options.linger_s)
+            self._listener.close(self.options.linger_s)
             self._listener = None
         if self._admission is not None:
             self._admission.close()
@@ -231,10 +231,20 @@ class ZmqTransport(Transport):
         on_readable: Callable[[], None],
         on_news: OnNews,
     ) -> ZmqChannel:
-        """Open a DEALER that makes one attempt."""
-        channel = ZmqChannel(
-            self.context, zmq.DEALER, self.options, self.loop, on_readable, on_news
-        )
+        """Open a DEALER that makes one attempt.
+
+        Raises:
+            TransportError: if no socket is to be had now.
+        """
+        try:
+            channel = ZmqChannel(
+                self.context, zmq.DEALER, self.options, self.loop, on_readable, on_news
+            )
+        except zmq.ZMQError as error:
+            raise TransportError(
+                f"cannot connect to {format_address(host, port)}: {error}; if too many files are "
+                "open, raise their limit (ulimit -n)"
+            ) from error
         if self._keys is not None and server_key is not None:
             channel.dial_curve(self._keys.client, server_key)
         channel.socket.setsockopt(zmq.IPV6, int(":" in host))

@@ -9,22 +9,23 @@ import socket
 
 from echo import __version__
 from echo.config.schema import Config, NetworkSection
+from echo.protocol.bounds import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.node_session import NodeSettings
 from echo.protocol.price import Price
 from echo.protocol.transfer import Arenas
 from echo.runtime.curve import CurveKeys
 from echo.runtime.join import dial_addresses, signing_fingerprint
-from echo.runtime.kernel import advise, read_facts
+from echo.runtime.kernel import advise, descriptor_limit, read_facts
 from echo.runtime.transport import TransportOptions, is_loopback, parse_key, with_key
 from echo.runtime.transport_zmq import ZmqTransport
 
 _log = logging.getLogger(__name__)
 
-HEADROOM_BYTES = 1 << 20
-"""Room beside a chunk in the largest message, for headers and for manifests of small chunks."""
-MAX_ASSET_BYTES = 64 << 20
+MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
 """Largest file that a worker may inherit; the largest tokenizers in use have some 35 MB."""
+MAX_STRANGERS = 4096
+"""Connections at once that have not said anything yet; a quarter of all open files at most."""
 MAX_IMAGE_SHARE = 0.9
 """Share of a node's memory that one version of the weights may take at most."""
 
@@ -42,12 +43,12 @@ async def start_transport(
     Raises:
         TransportError: if the address is taken or is not this machine's.
     """
-    max_message_bytes = max(MAX_ASSET_BYTES, network.chunk_bytes) + HEADROOM_BYTES
     options = TransportOptions(
-        max_message_bytes=max_message_bytes,
-        max_unsent_bytes=max(64 << 20, 4 * network.window_bytes, 2 * max_message_bytes),
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        max_unsent_bytes=max(4 * network.window_bytes, 2 * MAX_MESSAGE_BYTES),
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
+        max_strangers=min(MAX_STRANGERS, descriptor_limit() // 4),
     )
     transport = ZmqTransport(listen, options, keys)
     await transport.start()

@@ -154,7 +154,15 @@ def build_parts(
     )
     agents = None
     if config.agent.enabled:
-        agents = _agent_parts(config, tokenizer, stop_ids, judge, node_dir, window=window)
+        agents = _agent_parts(
+            config,
+            tokenizer,
+            stop_ids,
+            judge,
+            node_dir,
+            window=window,
+            vocab_size=vocab_size(model_dir),
+        )
     return WorkerParts(
         engine=engine,
         host=judge.host,
@@ -181,6 +189,7 @@ def _agent_parts(
     node_dir: Path,
     *,
     window: int,
+    vocab_size: int,
 ) -> AgentParts:
     """Return what outside agents get to work with."""
     return AgentParts(
@@ -190,6 +199,7 @@ def _agent_parts(
         sampling=make_sampling(config, stop_ids),
         group_size=config.batch.group_size,
         window=window,
+        vocab_size=vocab_size,
         max_session_tokens=config.agent.max_session_tokens,
         session_timeout_s=config.agent.session_timeout_s,
         model_name=config.run.name,
@@ -277,9 +287,17 @@ def model_digest(model_dir: Path) -> str:
 
 def context_window(model_dir: Path) -> int:
     """Return the longest sequence that the model takes, in tokens."""
+    return int(_model_fields(model_dir).get("max_position_embeddings", 1 << 20))
+
+
+def vocab_size(model_dir: Path) -> int:
+    """Return the number of the model's token ids."""
+    return int(_model_fields(model_dir)["vocab_size"])
+
+
+def _model_fields(model_dir: Path) -> dict[str, Any]:
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    fields = {**fields, **fields.get("text_config", {})}
-    return int(fields.get("max_position_embeddings", 1 << 20))
+    return {**fields, **fields.get("text_config", {})}
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:

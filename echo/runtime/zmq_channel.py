@@ -130,8 +130,12 @@ class ZmqChannel:
         ):
             self.socket.setsockopt(option, value)
         endpoint = f"inproc://monitor-{next(self._ids)}"
-        self.socket.monitor(endpoint, sum(_NEWS))
-        self._monitor: Socket = context.socket(zmq.PAIR)
+        try:
+            self.socket.monitor(endpoint, sum(_NEWS))
+            self._monitor: Socket = context.socket(zmq.PAIR)
+        except zmq.ZMQError:  # no descriptor left; the context waits for every socket it has
+            self.socket.close(linger=0)
+            raise
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(endpoint)
         self._loop.add_reader(self._monitor.FD, self.read_news)

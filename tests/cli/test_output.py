@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from echo.cli.node import main
 from echo.cli.output import exit_code, fail, make_log
 from echo.errors import (
     ConfigError,
@@ -49,3 +50,37 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file")
     with pytest.raises(StorageError, match=r"logs.*set run\.dir"):
         make_log("test_output_2", to_file=tmp_path / "logs" / "w1.log", to_terminal=False)
+
+
+def test_no_text_of_a_peer_passes_for_a_record_or_moves_the_terminal(tmp_path: Path) -> None:
+    def fault() -> None:
+        raise ValueError("bad\n12:00:00 INFO    all is well\x07")
+
+    log = make_log("safe", to_file=tmp_path / "log", to_terminal=False)
+    log.warning("refused: %s", "\x1b[2J\n12:00:00 INFO    all is well\u202e")
+    try:
+        fault()
+    except ValueError:
+        log.exception("internal error")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[0].endswith("WARNING refused: \\x1b[2J")
+    assert lines[1] == "    12:00:00 INFO    all is well\\u202e"
+    assert [line[9:] for line in lines if not line.startswith("    ")] == [
+        "WARNING refused: \\x1b[2J",
+        "ERROR   internal error",
+    ]
+    assert "    12:00:00 INFO    all is well\\x07" in lines
+
+
+def test_a_join_string_given_as_the_name_of_a_file_is_not_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    secret = "s" * 22
+    join = f"tcp://10.0.0.5:7700#{'k' * 43}.{secret}"
+    assert main(["--role", "worker", "--config", join]) == 2
+    config = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
+    override = f"security.join_file={join}"
+    assert main(["--role", "worker", "--config", config, "--set", override]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "is a join string and not the name of a file; set security.join" in printed
+    assert secret not in printed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.pacing import MANY_NODES, Deadlines, Paced, earliest
+from echo.protocol.pacing import MANY_NODES, MAX_LINES, Deadlines, OncePerMinute, Paced, earliest
 
 
 def test_small_fleets_are_served_at_once() -> None:
@@ -72,3 +72,20 @@ def test_the_first_deadline_is_that_of_a_search_through_all(
 @given(st.lists(st.none() | st.floats(allow_nan=False)))
 def test_the_earliest_is_the_least_of_those_that_are(instants: list[float | None]) -> None:
     assert earliest(*instants) == min((at for at in instants if at is not None), default=None)
+
+
+def test_a_line_is_said_once_a_minute_for_each_peer_and_reason() -> None:
+    lines = OncePerMinute()
+    assert lines.say("w1", "stale", "too old", now=0.0) == "too old"
+    assert lines.say("w1", "stale", "too old", now=59.0) is None
+    assert lines.say("w1", "stale", "too old", now=59.5) is None
+    assert lines.say("w1", "other", "else", now=59.5) == "else"
+    assert lines.say("w2", "stale", "too old", now=59.5) == "too old"
+    assert lines.say("w1", "stale", "older", now=60.0) == "older (2 more of these before)"
+
+
+def test_made_up_names_do_not_fill_the_log() -> None:
+    lines = OncePerMinute()
+    said = [lines.say(f"w{i}", "stale", "x", now=i / 1000) for i in range(10 * MAX_LINES)]
+    assert sum(line is not None for line in said) == MAX_LINES
+    assert lines.say("w0", "stale", "x", now=60.5) is not None

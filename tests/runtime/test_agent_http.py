@@ -34,6 +34,7 @@ from echo.cli.output import exit_code
 from echo.engine.trainer import OptimizerSettings, Trainer
 from echo.errors import ConfigError, TransportError
 from echo.rollout import Group
+from echo.runtime import agent_http
 from echo.runtime.agent_http import Endpoint
 from echo.runtime.agent_worker import TOKEN_VARIABLE
 from echo.runtime.agents import SEGMENT_TOKENS, StoppingError
@@ -270,6 +271,33 @@ def test_what_cannot_be_done_is_refused_with_a_reason(play: Play, template: str)
             stranger = here.openai.with_options(api_key="wrong")
             with pytest.raises(AuthenticationError, match="the token is missing or wrong"):
                 await stranger.chat.completions.create(**hello)
+            for data, status in (
+                (b'{"prompt": "\xff"}', 400),
+                (b'{"prompt": "\\ud800"}', 400),
+                (b'{"prompt": [99999]}', 400),
+                (b'{"prompt": [4294967296]}', 400),
+                (b'{"prompt": [-1]}', 400),
+                (b'{"prompt": "1", "max_tokens": 1e30}', 400),
+                (b'{"prompt": "1", "temperature": 1e-300}', 400),
+                (b'{"prompt": "1", "temperature": 1e300}', 400),
+                (b'{"prompt": "1", "top_k": 99999999999}', 400),
+                (b'{"prompt": ' + b"[" * 100_000, 400),
+                (b'{"prompt": "1", "max_tokens": 4611686018427387904, "seed": -9}', 200),
+            ):
+                address = f"{here.url}/v1/completions"
+                async with here.http.post(address, data=data) as found:
+                    assert found.status == status, (data[:60], await found.text())
+            for data in (
+                b'{"messages": [{"role": 3, "content": {"a": 1}}]}',
+                b'{"messages": [{}]}',
+            ):
+                address = f"{here.url}/v1/chat/completions"
+                async with here.http.post(address, data=data) as found:
+                    assert found.status < 500, (data, await found.text())
+            for path in ("", "/x/reward", "/%ff/reward"):
+                address = f"{here.url}/v1/echo/sessions{path}"
+                async with here.http.post(address, data=b'{"\xff": 1}') as found:
+                    assert found.status in (400, 404), (path, await found.text())
             async with here.http.get(f"{here.url}/health", headers={"Authorization": ""}) as found:
                 assert (found.status, (await found.json())["status"]) == (200, "ok")
 
@@ -404,6 +432,70 @@ def test_a_worker_for_agents_in_a_run_without_them_is_refused(play: Play) -> Non
         assert exit_code(caught.value) == 2
 
     play(scenario)
+
+
+class Untouched:
+    """Agents of whom nothing is asked."""
+
+    session = SimpleNamespace(installed_version=None)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+async def ask_raw(port: int, text: bytes) -> bytes:
+    """Send bytes over a connection of their own; return all that comes until it is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(text)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@asynccontextmanager
+async def endpoint_of(agents: Any) -> AsyncIterator[int]:
+    port = asyncio.get_running_loop().create_future()
+    endpoint = Endpoint(agents, token="t", log=logging.getLogger())
+    server = asyncio.create_task(endpoint.serve("127.0.0.1", 0, port.set_result))
+    async with asyncio.timeout(60):
+        yield await port
+    server.cancel()
+    await asyncio.gather(server, return_exceptions=True)
+
+
+def test_nobody_without_the_token_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_http, "TOKEN_S", 0.05)
+
+    async def main() -> None:
+        async with endpoint_of(Untouched()) as port:
+            assert await ask_raw(port, b"") == b""
+            assert await ask_raw(port, b"GET /v1/models HT") == b""
+            health = await ask_raw(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert health.startswith(b"HTTP/1.1 503")
+            # Refused by its headers: not a byte of the body is waited for.
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+            assert (await ask_raw(port, head + b"\r\n")).startswith(b"HTTP/1.1 401")
+            assert (await ask_raw(port, head + b"Authorization: \xff\r\n\r\n")).startswith(
+                b"HTTP/1.1 401"
+            )
+            large = head.replace(b"99", b"99999999") + b"Authorization: Bearer t\r\n\r\n"
+            assert (await ask_raw(port, large)).startswith(b"HTTP/1.1 413")
+
+    asyncio.run(main())
+
+
+def test_too_many_without_the_token_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_http, "MAX_UNKNOWN", 2)
+
+    async def main() -> None:
+        async with endpoint_of(Untouched()) as port:
+            first = asyncio.create_task(ask_raw(port, b""))
+            others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            assert await first == b""
+            for _, writer in others:
+                writer.close()
+
+    asyncio.run(main())
 
 
 class CutShort:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from echo.errors import StorageError
+from echo.runtime.curve import load_or_create_keys
 from echo.runtime.identity import load_or_create_identity
 
 
@@ -49,3 +50,11 @@ def test_a_lost_key_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "keys" / "learner.key").unlink()
     with pytest.raises(StorageError, match=r"learner\.key"):
         load_or_create_identity(tmp_path, run_name="toy")
+
+
+def test_only_the_owner_may_look_into_the_directory_of_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir(mode=0o755)
+    load_or_create_identity(tmp_path, run_name="toy")
+    assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
+    load_or_create_keys(tmp_path / "other")
+    assert stat.S_IMODE((tmp_path / "other" / "keys").stat().st_mode) == 0o700

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from echo.errors import StorageError
-from echo.protocol.actions import Action, Dial, LeasesChanged, Note, Send, Stop, Work
-from echo.protocol.codec import Frame
+from echo.protocol.actions import Action, Dial, HangUp, LeasesChanged, Note, Send, Stop, Work
+from echo.protocol.codec import Frame, encode
+from echo.protocol.messages import Goodbye
 from echo.protocol.parcel import DecodeBlock
 from echo.runtime.node import Node
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
@@ -23,9 +24,14 @@ class Script:
         self.deadline: float | None = None
         self.on_message: Callable[[str, list[Frame]], list[Action]] = lambda peer, frames: []
         self.on_expire: Callable[[], list[Action]] = list
+        self.expelled: list[str] = []
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         return self.on_message(peer, frames)
+
+    def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        self.expelled.append(peer)
+        return [HangUp(peer)]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         return fail()
@@ -243,5 +249,50 @@ def test_waiting_gives_up() -> None:
         assert await node.wait_until(lambda: True, within_s=0.0)
         assert not await node.wait_until(lambda: False, within_s=0.0)
         await node.transport.close()
+
+    play(scenario)
+
+
+async def two_messages(node: Node, network: MemoryNetwork) -> None:
+    """Have another node send the same message twice, and let them arrive."""
+    other = MemoryTransport(network, "other")
+    await other.start()
+    peer = other.dial("tcp://node:1")
+    await other.receive()
+    for _ in range(2):
+        other.send(peer, encode(Goodbye(reason="x"), source="w1", target="learner"))
+        for _ in range(10):  # rounds of the loop
+            await asyncio.sleep(0)
+    await other.close()
+
+
+def test_a_fault_in_handling_a_message_ends_its_sender_and_not_the_node(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        script.on_message = lambda peer, frames: [][1]
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        await two_messages(node, network)
+        assert not node.has_ended
+        node.stop("done")
+        assert await running == "done"
+        assert script.expelled == ["in-1"], "what it sends after that is not read"
+
+    play(scenario)
+    [record] = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert record.getMessage().startswith("internal error in a Goodbye from w1: parting with it")
+    assert "IndexError" in caplog.text
+
+
+def test_a_fault_of_the_nodes_own_disk_ends_it_whoever_was_heard() -> None:
+    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+        script.on_message = lambda peer, frames: fail()
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        await two_messages(node, network)
+        with pytest.raises(StorageError, match="the disk is full"):
+            await running
+        assert not script.expelled
 
     play(scenario)

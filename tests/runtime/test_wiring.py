@@ -7,6 +7,7 @@ import pytest
 
 from echo.config.load import parse_config
 from echo.errors import TransportError
+from echo.protocol.bounds import MAX_MESSAGE_BYTES
 from echo.runtime import wiring
 from echo.runtime.kernel import KernelFacts
 
@@ -59,6 +60,7 @@ def test_a_port_in_use_is_named() -> None:
         try:
             address = first.listen_address
             assert address is not None
+            assert first.options.max_message_bytes == MAX_MESSAGE_BYTES
             with pytest.raises(TransportError, match=re.escape(address)):
                 await wiring.start_transport(network, address)
         finally:
