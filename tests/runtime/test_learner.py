@@ -373,6 +373,10 @@ def test_an_interrupt_saves_and_a_resume_goes_on_in_a_new_lineage(play: Play) ->
         ]
         assert [r["step"] for r in run.ledger("trained")] == list(range(1, step + 3))
         assert_every_group_ended_once(run)
+        assert {row["lineage"] for at, row in run.rows if "reward/mean" in row and at <= step} == {
+            1
+        }
+        assert {row["lineage"] for at, row in run.rows if at > step} == {2}
 
     play(scenario)
 
