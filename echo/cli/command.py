@@ -13,6 +13,9 @@ from echo import __version__
 from echo.cli.output import fail
 from echo.errors import EchoError
 
+UNWRAPPED = 10_000
+"""A width that no line reaches."""
+
 
 def add_common_options(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
     """Add the options that all of them have.
@@ -34,7 +37,10 @@ def add_common_options(parser: argparse.ArgumentParser, *, out: Path, files: str
 
 def run_command(run: Callable[[Namespace, Console], int], arguments: Namespace) -> int:
     """Run a command that prints to a console; return its exit code, an error's if it fails."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = UNWRAPPED  # in a file or a pipe no line wraps
     try:
-        return run(arguments, Console())
+        return run(arguments, console)
     except EchoError as error:
         return fail(error)
