@@ -72,6 +72,7 @@ class Progress:
         self._waits: deque[tuple[float, float]] = deque()
         """(start, end) of the last waits, one for each step."""
         self._waiting_since: float | None = None
+        self._all_waits_s = 0.0
 
     def begin(self, activity: str, *, now: float) -> None:
         """Note what the learner does from now on; an empty `activity` is waiting for groups."""
@@ -80,10 +81,16 @@ class Progress:
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
         elif self._waiting_since is not None:
             self._waits.append((self._waiting_since, now))
+            self._all_waits_s += now - self._waiting_since
             self._waiting_since = None
             horizon = now - IDLE_WINDOW_S
             while len(self._waits) > IDLE_WINDOW_STEPS and self._waits[0][1] < horizon:
                 self._waits.popleft()
+
+    def idle_ratio_by_now(self, now: float) -> float:
+        """Return the share of the time since the start, a wait that goes on included."""
+        since = now if self._waiting_since is None else self._waiting_since
+        return (self._all_waits_s + now - since) / max(now - self._started_at, 1e-9)
 
     def recent_idle_ratio(self, now: float) -> float:
         """Return the share of the last minute, or of more steps, that was spent waiting."""
@@ -222,7 +229,7 @@ class Progress:
 
     @property
     def idle_ratio(self) -> float:
-        """Share of the time since the start that the learner waited for groups."""
+        """Share of the time of the steps so far that the learner waited for groups."""
         total_s = self._waited_s + self._trained_s
         return self._waited_s / total_s if total_s else 0.0
 
@@ -254,7 +261,7 @@ class Progress:
             reward_history=tuple(self._rewards),
             eval_history=tuple(sorted(self._evals)),
             staleness_tokens=dict(self._staleness_tokens),
-            idle_ratio=self.idle_ratio,
+            idle_ratio=self.idle_ratio_by_now(now),
             recent_idle_ratio=self.recent_idle_ratio(now),
             tokens_per_s=sum(n for at, n in self._accepted if now - at <= RATE_WINDOW_S) / window_s,
             num_buffered=len(session.buffer),

@@ -104,6 +104,7 @@ def test_the_recent_idle_share_forgets_what_was_long_ago() -> None:
     assert progress.idle_ratio == pytest.approx(900 / 1060)
     # A wait that goes on counts while it does.
     progress.begin("", now=now)
+    assert progress.idle_ratio_by_now(now + 30) == pytest.approx(930 / 1090)
     assert progress.recent_idle_ratio(now + 30) == pytest.approx(0.5)
     assert progress.recent_idle_ratio(now + 600) > 0.98
 
