@@ -73,6 +73,16 @@ class CostView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearningCurve:
+    """What a run had learned before it was resumed."""
+
+    rewards: Mapping[int, float]
+    """Mean reward by step."""
+    evaluations: tuple[tuple[int, float, float], ...]
+    """(step, pass rate sampled, pass rate greedy)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """Everything the live view draws, taken at one instant by the learner."""
 
@@ -82,8 +92,12 @@ class Snapshot:
     max_steps: int
     max_staleness: int
     publish_period: int
+    resumed_at: int = 0
+    """Step at which this process of the learner began."""
+    activity: str = ""
+    """What the learner does, such as "training"; empty while it waits for groups."""
     waiting_for: str = ""
-    """What the learner waits for, in words; empty while it trains."""
+    """What the learner waits for, in words; empty while it does something."""
     nodes: tuple[NodeView, ...] = ()
     reward_history: tuple[float, ...] = ()
     """Mean reward of each step so far, oldest first."""
@@ -92,7 +106,9 @@ class Snapshot:
     staleness_tokens: Mapping[int, int] = field(default_factory=dict)
     """Trained tokens by staleness, whole run."""
     idle_ratio: float = 0.0
-    """Share of the learner's time spent waiting for rollouts, 0..1."""
+    """Share of the learner's time spent waiting for rollouts since it started, 0..1."""
+    recent_idle_ratio: float = 0.0
+    """The same of the last minute, or of the last steps if those took longer."""
     tokens_per_s: float = 0.0
     """Sampled completion tokens accepted per second, recent."""
     num_buffered: int = 0

@@ -14,12 +14,14 @@ from echo.cli.output import LogFormatter, make_log
 from echo.cli.process import run_loop, run_node
 from echo.config.load import resolved
 from echo.config.schema import Config
-from echo.metrics import Snapshot
+from echo.errors import EchoError
+from echo.metrics import LearningCurve, Snapshot
 from echo.runtime.curve import Join
 from echo.runtime.learner_setup import build_learner
 from echo.runtime.transport import is_loopback
 from echo.ui.live import LiveView
 from echo.ui.plots import learning_curve
+from echo.ui.records import read_metrics
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, summarise
 
@@ -106,11 +108,30 @@ async def _run(
     log: logging.Logger,
 ) -> str:
     node = await build_learner(
-        config, resume=resume, write_metrics=metrics.write, show=show, log=log
+        config,
+        resume=resume,
+        write_metrics=metrics.write,
+        show=show,
+        log=log,
+        earlier=read_curve(config.run_dir, log) if resume else None,
     )
     if config.security.curve and sys.stderr.isatty():
         invite(config.run_dir / "keys" / "join")
     return await run_node(node)
+
+
+def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
+    """Return what the run has learned so far; None, with a warning, if that cannot be read."""
+    try:
+        history = read_metrics(run_dir)
+    except EchoError as error:
+        log.warning("the view begins without the curve of the steps before: %s", error)
+        return None
+    rewards = {int(row["step"]): row["reward/mean"] for row in history.train}
+    return LearningCurve(
+        rewards={step: reward for step, reward in rewards.items() if reward is not None},
+        evaluations=tuple((e.step, e.sampled, e.greedy) for e in history.evaluations),
+    )
 
 
 def invite(join_path: Path) -> None:
@@ -123,6 +144,8 @@ def invite(join_path: Path) -> None:
 def report(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:
     """Draw the learning curve and print the summary of a run."""
     learning_curve(run_dir, run_dir / "learning_curve.png")
-    text = as_text(summarise(run_dir, commands=commands), width=min(console.width, 110))
-    console.file.write(text + "\n")
+    summary = summarise(run_dir, commands=commands)
+    text = as_text(summary)
+    on_screen = as_text(summary, width=min(console.width, 110)) if console.is_terminal else text
+    console.file.write(on_screen + "\n")
     (run_dir / "summary.txt").write_text(text + "\n", encoding="utf-8")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import shlex
 
+from echo.cli.plan_text import node_command
 from echo.config.fleet import Request
 from echo.errors import PlanError
 from echo.planner.hex import Schedule, Scheduler
-from echo.planner.hex_train import Cluster, HexJob, StagePlan
+from echo.planner.hex_train import Cluster, HexJob
 from echo.units import format_duration
 
 
@@ -43,7 +43,7 @@ def assign_gpus(request: Request) -> Schedule:
 
 
 def assignment_text(request: Request, schedule: Schedule) -> str:
-    """Return the division and the commands that start it."""
+    """Return the division, and the commands for those parts of it that Echo can start."""
     lines = [
         f"{request.model.name}: {format_duration(schedule.step_s)} per step "
         f"(training {format_duration(schedule.train_s)}, generation "
@@ -51,55 +51,34 @@ def assignment_text(request: Request, schedule: Schedule) -> str:
         "weights); every rate is an estimate",
         "training:",
     ]
-    for number, stage in enumerate(schedule.training.stages):
-        lines.append(
-            f"  {stage.num_gpus} x {stage.gpu}: {stage.num_layers} layers, dp "
-            f"{stage.data_parallel}, tp {stage.tensor_parallel}, pp {stage.pipeline_parallel}"
-        )
-        lines.append(f"    {_torchrun(request, schedule, number, stage)}")
-    lines.append("generation:")
+    lines += [
+        f"  {stage.num_gpus} x {stage.gpu}: {stage.num_layers} layers, dp "
+        f"{stage.data_parallel}, tp {stage.tensor_parallel}, pp {stage.pipeline_parallel}"
+        for stage in schedule.training.stages
+    ]
+    lines += [f"  {_learner_command(request, schedule)}", "generation:"]
     shares = zip(schedule.rollouts.replicas, schedule.rollouts.rollouts, strict=True)
     for (replica, count), rollouts in shares:
         [(gpu, size)] = replica.gpus
         lines.append(
             f"  {count} x {size} {gpu}: {rollouts} rollouts per step, "
-            f"{replica.tokens_per_s:.0f} tokens/s each"
+            f"{replica.tokens_per_s:.0f} tokens/s each; for each one"
         )
-        lines.append(f"    {_vllm(request, size, count)}")
+        lines.append(f"    {_worker_command(request, size)}")
     return "\n".join(lines)
 
 
-def _torchrun(request: Request, schedule: Schedule, number: int, stage: StagePlan) -> str:
-    """Return the torchrun call on the machines of one type; pipelines meet at one address."""
-    per_node = min(request.gpus[stage.gpu].num_per_node, stage.num_gpus)
-    num_nodes = math.ceil(stage.num_gpus / per_node)
-    before = sum(earlier.num_layers for earlier in schedule.training.stages[:number])
-    command = shlex.join(
-        [
-            "torchrun",
-            f"--nnodes={num_nodes}",
-            f"--nproc-per-node={per_node}",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=LEARNER:29500",
-            "TRAINER",  # the names that follow are Megatron-LM's
-            f"--tensor-model-parallel-size={stage.tensor_parallel}",
-            f"--pipeline-model-parallel-size={stage.pipeline_parallel}",
-        ]
-    )
-    return f"{command}  # layers {before} to {before + stage.num_layers - 1}"
+def _learner_command(request: Request, schedule: Schedule) -> str:
+    """Return how to start the training, as far as there is a learner that can do it."""
+    num_gpus = sum(stage.num_gpus for stage in schedule.training.stages)
+    if num_gpus > 1:
+        return f"(no command: Echo's learner trains on one GPU so far, not on {num_gpus})"
+    return node_command("learner", [f"learner.advertise={request.learner.address}"])
 
 
-def _vllm(request: Request, tensor_parallel: int, num_replicas: int) -> str:
-    """Return the vLLM call of one replica; `num_replicas` of them run."""
-    longest = request.job_row.prompt_tokens + request.job.max_completion_tokens
-    return shlex.join(
-        [
-            "vllm",
-            "serve",
-            request.model.name,
-            f"--tensor-parallel-size={tensor_parallel}",
-            f"--data-parallel-size={num_replicas}",
-            f"--max-model-len={longest:.0f}",
-            "--dtype=bfloat16",
-        ]
-    )
+def _worker_command(request: Request, num_gpus: int) -> str:
+    """Return the command of one worker that samples on so many GPUs."""
+    sets = [f'worker.connect=["{request.learner.address}"]', "engine.kind=vllm"]
+    if num_gpus > 1:
+        sets.append(f"engine.vllm.tensor_parallel_size={num_gpus}")
+    return node_command("worker", sets)

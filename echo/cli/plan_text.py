@@ -166,7 +166,8 @@ def filters_text(request: Request, plan: Plan) -> str:
     weights = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
     lines = [f"least of each rented machine ({weights} of weights), as a marketplace filter:"]
     for row, offer, count in _used(request, plan):
-        lines.append(f"  {count} x {offer} in {row.region}, at most ${row.price_per_h:g}/h:")
+        price = f", at most ${row.price_per_h:g}/h" if row.price_per_h else ""
+        lines.append(f"  {count} x {offer} in {row.region}{price}:")
         lines.append(f"    '{machine_filter(request, plan, row)}'")
     return "\n".join(lines)
 
@@ -180,7 +181,7 @@ def commands_text(request: Request, plan: Plan) -> str:
     ]
     lines.append(
         "  "
-        + _command(
+        + node_command(
             "learner",
             [
                 f"learner.advertise={learner.address}",
@@ -204,11 +205,11 @@ def commands_text(request: Request, plan: Plan) -> str:
                 f"relay.price_per_h={relay.price_per_h:g}",
                 f"network.region={name}",
             ]
-            lines.append(f"  {_command('relay', sets)}")
+            lines.append(f"  {node_command('relay', sets)}")
     for row, offer, count in _used(request, plan):
         for number in range(1, count + 1):
             sets = _worker_settings(request, row, f"{offer.replace(' ', '-')}-{number}")
-            lines.append(f"  {_command('worker', sets)}")
+            lines.append(f"  {node_command('worker', sets)}")
     return "\n".join(lines)
 
 
@@ -239,7 +240,8 @@ def _worker_settings(request: Request, row: OfferRow, name: str) -> list[str]:
     return sets
 
 
-def _command(role: str, settings: Sequence[str]) -> str:
+def node_command(role: str, settings: Sequence[str]) -> str:
+    """Return the command that starts a node with these settings."""
     sets = [part for item in settings for part in ("--set", item)]
     return shlex.join(["bin/echo-node", "--role", role, "--config", "configs/wan.toml", *sets])
 

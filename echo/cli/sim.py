@@ -87,7 +87,7 @@ def write(
 ) -> int:
     """Write a run's files; return the exit code."""
     write_json(out / "sim.json", record)
-    written = write_run(scenario, history, out)
+    written = write_run(scenario, summary, history, out)
     print(f"wrote {out / 'sim.json'}, {', '.join(map(str, written))}")
     return 0 if summary.is_complete else 1
 

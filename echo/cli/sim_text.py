@@ -11,10 +11,11 @@ from echo.errors import StorageError
 from echo.planner.overlap import Prediction, predict
 from echo.sim.records import BillRecord, History, StepRecord, rent, traffic_cost
 from echo.sim.scenario import Scenario
-from echo.sim.summary import Summary
+from echo.sim.summary import RUN_IN, Summary
 from echo.ui.sim_plot import StepPoint, simulation_plot
 from echo.units import format_duration
 
+AFTER = f" after the first {RUN_IN:.0%} of the steps"
 MAX_DECISIONS = 6
 """Changes of the active workers that are listed, the last ones; sim.json has all."""
 MAX_LINKS = 8
@@ -34,18 +35,18 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
     lines = [
         f"{summary.name}: {nodes}; seed {summary.seed}",
         f"  {summary.num_steps} steps in {format_duration(summary.duration_s)} of simulated time, "
-        f"{format_duration(summary.step_s)} each; simulated in {format_duration(wall_s)}",
-        f"  learner waits: {summary.idle_share:.1%} of the time, the overlap model says "
-        f"{expected.idle_share:.1%}",
-        f"  staleness: mean {summary.mean_staleness:.2f} (the model: "
+        f"{format_duration(summary.step_s)} each{AFTER}; simulated in {format_duration(wall_s)}",
+        f"  learner waits: {waits(summary)}; the overlap model says {expected.idle_share:.1%}",
+        f"  staleness: mean {summary.mean_staleness:.2f}{AFTER} (the model: "
         f"{expected.mean_staleness:.2f}); {lags or 'nothing trained'}",
         f"  broadcast: {format_duration(summary.broadcast_s)} until every worker holds a version; "
         f"published every {summary.publish_period:.3g} steps",
         f"  thrown away: {summary.thrown_away:.1%} of the sampled tokens; groups not trained: "
         f"{lost or 'none'}; {summary.num_deaths} deaths",
         f"  cost: ${summary.cost:.2f}, ${summary.cost_per_step:.3f} per step, "
-        f"${summary.cost_per_million_tokens:.3f} per million trained tokens; nodes "
-        f"${summary.cost_of_nodes:.2f}, traffic ${summary.cost_of_traffic:.2f}",
+        f"${summary.cost_per_million_tokens:.3f} per million trained tokens; "
+        f"learner ${summary.cost_of_learner:.2f}, nodes ${summary.cost_of_nodes:.2f}, traffic "
+        f"${summary.cost_of_traffic:.2f}",
     ]
     lines += _events_text(summary)
     largest = sorted(summary.gigabytes.items(), key=lambda item: -item[1])[:MAX_LINKS]
@@ -54,6 +55,11 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
         why = f"; {summary.end}" if summary.end else ""
         lines.append(f"  NOT FINISHED: {scenario.settings.num_steps} steps were asked for{why}")
     return "\n".join(lines)
+
+
+def waits(summary: Summary) -> str:
+    """Return how much the learner waits, the same words in the text and over the plot."""
+    return f"{summary.idle_share:.1%} of the time{AFTER}, {summary.idle_share_in_all:.1%} in all"
 
 
 def _events_text(summary: Summary) -> list[str]:
@@ -86,7 +92,7 @@ def prediction(scenario: Scenario, summary: Summary) -> Prediction:
     )
 
 
-def write_run(scenario: Scenario, history: History, out: Path) -> list[Path]:
+def write_run(scenario: Scenario, summary: Summary, history: History, out: Path) -> list[Path]:
     """Write metrics.jsonl, as a run would, and the plot; return the files.
 
     Raises:
@@ -123,7 +129,9 @@ def write_run(scenario: Scenario, history: History, out: Path) -> list[Path]:
             strict=False,
         )
     ]
-    png = simulation_plot(points, history.traffic, out / "sim.png", title=scenario.name)
+    png = simulation_plot(
+        points, history.traffic, out / "sim.png", title=scenario.name, waits=waits(summary)
+    )
     return [path, png]
 
 

@@ -62,8 +62,14 @@ def load_fleet(paths: Sequence[Path]) -> Request:
         ConfigError: listing every problem found, each with its row.
     """
     rows = Rows()
+    unreadable: list[str] = []
     for path in paths:
-        read_file(rows, read_toml(path), path.name)
+        try:
+            read_file(rows, read_toml(path), path.name)
+        except ConfigError as error:
+            unreadable.append(str(error))
+    if unreadable:  # what the other files lack may stand in these
+        raise ConfigError(report([*unreadable, *rows.problems]))
     return _build(rows, ", ".join(path.name for path in paths))
 
 
@@ -87,16 +93,14 @@ def _build(rows: Rows, source: str) -> Request:
     gpus, models = _catalogues(rows)
     regions = _regions(rows)
     _check_offers(rows, gpus, regions, source)
-    job_row = cast("JobRow | None", rows.tables.get("job"))
-    learner = cast("LearnerRow | None", rows.tables.get("learner"))
-    if job_row is not None:
-        _check_job(rows, job_row, models, source)
-    if learner is not None:
-        is_known(rows, f"{source}: [learner]: gpu", learner.gpu, gpus)
+    for _, row in rows.every("job"):
+        _check_job(rows, cast("JobRow", row), models, source)
+    for _, row in rows.every("learner"):
+        is_known(rows, f"{source}: [learner]: gpu", cast("LearnerRow", row).gpu, gpus)
     if problems:
         raise ConfigError(report(problems))
-    assert job_row is not None
-    assert learner is not None
+    job_row = cast("JobRow", rows.tables["job"])
+    learner = cast("LearnerRow", rows.tables["learner"])
     return _request(rows, job_row, learner, gpus, models[job_row.model], regions)
 
 
@@ -115,12 +119,17 @@ def _catalogues(rows: Rows) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
     for _, row in rows.lists.get("models", []):
         assert isinstance(row, ModelRow)
         models[row.name] = ModelShape(**row.model_dump())
+    # A bad row is known by its name all the same: whoever names it is right.
+    for name, known in (("gpus", gpus), ("models", models)):
+        stand_in: Any = next(iter(known.values()))
+        for _, bad in rows.bad.get(name, []):
+            known.setdefault(cast("GpuRow | ModelRow", bad).name, stand_in)
     return gpus, models
 
 
 def _regions(rows: Rows) -> dict[str, RegionRow]:
     found: dict[str, RegionRow] = {}
-    for where, row in rows.lists.get("regions", []):
+    for where, row in rows.every("regions"):
         assert isinstance(row, RegionRow)
         if row.name in found:
             rows.problems.append(f"{where}: a second region called {show(row.name)}; rename one")
@@ -131,12 +140,12 @@ def _regions(rows: Rows) -> dict[str, RegionRow]:
 def _check_offers(
     rows: Rows, gpus: Mapping[str, Gpu], regions: Mapping[str, RegionRow], source: str
 ) -> None:
-    if not rows.lists.get("offers") and not any("offers[" in text for text in rows.problems):
+    if not rows.every("offers") and not any("offers[" in text for text in rows.problems):
         rows.problems.append(
             f"{source}: the fleet is empty; describe what can be rented in one [[offers]] per kind"
         )
     names: dict[str, str] = {}
-    for where, row in rows.lists.get("offers", []):
+    for where, row in rows.every("offers"):
         assert isinstance(row, OfferRow)
         is_known(rows, f"{where}: gpu", row.gpu, gpus)
         if is_known(rows, f"{where}: region", row.region, regions):
@@ -159,24 +168,40 @@ def _check_offers(
 
 def _check_job(rows: Rows, job: JobRow, models: Mapping[str, ModelShape], source: str) -> None:
     is_known(rows, f"{source}: [job]: model", job.model, models)
-    if job.completion_tokens > job.max_completion_tokens:
+    if _are_numbers(job.completion_tokens, job.max_completion_tokens) and (
+        job.completion_tokens > job.max_completion_tokens
+    ):
         rows.problems.append(
             f"{source}: [job]: completion_tokens = {job.completion_tokens:g} is a mean and cannot "
             f"exceed max_completion_tokens = {job.max_completion_tokens:g}"
         )
-    if job.publish_period != "auto" and job.publish_period > job.max_staleness + 1:
+    if (
+        job.publish_period != "auto"
+        and _are_numbers(job.publish_period, job.max_staleness)
+        and job.publish_period > job.max_staleness + 1
+    ):
         rows.problems.append(
             f"{source}: [job]: publish_period = {job.publish_period} with max_staleness = "
             f"{job.max_staleness}: beyond max_staleness + 1 the learner would wait for rollouts "
             f"that only its next version allows; lower it to {job.max_staleness + 1} or less"
         )
-    offers = [row for _, row in rows.lists.get("offers", []) if isinstance(row, OfferRow)]
-    cheapest = min((row.price_per_h for row in offers), default=0.0)
-    if job.budget_per_h is not None and job.budget_per_h < cheapest:
+    offers = [row for _, row in rows.every("offers") if isinstance(row, OfferRow)]
+    prices = [row.price_per_h for row in offers]
+    cheapest = min((price for price in prices if _are_numbers(price)), default=0.0)
+    if (
+        job.budget_per_h is not None
+        and _are_numbers(job.budget_per_h)
+        and job.budget_per_h < cheapest
+    ):
         rows.problems.append(
             f"{source}: [job]: budget_per_h = {job.budget_per_h:g} does not pay for a single node; "
             f"the cheapest costs {cheapest:g}"
         )
+
+
+def _are_numbers(*values: object) -> bool:
+    """Tell whether values can be compared; those of a bad row may be anything."""
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 def _request(
@@ -235,7 +260,8 @@ def _offer(
 ) -> Offer | None:
     name = row.name or row.gpu
     typical = row.num_gpus * gpu.price_per_h
-    if not 1 / ODD_PRICE_FACTOR <= row.price_per_h / typical <= ODD_PRICE_FACTOR:
+    has_price = row.price_per_h > 0 and typical > 0
+    if has_price and not 1 / ODD_PRICE_FACTOR <= row.price_per_h / typical <= ODD_PRICE_FACTOR:
         notices.append(
             f"{name} in {row.region}: ${row.price_per_h:g}/h is far from the ${typical:.2f}/h that "
             f"{row.num_gpus} x {row.gpu} typically cost; is it per hour and node?"

@@ -1,7 +1,7 @@
 """The rows of fleet files, each checked on its own against the schema.
 
-A bad row is named by its table, its number from 1 and what it calls itself; the good ones go on to
-the rules that join several (fleet.py), so that all problems are found in one pass.
+A bad row is named by its table, its number from 1 and what it calls itself. The rules that join
+several rows (fleet.py) look at bad ones, too, so that all problems are found in one pass.
 """
 
 from __future__ import annotations
@@ -29,9 +29,16 @@ class Rows:
     tables: dict[str, Row] = field(default_factory=dict)
     lists: dict[str, list[tuple[str, Row]]] = field(default_factory=dict)
     """Rows with the words that name each in a message."""
+    bad: dict[str, list[tuple[str, Row]]] = field(default_factory=dict)
+    """Rows that are not valid, as they stand, what is missing as None; nothing is built of them."""
     problems: list[str] = field(default_factory=list)
     seen: dict[str, str] = field(default_factory=dict)
     """Table -> the file it stands in."""
+
+    def every(self, name: str) -> list[tuple[str, Row]]:
+        """Return the rows of a list or table, good and bad."""
+        table = [("", self.tables[name])] if name in self.tables else []
+        return [*table, *self.lists.get(name, []), *self.bad.get(name, [])]
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -69,9 +76,12 @@ def read_file(rows: Rows, table: Mapping[str, Any], source: str) -> None:
 
 def _read_rows(rows: Rows, name: str, value: Any, source: str) -> None:
     if name in TABLES:
-        row = check_row(rows, TABLES[name], value, f"{source}: [{name}]")
+        where = f"{source}: [{name}]"
+        row = check_row(rows, TABLES[name], value, where)
         if row is not None:
             rows.tables[name] = row
+        else:
+            _keep_bad(rows, name, TABLES[name], value, where)
         return
     rows.lists[name] = []
     for number, item in enumerate(value, 1):
@@ -79,6 +89,14 @@ def _read_rows(rows: Rows, name: str, value: Any, source: str) -> None:
         row = check_row(rows, LISTS[name], item, where)
         if row is not None:
             rows.lists[name].append((where, row))
+        elif isinstance(item, dict):
+            _keep_bad(rows, name, LISTS[name], item, where)
+
+
+def _keep_bad(rows: Rows, name: str, kind: type[Row], value: Mapping[str, Any], where: str) -> None:
+    required = {key: None for key, info in kind.model_fields.items() if info.is_required()}
+    known = {key: item for key, item in value.items() if key in kind.model_fields}
+    rows.bad.setdefault(name, []).append((where, kind.model_construct(**required | known)))
 
 
 def place_of(item: object, source: str, name: str, number: int) -> str:
@@ -121,8 +139,10 @@ def _say(kind: type[BaseModel], key: str, detail: Mapping[str, Any]) -> str:
     return f"{key} = {show(detail['input'])}: must be {text}{meaning}"
 
 
-def is_known(rows: Rows, where: str, name: str, known: Mapping[str, Any]) -> bool:
+def is_known(rows: Rows, where: str, name: object, known: Mapping[str, Any]) -> bool:
     """Tell whether `name` is among `known`, and note a problem with the nearest match if not."""
+    if not isinstance(name, str):
+        return False  # which has been noted
     if name in known:
         return True
     by_fold = {_fold(other): other for other in known}

@@ -122,8 +122,8 @@ class OfferRow(Row):
     """One of [[regions]]."""
     count: Count
     """How many can be had."""
-    price_per_h: Positive
-    """$ per hour for one node."""
+    price_per_h: Amount
+    """$ per hour for one node; 0 for one's own."""
     price_per_gb: Amount = 0.0
     """$ per GB in and out of a node."""
     down_mbit_per_s: Positive
@@ -155,8 +155,8 @@ class GpuRow(Row):
     """Memory."""
     link_gb_per_s: Positive = 25.0
     """To its neighbours in one machine."""
-    price_per_h: Positive
-    """Typical $ per hour; an offer far from it gets a notice."""
+    price_per_h: Amount
+    """Typical $ per hour; an offer far from it gets a notice, unless one of both is 0."""
 
 
 class ModelRow(Row):

@@ -1,7 +1,8 @@
 """Settings before they are checked: flattened to paths, under this project's names, with sources.
 
-A layer is one file or one `--set`. Later layers win, key by key; tables of the user's own keys
-(`task.options`) merge.
+A layer is one file or one `--set`. Later layers win, key by key. Of a table of the user's own keys
+`--set task.options.digits=3` sets one and leaves the others; `--set task.options={digits=3}` sets
+the table: the keys that it had before are gone.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Layer:
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    replaced: KeyPath | None = None
+    """A table that is set as a whole: what earlier layers have in it goes."""
 
 
 def read_layer(table: Mapping[str, Any], source: str) -> Layer:
@@ -82,9 +85,13 @@ def read_override(text: str) -> Layer:
         problem = f'"{text}" is not an override; write section.key=value'
         return Layer(problems=[Problem((), problem, Setting(None, OVERRIDE))])
     table: Any = _toml_or_text(value.strip())
+    is_table = isinstance(table, Mapping)
     for part in reversed(parts):
         table = {part: table}
-    return read_layer(table, OVERRIDE)
+    layer = read_layer(table, OVERRIDE)
+    if is_table and find_leaf(tuple(parts)) is not None:  # not a whole section
+        layer.replaced = tuple(parts)
+    return layer
 
 
 def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:

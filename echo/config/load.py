@@ -81,6 +81,9 @@ def parse_config(
     layers = [read_layer(table, source), *(read_override(text) for text in overrides)]
     user: dict[KeyPath, Setting] = {}
     for layer in layers:
+        if layer.replaced is not None:
+            place = layer.replaced
+            user = {path: value for path, value in user.items() if path[: len(place)] != place}
         user.update(layer.settings)
     settings, config, problems = _check(user, role)
     idle = [problem.paths[0][:2] for problem in problems if problem.is_idle] if is_saved else []

@@ -14,7 +14,7 @@ class AgentSection(Section):
     roles = ("learner", "worker")
     enabled: bool = False
     """Whether rollouts come from agents, which talk to an OpenAI-compatible endpoint per worker."""
-    listen: ListenAddress = "tcp://127.0.0.1:7710"
+    listen: ListenAddress = "tcp://127.0.0.1:0"
     """A worker's address for agents; port 0 takes any free one, its endpoint.json tells which."""
     max_session_tokens: int = Field(default=4096, ge=2, le=2**24)
     """Tokens of one session's longest conversation, everything in it."""

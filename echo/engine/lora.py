@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from echo.engine.skeleton import build_skeleton, check_weights
-from echo.engine.weights import dtype_name, load_directory, weight_files
+from echo.engine.weights import dtype_name, load_directory, weight_files, write_tensors
 from echo.errors import ConfigError, DataError, StorageError
 from echo.extras import install_command
 
@@ -158,14 +158,11 @@ def write_adapter(
         key: sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()
     }
-    try:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            directory / ADAPTER_FILE,
-            metadata={"format": "pt"},
-        )
-    except SafetensorError as error:  # an OSError in its own wrapping
-        raise OSError(f"{ADAPTER_FILE}: {error}") from error
+    write_tensors(
+        directory / ADAPTER_FILE,
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        {"format": "pt"},
+    )
     (directory / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 

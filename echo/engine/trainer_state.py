@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from echo.engine.weights import write_tensors
 from echo.errors import DataError, StorageError
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -56,12 +57,12 @@ def save(
         "generators": {name: bytes(state.numpy()).hex() for name, state in generators.items()},
     }
     try:
-        save_file(
-            {n: t.detach().contiguous() for n, t in weights.items()}, directory / WEIGHTS_FILE
+        write_tensors(
+            directory / WEIGHTS_FILE, {n: t.detach().contiguous() for n, t in weights.items()}
         )
-        save_file({n: t.contiguous() for n, t in moments.items()}, directory / OPTIMIZER_FILE)
+        write_tensors(directory / OPTIMIZER_FILE, {n: t.contiguous() for n, t in moments.items()})
         (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise StorageError(f"{directory}: cannot write the trainer's state: {error}") from error
 
 

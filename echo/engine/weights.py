@@ -182,6 +182,25 @@ def save_hf(
         raise StorageError(f"{directory}: the model could not be written: {error}") from error
 
 
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file that has the permissions of an ordinary new file.
+
+    The library gives it those of a private temporary file, so that others cannot read an export.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path.touch()
+    mode = path.stat().st_mode & 0o777
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except SafetensorError as error:  # an OSError in its own wrapping
+        raise OSError(f"{path.name}: {error}") from error
+    path.chmod(mode)
+
+
 def save_safetensors(
     directory: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
@@ -200,10 +219,7 @@ def save_safetensors(
         names = [WEIGHTS_FILE]
     weight_map: dict[str, str] = {}
     for file_name, shard in zip(names, shards, strict=True):
-        try:
-            save_file(shard, directory / file_name, metadata={"format": "pt"})
-        except SafetensorError as error:  # an OSError in its own wrapping
-            raise OSError(f"{file_name}: {error}") from error
+        write_tensors(directory / file_name, shard, {"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file_name))
     if len(shards) > 1:
         total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())

@@ -76,6 +76,8 @@ class Question:
         elif pays:
             cause = "fewer or cheaper workers are enough"
             wanted = self._shrunk(roll, calm, choice)
+            if wanted > self.active:
+                cause = "cheaper workers are there, and begin before others are put on standby"
         if wanted == self.active:
             cause = ""
         return Answer(

@@ -112,7 +112,7 @@ class Activating:
             while True:
                 await asyncio.sleep(LOOK_S)
                 now = clock()
-                if self._progress.is_training:
+                if self._progress.activity:
                     self._waiting_since = None
                 elif self._waiting_since is None:
                     self._waiting_since = now

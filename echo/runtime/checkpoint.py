@@ -1,11 +1,14 @@
 """Checkpoints of the learner: written beside the old ones, made visible by one rename.
 
-    checkpoints/step_000020/   trainer state (echo/engine/trainer_state.py) and checkpoint.json
+    checkpoints/step_000020/   trainer state (echo/engine/trainer_state.py), checkpoint.json,
+                               and BLAKE3SUMS, which `b3sum --check` reads, too
     checkpoints/latest         the name of the newest, replaced atomically
 
 A directory is complete if it has its final name: it is filled under a temporary one, forced onto
 the disk, then renamed. So a full disk or a kill at any moment leaves the older checkpoints whole.
-What is not in a checkpoint (prompt cursor, buffer, leases) is in the ledger.
+A checkpoint is used only if the hash of each file is the one in BLAKE3SUMS; a damaged one is passed
+over for the one before it, and the caller is told. What is not in a checkpoint (prompt cursor,
+buffer, leases) is in the ledger.
 """
 
 from __future__ import annotations
@@ -18,9 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from echo.errors import StorageError
-from echo.runtime.durable import sync_path, write_file
+from echo.runtime.durable import hash_file, sync_path, write_file
 
-FORMAT = 1
+FORMAT = 2
+INFO_FILE = "checkpoint.json"
+SUMS_FILE = "BLAKE3SUMS"
+
+
+class DamagedCheckpointError(StorageError):
+    """A checkpoint's files are not what was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +40,16 @@ class CheckpointInfo:
     lineage: int
     step: int
     format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """The newest checkpoint that is whole."""
+
+    path: Path
+    info: CheckpointInfo
+    damage: tuple[str, ...] = ()
+    """What is wrong with each newer one, the newest first."""
 
 
 class Checkpoints:
@@ -129,7 +148,9 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         write_state(temporary)
-        (temporary / "checkpoint.json").write_text(json.dumps(asdict(info)), encoding="utf-8")
+        (temporary / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
+        sums = "".join(f"{hash_file(path)}  {path.name}\n" for path in sorted(temporary.iterdir()))
+        (temporary / SUMS_FILE).write_text(sums, encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
             sync_path(path)
         final = directory / name
@@ -163,37 +184,106 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def drop_later(directory: Path, step: int) -> None:
-    """Delete the checkpoints after `step`: the run continues from there without them."""
-    for later, path in list_checkpoints(directory).items():
+    """Delete the checkpoints after `step`: the run continues from there without them.
+
+    Raises:
+        StorageError: if `latest` cannot be written.
+    """
+    complete = list_checkpoints(directory)
+    if step in complete and step < max(complete):
+        try:
+            write_file(directory / "latest", f"{complete[step].name}\n".encode())
+        except OSError as error:
+            raise StorageError(f"cannot write {directory / 'latest'}: {error}") from error
+    for later, path in complete.items():
         if later > step:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def find_latest(directory: Path) -> tuple[Path, CheckpointInfo] | None:
-    """Return the newest checkpoint and what it says of itself; None if there is none.
+def find_whole(directory: Path) -> FoundCheckpoint | None:
+    """Return the newest checkpoint whose files are what was written; None if there is none.
 
     Raises:
-        StorageError: if it is damaged; the message names the others.
+        StorageError: if there are checkpoints and all are damaged, if `latest` names none of them,
+            or if another release wrote it.
     """
     pointer = directory / "latest"
     complete = list_checkpoints(directory)
     if not complete and not pointer.exists():
         return None
+    names = ", ".join(path.name for path in complete.values()) or "none"
     try:
         # Killed before the very first pointer was written, a run has a checkpoint without one.
-        newest = complete[max(complete)].name if complete else ""
-        path = directory / (pointer.read_text("utf-8").strip() if pointer.exists() else newest)
-        fields = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
-        info = CheckpointInfo(**fields)
-    except (OSError, ValueError, TypeError) as error:
-        others = ", ".join(path.name for path in complete.values()) or "none"
+        named = pointer.read_text("utf-8").strip() if pointer.exists() else ""
+    except (OSError, ValueError) as error:
         raise StorageError(
-            f"the newest checkpoint in {directory} cannot be read ({error}); to continue from an "
-            f"older one write its name into {pointer}; there are: {others}"
+            f"{pointer} cannot be read ({error}); write the name of a checkpoint into it; there "
+            f"are: {names}"
         ) from error
+    newest = max(complete, default=0)
+    if named:
+        steps = [step for step, path in complete.items() if path.name == named]
+        if not steps:
+            raise StorageError(
+                f"{pointer} names {named!r}, which is no checkpoint here; write the name of one "
+                f"into it; there are: {names}"
+            )
+        newest = steps[0]
+    damage: list[str] = []
+    for step in sorted((step for step in complete if step <= newest), reverse=True):
+        try:
+            info = _read_whole(complete[step])
+        except DamagedCheckpointError as error:
+            damage.append(str(error))
+        else:
+            return FoundCheckpoint(path=complete[step], info=info, damage=tuple(damage))
+    raise StorageError(
+        f"no checkpoint in {directory} is whole: {'; '.join(damage)}. Restore one from a copy, or "
+        f"delete {directory}: --resume then makes every step again from the initial weights"
+    )
+
+
+def _read_whole(path: Path) -> CheckpointInfo:
+    """Return what the checkpoint in `path` says of itself, once all its files are verified.
+
+    Raises:
+        DamagedCheckpointError: if a file is not what was written, or missing.
+        StorageError: if another release wrote it.
+    """
+    sums = path / SUMS_FILE
+    try:
+        if sums.exists():
+            _verify(path, sums.read_text(encoding="utf-8"))
+        info = CheckpointInfo(**json.loads((path / INFO_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
     if info.format != FORMAT:
-        raise StorageError(f"{path} has format {info.format}, this release reads {FORMAT}")
-    return path, info
+        raise StorageError(
+            f"{path} has format {info.format}, this release reads {FORMAT}; a new run starts from "
+            "exported weights with --init-from"
+        )
+    if not sums.exists():
+        raise DamagedCheckpointError(f"{sums} is missing")
+    return info
+
+
+def _verify(path: Path, sums: str) -> None:
+    """Compare every file that `sums` lists, in the form of b3sum, with its hash.
+
+    Raises:
+        DamagedCheckpointError: if one differs.
+        OSError: if one cannot be read.
+    """
+    lines = [line.partition("  ") for line in sums.split("\n") if line]
+    expected = {name: digest for digest, _, name in lines}
+    if INFO_FILE not in expected:
+        raise DamagedCheckpointError(f"{path / SUMS_FILE} is damaged: it lists no {INFO_FILE}")
+    for name, digest in expected.items():
+        found = hash_file(path / name)
+        if found != digest:
+            raise DamagedCheckpointError(
+                f"{path / name} is damaged: its BLAKE3 hash is {found}, {SUMS_FILE} has {digest}"
+            )
 
 
 def _check_space(directory: Path, min_free_bytes: int) -> None:

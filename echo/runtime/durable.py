@@ -1,9 +1,13 @@
-"""Files that are there whole or not at all, whatever happens to the process or the machine."""
+"""Files that are there whole or not at all, whatever happens to the process, machine or disk."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from blake3 import blake3
+
+_READ_BYTES = 16 << 20
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -44,3 +48,15 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hash_file(path: Path) -> str:
+    """Return the BLAKE3 hash of a file as hexadecimal digits.
+
+    It is read, not mapped: a bad sector raises OSError here, and would kill the process there.
+    """
+    digest = blake3(max_threads=blake3.AUTO)
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -14,8 +14,11 @@ from typing import Any
 from echo.errors import StorageError
 from echo.rollout import Lineage, PolicyVersion, is_surviving
 
-SpoolPlace = tuple[str, int, int]
-"""(file name, offset, length) of a group in the spool; its header's length is stored with it."""
+SpoolPlace = tuple[str, int, int, str]
+"""(file name, offset, length, BLAKE3 hash in hexadecimal digits) of a group in the spool.
+
+The length of its header is stored with it.
+"""
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -80,8 +83,8 @@ class _Reader:
                 history.granted[group_id] = max(history.granted.get(group_id, 0), attempt + 1)
                 history.next_group_id = max(history.next_group_id, group_id + 1)
             case "accepted":
-                file_name, offset, length = record["spool"]
-                self.accepted[record["group"]] = (file_name, offset, length)
+                file_name, offset, length, digest = record["spool"]
+                self.accepted[record["group"]] = (file_name, offset, length, digest)
             case "discarded":
                 # One whose prompt cannot be used was never granted.
                 history, group_id = self.history, record["group"]

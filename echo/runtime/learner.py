@@ -246,7 +246,7 @@ class LearnerNode(Node):
             if groups is None:
                 return
             started_at = self.now
-            self._progress.is_training = True
+            self._progress.begin("training", now=self.now)
             try:
                 result = await self.in_thread(self._model_thread, partial(self._train_on, groups))
             except StepError as error:
@@ -308,7 +308,7 @@ class LearnerNode(Node):
 
     async def _next_batch(self) -> list[Group] | None:
         """Wait for a full batch of groups within the bound; None if the training is over."""
-        self._progress.is_training = False
+        self._progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
         while not self._is_stopping:
             if self._activating.is_spent:
@@ -350,6 +350,7 @@ class LearnerNode(Node):
     async def _publish(self) -> None:
         """Hand the present weights to the broadcast, and to the evaluation when it is due."""
         session = self.session
+        self._progress.begin("publishing", now=self.now)
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
         publication = await self.in_thread(
             self._model_thread, lambda: self._publish_version(self._trainer.tensors(), version)
@@ -378,7 +379,8 @@ class LearnerNode(Node):
         if result is None:
             return
         self._progress.evaluated(version.step, result.sampled, result.greedy)
-        self._write_metrics(version.step, result.metrics(self._plan.task_name))
+        row = {**result.metrics(self._plan.task_name), "lineage": version.lineage}
+        self._write_metrics(version.step, row)
         text = "evaluation of %s: sampled %.3f, greedy %.3f"
         self.log.info(text, version, result.sampled, result.greedy)
 
@@ -398,6 +400,7 @@ class LearnerNode(Node):
         lineage, step, now = session.lineages[-1].lineage, session.step, self.now
         if checkpoints.saved_step == step:
             return
+        self._progress.begin("saving a checkpoint", now=self.now)
 
         def write_state(directory: Path) -> None:
             self._ledger.sync()
@@ -426,6 +429,7 @@ class LearnerNode(Node):
             # The last weights are evaluated and exported even if no worker will use them.
             await self._publish()
         if self._evaluations is not None:
+            self._progress.begin("evaluating", now=self.now)
             await self._evaluations.wait()
             if self._evaluations.evaluated_step != self.session.step:
                 await self._evaluate_present()
@@ -435,9 +439,11 @@ class LearnerNode(Node):
         await self._checkpoint()
         tensors = await self.in_thread(self._model_thread, self._trainer.snapshot)
         final = self._plan.run_dir / "final"
+        self._progress.begin("exporting", now=self.now)
         await self.in_thread(self._disk_thread, lambda: self._export(final, tensors))
         await self.in_thread(self._disk_thread, self._ledger.close)
         # The last picture shows who took part, so it is drawn before they leave.
+        self._progress.begin("done", now=self.now)
         self._reporting.display()
         await self._farewell.say("the run is finished")
 

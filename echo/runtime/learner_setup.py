@@ -20,7 +20,7 @@ from echo.engine.weights import (
     torch_dtype,
 )
 from echo.errors import DataError
-from echo.metrics import Snapshot
+from echo.metrics import LearningCurve, Snapshot
 from echo.protocol.manifest import Manifest
 from echo.runtime import wiring
 from echo.runtime.activation import make_activating
@@ -58,6 +58,7 @@ async def build_learner(
     write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
     show: Callable[[Snapshot], None],
     log: logging.Logger,
+    earlier: LearningCurve | None = None,
 ) -> LearnerNode:
     """Return a learner that is ready to run, listening already.
 
@@ -67,6 +68,7 @@ async def build_learner(
         write_metrics: appends one row of metrics.
         show: draws a snapshot.
         log: where to tell what happens.
+        earlier: what the run had learned before it was resumed, for the display.
 
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.
@@ -87,6 +89,7 @@ async def build_learner(
             write_metrics=write_metrics,
             show=show,
             log=log,
+            earlier=earlier,
         )
     except BaseException:
         await transport.close()
@@ -118,6 +121,7 @@ def assemble_learner(
     write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
     show: Callable[[Snapshot], None],
     log: logging.Logger,
+    earlier: LearningCurve | None = None,
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
     faults = Faults(config.faults.kill_at, role="learner")
@@ -140,7 +144,9 @@ def assemble_learner(
         is_auto=config.sync.publish_period == "auto",
         max_staleness=config.sync.max_staleness,
     )
-    progress = Progress(staleness_tokens=start.staleness_tokens, now=now)
+    progress = Progress(
+        staleness_tokens=start.staleness_tokens, now=now, step=start.step, earlier=earlier
+    )
     publish = partial(
         make_publication,
         run_id=identity.run_id,

@@ -89,6 +89,8 @@ def open_run(
                 # It was taken in for the loss of another configuration.
                 start.ends[group.group_id] = reason
         session = build_session(config, identity, data, start, buffer, advertise)
+        for reason in start.ends.values():
+            session.counters.add(f"discarded/{reason}")
         save_resolved(config, config.run_dir / "config.json")
         enter(ledger, start)
         on_failure.pop_all()
@@ -119,6 +121,13 @@ def find_start(
         "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
         start.step, start.lineage, len(start.buffered), len(start.open_attempts), len(start.ends),
     )  # fmt: skip
+    for damage in start.damage:
+        log.error("%s", damage)
+    if start.damage:
+        log.error(
+            "continuing from %s instead: the steps after %d are void and will be made again",
+            start.checkpoint, start.step,
+        )  # fmt: skip
     for loss in start.losses:
         log.warning("lost: %s", loss)
     return start

@@ -15,7 +15,7 @@ Records, in the order in which they happen (`kind` and its fields):
     cancelled   group, attempt, worker, tokens           another attempt was first
     refused     group, attempt, worker, reason           its result; the group is granted again
     accepted    group, attempt, worker, versions, version_tokens, tokens, rewards,
-                spool [file, offset, length]
+                spool [file, offset, length, BLAKE3 hash of these bytes]
     trained     lineage, step, consumed_at, groups, staleness {"0": tokens, ...},
                 trimmed {"17": version_tokens, ...} where a part had grown too old
     discarded   group, reason, step
@@ -34,6 +34,7 @@ has at most one end, and exactly one once the run has finished. A discard is nev
 Durability. `append` reaches the operating system at once (a kill of the process loses nothing);
 `sync` reaches the disk, and an accepted group is acknowledged only after it. A torn last line, as a
 power cut leaves it, is cut off when the ledger is opened again; damage anywhere else is an error.
+A group in the spool is read back only if its bytes have the hash that its record has.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from blake3 import blake3
 
 from echo.errors import RemoteProtocolError, StorageError
 from echo.protocol.codec import Frame, decode_group
@@ -181,7 +183,7 @@ class Ledger:
         name = f"{self._spool_number:06d}.bin"
         self._unended.setdefault(name, set()).add(group_id)
         self._used_bytes += len(data)
-        return name, offset, len(data)
+        return name, offset, len(data), blake3(data).hexdigest()
 
     def _next_spool_file(self) -> None:
         path = self.spool_dir / f"{self._spool_number + 1:06d}.bin"
@@ -202,12 +204,18 @@ class Ledger:
         Raises:
             StorageError: if the file is missing or damaged.
         """
-        name, offset, length = place
+        name, offset, length, digest = place
         path = self.spool_dir / name
         try:
             with path.open("rb") as file:
                 file.seek(offset)
                 data = memoryview(file.read(length))
+            found = blake3(data).hexdigest()
+            if found != digest:
+                raise StorageError(
+                    f"group {group_id} cannot be read back from {path}: the BLAKE3 hash of the "
+                    f"{length} bytes at {offset} is {found}, the ledger has {digest}"
+                )
             header_bytes = int.from_bytes(data[:4], "little")
             group = decode_group(data[4 : 4 + header_bytes], data[4 + header_bytes :])
         except (OSError, RemoteProtocolError) as error:

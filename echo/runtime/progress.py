@@ -7,27 +7,41 @@ from collections.abc import Mapping, Sequence
 
 from echo.algo.group_stats import GroupStats
 from echo.algo.length_bias import LengthBias
-from echo.metrics import CostView, Snapshot
+from echo.metrics import CostView, LearningCurve, Snapshot
 from echo.protocol.learner_session import LearnerSession
 from echo.rollout import Group
 from echo.runtime.publication import PublishPace
 
 RATE_WINDOW_S = 10.0
 """Seconds over which the display averages its rates."""
+IDLE_WINDOW_S = 60.0
+"""Seconds over which the display says how much the learner waits, at least."""
+IDLE_WINDOW_STEPS = 10
+"""Steps over which it does: a window shorter than a step would say either nothing or all."""
 MAX_HISTORY = 10_000
 """Points of a curve kept for the display."""
 
 
 class Progress:
-    """Counts what the learner has done since it started (and, for staleness, before)."""
+    """Counts what the learner has done since it started (for staleness and curve, before, too)."""
 
-    def __init__(self, *, staleness_tokens: Mapping[int, int], now: float) -> None:
+    def __init__(
+        self,
+        *,
+        staleness_tokens: Mapping[int, int],
+        now: float,
+        step: int = 0,
+        earlier: LearningCurve | None = None,
+    ) -> None:
         """Start counting.
 
         Args:
             staleness_tokens: trained tokens by staleness of the steps before a resume.
             now: the loop's clock, seconds.
+            step: the step that the learner starts from.
+            earlier: what was learned before a resume; what lies after `step` is void.
         """
+        self._first_step = step
         self._started_at = now
         self._stepped_at = now
         self._waited_s = 0.0
@@ -39,6 +53,12 @@ class Progress:
         self._staleness_tokens = dict(staleness_tokens)
         self._rewards: deque[float] = deque(maxlen=MAX_HISTORY)
         self._evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
+        if earlier is not None:
+            first = step
+            while first in earlier.rewards:
+                first -= 1
+            self._rewards.extend(earlier.rewards[at] for at in range(first + 1, step + 1))
+            self._evals.extend(point for point in earlier.evaluations if point[0] <= step)
         self._groups = GroupStats()
         self._left_out = GroupStats()
         self._reasons: Counter[str] = Counter()
@@ -47,7 +67,42 @@ class Progress:
         self.barren = GroupStats()
         """Groups from which nothing can be learned, since the last one that is useful."""
         self._barren_reasons: Counter[str] = Counter()
-        self.is_training = False
+        self.activity = "starting"
+        """What the learner does; empty while it waits for groups."""
+        self._waits: deque[tuple[float, float]] = deque()
+        """(start, end) of the last waits, one for each step."""
+        self._waiting_since: float | None = None
+        self._all_waits_s = 0.0
+
+    def begin(self, activity: str, *, now: float) -> None:
+        """Note what the learner does from now on; an empty `activity` is waiting for groups."""
+        self.activity = activity
+        if not activity:
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        elif self._waiting_since is not None:
+            self._waits.append((self._waiting_since, now))
+            self._all_waits_s += now - self._waiting_since
+            self._waiting_since = None
+            horizon = now - IDLE_WINDOW_S
+            while len(self._waits) > IDLE_WINDOW_STEPS and self._waits[0][1] < horizon:
+                self._waits.popleft()
+
+    def idle_ratio_by_now(self, now: float) -> float:
+        """Return the share of the time since the start, a wait that goes on included."""
+        since = now if self._waiting_since is None else self._waiting_since
+        return (self._all_waits_s + now - since) / max(now - self._started_at, 1e-9)
+
+    def recent_idle_ratio(self, now: float) -> float:
+        """Return the share of the last minute, or of more steps, that was spent waiting."""
+        waits = list(self._waits)
+        if self._waiting_since is not None:
+            waits.append((self._waiting_since, now))
+        since = now - IDLE_WINDOW_S
+        if waits:
+            since = min(since, waits[max(-IDLE_WINDOW_STEPS, -len(waits))][0])
+        since = max(since, self._started_at)
+        waited_s = sum(max(0.0, end - max(start, since)) for start, end in waits)
+        return min(1.0, waited_s / max(now - since, 1e-9))
 
     def accepted(self, group: Group, *, now: float) -> None:
         """Count a group that was stored."""
@@ -104,7 +159,9 @@ class Progress:
             self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
 
     def evaluated(self, step: int, sampled: float, greedy: float) -> None:
-        """Add a point to the pass-rate curves."""
+        """Add a point to the pass-rate curves, in place of one that a resume has made again."""
+        for known in [point for point in self._evals if point[0] == step]:
+            self._evals.remove(known)
         self._evals.append((step, sampled, greedy))
 
     def step_metrics(
@@ -172,7 +229,7 @@ class Progress:
 
     @property
     def idle_ratio(self) -> float:
-        """Share of the time since the start that the learner waited for groups."""
+        """Share of the time of the steps so far that the learner waited for groups."""
         total_s = self._waited_s + self._trained_s
         return self._waited_s / total_s if total_s else 0.0
 
@@ -197,12 +254,15 @@ class Progress:
             max_steps=max_steps,
             max_staleness=session.settings.max_staleness,
             publish_period=pace.period,
-            waiting_for="" if self.is_training else self._describe_wait(session),
+            resumed_at=self._first_step,
+            activity=self.activity,
+            waiting_for="" if self.activity else self._describe_wait(session),
             nodes=session.views(now=now),
             reward_history=tuple(self._rewards),
             eval_history=tuple(sorted(self._evals)),
             staleness_tokens=dict(self._staleness_tokens),
-            idle_ratio=self.idle_ratio,
+            idle_ratio=self.idle_ratio_by_now(now),
+            recent_idle_ratio=self.recent_idle_ratio(now),
             tokens_per_s=sum(n for at, n in self._accepted if now - at <= RATE_WINDOW_S) / window_s,
             num_buffered=len(session.buffer),
             groups_per_step=session.settings.groups_per_step,

@@ -6,6 +6,10 @@ to the buffer, the others end with their reason. Groups that were granted and no
 entered as leases of an unknown worker: the worker that has them claims them with its next
 heartbeat, otherwise they expire and are granted again. Checkpoints after the one that the run
 continues from are deleted: their steps are on no history any more.
+
+What a disk has damaged is not used. Instead of a damaged checkpoint the one before it is, and the
+steps between them are void, as if the user had gone back; a damaged group ends as "lost", and
+another one is granted.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from pathlib import Path
 
 from echo.errors import ConfigError, StorageError
 from echo.rollout import Group, Lineage, find_fault, trim_stale
-from echo.runtime.checkpoint import CheckpointInfo, drop_later, find_latest
+from echo.runtime.checkpoint import CheckpointInfo, drop_later, find_whole
 from echo.runtime.history import read_history
 from echo.runtime.ledger import Ledger
 
@@ -38,6 +42,8 @@ class StartingPoint:
     """Accepted groups that cannot be trained any more: id -> reason."""
     losses: list[str] = field(default_factory=list)
     """What could not be read back, one line per group; they end as "lost"."""
+    damage: tuple[str, ...] = ()
+    """What is wrong with newer checkpoints than `checkpoint`, the newest first."""
 
     @property
     def lineage(self) -> int:
@@ -62,7 +68,7 @@ def begin(ledger: Ledger) -> StartingPoint:
 def recover(
     ledger: Ledger, *, run_id: str, max_staleness: int, trims_stale: bool = False
 ) -> StartingPoint:
-    """Return where a run continues from its newest checkpoint; nothing is written before `enter`.
+    """Return where a run continues from its newest whole checkpoint; nothing is written yet.
 
     Args:
         ledger: the run's journal.
@@ -72,13 +78,14 @@ def recover(
 
     Raises:
         ConfigError: if there is no run to continue.
-        StorageError: if checkpoint or journal are damaged.
+        StorageError: if the journal is damaged, or every checkpoint.
     """
     run_dir = ledger.path.parent
     if not ledger.path.stat().st_size:
         raise ConfigError(f"{run_dir} holds no run to resume; start it without --resume")
-    found = find_latest(run_dir / "checkpoints")
-    path, info = found or (None, CheckpointInfo(run_id=run_id, lineage=1, step=0))
+    found = find_whole(run_dir / "checkpoints")
+    path = None if found is None else found.path
+    info = CheckpointInfo(run_id=run_id, lineage=1, step=0) if found is None else found.info
     if info.run_id != run_id:
         raise ConfigError(f"{path} belongs to run {info.run_id}, the directory to {run_id}")
     history = read_history(ledger.path, lineage=info.lineage, step=info.step)
@@ -91,6 +98,7 @@ def recover(
         settled=history.settled,
         open_attempts=history.granted,
         staleness_tokens=history.staleness_tokens,
+        damage=() if found is None else found.damage,
     )
     for group_id, place in sorted(history.waiting.items()):
         try:

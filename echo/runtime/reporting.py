@@ -71,6 +71,7 @@ class Reporting:
         row |= partial_metrics(session)
         for other in others:
             row |= other
+        row["lineage"] = session.lineages[-1].lineage
         row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
         self._write_metrics(session.step, row)
 

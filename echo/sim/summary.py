@@ -27,6 +27,8 @@ class Summary:
     """Mean seconds between steps after the run-in; 0 before the second one."""
     idle_share: float
     """Share of the time after the run-in in which the learner waits, 0..1."""
+    idle_share_in_all: float
+    """The same of all the time, the run-in included."""
     staleness: Mapping[int, float]
     """Share of the trained tokens after the run-in by staleness."""
     tokens_trained: float
@@ -59,7 +61,9 @@ class Summary:
     """$ that the learner itself counts, by which it keeps its budget; None without activation."""
     cost: float
     """$ in all: learner, relays, nodes, traffic."""
+    cost_of_learner: float
     cost_of_nodes: float
+    """Workers and relays."""
     cost_of_traffic: float
     cost_per_step: float
     cost_per_million_tokens: float
@@ -104,6 +108,7 @@ def summarise(scenario: Scenario, history: History) -> Summary:
         duration_s=history.ended_at,
         step_s=(until_s - since_s) / len(counted) if counted else 0.0,
         idle_share=waited_s / (until_s - since_s) if counted else 1.0,
+        idle_share_in_all=sum(step.waited_s for step in steps) / until_s if counted else 1.0,
         staleness={lag: number / sum(tokens.values()) for lag, number in sorted(tokens.items())},
         tokens_trained=trained,
         tokens_made=history.tokens_made,
@@ -124,6 +129,7 @@ def summarise(scenario: Scenario, history: History) -> Summary:
         num_standby=history.bills[-1].num_standby if history.bills else 0,
         cost_as_counted=history.bills[-1].total if history.bills else None,
         cost=cost,
+        cost_of_learner=hours * scenario.job.learner_price_per_h,
         cost_of_nodes=nodes + relays,
         cost_of_traffic=traffic,
         cost_per_step=cost / max(1, len(steps)),

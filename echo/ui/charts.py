@@ -139,7 +139,9 @@ def line_chart(
     rows = height - 1
     labelled = {0, rows // 2, rows - 1} if rows >= 5 and rows % 2 else {0, rows - 1}
     top, bottom = y_range[1], y_range[0]
-    labels = {row: f"{top - (top - bottom) * row / max(rows - 1, 1):.3g}" for row in labelled}
+    shares = {row: row / max(rows - 1, 1) for row in labelled}
+    # Not top - (top - bottom) * share, which is not the bottom exactly: -1.39e-17 in place of 0.
+    labels = {row: f"{top * (1 - share) + bottom * share:.3g}" for row, share in shares.items()}
     gutter = max(map(len, labels.values())) + 1
     columns = width - gutter - 1
     if columns < 6 or rows < 1:

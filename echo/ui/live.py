@@ -62,23 +62,34 @@ def render(
     num_wait_rows = 2 if width < 100 and rows_left >= 22 else 1
     state = sections.status(snapshot, width, num_wait_rows=num_wait_rows, ascii_only=ascii_only)
     refused = sections.refusals(snapshot.refused, width, ascii_only=ascii_only)
+    told = sections.notices(snapshot.notices[-_MAX_NOTICES:], width, ascii_only=ascii_only)
+    rows_of_newest, rows_of_notices = len(told[-1]) if told else 0, sum(map(len, told))
     # What each part gets, the most telling first; then air between the parts; then larger parts.
     rows_left -= len(title) + len(state)
-    num_nodes, num_notices = len(snapshot.nodes), min(len(snapshot.notices), _MAX_NOTICES)
+    num_nodes = len(snapshot.nodes)
     wanted = {
         "chart": (6, _MAX_CHART_ROWS),
         "table": (min(num_nodes, 5) + 1, num_nodes + 1),
         "refused": (len(refused), len(refused)),
-        "notices": (min(num_notices, 1), num_notices),
-        "gaps": (4 if refused or num_notices else 3,) * 2,
+        "notices": (rows_of_newest, rows_of_notices),
+        "gaps": (4 if refused or told else 3,) * 2,
     }
     granted = _share_out(wanted, rows_left)
-    newest = sections.notices(snapshot.notices, width, granted["notices"], ascii_only=ascii_only)
     table = sections.node_table(snapshot.nodes, width, granted["table"], ascii_only=ascii_only)
     charts = _charts(snapshot, width, granted["chart"], ascii_only=ascii_only)
-    foot = refused[: granted["refused"]] + newest
+    foot = refused[: granted["refused"]] + _newest_whole(told, granted["notices"])
     rows = _join([title, charts, state, table, foot], granted["gaps"])
     return Group(*(rows if height is None else rows[:height]))
+
+
+def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
+    """Return the rows of the newest notices that fit as a whole, and of the newest in any case."""
+    rows: list[Text] = []
+    for notice in reversed(notices):
+        if rows and len(rows) + len(notice) > num_rows:
+            break
+        rows = notice + rows
+    return rows[:num_rows]
 
 
 def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str, int]:

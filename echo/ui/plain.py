@@ -14,7 +14,7 @@ from rich.console import Console
 from echo.metrics import Snapshot
 from echo.ui.charts import clean
 from echo.ui.pace import Pace, clock
-from echo.ui.sections import short_count
+from echo.ui.sections import idle_shares, short_count
 
 _MAX_NOTICES_PER_UPDATE = 5
 _WAIT_GROWTH = 2
@@ -41,7 +41,7 @@ class PlainLog:
         self._shown_at = float("-inf")
         self._step_at = now()
         self._wait_interval_s = 2 * interval_s
-        self._num_evals = 0
+        self._evals: set[tuple[int, float, float]] | None = None
         self._notices: Sequence[str] = ()
 
     def paint(self, snapshot: Snapshot) -> None:
@@ -62,10 +62,14 @@ class PlainLog:
         self._pace.observe(snapshot)
         stamp = f"[{clock(snapshot.elapsed_s)}]"
         lines = [f"{stamp} {line}" for line in self._new_notices(snapshot.notices)]
-        for step, sampled, greedy in snapshot.eval_history[self._num_evals :]:
-            rates = f"{sampled:.3f} sampled, {greedy:.3f} greedy"
-            lines.append(f"{stamp} eval at step {step}: held-out pass rate {rates}")
-        self._num_evals = len(snapshot.eval_history)
+        if self._evals is None:  # what was evaluated before a resume is no news
+            earlier = snapshot.eval_history if snapshot.resumed_at else ()
+            self._evals = {point for point in earlier if point[0] <= snapshot.resumed_at}
+        for point in snapshot.eval_history:
+            if point not in self._evals:
+                self._evals.add(point)
+                rates = f"{point[1]:.3f} sampled, {point[2]:.3f} greedy"
+                lines.append(f"{stamp} eval at step {point[0]}: held-out pass rate {rates}")
         if snapshot.step != self._step_seen:
             self._step_seen, self._step_at = snapshot.step, now
             self._wait_interval_s = 2 * self._interval_s
@@ -99,7 +103,7 @@ class PlainLog:
         num_alive = len(workers) - num_lost
         parts.append(f"{num_alive} worker{'' if num_alive == 1 else 's'}{lost}")
         parts.append(f"{short_count(snapshot.tokens_per_s)} tokens/s")
-        parts.append(f"idle {snapshot.idle_ratio:.0%}")
+        parts.append(f"idle {idle_shares(snapshot)}")
         if (cost := snapshot.cost) is not None:
             standby = f", {cost.num_standby} on standby" if cost.num_standby else ""
             parts.append(f"${cost.per_h:.2f}/h (${cost.total:.2f} so far{standby})")

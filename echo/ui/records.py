@@ -99,23 +99,28 @@ def read_config(run_dir: Path) -> Row:
 def read_metrics(run_dir: Path) -> MetricsHistory:
     """Read metrics.jsonl of the run in `run_dir`.
 
-    A step that comes again starts a new line from there: what was written of it and of later steps
-    is left out.
+    The first row of a new lineage tells where the run was resumed: what older lineages wrote of
+    later steps is left out. So it is where a step comes again.
     """
     path = run_dir / "metrics.jsonl"
     train: list[Row] = []
     evaluations: dict[int, Evaluation] = {}
     times = []
     broadcast_bytes = 0.0
+    lineage = 0.0
     for number, row in json_lines(path):
         where = f"{path}:{number}"
         step = int(_finite(row, "step", where))
         times.append(_finite(row, "time", where))
         broadcast_bytes += row.get("broadcast/bytes") or 0
-        if "reward/mean" in row:
-            if train and step <= train[-1]["step"]:
-                train = [earlier for earlier in train if earlier["step"] < step]
-                evaluations = {at: e for at, e in evaluations.items() if at < step}
+        is_step = "reward/mean" in row
+        before, lineage = lineage, _finite(row, "lineage", where) if "lineage" in row else lineage
+        if lineage > before or (is_step and train and step <= train[-1]["step"]):
+            # A row of an optimizer step comes after it, an evaluation before the next one.
+            fork_step = step - 1 if is_step else step
+            train = [earlier for earlier in train if earlier["step"] <= fork_step]
+            evaluations = {at: e for at, e in evaluations.items() if at <= fork_step}
+        if is_step:
             train.append(row)
         evaluation = _evaluation(row, step)
         if evaluation is not None:

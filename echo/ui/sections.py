@@ -6,6 +6,7 @@ how many rows of each, a terminal has room for. Text from other nodes is cleaned
 
 from __future__ import annotations
 
+import io
 import re
 import textwrap
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console
 from rich.text import Text
 
 from echo.metrics import CostView, NodeView, Snapshot
@@ -32,6 +34,8 @@ from echo.ui.pace import clock
 from echo.units import format_bytes
 
 _LABEL_WIDTH = 9
+_WRAPPER = Console(file=io.StringIO())
+"""What rich wants for wrapping; nothing is printed on it."""
 _ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
 _STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
 _NUMBER_COLUMNS = frozenset({"stale", "tok/s", "bytes/s", "leases", "seen"})
@@ -252,11 +256,24 @@ def refusals(refused: Mapping[str, int], width: int, *, ascii_only: bool) -> lis
     return [fit(_labelled("refused", text, style="yellow"), width)]
 
 
-def notices(lines: Sequence[str], width: int, height: int, *, ascii_only: bool) -> list[Text]:
-    """Return the newest `height` notices, a row each, the newest last."""
+def notices(lines: Sequence[str], width: int, *, ascii_only: bool) -> list[list[Text]]:
+    """Return each notice, the oldest first, as the rows that it needs.
+
+    Nothing is cut: a notice may be a command or a path that somebody copies. For the same reason
+    the rows after the first are not indented.
+    """
     mark = "- " if ascii_only else "· "
-    newest = lines[-height:] if height > 0 else ()
-    return [fit(Text(mark + clean(line, ascii_only=ascii_only), "dim"), width) for line in newest]
+    found = []
+    for line in lines:
+        text = Text(mark + clean(line, ascii_only=ascii_only), "dim")
+        rows = text.wrap(_WRAPPER, width, overflow="fold", no_wrap=False)
+        found.append([fit(row, width) for row in rows])
+    return found
+
+
+def idle_shares(snapshot: Snapshot) -> str:
+    """Return how much the learner waits, of late and since it started: "12% (run 35%)"."""
+    return f"{snapshot.recent_idle_ratio:.0%} (run {snapshot.idle_ratio:.0%})"
 
 
 def short_count(value: float) -> str:
@@ -281,10 +298,10 @@ def _labelled(label: str, text: str, style: str = "") -> Text:
 def _waiting(snapshot: Snapshot, width: int, num_rows: int, *, ascii_only: bool) -> list[Text]:
     state = f"waits for {clean(snapshot.waiting_for, ascii_only=ascii_only)}"
     if not snapshot.waiting_for:
-        state = "done" if snapshot.step >= snapshot.max_steps else "training"
+        state = snapshot.activity or "training"
     dots = "..." if ascii_only else "…"
     wrapped = textwrap.wrap(
-        f"idle {snapshot.idle_ratio:.0%}   {state}",
+        f"idle {idle_shares(snapshot)}   {state}",
         max(width - _LABEL_WIDTH, 20),
         max_lines=num_rows,
         placeholder=f" {dots}",

@@ -1,7 +1,8 @@
 """Write the metrics of a run: metrics.jsonl always, TensorBoard and wandb where configured.
 
 metrics.jsonl is only ever appended to. A resumed learner makes some steps again: their rows follow
-those of the abandoned ones, and readers let the later ones count (`echo.ui.records`).
+those of the abandoned ones under a higher `lineage`, and readers let the later ones count
+(`echo.ui.records`).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class MetricsWriter:
             ) from error
         if written != len(row):
             raise StorageError(f"{self.path}: the disk is full at step {step}; free some space")
-        flat = {name: value for name, value in numbers.items() if isinstance(value, float)}
+        flat = {n: value for n, value in numbers.items() if not isinstance(value, dict)}
         for mirror in self._mirrors:
             mirror.write(step, flat, at)
 
@@ -135,10 +136,10 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _plain(value: Metric) -> float | dict[str, float]:
-    """Numbers of any library as Python's own."""
+    """Numbers of any library as Python's own; the counts among them stay whole."""
     if isinstance(value, Mapping):
         return {str(name): _number(count) for name, count in value.items()}
-    return float(value)
+    return value if type(value) is int else float(value)
 
 
 def _number(value: float) -> float:

@@ -37,6 +37,8 @@ from echo.units import format_bytes
 _REWARD_STEPS = 5
 """Steps whose mean stands for the reward before and after: one batch alone is too noisy."""
 _MAX_BINS = 12
+_UNWRAPPED = 10_000
+"""A width that no line reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +158,22 @@ def render(summary: RunSummary, *, ascii_only: bool = False) -> Group:
     return Group(*parts)
 
 
-def as_text(summary: RunSummary, *, width: int = 100) -> str:
-    """Return `summary` as plain ASCII text, for logs and pipes."""
+def as_text(summary: RunSummary, *, width: int | None = None) -> str:
+    """Return `summary` as plain ASCII text.
+
+    Args:
+        summary: what to draw.
+        width: of the terminal that shows it; None for a file or a pipe, where no line wraps.
+    """
     lines = io.StringIO()
-    console = Console(file=lines, width=width, color_system=None, force_terminal=False)
+    console = Console(
+        file=lines, width=_UNWRAPPED if width is None else width, color_system=None,
+        force_terminal=False,
+    )  # fmt: skip
     console.print(render(summary, ascii_only=True))
-    return lines.getvalue().encode("ascii", "replace").decode("ascii")
+    text = lines.getvalue().encode("ascii", "replace").decode("ascii")
+    # The columns of a table are as wide as its widest cell.
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
 
 def _before_and_after(summary: RunSummary) -> Table:

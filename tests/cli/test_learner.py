@@ -5,9 +5,10 @@ import logging
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from echo.cli.learner import MAX_NOTICES, NoticeBoard, report
+from echo.cli.learner import MAX_NOTICES, NoticeBoard, read_curve, report
 from echo.config.load import parse_config, save_resolved
 
 
@@ -45,3 +46,37 @@ def test_the_report_is_printed_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / "summary.txt").read_text() == text
     assert "bin/echo-quickstart" in text
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_without_a_terminal_does_not_wrap(tmp_path: Path) -> None:
+    run_dir = tmp_path / ("a directory with a long name " * 5).strip()
+    run_dir.mkdir()
+    row = {"step": 1, "time": 1.0, "reward/mean": 0.4}
+    (run_dir / "ledger.jsonl").write_text("")
+    (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    save_resolved(parse_config({})[0], run_dir / "config.json")
+    console = Console(file=StringIO())
+    report(run_dir, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{run_dir / 'metrics.jsonl'}\n" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert (run_dir / "summary.txt").read_text() == text
+    # A terminal wraps; the file that it leaves does not.
+    report(run_dir, Console(file=StringIO(), width=80, force_terminal=True))
+    assert (run_dir / "summary.txt").read_text() == text
+
+
+def test_the_curve_before_a_resume_is_read_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("test")
+    assert read_curve(tmp_path, log) is None
+    assert "without the curve of the steps before" in caplog.text
+    rows = [
+        {"step": step, "time": 1.0, "lineage": lineage, "reward/mean": reward}
+        for lineage, step, reward in [(1, 1, 0.1), (1, 2, None), (1, 3, 0.3), (2, 3, 0.4)]
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curve = read_curve(tmp_path, log)
+    assert curve is not None
+    assert curve.rewards == {1: 0.1, 3: 0.4}

@@ -66,13 +66,22 @@ def test_a_run_is_printed_and_written(
     text = capsys.readouterr().out
     for words in ("small: 4 gpu; seed 0", "6 steps", "learner waits", "staleness: mean", "cost: $"):
         assert words in text
-    record = json.loads((tmp_path / "out" / "sim.json").read_text())
-    assert record["num_steps"] == 6
-    assert record["is_complete"] is True
+    assert any(len(line) > 100 for line in text.splitlines()), "wrapped without a terminal"
+    # Pace, waiting and staleness leave out the run-in; the plot says the same of the waiting.
+    summary = json.loads((tmp_path / "out" / "sim.json").read_text())
+    waits = (
+        f"{summary['idle_share']:.1%} of the time after the first 20% of the steps, "
+        f"{summary['idle_share_in_all']:.1%} in all"
+    )
+    assert f"learner waits: {waits};" in text
+    parts = [summary[f"cost_of_{part}"] for part in ("learner", "nodes", "traffic")]
+    assert sum(parts) == pytest.approx(summary["cost"])
+    assert summary["num_steps"] == 6
+    assert summary["is_complete"] is True
     rows = [json.loads(r) for r in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1]["staleness/max"] <= 2
-    assert rows[-1]["cost/total"] == pytest.approx(record["cost"])
+    assert rows[-1]["cost/total"] == pytest.approx(summary["cost"])
     assert (tmp_path / "out" / "sim.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -132,9 +132,9 @@ def test_fleet_and_job_may_stand_in_two_files(tmp_path: Path) -> None:
     [
         (
             ("offers.0.price_per_h", -1.0),
-            "offers[1] (RTX 4090, frankfurt): price_per_h = -1.0: must be greater than 0",
+            "offers[1] (RTX 4090, frankfurt): price_per_h = -1.0: must be greater than or equal",
         ),
-        (("offers.0.price_per_h", ...), "price_per_h: missing ($ per hour for one node)"),
+        (("offers.0.price_per_h", ...), "price_per_h: missing ($ per hour for one node;"),
         (("offers.0.tokens_per_s", 0), "tokens_per_s = 0: must be greater than 0"),
         (("offers.0.down_mbit_per_s", -5), "down_mbit_per_s = -5: must be greater than 0"),
         (("offers.0.count", 0), "count = 0: must be greater than or equal to 1"),
@@ -172,14 +172,59 @@ def test_each_problem_names_its_row(edit: tuple[str, Any], message: str) -> None
 
 def test_all_problems_come_at_once() -> None:
     text = problems(
-        ("offers.0.price_per_h", 0),
+        ("offers.0.price_per_h", -1),
         ("job.model", "none"),
         ("learner.gpu", "H1000-SXM"),
         ("regions.0.latency_s", -1),
     )
     assert text.startswith("the fleet has ")
-    for part in ("price_per_h = 0", 'model = "none"', 'did you mean "H100-SXM"', "latency_s = -1"):
+    for part in ("price_per_h = -1", 'model = "none"', 'did you mean "H100-SXM"', "latency_s = -1"):
         assert part in text
+
+
+def test_rows_that_are_wrong_are_compared_with_the_others_all_the_same() -> None:
+    text = problems(
+        ("offers.0.price_per_h", -1),
+        ("offers.0.gpu", "RTX 40900"),
+        ("offers.0.region", "mars"),
+        ("job.groups_per_step", 0),
+        ("job.model", "none"),
+        ("job.publish_period", 20),
+        ("learner.price_per_h", ...),
+        ("learner.gpu", "H1000-SXM"),
+    )
+    assert text.startswith("the fleet has 8 problems")
+    for part in (
+        "price_per_h = -1", 'gpu = "RTX 40900"', 'region = "mars"', "groups_per_step = 0",
+        'model = "none"', "publish_period = 20", "price_per_h: missing", 'gpu = "H1000-SXM"',
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_a_bad_row_is_known_by_its_name() -> None:
+    gpu = {"name": "X1", "tflops": -1, "gb_per_s": 1000, "memory_gib": 24, "price_per_h": 0.1}
+    table = {**changed(("offers.0.gpu", "X1"), ("regions.0.mbit_per_s", -1)), "gpus": [gpu]}
+    with pytest.raises(ConfigError) as caught:
+        parse_fleet(table)
+    text = str(caught.value)
+    assert text.startswith("the fleet has 2 problems")
+    assert "tflops = -1" in text
+    assert "mbit_per_s = -1" in text
+
+
+def test_every_unreadable_file_is_named(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.toml", tmp_path / "two.toml"]
+    paths[0].write_text("[job", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_fleet(paths)
+    assert "one.toml: not valid TOML" in str(caught.value)
+    assert "two.toml: cannot be read" in str(caught.value)
+
+
+def test_ones_own_machines_cost_nothing() -> None:
+    request = parse_fleet(changed(("offers.0.price_per_h", 0)))
+    assert request.fleet.offers[0].price_per_h == 0
+    assert request.notices == ()
 
 
 def test_names_must_differ() -> None:

@@ -146,6 +146,25 @@ def test_tables_of_the_users_own_keys_merge() -> None:
     assert config_of({}).task.options == {}, "no default may be changed by a load"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["task.options={}"], {}),
+        (["task.options={digits=3}"], {"digits": 3}),
+        (["task.options={}", "task.options.digits=3"], {"digits": 3}),
+        (["task.options.digits=3", "task.options={}"], {}),
+        (["task.options.deep={}"], {"digits": 2, "deep": {}}),
+        (["task.options.deep={y=1}"], {"digits": 2, "deep": {"y": 1}}),
+        (["task={kind='gsm8k'}"], {"digits": 2, "deep": {"x": 1}}),
+    ],
+)
+def test_a_table_that_is_set_replaces_the_one_before(
+    overrides: list[str], expected: dict[str, Any]
+) -> None:
+    table = {"task": {"options": {"digits": 2, "deep": {"x": 1}}}}
+    assert config_of(table, *overrides).task.options == expected
+
+
 def test_all_problems_at_once(tmp_path: Path) -> None:
     path = tmp_path / "broken.toml"
     path.write_text(BROKEN, encoding="utf-8")

@@ -25,7 +25,7 @@ def accepted(group: int, *versions: list[int], attempt: int = 0, worker: str = "
     return {
         "kind": "accepted", "group": group, "attempt": attempt, "worker": worker,
         "versions": list(versions), "version_tokens": [share] * len(versions), "tokens": 10,
-        "rewards": [0.0, 1.0], "spool": ["1.bin", 0, 1],
+        "rewards": [0.0, 1.0], "spool": ["1.bin", 0, 1, "0" * 64],
     }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest import mock
@@ -149,6 +150,20 @@ def test_an_export_loads_with_identical_logits(
     read = load_directory(target, "bfloat16")
     assert ("lm_head.weight" in read) == (not is_tied)
     assert_identical(read, {name: model.state_dict()[name] for name in read})
+
+
+def test_an_export_has_the_permissions_of_ordinary_files(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    mask = os.umask(0o022)
+    try:
+        tensors = load_directory(tiny_model_dir, "float32")
+        save_hf(tmp_path / "final", {"config.json": tiny_model_dir / "config.json"}, tensors)
+    finally:
+        os.umask(mask)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "final").iterdir()}
+    assert modes["model.safetensors"] == "0o644"
+    assert set(modes.values()) == {"0o644"}
 
 
 def test_views_of_one_image_can_be_exported(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -86,6 +86,9 @@ def test_a_replacement_is_activated_before_what_it_replaces_is_dropped() -> None
     both = begin.solve()
     assert both.active == {"dear", "cheap"}
     assert both.is_pending
+    # What costs more for now is not told as a saving.
+    assert both.after.cost_per_h > both.before.cost_per_h
+    assert both.cause == "cheaper workers are there, and begin before others are put on standby"
     waiting = replace(begin, active=both.active, ready=frozenset({"dear"}))
     assert waiting.solve().active == both.active
     assert waiting.solve().is_pending

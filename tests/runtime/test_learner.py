@@ -18,6 +18,7 @@ from echo.errors import ConfigError, DataError, StorageError
 from echo.protocol.actions import Action
 from echo.protocol.drafts import Draft
 from echo.rollout import Group
+from echo.runtime.checkpoint import find_whole
 from echo.runtime.learner import LearnerNode
 from echo.runtime.worker_parts import WorkerParts
 from echo.sim.network import Link
@@ -517,6 +518,10 @@ def test_an_interrupt_saves_and_a_resume_goes_on_in_a_new_lineage(play: Play) ->
         ]
         assert [r["step"] for r in run.ledger("trained")] == list(range(1, step + 3))
         assert_every_group_ended_once(run)
+        assert {row["lineage"] for at, row in run.rows if "reward/mean" in row and at <= step} == {
+            1
+        }
+        assert {row["lineage"] for at, row in run.rows if at > step} == {2}
 
     play(scenario)
 
@@ -547,6 +552,53 @@ def test_a_killed_learner_forgets_the_steps_after_its_checkpoint(play: Play) -> 
         assert trained == list(range(lineage.fork_step + 1, last_step + 3))
 
     play(scenario)
+
+
+@pytest.mark.slow
+def test_a_resume_passes_over_what_the_disk_has_damaged(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(run=MANY)
+        async with running(await run.worker("w1")) as (working,):
+            async with running(learner) as (learning,):
+                await reach_step(learner, 5)
+                learner.interrupt()
+                assert await learning == "interrupted"
+            saved, before = learner.session.step, find_whole(run.run_dir / "checkpoints")
+            assert before is not None
+            assert before.info.step == saved
+            weights = before.path / "weights.safetensors"
+            flip_a_bit(weights, weights.stat().st_size - 2)
+            # One that was trained after the checkpoint before, and so is needed again.
+            [lost] = run.ledger("trained")[-1]["groups"][:1]
+            [record] = [r for r in run.ledger("accepted") if r["group"] == lost]
+            file_name, offset, length, _ = record["spool"]
+            flip_a_bit(run.run_dir / "spool" / file_name, offset + length - 1)
+
+            learner = await run.learner(resume=True, run={"max_steps": saved + 2})
+            step = learner.session.step
+            assert step < saved
+            assert f"{weights} is damaged: its BLAKE3 hash is" in caplog.text
+            assert f"step_{step:06d} instead: the steps after {step} are void" in caplog.text
+            assert f"lost: group {lost} cannot be read back" in caplog.text
+            assert learner.session.counters["discarded/lost"] == 1
+            async with running(learner) as (learning,):
+                assert await learning == "finished"
+            assert await working == "the run is finished"
+        assert run.ledger("lineage")[-1]["fork_step"] == step
+        assert ends(run.ledger())[lost] == ["lost"]
+        assert_every_group_ended_once(run)
+        trained = [r["step"] for r in run.ledger("trained") if r["lineage"] == 2]
+        assert trained == list(range(step + 1, saved + 3))
+
+    play(scenario)
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def test_a_resume_at_the_last_step_only_finishes(play: Play) -> None:

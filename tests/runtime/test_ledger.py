@@ -15,7 +15,7 @@ from echo.errors import StorageError
 from echo.protocol.codec import encode_group
 from echo.rollout import Group, Lineage, PolicyVersion, Rollout, trim_stale
 from echo.runtime import ledger as ledger_module
-from echo.runtime.history import History, read_history, read_records
+from echo.runtime.history import History, SpoolPlace, read_history, read_records
 from echo.runtime.ledger import Ledger
 
 V0 = PolicyVersion(1, 0)
@@ -216,12 +216,16 @@ def lineage(number: int, fork_step: int) -> dict[str, Any]:
     return {"kind": "lineage", "lineage": number, "fork_step": fork_step}
 
 
+def place(group: int) -> tuple[str, int, int, str]:
+    return "000001.bin", 10 * group, 10, f"{group:064x}"
+
+
 def granted(group: int, attempt: int = 0) -> dict[str, Any]:
     return {"kind": "granted", "group": group, "attempt": attempt, "worker": "w1"}
 
 
 def accepted(group: int) -> dict[str, Any]:
-    return {"kind": "accepted", "group": group, "spool": ["000001.bin", 10 * group, 10]}
+    return {"kind": "accepted", "group": group, "spool": [*place(group)]}
 
 
 def trained(number: int, step: int, *groups: int) -> dict[str, Any]:
@@ -254,7 +258,7 @@ def test_groups_are_settled_waiting_or_granted(tmp_path: Path) -> None:
     found = history(tmp_path, step=1)
     assert found.next_group_id == 6
     assert found.settled == {0, 1, 2, 5}
-    assert found.waiting == {1: ("000001.bin", 10, 10)}
+    assert found.waiting == {1: place(1)}
     assert found.granted == {3: 2, 4: 1}
     assert found.staleness_tokens == {0: 10, 1: 1}
     assert found.lineages == (Lineage(1, 0),)
@@ -308,7 +312,7 @@ def test_a_checkpoint_that_a_later_lineage_left_is_refused(tmp_path: Path) -> No
 # --- spool ---------------------------------------------------------------------------------------
 
 
-def places(run_dir: Path) -> dict[int, tuple[str, int, int]]:
+def places(run_dir: Path) -> dict[int, SpoolPlace]:
     found = [record for record in records(run_dir) if record["kind"] == "accepted"]
     return {record["group"]: tuple(record["spool"]) for record in found}
 
@@ -326,7 +330,7 @@ def test_groups_are_read_back_bit_for_bit(tmp_path: Path) -> None:
     store(ledger, *groups[2:])
     found = history(tmp_path).waiting
     assert found == places(tmp_path)
-    assert {name for name, _, _ in found.values()} == {"000001.bin", "000002.bin"}
+    assert {name for name, *_ in found.values()} == {"000001.bin", "000002.bin"}
     for group in groups:
         again = ledger.load(group.group_id, found[group.group_id])
         assert encode_group(again) == encode_group(group)
@@ -347,6 +351,21 @@ def test_a_spool_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(StorageError, match="group 0 cannot be read back"):
         ledger.load(0, place)
+
+
+def test_a_flipped_bit_anywhere_in_a_stored_group_is_noticed(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    store(ledger, make_group(0), make_group(1))
+    file_name, offset, length, digest = places(tmp_path)[1]
+    path = tmp_path / "spool" / file_name
+    data = path.read_bytes()
+    for byte in range(offset, offset + length, length // 20):
+        changed = bytearray(data)
+        changed[byte] ^= 1 << byte % 8
+        path.write_bytes(changed)
+        with pytest.raises(StorageError, match=f"at {offset} is [0-9a-f]{{64}}, .* has {digest}"):
+            ledger.load(1, (file_name, offset, length, digest))
+        assert ledger.load(0, places(tmp_path)[0]).group_id == 0
 
 
 def test_a_file_is_deleted_when_all_its_groups_are_final(
@@ -438,7 +457,7 @@ def test_a_full_disk_leaves_files_without_half_records(tmp_path: Path) -> None:
     assert (tmp_path / "ledger.jsonl").read_bytes().endswith(b"\n")
     stored = places(tmp_path)
     assert 3 < len(stored) < 99
-    end = max(offset + length for _, offset, length in stored.values())
+    end = max(offset + length for _, offset, length, _ in stored.values())
     assert (tmp_path / "spool" / "000001.bin").stat().st_size == end < 5000
     ledger = open_ledger(tmp_path)
     for group_id, place in stored.items():

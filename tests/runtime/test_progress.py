@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from echo.algo.group_stats import GroupStats
+from echo.metrics import LearningCurve
 from echo.rollout import Group
-from echo.runtime.progress import RATE_WINDOW_S, Progress, describe_wait
+from echo.runtime.progress import IDLE_WINDOW_STEPS, RATE_WINDOW_S, Progress, describe_wait
 from tests.runtime.harness import Play, Run, running
 from tests.runtime.test_recovery import make_group
 
@@ -78,16 +79,71 @@ def test_only_recent_groups_count_for_the_rate() -> None:
 
 
 def test_nothing_waited_for_is_no_idling() -> None:
-    assert Progress(staleness_tokens={}, now=0.0).idle_ratio == 0.0
+    progress = Progress(staleness_tokens={}, now=0.0)
+    assert progress.idle_ratio == 0.0
+    assert progress.recent_idle_ratio(0.0) == 0.0
+
+
+def run_steps(
+    progress: Progress, num: int, *, now: float, waited_s: float, trained_s: float
+) -> float:
+    for _ in range(num):
+        progress.begin("", now=now)
+        progress.begin("training", now=now + waited_s)
+        now += waited_s + trained_s
+        progress.stepped([make_group(0)], waited_s=waited_s, trained_s=trained_s, staleness={})
+    return now
+
+
+def test_the_recent_idle_share_forgets_what_was_long_ago() -> None:
+    progress = Progress(staleness_tokens={}, now=0.0)
+    now = run_steps(progress, 100, now=0.0, waited_s=9.0, trained_s=1.0)
+    assert progress.recent_idle_ratio(now) == pytest.approx(0.9, abs=0.02)
+    now = run_steps(progress, 60, now=now, waited_s=0.0, trained_s=1.0)
+    assert progress.recent_idle_ratio(now) == 0.0
+    assert progress.idle_ratio == pytest.approx(900 / 1060)
+    # A wait that goes on counts while it does.
+    progress.begin("", now=now)
+    assert progress.idle_ratio_by_now(now + 30) == pytest.approx(930 / 1090)
+    assert progress.recent_idle_ratio(now + 30) == pytest.approx(0.5)
+    assert progress.recent_idle_ratio(now + 600) > 0.98
+
+
+def test_the_recent_idle_share_of_long_steps_is_that_of_some_steps() -> None:
+    progress = Progress(staleness_tokens={}, now=0.0)
+    now = run_steps(progress, 30, now=0.0, waited_s=100.0, trained_s=300.0)
+    assert progress.recent_idle_ratio(now) == pytest.approx(0.25)
+    assert len(progress._waits) <= IDLE_WINDOW_STEPS + 1
+
+
+CURVE = LearningCurve(
+    rewards={step: step / 10 for step in range(1, 8)},
+    evaluations=((0, 0.3, 0.2), (4, 0.5, 0.4), (6, 0.6, 0.5)),
+)
+
+
+def test_the_curve_goes_on_where_a_run_was_resumed() -> None:
+    progress = Progress(staleness_tokens={}, now=0.0, step=4, earlier=CURVE)
+    assert list(progress._rewards) == [0.1, 0.2, 0.3, 0.4]  # later ones are void
+    assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.5, 0.4)]
+    progress.evaluated(4, 0.55, 0.45)
+    assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.55, 0.45)]
+
+
+def test_a_curve_with_a_hole_begins_after_it() -> None:
+    curve = LearningCurve(rewards={1: 0.1, 3: 0.3, 4: 0.4}, evaluations=())
+    progress = Progress(staleness_tokens={}, now=0.0, step=4, earlier=curve)
+    assert list(progress._rewards) == [0.3, 0.4]
 
 
 def test_the_learner_says_whom_it_waits_for(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner()
         async with running(learner):
-            while not run.snapshots:  # noqa: ASYNC110, a list has no events
+            while not any(s.waiting_for for s in run.snapshots):  # noqa: ASYNC110, no events
                 await asyncio.sleep(0.01)
             assert describe_wait(learner.session) == "2 groups; no worker is connected"
+        assert run.snapshots[0].activity in ("starting", "publishing")
         [snapshot] = run.snapshots[-1:]
         assert snapshot.waiting_for == "2 groups; no worker is connected"
         assert (snapshot.step, snapshot.max_steps, snapshot.num_buffered) == (0, 3, 0)
@@ -124,5 +180,6 @@ def test_a_snapshot_shows_every_node(play: Play, num_workers: int) -> None:
         assert seen == {f"w{i}" for i in range(num_workers)}
         assert sum(run.snapshots[-1].staleness_tokens.values()) > 0
         assert len(run.snapshots[-1].reward_history) == 3
+        assert (run.snapshots[-1].activity, run.snapshots[-1].waiting_for) == ("done", "")
 
     play(scenario)

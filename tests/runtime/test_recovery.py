@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,11 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from echo.engine import trainer_state
+from echo.engine.trainer_state import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.errors import ConfigError, StorageError
 from echo.protocol.codec import encode_group
 from echo.rollout import Group, Lineage, Rollout
 from echo.runtime.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
+from echo.runtime.history import read_history
 from echo.runtime.ledger import Ledger
 from echo.runtime.recovery import StartingPoint, begin, enter, recover
 
@@ -34,11 +39,18 @@ def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:
     )
 
 
+def write_state(directory: Path) -> None:
+    tensors = {"layer": torch.arange(4.0)}
+    trainer_state.save(
+        directory, weights=tensors, moments=tensors, counters={}, device=torch.device("cpu")
+    )
+
+
 def checkpoint(run_dir: Path, step: int, *, lineage: int = 1, run_id: str = "toy") -> None:
     save_checkpoint(
         run_dir / "checkpoints",
         CheckpointInfo(run_id=run_id, lineage=lineage, step=step),
-        write_state=lambda path: None,
+        write_state=write_state,
         keep_last=9,
         min_free_bytes=0,
     )
@@ -144,8 +156,7 @@ def test_recovering_writes_nothing_by_itself(run_dir: Path) -> None:
 
 def test_without_a_checkpoint_it_starts_over(run_dir: Path) -> None:
     for path in list_checkpoints(run_dir / "checkpoints").values():
-        (path / "checkpoint.json").unlink()
-        path.rmdir()
+        shutil.rmtree(path)
     (run_dir / "checkpoints" / "latest").unlink()
     start = resume(run_dir)
     assert (start.step, start.checkpoint) == (0, None)
@@ -165,6 +176,52 @@ def test_a_group_that_is_gone_ends_as_lost(run_dir: Path) -> None:
     start = resume(run_dir)
     assert start.ends == {1: "lost", 2: "lost", 3: "lost"}
     assert len(start.losses) == 3
+    assert "group 1 cannot be read back" in start.losses[0]
+    assert resume(run_dir).ends == {}
+
+
+def flip_a_bit(path: Path, at: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "name", [WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE, "checkpoint.json", "BLAKE3SUMS"]
+)
+def test_a_flipped_bit_in_a_checkpoint_makes_its_steps_void(run_dir: Path, name: str) -> None:
+    checkpoint(run_dir, 3)
+    flip_a_bit(run_dir / "checkpoints" / "step_000003" / name)
+    start = resume(run_dir)
+    assert (start.step, start.lineages) == (1, (Lineage(1, 0), Lineage(2, 1)))
+    assert start.checkpoint == run_dir / "checkpoints" / "step_000001"
+    [damage] = start.damage
+    assert f"step_000003/{name}" in damage or name == "BLAKE3SUMS"
+    # What was trained after step 1 waits again, as when the user goes back.
+    assert [group.group_id for group in start.buffered] == [1, 2]
+    # The next resume finds the run at the same checkpoint, without damage.
+    assert list(list_checkpoints(run_dir / "checkpoints")) == [1]
+    again = resume(run_dir)
+    assert (again.step, again.damage) == (1, ())
+
+
+def test_without_a_whole_checkpoint_nothing_is_written(run_dir: Path) -> None:
+    flip_a_bit(run_dir / "checkpoints" / "step_000001" / WEIGHTS_FILE)
+    before = (run_dir / "ledger.jsonl").read_bytes()
+    with pytest.raises(StorageError, match=r"no checkpoint .* is whole"):
+        resume(run_dir)
+    assert (run_dir / "ledger.jsonl").read_bytes() == before
+    assert list(list_checkpoints(run_dir / "checkpoints")) == [1]
+
+
+def test_a_flipped_bit_in_a_stored_group_ends_that_group(run_dir: Path) -> None:
+    with opened(run_dir) as ledger:
+        _, offset, length, _ = read_history(ledger.path, lineage=1, step=1).waiting[1]
+    # In the last number of its log-probabilities: nothing else about it would look wrong.
+    flip_a_bit(run_dir / "spool" / "000001.bin", offset + length - 1)
+    start = resume(run_dir)
+    assert [group.group_id for group in start.buffered] == [2]
+    assert start.ends == {1: "lost", 3: "abandoned_version"}
     assert "group 1 cannot be read back" in start.losses[0]
     assert resume(run_dir).ends == {}
 

@@ -49,6 +49,7 @@ def make_snapshot() -> MakeSnapshot:
             "eval_history": ((0, 0.36, 0.30), (5, 0.61, 0.72)),
             "staleness_tokens": {0: 600, 1: 300, 2: 100},
             "idle_ratio": 0.25,
+            "recent_idle_ratio": 0.12,
             "tokens_per_s": 1234.0,
             "num_buffered": 3,
             "groups_per_step": 8,

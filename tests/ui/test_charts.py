@@ -142,3 +142,12 @@ def test_fit_counts_wide_characters_as_two() -> None:
     assert fit(Text("中文"), 3).cell_len == 3
     assert fit(Text("ab"), 4).plain == "ab  "
     assert fit(Text("ab"), 0).plain == ""
+
+
+@pytest.mark.parametrize("height", range(4, 20))
+def test_the_axis_begins_at_its_lowest_value(height: int) -> None:
+    rows = line_chart(
+        [], [], width=40, height=height, x_range=(0, 1), y_range=(0.0, 0.1), ascii_only=False
+    )
+    labels = [row.plain.split("│")[0].strip() for row in rows if "│" in row.plain]
+    assert (labels[0], labels[-1]) == ("0.1", "0")

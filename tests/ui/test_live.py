@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from echo.metrics import NodeView
-from echo.ui.live import LiveView, render
+from echo.ui import sections
+from echo.ui.live import LiveView, _newest_whole, render
 
 
 def lines_of(view: object, width: int, encoding: str = "utf-8") -> list[str]:
@@ -58,7 +59,7 @@ def test_everything_worth_knowing_is_on_the_screen(make_snapshot) -> None:
         "3 of 8 buffered   5 leased   1.23k tokens/s",
         "v7 ━━",
         " 50%   3 MiB sent   a version per step",
-        "idle 25%   waits for 5 groups; 5 on w2",
+        "idle 12% (run 25%)   waits for 5 groups; 5 on w2",
         "refused  stale 4",
         "w10 lost: silent for 10 s",
     ):
@@ -85,6 +86,29 @@ def test_names_from_the_network_cannot_steer_the_terminal(make_snapshot) -> None
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[bold]" in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 30), (80, 24), (120, 40)])
+def test_a_command_in_a_notice_is_shown_whole(make_snapshot, width: int, height: int) -> None:
+    command = "ECHO_JOIN=THAT_LINE bin/echo-node --role worker"
+    path = f"/home/somebody/echo/runs/two-machines{'-with-a-long-name' * 3}/keys/join"
+    notice = f"12:00:01 others join with the line in {path}: {command}"
+    snapshot = make_snapshot(notices=("an older one " * 20, notice))
+    rows = lines_of(render(snapshot, width, height=height), width)
+    assert len(rows) <= height
+    shown = "".join(row.rstrip() for row in rows).replace(" ", "")
+    assert f"·{notice}".replace(" ", "") in shown
+    # What is longer than a row is folded without an indent: joined again, it is what it was.
+    assert "…" not in "".join(rows[-4:])
+
+
+def test_older_notices_are_left_out_as_a_whole(make_snapshot) -> None:
+    told = sections.notices(["old " * 30, "new " * 30], 60, ascii_only=True)
+    assert [len(rows) for rows in told] == [3, 3]
+    for num_rows, expected in [(6, 6), (5, 3), (3, 3), (2, 2), (0, 0)]:
+        shown = _newest_whole(told, num_rows)
+        assert len(shown) == expected
+        assert all("new" in row.plain for row in shown[-3:])
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

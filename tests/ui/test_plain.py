@@ -33,7 +33,7 @@ QUIET = {"notices": (), "eval_history": ()}
 def test_step_line_says_it_all(log: PlainLog, make_snapshot) -> None:
     assert log.lines_for(make_snapshot(**QUIET)) == [
         "[1:10] step 7/10  reward 0.700  staleness 0.50 (max 2 of 3)  1 worker (1 lost)  "
-        "1.23k tokens/s  idle 25%  refused stale 4"
+        "1.23k tokens/s  idle 12% (run 25%)  refused stale 4"
     ]
 
 
@@ -51,6 +51,15 @@ def test_a_step_is_told_once_and_fast_steps_are_skipped(
         told += log.lines_for(make_snapshot(step=tick // 5, max_steps=1000, **QUIET))
     assert len(told) == 20
     assert len(set(told)) == 20
+
+
+def test_what_was_evaluated_before_a_resume_is_no_news(log: PlainLog, make_snapshot) -> None:
+    quiet = {"notices": (), "resumed_at": 5, "step": 5}
+    assert not any("eval" in line for line in log.lines_for(make_snapshot(**quiet)))
+    again = ((0, 0.36, 0.30), (5, 0.62, 0.71))
+    [line] = log.lines_for(make_snapshot(**quiet, eval_history=again))
+    assert "eval at step 5: held-out pass rate 0.620 sampled" in line
+    assert log.lines_for(make_snapshot(**quiet, eval_history=again)) == []
 
 
 def test_the_last_step_is_always_told(log: PlainLog, clock: Clock, make_snapshot) -> None:

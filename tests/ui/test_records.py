@@ -39,6 +39,19 @@ def test_steps_made_again_after_a_resume_replace_the_abandoned_ones(tmp_path: Pa
     assert history.broadcast_bytes == 30
 
 
+def test_a_new_lineage_tells_where_the_run_was_resumed(tmp_path: Path) -> None:
+    """Also before it has made the first step again: it went back to step 2, and evaluates that."""
+    rows = [row(step, step / 10, lineage=1) for step in (1, 2, 3, 4)]
+    rows += [evaluation(2, 0.5, 2) | {"lineage": 1}, evaluation(4, 0.6, 4) | {"lineage": 1}]
+    rows += [evaluation(2, 0.4, 2) | {"lineage": 2}]
+    write(tmp_path / "metrics.jsonl", rows)
+    history = read_metrics(tmp_path)
+    assert [r["step"] for r in history.train] == [1, 2]
+    assert [(e.step, e.sampled) for e in history.evaluations] == [(2, 0.4)]
+    write(tmp_path / "metrics.jsonl", [*rows, row(3, 0.7, lineage=2)])
+    assert [r["reward/mean"] for r in read_metrics(tmp_path).train] == [0.1, 0.2, 0.7]
+
+
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", [row(1, 0.1)], tail='{"step": 2, "ti')
     assert len(read_metrics(tmp_path).train) == 1

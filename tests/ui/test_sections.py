@@ -61,7 +61,7 @@ def test_long_waits_wrap_and_end_visibly_cut(make_snapshot) -> None:
     snapshot = make_snapshot(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
     rows = sections.status(snapshot, 60, num_wait_rows=2, ascii_only=True)
     assert len(rows) == 4
-    assert rows[2].plain.startswith("learner  idle 25%   waits for 12 groups; 9 on w3")
+    assert rows[2].plain.startswith("learner  idle 12% (run 25%)   waits for 12 groups; 9 on")
     assert rows[3].plain.rstrip().endswith("...")
 
 
