@@ -89,6 +89,8 @@ class Snapshot:
     """Mean reward of each step so far, oldest first."""
     eval_history: tuple[tuple[int, float, float], ...] = ()
     """(step, pass rate sampled, pass rate greedy) of each evaluation so far."""
+    eval_errors: Mapping[int, int] = field(default_factory=dict)
+    """Rewards that failed, and count as 0, by the step of the evaluation; only where some did."""
     staleness_tokens: Mapping[int, int] = field(default_factory=dict)
     """Trained tokens by staleness, whole run."""
     idle_ratio: float = 0.0

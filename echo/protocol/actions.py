@@ -125,6 +125,10 @@ class RecordEnd:
 
     group_id: int
     reason: str
+    worker_id: str = ""
+    """The worker that could not finish it; empty where none was asked to."""
+    cause: str = ""
+    """What that worker says of it, with the traceback of the task's code in further lines."""
 
 
 @dataclass(frozen=True, slots=True)

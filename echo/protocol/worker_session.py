@@ -230,14 +230,22 @@ class WorkerSession(NodeSession):
         self.outbox.put(key, message, *encode_group(group))
         return self._send_due(now)
 
-    def failed(self, lease: Lease, reason: str, detail: str, *, now: float) -> list[Action]:
+    def failed(
+        self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
+    ) -> list[Action]:
         """Report a group that cannot be finished and that trying again will not mend."""
         self.drafts.end(_key_of(lease))
         self.counters.add(f"failed/{reason}")
-        return [*self._report(lease, reason, detail), *self._send_due(now)]
+        return [*self._report(lease, reason, detail, traceback=traceback), *self._send_due(now)]
 
     def _report(
-        self, lease: Lease, reason: str, detail: str, *, is_elsewhere: bool = False
+        self,
+        lease: Lease,
+        reason: str,
+        detail: str,
+        *,
+        is_elsewhere: bool = False,
+        traceback: str = "",
     ) -> list[Action]:
         message = Failed(
             group_id=lease.group_id,
@@ -245,6 +253,7 @@ class WorkerSession(NodeSession):
             reason=reason,
             detail=detail[:500],
             is_elsewhere=is_elsewhere,
+            traceback=traceback,
         )
         self.outbox.put(_key_of(lease), message)
         level = "info" if reason == OUTRUN else "warning"

@@ -180,8 +180,9 @@ class TaskHost(abc.ABC):
         assert answer.fault is not None
         if answer.fault.is_transient:
             text = f"{answer.fault.text}; tried {attempt + 1} times (reward.retries)"
-            raise RewardError(text, reason="reward_retries")
-        raise RewardError(answer.fault.text, reason=answer.fault.reason)
+            raise RewardError(text, reason="reward_retries", traceback=answer.fault.traceback)
+        fault = answer.fault
+        raise RewardError(fault.text, reason=fault.reason, traceback=fault.traceback)
 
     def timed_out(self, call: Call) -> RewardError:
         """Return the error of a call that did not come back in time."""

@@ -64,6 +64,8 @@ class PlainLog:
         lines = [f"{stamp} {line}" for line in self._new_notices(snapshot.notices)]
         for step, sampled, greedy in snapshot.eval_history[self._num_evals :]:
             rates = f"{sampled:.3f} sampled, {greedy:.3f} greedy"
+            if num_errors := snapshot.eval_errors.get(step):
+                rates += f"; {num_errors} rewards failed and count as 0"
             lines.append(f"{stamp} eval at step {step}: held-out pass rate {rates}")
         self._num_evals = len(snapshot.eval_history)
         if snapshot.step != self._step_seen:
