@@ -11,7 +11,7 @@ from pathlib import Path
 
 from echo import __version__
 from echo.cli.dry_run import dry_run
-from echo.cli.output import fail, make_log, show
+from echo.cli.output import EXIT_CODES_HELP, fail, make_log, show
 from echo.cli.process import run_loop, run_node
 from echo.config.describe import schema_help
 from echo.config.diff import diff_configs
@@ -36,7 +36,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="echo-node",
         description="Run one node of a run: the learner, a worker or a relay.",
-        epilog="The keys of the configuration: echo-node --role ROLE --help-config",
+        epilog="The keys of the configuration: echo-node --role ROLE --help-config. "
+        f"{EXIT_CODES_HELP}",
     )
     parser.add_argument("--role", choices=ROLES, required=True, help="what this node does")
     parser.add_argument(

@@ -22,7 +22,15 @@ EXIT_CODES: dict[type[EchoError], int] = {
     TransportError: 4,
     RefusedError: 5,
 }
-"""Exit code by error; 1 for any other, 130 after a second Ctrl-C."""
+"""Exit code by error; 1 for any other."""
+
+EXIT_CODES_HELP = (
+    "Exit codes: 0 done; 1 failed, or a simulation did not finish; 2 wrong command line or "
+    "configuration; 3 unusable data or model; 4 the network failed, or nobody answered; 5 refused "
+    "by the learner; 130, 143 and 129 interrupted by Ctrl-C, SIGTERM and a closed terminal: a "
+    "learner has saved its run, a worker has handed over what it had begun."
+)
+"""The same for users; README has it as a table."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 

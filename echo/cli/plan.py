@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from echo.cli.command import add_common_options, run_command
+from echo.cli.output import EXIT_CODES_HELP
 from echo.cli.plan_hetero import assign_gpus, assignment_text
 from echo.cli.plan_run import calibrate, read_rates, run_report
 from echo.cli.plan_text import (
@@ -41,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="echo-plan",
         description="Say what to rent for a run, what it costs and how to start it.",
-        epilog="A file to start from: configs/fleet-example.toml",
+        epilog=f"A file to start from: configs/fleet-example.toml. {EXIT_CODES_HELP}",
     )
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE", help="TOML: the fleet and the job"

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from echo.cli.command import add_common_options, run_command
+from echo.cli.output import EXIT_CODES_HELP
 from echo.cli.plan import to_json, write_json
 from echo.cli.scenario import load_scenario, read_tables
 from echo.cli.sim_replay import comparison, recorded_scenario
@@ -36,7 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="echo-sim",
         description="Simulate a run with the code that would run it, and say what it comes to.",
-        epilog="A file to start from: configs/scenario-example.toml; a fleet file is a scenario.",
+        epilog="A file to start from: configs/scenario-example.toml; a fleet file is a scenario. "
+        f"{EXIT_CODES_HELP}",
     )
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="SCENARIO", help="TOML: fleet, job, what goes wrong"

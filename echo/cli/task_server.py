@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from echo import __version__
-from echo.cli.output import fail
+from echo.cli import interrupts
+from echo.cli.output import EXIT_CODES_HELP, fail
 from echo.config.load import load_config
 from echo.errors import ConfigError, EchoError
 from echo.runtime.task_setup import describe_task, make_local_host
@@ -29,7 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Run the code of [task], rewards and environments, for workers elsewhere; "
         "learner and workers then have reward.address = http://HOST:PORT.",
         epilog=f"Beyond loopback a token is needed, in {TOKEN_VARIABLE} here and at the clients. "
-        "Nothing is encrypted: across networks that you do not trust use a tunnel.",
+        "Nothing is encrypted: across networks that you do not trust use a tunnel. "
+        f"{EXIT_CODES_HELP}",
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run's TOML")
     parser.add_argument(
@@ -49,13 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         server = make_server(arguments.config, arguments.set, arguments.listen)
     except EchoError as error:
         return fail(error)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    received: list[int] = []
+
+    def on_signal(number: int) -> None:
+        received.append(number)
         # In a thread, as the one that serves cannot wait for itself.
-        signal.signal(number, lambda *_: threading.Thread(target=server.stop).start())
-    print(f"serving the task on port {server.port}; Ctrl-C ends it", flush=True)
-    server.serve()
-    server.close()
-    return 0
+        threading.Thread(target=server.stop).start()
+
+    with interrupts.handled(on_signal):
+        print(f"serving the task on port {server.port}; Ctrl-C ends it", flush=True)
+        server.serve()
+        server.close()
+    return interrupts.code_of(received[0]) if received else 0
 
 
 def make_server(config_path: Path, overrides: Sequence[str], listen: str) -> TaskServer:

@@ -28,6 +28,8 @@ from echo.runtime.transport import Connected, Disconnected, Received, Transport
 
 Result = TypeVar("Result")
 
+INTERRUPTED = "interrupted"
+"""Why a node has ended that its operator stopped."""
 STALL_S = 0.5
 """A timer that fires this late means that the loop did not run."""
 CATCH_UP_S = 0.2
@@ -115,7 +117,7 @@ class Node:
             await self.transport.close()
 
     def interrupt(self) -> None:
-        """Handle Ctrl-C or SIGTERM: the first drains, the caller lets the second kill."""
+        """Handle that the operator wants it to end: the first call drains, others do nothing."""
         self._num_interrupts += 1
         if self._num_interrupts == 1:
             self.log.warning("stopping: finishing what must not be lost (again to stop at once)")
@@ -123,7 +125,7 @@ class Node:
 
     async def _drain(self) -> None:
         await self.drain()
-        self.stop("interrupted")
+        self.stop(INTERRUPTED)
 
     @property
     def has_ended(self) -> bool:
