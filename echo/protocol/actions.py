@@ -48,6 +48,8 @@ class Note:
     level: str
     """"info" or "warning"."""
     text: str
+    topic: str = ""
+    """Where many may follow: one a minute of each topic is told, with how many there were."""
 
 
 @dataclass(frozen=True, slots=True)

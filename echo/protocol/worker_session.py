@@ -157,7 +157,7 @@ class WorkerSession(NodeSession):
         if message.outcome == "refused":
             self.counters.add(f"refused/{message.reason}")
             text = f"group {message.group_id} was refused: {message.reason}"
-            actions.append(Note("warning", text))
+            actions.append(Note("warning", text, f"refused {message.reason}"))
         if was_full:
             actions += [LeasesChanged(), *self.heartbeat(now=now)]
         return actions
@@ -257,7 +257,7 @@ class WorkerSession(NodeSession):
         )
         self.outbox.put(_key_of(lease), message)
         level = "info" if reason == OUTRUN else "warning"
-        return [Note(level, f"group {lease.group_id}: {reason}: {detail}")]
+        return [Note(level, f"group {lease.group_id}: {reason}: {detail}", reason)]
 
     # --- time ------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from echo.protocol.actions import (
     Configure,
     LeaseCancelled,
     LeasesChanged,
+    Note,
     VersionArrived,
 )
 from echo.protocol.messages import Lease
@@ -96,7 +97,8 @@ class WorkerNode(DialingNode):
                 self._has_arrived.set()
                 self._wake.set()
             case LeaseCancelled():
-                self.log.info("group %d was finished by another worker", action.group_id)
+                text = f"group {action.group_id} was finished by another worker"
+                self.perform([Note("info", text, "superseded")])
                 if self._rollouts is not None:
                     self._rollouts.give_up()
             case _:
