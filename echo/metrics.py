@@ -52,6 +52,19 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """A worker as it sees itself."""
+
+    version: str
+    """Installed policy version, as text."""
+    num_tokens: int
+    """Completion tokens sampled since the process started, those in the engine included."""
+    num_groups: int
+    """Groups that the learner has accepted of them."""
+    activity: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostView:
     """What the run costs, as the live view shows it."""
 

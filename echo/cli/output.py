@@ -15,6 +15,7 @@ from echo.errors import (
     StorageError,
     TransportError,
 )
+from echo.ui.status_line import StatusLine
 
 EXIT_CODES: dict[type[EchoError], int] = {
     ConfigError: 2,
@@ -68,7 +69,7 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
                 "can be"
             ) from error
     if to_terminal:
-        handlers.append(logging.StreamHandler(sys.stderr))
+        handlers.append(StatusLine(sys.stderr))
     for handler in handlers:
         handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%H:%M:%S"))
         log.addHandler(handler)

@@ -60,6 +60,8 @@ class WorkerSession(NodeSession):
         """Since when the learner has had no work for this worker; None while it is active."""
         self.activity = "starting"
         self.tokens_sampled = 0
+        self.num_accepted = 0
+        """Groups that the learner has taken since this process started."""
         self.drafts = Drafts()
         self.partials: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
@@ -154,6 +156,7 @@ class WorkerSession(NodeSession):
             self.counters.add("cancelled")
             return [LeaseCancelled(*key)]
         actions: list[Action] = []
+        self.num_accepted += message.outcome == "accepted"
         if message.outcome == "refused":
             self.counters.add(f"refused/{message.reason}")
             text = f"group {message.group_id} was refused: {message.reason}"

@@ -20,6 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 from echo.errors import EngineError, LocalProtocolError
+from echo.metrics import WorkerView
 from echo.protocol.actions import (
     Action,
     Configure,
@@ -84,6 +85,18 @@ class WorkerNode(DialingNode):
         self._configure: Configure | None = None
         self._refused_version: PolicyVersion | None = None
         self._is_stopping = False
+
+    def view(self) -> WorkerView:
+        """Return what this worker does, for its operator."""
+        session = self.session
+        in_engine = 0 if self._rollouts is None else self._rollouts.num_tokens
+        version = session.installed_version
+        return WorkerView(
+            version="no version" if version is None else str(version),
+            num_tokens=session.tokens_sampled + in_engine,
+            num_groups=session.num_accepted,
+            activity=session.activity if session.is_admitted else f"{session.state}: no learner",
+        )
 
     # --- actions ---------------------------------------------------------------------------------
 

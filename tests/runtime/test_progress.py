@@ -124,5 +124,8 @@ def test_a_snapshot_shows_every_node(play: Play, num_workers: int) -> None:
         assert seen == {f"w{i}" for i in range(num_workers)}
         assert sum(run.snapshots[-1].staleness_tokens.values()) > 0
         assert len(run.snapshots[-1].reward_history) == 3
+        views = [worker.view() for worker in workers]
+        assert sum(view.num_groups for view in views) >= 6  # three steps of two groups
+        assert all(view.num_tokens > 0 and view.version.startswith("v") for view in views)
 
     play(scenario)
