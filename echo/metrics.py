@@ -52,6 +52,19 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """A worker as it sees itself."""
+
+    version: str
+    """Installed policy version, as text."""
+    num_tokens: int
+    """Completion tokens sampled since the process started, those in the engine included."""
+    num_groups: int
+    """Groups that the learner has accepted of them."""
+    activity: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostView:
     """What the run costs, as the live view shows it."""
 
@@ -103,6 +116,8 @@ class Snapshot:
     """Mean reward of each step so far, oldest first."""
     eval_history: tuple[tuple[int, float, float], ...] = ()
     """(step, pass rate sampled, pass rate greedy) of each evaluation so far."""
+    eval_errors: Mapping[int, int] = field(default_factory=dict)
+    """Rewards that failed, and count as 0, by the step of the evaluation; only where some did."""
     staleness_tokens: Mapping[int, int] = field(default_factory=dict)
     """Trained tokens by staleness, whole run."""
     idle_ratio: float = 0.0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from echo.cli import interrupts
 from echo.cli.output import LogFormatter, make_log
 from echo.cli.process import run_loop, run_node
 from echo.config.load import resolved
@@ -71,6 +72,7 @@ def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
     console = Console(stderr=True)
     section = config.metrics
     with (
+        interrupts.unwinding(),
         MetricsWriter(
             run_dir,
             tensorboard=section.tensorboard,
@@ -83,16 +85,16 @@ def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
         code = run_loop(
             _run(config, resume=resume, metrics=metrics, show=_show_on(view, board), log=log), log
         )
-    if code:
+    if code and not interrupts.is_interruption(code):
         print(f"error: {board.lines[-1] if board.lines else 'see the log'}", file=sys.stderr)
         print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
         return code
     for line in board.unseen:
         # Above all what Ctrl-C has saved and how to go on: it is told after the view has ended.
         print(line, file=sys.stderr)
-    if has_report and (run_dir / "final").exists():
+    if not code and has_report and (run_dir / "final").exists():
         report(run_dir, console)
-    return 0
+    return code
 
 
 def _show_on(view: LiveView, board: NoticeBoard) -> Callable[[Snapshot], None]:

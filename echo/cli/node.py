@@ -23,6 +23,7 @@ from echo.runtime import wiring
 from echo.runtime.curve import Join
 from echo.runtime.join import ECHO_JOIN
 from echo.runtime.node import Node
+from echo.ui.status_line import StatusLine, show_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,7 +146,9 @@ async def _run_dialing(config: Config, role: str, log: logging.Logger) -> str:
     else:
         from echo.runtime.worker_setup import build_worker
 
-        node = await build_worker(config, log=log)
+        node = worker = await build_worker(config, log=log)
+        for line in (line for line in log.handlers if isinstance(line, StatusLine)):
+            node.spawn(show_status(worker.view, log, line), name="status")
     return await run_node(node)
 
 

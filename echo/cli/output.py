@@ -16,6 +16,7 @@ from echo.errors import (
     StorageError,
     TransportError,
 )
+from echo.ui.status_line import StatusLine
 from echo.units import one_line
 
 EXIT_CODES: dict[type[EchoError], int] = {
@@ -24,7 +25,7 @@ EXIT_CODES: dict[type[EchoError], int] = {
     TransportError: 4,
     RefusedError: 5,
 }
-"""Exit code by error; 1 for any other, 130 after a second Ctrl-C."""
+"""Exit code by error; 1 for any other."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
@@ -74,7 +75,7 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
                 "can be"
             ) from error
     if to_terminal:
-        handlers.append(logging.StreamHandler(sys.stderr))
+        handlers.append(StatusLine(sys.stderr))
     for handler in handlers:
         handler.setFormatter(LogFormatter(LOG_FORMAT, datefmt="%H:%M:%S"))
         log.addHandler(handler)

@@ -21,13 +21,22 @@ RENTAL = {
 }
 """Options of a worker on a rented machine; worker.on_release is the command that gives it back."""
 
+EXIT_CODES_HELP = (
+    "Exit codes: 0 done; 1 failed, or a simulation did not finish; 2 wrong command line or "
+    "configuration; 3 unusable data or model; 4 the network failed, or nobody answered; 5 refused "
+    "by the learner; 130, 143 and 129 interrupted by Ctrl-C, SIGTERM and a closed terminal: a "
+    "learner has saved its run, a worker has handed over what it had begun."
+)
+"""How every command ends; README has it as a table."""
+
 
 def node_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; every setting lives in the configuration."""
     parser = argparse.ArgumentParser(
         prog="echo-node",
         description="Run one node of a run: the learner, a worker or a relay.",
-        epilog="The keys of the configuration: echo-node --role ROLE --help-config",
+        epilog="The keys of the configuration: echo-node --role ROLE --help-config. "
+        f"{EXIT_CODES_HELP}",
     )
     parser.add_argument("--role", choices=ROLES, required=True, help="what this node does")
     parser.add_argument(
@@ -80,7 +89,7 @@ def plan_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="echo-plan",
         description="Say what to rent for a run, what it costs and how to start it.",
-        epilog="A file to start from: configs/fleet-example.toml",
+        epilog=f"A file to start from: configs/fleet-example.toml. {EXIT_CODES_HELP}",
     )
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE", help="TOML: the fleet and the job"
@@ -106,7 +115,8 @@ def sim_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="echo-sim",
         description="Simulate a run with the code that would run it, and say what it comes to.",
-        epilog="A file to start from: configs/scenario-example.toml; a fleet file is a scenario.",
+        epilog="A file to start from: configs/scenario-example.toml; a fleet file is a scenario. "
+        f"{EXIT_CODES_HELP}",
     )
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="SCENARIO", help="TOML: fleet, job, what goes wrong"
@@ -150,6 +160,7 @@ def quickstart_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="echo-quickstart",
         description="Train a small model with a learner, a relay and two workers on this machine.",
+        epilog=EXIT_CODES_HELP,
     )
     parser.add_argument("--task", choices=CONFIGS, default="addition", help="what to learn")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
@@ -175,7 +186,8 @@ def task_server_parser() -> argparse.ArgumentParser:
         description="Run the code of [task], rewards and environments, for workers elsewhere; "
         "learner and workers then have reward.address = http://HOST:PORT.",
         epilog="Beyond loopback a token is needed, in ECHO_TASK_TOKEN here and at the clients. "
-        "Nothing is encrypted: across networks that you do not trust use a tunnel.",
+        "Nothing is encrypted: across networks that you do not trust use a tunnel. "
+        f"{EXIT_CODES_HELP}",
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run's TOML")
     parser.add_argument(

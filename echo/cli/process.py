@@ -11,35 +11,55 @@ from typing import Any
 
 import uvloop
 
+from echo.cli import interrupts
+from echo.cli.interrupts import Interrupted
 from echo.cli.output import exit_code
 from echo.errors import EchoError
 from echo.runtime.kernel import raise_descriptor_limit, tune_malloc
-from echo.runtime.node import Node
-
-INTERRUPTED = 130
-"""Exit code after a second Ctrl-C, and after one before the node ran, as shells use it."""
+from echo.runtime.node import INTERRUPTED, Node
 
 
 async def run_node(node: Node) -> str:
-    """Run a node with Ctrl-C and SIGTERM handled: the first drains, the second ends at once."""
-    num_signals = 0
+    """Run a node; the first signal drains it, the second stops it, the third kills the process.
 
-    def on_signal() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals > 1:
-            os._exit(INTERRUPTED)
-        node.interrupt()
+    Raises:
+        EchoError: if the node cannot go on.
+        Interrupted: if a signal has ended it.
+    """
+    received: list[int] = []
+
+    def on_signal(number: int) -> None:
+        if number == signal.SIGHUP:
+            interrupts.leave_terminal()
+            if received:
+                return  # a terminal that closes sends it more than once
+        received.append(number)
+        code = interrupts.code_of(number)
+        if len(received) == 1:
+            node.interrupt()
+        elif len(received) == 2:
+            node.log.warning("stopping at once: what is unfinished is given up")
+            interrupts.hurry(code)
+            node.stop(INTERRUPTED)
+        else:
+            os._exit(code)
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    before = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]  # under nohup
+    for number in before:
+        loop.add_signal_handler(number, on_signal, number)
     try:
-        return await node.run()
+        reason = await node.run()
     finally:
         # Or the process could not be stopped while threads of the node still work.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+    if received and reason == INTERRUPTED:
+        raise Interrupted(received[0])
+    return reason
 
 
 def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:
@@ -51,9 +71,10 @@ def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> i
     except EchoError as error:
         log.error("%s", error)  # noqa: TRY400 - the message is for the user, the trace is not
         return exit_code(error)
-    except KeyboardInterrupt:
-        # Models were still being loaded: there is nothing to save.
-        log.warning("interrupted before the start")
-        return INTERRUPTED
+    except Interrupted as interrupted:
+        log.info("ended: %s", INTERRUPTED)
+        # A thread may still load a model or make a step; what was to be saved is saved.
+        interrupts.hurry(interrupted.exit_code)
+        return interrupted.exit_code
     log.info("ended: %s", reason)
     return 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from echo.cli import interrupts
 from echo.cli.node import read_file
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, quickstart_parser
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_nodes(config_path, config, arguments.set, arguments, console)
         config_path = find_config(CONFIGS[arguments.task])
         config, _ = load_config(config_path, arguments.set, "learner")
-        model = make_model(arguments.task, console, for_vllm=config.engine.kind == "vllm")
+        with interrupts.unwinding():
+            model = make_model(arguments.task, console, for_vllm=config.engine.kind == "vllm")
         overrides = [f"model.name={model}", f"run.seed={arguments.seed}", *arguments.set]
         config, _ = load_config(config_path, overrides, "learner")
         overrides += free_settings(config)
@@ -152,33 +154,35 @@ def run_nodes(
     # Imported here so that a wrong argument is refused without loading torch.
     from echo.cli.learner import report
 
-    nodes = []
+    nodes: list[NodeProcess] = []
     final = config.run_dir / "final"
     # Made before the learner makes them, so that all four can start at once.
     environment = join_environment(config)
-    try:
-        extra = ["--no-report", *(["--resume"] if arguments.resume is not None else [])]
-        learner = start_node("learner", "learner", config_path, overrides, extra=extra)
-        nodes.append(learner)
-        own = [*overrides, "relay.name=relay"]
-        nodes.append(start_node("relay", "relay", config_path, own, environment=environment))
-        for number in range(1, arguments.workers + 1):
-            name = f"w{number}"
-            own = [*overrides, f"worker.name={name}"]
-            nodes.append(start_node(name, "worker", config_path, own, environment=environment))
-        code = wait_for(learner, nodes[1:], console)
-    finally:
-        # After the last step every node ends by itself; otherwise they would wait for the learner.
-        stop(nodes, grace_s=GRACE_S if final.exists() else 0.0)
+    with interrupts.handled(lambda number: pass_on(number, nodes)):
+        try:
+            extra = ["--no-report", *(["--resume"] if arguments.resume is not None else [])]
+            learner = start_node("learner", "learner", config_path, overrides, extra=extra)
+            nodes.append(learner)
+            own = [*overrides, "relay.name=relay"]
+            nodes.append(start_node("relay", "relay", config_path, own, environment=environment))
+            for number in range(1, arguments.workers + 1):
+                name = f"w{number}"
+                own = [*overrides, f"worker.name={name}"]
+                nodes.append(start_node(name, "worker", config_path, own, environment=environment))
+            code = wait_for(learner, nodes[1:], console)
+        finally:
+            # After the last step every node ends by itself; otherwise they would wait for the
+            # learner.
+            stop(nodes, grace_s=GRACE_S if final.exists() else 0.0)
     run_dir = config.run_dir
+    if interrupts.is_interruption(code):
+        if (run_dir / "config.json").exists():
+            command = f"{PROGRAMS}echo-quickstart --resume {run_dir}"
+            console.print(f"stopped before the end; to go on: {command}", soft_wrap=True)
+        return code
     if code:
         console.print(f"[red]the learner ended with code {code}[/]; its log: {run_dir}/logs")
         return code
-    if not final.exists():
-        console.print(
-            f"stopped before the end; to go on: {PROGRAMS}echo-quickstart --resume {run_dir}"
-        )
-        return 0
     report(run_dir, console, commands=next_commands(arguments.task))
     return 0
 
@@ -230,26 +234,29 @@ def start_node(
     return NodeProcess(name, process)
 
 
-def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:
-    """Wait for the learner to end; who stops us stops it."""
+def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
+    """Have the learner, the first of the nodes, end by a signal that we have received."""
+    if number == signal.SIGHUP:
+        interrupts.leave_terminal()
+    if not nodes:
+        interrupts.tell(number)
+        raise SystemExit(interrupts.code_of(number))
     # The terminal sends Ctrl-C to the learner as well, everybody else only to us.
-    previous = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: learner.process.terminate()),
-    }
+    if number != signal.SIGINT:
+        nodes[0].process.send_signal(number)
+
+
+def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:
+    """Wait for the learner to end and return its exit code."""
     reported = set()
-    try:
-        while (code := learner.process.poll()) is None:
-            for node in nodes:
-                ended = node.process.poll()
-                if ended and node.name not in reported:
-                    reported.add(node.name)
-                    console.print(f"[yellow]{node.name} ended with code {ended}; see its log[/]")
-            time.sleep(0.1)
-        return code
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    while (code := learner.process.poll()) is None:
+        for node in nodes:
+            ended = node.process.poll()
+            if ended and node.name not in reported:
+                reported.add(node.name)
+                console.print(f"[yellow]{node.name} ended with code {ended}; see its log[/]")
+        time.sleep(0.1)
+    return code if code >= 0 else interrupts.code_of(-code)
 
 
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:

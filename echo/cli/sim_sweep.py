@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from echo.cli import interrupts
 from echo.cli.plan import to_json, write_json
 from echo.cli.scenario import load_scenario, override, split_override
 from echo.errors import ConfigError
@@ -91,8 +93,17 @@ def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
     if num_processes < 2:
         return [run_one(scenario) for scenario in scenarios]
     # Started anew, not forked: a fork would inherit whatever threads there are, half alive.
-    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
-        return list(pool.map(run_one, scenarios))
+    with interrupts.unwinding(), ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+        try:
+            # They inherit it: Ctrl-C is for this process alone, which ends them.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            futures = [pool.submit(run_one, scenario) for scenario in scenarios]
+            signal.signal(signal.SIGINT, before)
+            return [future.result() for future in futures]
+        except SystemExit:
+            for process in active_children():
+                process.kill()
+            raise
 
 
 def run_one(scenario: Scenario) -> Summary:

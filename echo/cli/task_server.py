@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from echo.cli import interrupts
 from echo.cli.output import fail
 from echo.cli.parsers import task_server_parser
 from echo.config.load import load_config
@@ -28,13 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         server = make_server(arguments.config, arguments.set, arguments.listen)
     except EchoError as error:
         return fail(error)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    received: list[int] = []
+
+    def on_signal(number: int) -> None:
+        received.append(number)
         # In a thread, as the one that serves cannot wait for itself.
-        signal.signal(number, lambda *_: threading.Thread(target=server.stop).start())
-    print(f"serving the task on port {server.port}; Ctrl-C ends it", flush=True)
-    server.serve()
-    server.close()
-    return 0
+        threading.Thread(target=server.stop).start()
+
+    with interrupts.handled(on_signal):
+        print(f"serving the task on port {server.port}; Ctrl-C ends it", flush=True)
+        server.serve()
+        server.close()
+    return interrupts.code_of(received[0]) if received else 0
 
 
 def make_server(config_path: Path, overrides: Sequence[str], listen: str) -> TaskServer:

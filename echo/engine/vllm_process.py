@@ -80,10 +80,11 @@ class ProcessBackend(Backend):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # vLLM's processes inherit this: Ctrl-C is for the node alone, which finishes what it does.
+        # vLLM's processes inherit this: Ctrl-C and a closed terminal are for the node alone, which
+        # finishes what it does.
         # Python's tracker would lift it again while it starts.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         with self._last_words.told():
             self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 

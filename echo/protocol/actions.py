@@ -48,6 +48,8 @@ class Note:
     level: str
     """"info" or "warning"."""
     text: str
+    topic: str = ""
+    """Where many may follow: one a minute of each topic is told, with how many there were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,10 @@ class RecordEnd:
 
     group_id: int
     reason: str
+    worker_id: str = ""
+    """The worker that could not finish it; empty where none was asked to."""
+    cause: str = ""
+    """What that worker says of it, with the traceback of the task's code in further lines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,11 +97,13 @@ class Granting:
         self.leases.finish(group_id)
         self.handover.discard(group_id)
 
-    def end(self, group_id: int, reason: str) -> list[Action]:
-        """End a group that was never accepted."""
+    def end(
+        self, group_id: int, reason: str, *, worker_id: str = "", cause: str = ""
+    ) -> list[Action]:
+        """End a group that was never accepted; who could not finish it, and why, if anybody."""
         self.settle(group_id)
         self.counters.add(f"discarded/{reason}")
-        return [RecordEnd(group_id, reason)]
+        return [RecordEnd(group_id, reason, worker_id, cause)]
 
     # --- who gets what ---------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ from echo.rollout import Group, Lineage, find_fault, trim_stale
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0, but for rounding."""
+MAX_CAUSE_LENGTH = 2600
+"""Of what a worker says of it, the last characters: a sentence and a traceback."""
 
 
 class Intake:
@@ -121,6 +123,7 @@ class Intake:
         if reason is not None:
             return self._refuse(node_id, message, reason)
         self._storing[group.group_id] = (node_id, group.attempt)
+        self.granting.leases.deliver(group.group_id, group.attempt, node_id)
         self.granting.forecast.made(
             node_id,
             num_tokens=max(rollout.num_tokens for rollout in group.rollouts),
@@ -265,7 +268,12 @@ class Intake:
         own = next((r for r in leases if r.attempt == message.attempt), None)
         return [
             *self._complain(node_id, reason, text, now),
-            *self.granting.end(message.group_id, reason),
+            *self.granting.end(
+                message.group_id,
+                reason,
+                worker_id=node_id,
+                cause=_printable(f"{message.detail}\n{message.traceback}".strip()),
+            ),
             *self._ack(node_id, message, "refused", reason),
             *self._cancel(leases, own),
         ]
@@ -279,6 +287,13 @@ class Intake:
             return acks  # so it goes with each new version
         text = f"{node_id} gives group {message.group_id} back: {message.detail}"
         return [*self._complain(node_id, "given_back", text, now), *acks]
+
+
+def _printable(text: str) -> str:
+    """Return the end of a peer's text as lines that are harmless on a terminal."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
+    )
 
 
 def _find_token_fault(

@@ -12,6 +12,7 @@ judges results, `broadcast.py` distributes the weights.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -428,15 +429,17 @@ class LearnerSession:
             )
             actions.append(Note("warning", text))
             self.leases.drop_worker(member.node_id)
-        for record in self.leases.expire(now=now):
+        late = self.leases.expire(now=now)
+        for record in late:
             self.counters.add("leases_expired")
             if record.worker_id in self.roster.nodes:
                 # It gets no other group before its next heartbeat shows how it fares.
                 self.roster.nodes[record.worker_id].is_stuck = True
-            text = (
-                f"lease of group {record.group_id} on {record.worker_id} expired without progress"
-            )
-            actions.append(Note("warning", text))
+        if late:
+            numbers = Counter(record.worker_id for record in late)
+            where = ", ".join(f"{number} on {node_id}" for node_id, number in numbers.items())
+            text = f"leases expired without progress: {where}"
+            actions.append(Note("warning", text, "expired leases"))
         if silent or self._plans.is_due(now=now):
             actions += self.replan(now)
         is_open = bool(actions) or self._grants.is_due(now=now)

@@ -72,6 +72,8 @@ class LeaseRecord:
     sent_at: float = 0.0
     is_confirmed: bool = False
     """Whether a heartbeat of the worker has listed it since it was (last) sent."""
+    is_delivered: bool = False
+    """Whether its result is here and being judged or written: it does not expire any more."""
     is_over: bool = False
     """Whether it was ended, in whatever way."""
     running_s: float = 0.0
@@ -123,7 +125,8 @@ class LeaseBook:
         return self._deadlines.first
 
     def _deadline_of(self, record: LeaseRecord) -> float | None:
-        return None if record.is_over else record.renewed_at + self.timeout_s
+        is_watched = not record.is_over and not record.is_delivered
+        return record.renewed_at + self.timeout_s if is_watched else None
 
     @property
     def oldest_open(self) -> int | None:
@@ -203,6 +206,12 @@ class LeaseBook:
     def num_attempts(self, group_id: int) -> int:
         """Return how often a group has been granted."""
         return self._attempts.get(group_id, 0)
+
+    def deliver(self, group_id: int, attempt: int, worker_id: str) -> None:
+        """Note that the result of a lease is here, which may take its time to be judged."""
+        for record in self._by_group.get(group_id, ()):
+            if (record.attempt, record.worker_id) == (attempt, worker_id):
+                record.is_delivered = True
 
     def renew(self, record: LeaseRecord, *, num_tokens: int, now: float) -> None:
         """Prolong a lease whose worker shows progress on it, be it tokens, rewards or tools."""

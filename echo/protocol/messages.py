@@ -343,6 +343,8 @@ class Failed(Message, frozen=True):
     detail: Line
     is_elsewhere: bool = False
     """Whether it can be finished all the same, by another worker: it is granted again."""
+    traceback: Line = ""
+    """Of the task's code, where that raised."""
 
 
 class Ack(Message, frozen=True):

@@ -17,7 +17,8 @@ Both are replaced independently, and neither loss stops the node's work.
 * If the link is lost, or nothing was heard from the learner for `dead_after_s`, the next address
   is dialled: the configured ones in turn, and the learner's own where a Plan told it. So the
   workers of a dead relay find the learner without help.
-* After `reconnect_for_s` without the learner the node stops with an error that says what to do.
+* After `reconnect_for_s` without the learner the node stops with an error that says what to do,
+  and once every address has refused its keys three times in a row: that does not mend itself.
 * Welcome of another run or with other settings, another protocol version, or hashes that differ end
   the node: retrying cannot help.
 * So does a Welcome that the learner has not signed: whatever came with it is not used (`trust.py`).
@@ -26,6 +27,8 @@ Both are replaced independently, and neither loss stops the node's work.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 
 from echo.errors import RefusedError, RemoteProtocolError, TransportError
@@ -71,6 +74,10 @@ from echo.protocol.weights_link import CONNECT_TIMEOUT_S, Uplink, WeightsLinks
 from echo.rollout import PolicyVersion
 from echo.units import one_line
 
+MAX_REFUSALS = 3
+"""Attempts in a row that each address must have refused before a node gives up."""
+TELL_AFTER_S = 5.0
+"""Seconds without the learner before the operator hears of it."""
 MAX_PEER_NAMES = 10_000
 """Inbound peers whose names are remembered, for messages to the operator."""
 
@@ -89,9 +96,13 @@ class NodeSession:
         self._control: Uplink | None = None
         self._address_index = 0
         self._lost_at = self._heard_at = now
-        self._heartbeat_at = self._warned_at = self._beat_at = now
+        self._heartbeat_at = self._beat_at = now
         self.learner_step = 0
         self._complaints = OncePerMinute()
+        self._faults: dict[str, str] = {}
+        """Why the last attempt at an address failed."""
+        self._num_refusals: Counter[str] = Counter()
+        self._told_at: dict[str, float] = {}
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._weights = WeightsLinks(
             broadcast, retry_s=settings.retry_s, sockets_per_link=settings.sockets_per_link
@@ -180,11 +191,31 @@ class NodeSession:
             return [self._greet(peer, "control")]
         return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
 
+    def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
+        """Handle that an attempt to dial failed; stop where all addresses refuse this node.
+
+        Args:
+            peer: whom it was made for; parents are left by their silence.
+            reason: for the operator.
+            is_refused: whether another attempt cannot help.
+        """
+        link = self._control
+        if link is None or link.peer != peer:
+            return []
+        self._faults[link.address] = reason
+        self._num_refusals[link.address] += 1
+        if not is_refused:
+            self._num_refusals[link.address] = 0
+        if any(self._num_refusals[address] < MAX_REFUSALS for address in self._addresses()):
+            return []
+        text = f"{reason} (tried {MAX_REFUSALS} times)"
+        return [Stop("refused", RefusedError(text))]
+
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Handle that a link is gone, inbound or outbound."""
         if self._control is not None and self._control.peer == peer:
             text = f"lost the link to {self._control.address}: {reason}"
-            return [Note("warning", text), *self._next_address(now)]
+            return [Note("warning", text, "lost link"), *self._next_address(now)]
         if self._weights.has(peer):
             return self._weights.failed(peer, reason, control=self._control, now=now)
         self._peer_names.discard(peer)
@@ -307,6 +338,8 @@ class NodeSession:
             if self._control.node_id:
                 return []
             self._control.node_id = message.node_id
+            self._faults.pop(self._control.address, None)
+            self._num_refusals.pop(self._control.address, None)
             self._weights.reached(now - self._control.greeted_at)
             self._heard_at = now
             self._joining.via = f"{self._control.address.partition('#')[0]} ({message.node_id})"
@@ -380,7 +413,7 @@ class NodeSession:
     def _expire_admitted(self, now: float) -> list[Action]:
         if now >= self._heard_at + self._joining.dead_after_s:
             text = f"nothing heard from the learner for {self._joining.dead_after_s:.0f} s"
-            return [Note("warning", text), *self._next_address(now)]
+            return [Note("warning", text, "silent learner"), *self._next_address(now)]
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
 
     def _expire_joining(self, now: float) -> list[Action]:
@@ -388,18 +421,31 @@ class NodeSession:
         if remaining_s <= 0:
             run_id = self._joining.run_id
             text = describe_failure(self.settings, self._addresses(), run_id=run_id)
+            for fault in self._faults.values():
+                text += f"\n  last attempt: {fault}"
             return [Stop("learner_unreachable", TransportError(text))]
         if now < self._joining.retry_at:
             return []
-        actions: list[Action] = []
-        if self.state != "configuring" and now >= self._warned_at + 5:
-            self._warned_at = now
-            where = self._control.address if self._control is not None else "?"
-            text = f"{self.state}: no learner at {where} yet; giving up in {remaining_s:.0f} s"
-            actions.append(Note("warning", text))
+        actions = [] if self.state == "configuring" else self._tell_wait(remaining_s, now)
         if self.state == "dialling" or now >= self._heard_at + self._joining.dead_after_s:
             return actions + self._next_address(now)
         return actions + self._joining.repeat(now)
+
+    def _tell_wait(self, remaining_s: float, now: float) -> list[Action]:
+        """Say where the learner is looked for: after a moment, then each minute of a state."""
+        if self.state == "dialling" and self._control is not None:
+            self._faults.setdefault(
+                self._control.address,
+                f"{self._control.address.partition('#')[0]} does not answer: the host is off or "
+                "cannot be reached, or a firewall drops what is sent to it",
+            )
+        if now < max(self._lost_at + TELL_AFTER_S, self._told_at.get(self.state, -math.inf) + 60):
+            return []
+        self._told_at[self.state] = now
+        where = self._control.address if self._control is not None else "?"
+        text = f"{self.state}: no learner at {where} yet; giving up in {remaining_s:.0f} s"
+        why = self._faults.get(where)
+        return [Note("warning", f"{text}: {why}" if why else text)]
 
     def heartbeat(self, *, now: float) -> list[Action]:
         """Tell the learner this node's state, now."""

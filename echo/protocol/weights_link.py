@@ -175,7 +175,8 @@ class LaneLink:
             self.spare, self._spare_at = None, now + self.retry_s
             self.broadcast.set_spare(self.lane, is_ready=False)
             return actions
-        actions.append(Note("warning", f"weights from {name} failed: {reason}"))
+        text = f"weights from {name} failed: {reason}"
+        actions.append(Note("warning", text, f"weights from {name}"))
         if is_corrupt and link.node_id:
             self.quarantined[link.node_id] = now + QUARANTINE_S
         self._failed_at = now

@@ -62,6 +62,8 @@ class WorkerSession(NodeSession):
         """Since when the learner has had no work for this worker; None while it is active."""
         self.activity = "starting"
         self.tokens_sampled = 0
+        self.num_accepted = 0
+        """Groups that the learner has taken since this process started."""
         self.drafts = Drafts()
         self.partials: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
@@ -157,11 +159,12 @@ class WorkerSession(NodeSession):
             self.counters.add("cancelled")
             return [LeaseCancelled(*key)]
         actions: list[Action] = []
+        self.num_accepted += message.outcome == "accepted"
         if message.outcome == "refused":
             reason = known_reason(message.reason)
             self.counters.add(f"refused/{reason}")
             text = f"group {message.group_id} was refused: {reason}"
-            actions.append(Note("warning", text))
+            actions.append(Note("warning", text, f"refused {reason}"))
         if was_full:
             actions += [LeasesChanged(), *self.heartbeat(now=now)]
         return actions
@@ -244,14 +247,22 @@ class WorkerSession(NodeSession):
         self.outbox.put(key, message, *payload)
         return self._send_due(now)
 
-    def failed(self, lease: Lease, reason: str, detail: str, *, now: float) -> list[Action]:
+    def failed(
+        self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
+    ) -> list[Action]:
         """Report a group that cannot be finished and that trying again will not mend."""
         self.drafts.end(_key_of(lease))
         self.counters.add(f"failed/{reason}")
-        return [*self._report(lease, reason, detail), *self._send_due(now)]
+        return [*self._report(lease, reason, detail, traceback=traceback), *self._send_due(now)]
 
     def _report(
-        self, lease: Lease, reason: str, detail: str, *, is_elsewhere: bool = False
+        self,
+        lease: Lease,
+        reason: str,
+        detail: str,
+        *,
+        is_elsewhere: bool = False,
+        traceback: str = "",
     ) -> list[Action]:
         message = Failed(
             group_id=lease.group_id,
@@ -259,10 +270,11 @@ class WorkerSession(NodeSession):
             reason=reason,
             detail=detail[:500],
             is_elsewhere=is_elsewhere,
+            traceback=traceback,
         )
         self.outbox.put(_key_of(lease), message)
         level = "info" if reason == OUTRUN else "warning"
-        return [Note(level, f"group {lease.group_id}: {reason}: {detail}")]
+        return [Note(level, f"group {lease.group_id}: {reason}: {detail}", reason)]
 
     # --- time ------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from echo.buffer import StalenessBuffer
-from echo.protocol.actions import Action, Note, StoreGroup
+from echo.protocol.actions import Action, Note, RecordEnd, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.usefulness import Usefulness
 from echo.rollout import Group
@@ -113,6 +113,8 @@ class Arrivals:
             self._end_unrewarded(action.group, reason)
             return
         if reason is not None:
+            self._progress.left_out(action.group, reason, now=self._clock())
+            self._judge(action.group, is_useful=False)
             self._end(action.group, reason)
             return
         self._ledger.store(action.group, action.header, action.arrays)
@@ -131,14 +133,23 @@ class Arrivals:
         if self.is_open:
             text = f"group {group.group_id}: {error.reason}: {error}"
             self._perform([Note("warning", text)])
+            cause = f"group {group.group_id} on the learner: {error}\n{error.traceback}".strip()
+            self._progress.failed(error.reason, cause)
             self._end(group, error.reason)
+
+    def on_failed(self, action: RecordEnd) -> None:
+        """Count a group that its worker could not finish."""
+        cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
+        self._progress.failed(action.reason, cause)
+        self._tell_if_barren()
 
     def _end(self, group: Group, reason: str) -> None:
         self._ledger.discarded(group.group_id, reason, step=self._session.step)
         self._session.counters.add(f"discarded/{reason}")
-        self._progress.left_out(group, reason, now=self._clock())
-        self._judge(group, is_useful=False)
         self._perform(self._session.stored(group.group_id, now=self._clock()))
+        self._tell_if_barren()
+
+    def _tell_if_barren(self) -> None:
         if self.is_barren:
             self._has_news.set()
 

@@ -29,17 +29,39 @@ class EvalResult:
     sampled: float
     """At the run's sampling temperature."""
     greedy: float
+    num_rewards: int
+    """Completions that were to be judged."""
     num_reward_errors: int
-    """Completions whose reward failed; each counts as 0."""
+    """Those whose reward failed; each counts as 0."""
+    error: str = ""
+    """What the last of these says."""
+
+    @property
+    def has_figure(self) -> bool:
+        """Whether anything was judged at all."""
+        return self.num_reward_errors < self.num_rewards
 
     def metrics(self, task_name: str) -> dict[str, float]:
-        """Return the row for metrics.jsonl."""
-        return {
-            f"eval/{task_name}/pass@1": self.sampled,
-            f"eval/{task_name}/greedy": self.greedy,
+        """Return the row for metrics.jsonl; without pass rates where nothing was judged."""
+        row: dict[str, float] = {
             "eval/version": self.version.step,
             "eval/reward_errors": self.num_reward_errors,
         }
+        if self.has_figure:
+            row[f"eval/{task_name}/pass@1"] = self.sampled
+            row[f"eval/{task_name}/greedy"] = self.greedy
+        return row
+
+    def __str__(self) -> str:
+        figure = f"sampled {self.sampled:.3f}, greedy {self.greedy:.3f}"
+        if not self.num_reward_errors:
+            return f"evaluation of {self.version}: {figure}"
+        failed = f"{self.num_reward_errors} of {self.num_rewards} rewards failed"
+        if self.has_figure:
+            figure, failed = f"{figure}; ", f"{failed} and count as 0"
+        else:
+            figure = "no figure, "
+        return f"evaluation of {self.version}: {figure}{failed}: {self.error}"
 
 
 class Evaluator:
@@ -74,22 +96,29 @@ class Evaluator:
     ) -> EvalResult | None:
         """Return the pass rates of a version, or None if told to stop."""
         self._engine.load(tensors)
-        rates, num_errors = [], 0
+        rates: list[float] = []
+        errors: list[RewardError] = []
         for is_greedy in (False, True):
             sampling = replace(self._sampling, greedy=is_greedy)
             rewards = self._rewards(sampling, should_stop)
             if rewards is None:
                 return None
-            num_errors += sum(reward is None for reward in rewards)
-            rates.append(float(np.mean([reward or 0.0 for reward in rewards])))
+            errors += [reward for reward in rewards if isinstance(reward, RewardError)]
+            figures = [0.0 if isinstance(reward, RewardError) else reward for reward in rewards]
+            rates.append(float(np.mean(figures)))
         return EvalResult(
-            version=version, sampled=rates[0], greedy=rates[1], num_reward_errors=num_errors
+            version=version,
+            sampled=rates[0],
+            greedy=rates[1],
+            num_rewards=2 * len(self._prompts),
+            num_reward_errors=len(errors),
+            error=str(errors[-1]) if errors else "",
         )
 
     def _rewards(
         self, sampling: Sampling, should_stop: Callable[[], bool]
-    ) -> list[float | None] | None:
-        """Return one reward per prompt, None where it failed; None in all if told to stop."""
+    ) -> list[float | RewardError] | None:
+        """Return one reward per prompt, or why it has none; None in all if told to stop."""
         if self._player is not None:
             return self._play(self._player, sampling, should_stop)
         requests = [
@@ -101,20 +130,20 @@ class Evaluator:
             for index, (_, token_ids) in enumerate(self._prompts)
         ]
         completions = self._engine.generate(requests, sampling, should_stop=should_stop)
-        rewards: list[float | None] = []
+        rewards: list[float | RewardError] = []
         for (example, _), completion in zip(self._prompts, completions, strict=True):
             if should_stop():
                 return None
             text = self._decode(completion.token_ids.tolist())
             try:
                 rewards.append(self._host.score(example, text))
-            except RewardError:
-                rewards.append(None)
+            except RewardError as error:
+                rewards.append(error)
         return rewards
 
     def _play(
         self, player: EpisodePlayer, sampling: Sampling, should_stop: Callable[[], bool]
-    ) -> list[float | None] | None:
+    ) -> list[float | RewardError] | None:
         openings = [
             Opening(
                 name=f"eval.{index}",
@@ -129,7 +158,7 @@ class Evaluator:
         )
         if should_stop():
             return None
-        return [None if isinstance(r, RewardError) else r[0].reward for r in results]
+        return [r if isinstance(r, RewardError) else r[0].reward for r in results]
 
     def _seed_of(self, index: int) -> int:
         return self._seed * 1_000_003 + index

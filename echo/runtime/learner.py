@@ -57,6 +57,7 @@ from echo.runtime.reporting import Reporting
 from echo.runtime.transport import Transport
 from echo.runtime.waiting import Waiting
 from echo.sim.delays import DelayInjector
+from echo.tasks.faults import RewardError
 
 MAX_FAILED_STEPS = 5
 """Batches in a row of which no step could be made, after which the run ends with the cause."""
@@ -179,6 +180,8 @@ class LearnerNode(Node):
         self._num_failed_steps = 0
         self._farewell = Farewell(self, session, clock=lambda: self.now)
         self._is_stopping = False
+        self._failure: RewardError | None = None
+        """Why the run cannot go on, where it cannot."""
         self._is_work_over = asyncio.Event()
 
     def release(self) -> None:
@@ -201,6 +204,8 @@ class LearnerNode(Node):
                 self.arrivals.is_open
             ):
                 record(self._ledger, action, step=self.session.step)
+                if isinstance(action, RecordEnd) and action.worker_id:
+                    self.arrivals.on_failed(action)
             case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
                 # Too late: it is not acknowledged, or was never accepted, so it needs no end.
                 pass
@@ -231,6 +236,8 @@ class LearnerNode(Node):
                 raise
             if self._is_stopping:
                 await self._save()
+            elif self._failure is not None:
+                await self._give_up(self._failure)
             else:
                 await self._finish()
                 self.stop("finished")
@@ -322,7 +329,11 @@ class LearnerNode(Node):
                 self.perform(self.session.grant(now=self.now))
                 return groups
             if self.arrivals.is_barren:
-                self.log.warning("%s", self._progress.describe_barren(self.session.step))
+                failing = self._progress.describe_failing(self.session.step)
+                if failing is None:
+                    self.log.warning("%s", self._progress.describe_barren(self.session.step))
+                else:
+                    self._failure = RewardError(failing)
                 return None
             visible_at = self._buffer.visible_at(num_groups)
             await self.arrivals.wait(until=earliest(visible_at, self._waiting.look_at))
@@ -378,11 +389,14 @@ class LearnerNode(Node):
         )
         if result is None:
             return
-        self._progress.evaluated(version.step, result.sampled, result.greedy)
+        if result.has_figure:
+            self._progress.evaluated(
+                version.step, result.sampled, result.greedy, num_errors=result.num_reward_errors
+            )
         row = {**result.metrics(self._plan.task_name), "lineage": version.lineage}
         self._write_metrics(version.step, row)
-        text = "evaluation of %s: sampled %.3f, greedy %.3f"
-        self.log.info(text, version, result.sampled, result.greedy)
+        level = logging.WARNING if result.num_reward_errors else logging.INFO
+        self.log.log(level, "%s", result)
 
     async def _evaluate_present(self) -> None:
         """Evaluate the present weights, as where a run ends before its last step."""
@@ -449,14 +463,25 @@ class LearnerNode(Node):
 
     async def _save(self) -> None:
         """Save where the run does not end for good, so that --resume goes on from here."""
-        await self._take_no_more_groups()
-        await self._checkpoint()
-        await self.in_thread(self._disk_thread, self._ledger.close)
+        await self._close_records()
         self.log.info(
             "stopped at step %d; --resume continues from step %d%s",
             self.session.step, self._checkpoints.saved_step or 0,
             ", workers wait for it" if self.session.roster.members("worker") else "",
         )  # fmt: skip
+
+    async def _give_up(self, failure: RewardError) -> None:
+        """Save, so that --resume goes on once the task is mended, tell every node, and fail."""
+        self.session.is_granting = False
+        await self._close_records()
+        self._reporting.display()
+        await self._farewell.say("no reward can be given, see the learner's log")
+        self.stop("failed", failure)
+
+    async def _close_records(self) -> None:
+        await self._take_no_more_groups()
+        await self._checkpoint()
+        await self.in_thread(self._disk_thread, self._ledger.close)
 
     async def drain(self) -> None:
         """Let the running step come to its end and the state be saved."""

@@ -45,8 +45,15 @@ from echo.runtime.transport import (
     without_key,
 )
 
-WARN_EVERY_S = 10.0
+WARN_EVERY_S = 60.0
 """How often a link that cannot come up says why, seconds."""
+PROBE_S = 3.0
+"""Seconds that a look at what is at an address may take."""
+
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+"""How the greeting of a ZMTP 3 peer begins; one that hears no more of it goes on with its own."""
+GREETING_BYTES = 64
+"""A whole greeting; its bytes 12 to 32 are the mechanism."""
 
 RESERVED_DESCRIPTORS = 16
 """Held by a listener for the time when strangers have taken all others."""
@@ -118,6 +125,9 @@ class Host(Protocol):
 
     def mint(self, prefix: str) -> PeerId:
         """Return a fresh id."""
+
+    def dial_failed(self, peer: PeerId, reason: str, *, is_refused: bool) -> None:
+        """Pass on that an attempt to dial failed."""
 
     def adopt(self, inbound: Inbound) -> None:
         """Enter an inbound peer."""
@@ -364,7 +374,8 @@ class DialledLink:
         # The one to try next comes first.
         self._keys = deque(host.server_keys(address))
         self._num_wrong_keys = 0
-        self._fault: str | None = None
+        self._fault: News | None = None
+        self._ip_address, self._began_at = "", 0.0
         self._has_other_key = False
         self._warned_at = -math.inf
         self._channel: Channel | None = None
@@ -429,10 +440,12 @@ class DialledLink:
                 self._name, self._port, type=socket.SOCK_STREAM
             )
         except OSError as error:
-            self._redial(f"{self.address} cannot be resolved: {error}")
+            why = error.strerror or str(error)
+            self._redial(f"the host name of {without_key(self.address)} is not known: {why}")
             return
         ip_address = str(found[self._num_attempts % len(found)][4][0])
         self._num_attempts += 1
+        self._ip_address, self._began_at = ip_address, self._host.loop.time()
         self._is_up = self._is_over = self._has_other_key = False
         self._fault = None
         try:
@@ -450,11 +463,12 @@ class DialledLink:
         if news is News.UP:
             self._is_up = True
             self._num_wrong_keys = 0
+            self._warned_at = -math.inf
             self._up_at = self._host.loop.time()
             self._host.note(self)
         elif news in (News.HANDSHAKE_FAILED, News.REFUSED):
             self._host.totals.failed_handshakes += 1
-            self._fault = self._describe(news)
+            self._fault = news
             if news is News.HANDSHAKE_FAILED:
                 self._keys.rotate(-1)
                 self._num_wrong_keys += 1
@@ -462,27 +476,70 @@ class DialledLink:
         elif self._is_up:
             self._is_over = True
             self._host.note(self)
-        else:
-            self._redial(self._fault or f"nobody answers at {self.address}")
+        elif self._attempt is None or self._attempt.done():
+            self._attempt = self._host.loop.create_task(self._explain())
 
-    def _describe(self, news: News) -> str:
-        """Say what a failed handshake means for the user."""
-        place, is_encrypted = without_key(self.address), self._keys[0] is not None
-        if news is News.REFUSED:
-            return (
+    async def _explain(self) -> None:
+        """Find out why an attempt came to nothing, and dial again."""
+        options, place = self._host.options, without_key(self.address)
+        took_s = self._host.loop.time() - self._began_at
+        is_refused = False
+        if self._fault is News.REFUSED:
+            is_refused = True
+            reason = (
                 f"{place} refuses this node: it has another secret than the join string says, so "
                 "it is of another run; copy runs/NAME/keys/join of the right learner"
             )
-        # Which side notices first decides what is known, so the message names all that it can be.
-        if is_encrypted:
-            return (
-                f"{place} ended the handshake: it has another key than the address or the join "
-                "string says (a learner of another run, or one that lost its keys: copy "
-                f"runs/NAME/keys/join anew), or it does not encrypt ({_SAME}), or it is no node"
-            )
-        return f"{place} ended the handshake: it encrypts its links ({_SAME}), or it is no node"
+        else:
+            probe_s = min(PROBE_S, options.connect_timeout_s)
+            try:
+                greeting = await look_at(
+                    self._host.loop, self._ip_address, self._port, within_s=probe_s
+                )
+            except TimeoutError:
+                reason = (
+                    f"{place} does not answer: the host is off or cannot be reached, or a firewall "
+                    "drops what is sent to it"
+                )
+            except ConnectionRefusedError:
+                reason = f"the port of {place} is closed: nothing listens there"
+            except OSError as error:
+                reason = f"{place} cannot be reached: {error.strerror or error}"
+            else:
+                # One that is busy lets the handshake's time pass; one that refuses ends it at once.
+                is_prompt = self._fault is not None and took_s < options.connect_timeout_s / 2
+                reason, is_refused = self._judge(greeting, is_prompt=is_prompt)
+        is_refused = is_refused and not self._has_other_key
+        self._redial(reason, is_refused=is_refused)
 
-    def _redial(self, reason: str) -> None:
+    def _judge(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
+        """Say what is there instead of whom we want, and whether that is for good.
+
+        Args:
+            greeting: its first bytes.
+            is_prompt: whether it ended our handshake, and did not just let its time pass.
+        """
+        place = without_key(self.address)
+        if not greeting.startswith(b"\xff") or len(greeting) < GREETING_BYTES:
+            return (
+                f"what answers at {place} is no node, or a tunnel whose other end is closed",
+                False,
+            )
+        does_encrypt, do_we = greeting[12:32].startswith(b"CURVE"), self._keys[0] is not None
+        if do_we and not does_encrypt:
+            return f"{place} does not encrypt its links, this node does: {_SAME}", True
+        if does_encrypt and not do_we:
+            return f"{place} encrypts its links, this node does not: {_SAME}", True
+        if not is_prompt or not do_we:
+            return f"{place} did not finish the handshake in time: it is busy, or stopped", False
+        return (
+            f"{place} has another key than the address or the join string says: it is a learner of "
+            "another run, or one that lost its keys; copy runs/NAME/keys/join anew",
+            True,
+        )
+
+    def _redial(self, reason: str, *, is_refused: bool = False) -> None:
+        was_up = self._is_up
         options, loop = self._host.options, self._host.loop
         if self._is_up and loop.time() - self._up_at > options.max_redial_s:
             self._redial_s = options.min_redial_s
@@ -496,14 +553,40 @@ class DialledLink:
         else:
             self._redial_s = min(2 * self._redial_s, options.max_redial_s)
         self._timer = loop.call_later(pause_s, self._begin)
-        self._log(f"{reason}; next attempt in {pause_s:.1f} s")
+        self._log(f"{reason}; next attempt in {pause_s:.1f} s", is_refused=is_refused)
+        if not was_up:
+            self._host.dial_failed(self.peer, reason, is_refused=is_refused)
 
-    def _log(self, text: str) -> None:
+    def _log(self, text: str, *, is_refused: bool) -> None:
         """Say why there will be another attempt; what only the user can mend is a warning."""
         now = self._host.loop.time()
-        is_stuck = self._fault is not None and not self._has_other_key
-        if is_stuck and now - self._warned_at >= WARN_EVERY_S:
+        if is_refused and now - self._warned_at >= WARN_EVERY_S:
             self._warned_at = now
             _log.warning("%s", text)
         else:
             _log.info("%s", text)
+
+
+async def look_at(
+    loop: asyncio.AbstractEventLoop, ip_address: str, port: int, *, within_s: float
+) -> bytes:
+    """Return the first bytes that a listener says to who greets it, up to the whole of a greeting.
+
+    A raw socket of ZeroMQ's tells only that an attempt failed; this tells why.
+
+    Raises:
+        TimeoutError: if there is no connection in time.
+        OSError: if there can be none.
+    """
+    family = socket.AF_INET6 if ":" in ip_address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as raw:
+        raw.setblocking(False)
+        async with asyncio.timeout(within_s):
+            await loop.sock_connect(raw, (ip_address, port))
+        said = b""
+        with contextlib.suppress(OSError):  # it may end the connection as it likes
+            async with asyncio.timeout(within_s):
+                await loop.sock_sendall(raw, SIGNATURE)
+                while len(said) < GREETING_BYTES and (part := await loop.sock_recv(raw, 256)):
+                    said += part
+        return said

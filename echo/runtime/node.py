@@ -32,6 +32,11 @@ from echo.units import one_line
 
 Result = TypeVar("Result")
 
+REPEAT_S = 60.0
+"""Seconds between two lines of one topic."""
+
+INTERRUPTED = "interrupted"
+"""Why a node has ended that its operator stopped."""
 STALL_S = 0.5
 """A timer that fires this late means that the loop did not run."""
 CATCH_UP_S = 0.2
@@ -42,6 +47,41 @@ LINGER_S = 2.0
 """Seconds for the last messages of a node to leave after its work is over."""
 
 
+class Topics:
+    """Tells the first note of a topic at once, and those that follow in one line a minute."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        """Begin with nothing told."""
+        self._log = log
+        self._told_at: dict[str, float] = {}
+        self._waiting: dict[str, tuple[Note, int]] = {}
+
+    def tell(self, note: Note, *, now: float) -> None:
+        """Log a note, or count it."""
+        self.tell_due(now=now)
+        if note.topic in self._told_at:
+            _, number = self._waiting.get(note.topic, (note, 0))
+            self._waiting[note.topic] = note, number + 1
+            return
+        if note.topic:
+            self._told_at[note.topic] = now
+        self._write(note, note.text)
+
+    def tell_due(self, *, now: float) -> None:
+        """Log what was counted a minute long, and forget the topics of which no more came."""
+        due = [topic for topic, at in self._told_at.items() if now >= at + REPEAT_S]
+        for topic in due:
+            del self._told_at[topic]
+            if (waiting := self._waiting.pop(topic, None)) is not None:
+                self._told_at[topic] = now
+                note, number = waiting
+                self._write(note, f"{note.text} ({number} like it in the last minute)")
+
+    def _write(self, note: Note, text: str) -> None:
+        level = logging.WARNING if note.level == "warning" else logging.INFO
+        self._log.log(level, "%s", text)
+
+
 class Node:
     """One process's node: a session, a transport, and the threads in which models work."""
 
@@ -50,6 +90,8 @@ class Node:
         self.transport = transport
         self.log = log
         self._session = session
+        self._topics = Topics(log)
+        transport.on_dial_failed = self._on_dial_failed
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
         self._stopped: asyncio.Future[str] | None = None
@@ -73,6 +115,10 @@ class Node:
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
         """Handle that a Dial was carried out."""
+
+    def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
+        """Handle that an attempt to dial failed; the transport goes on trying."""
+        return []
 
     def on_action(self, action: Action) -> None:
         """Carry out an action that is the role's own affair."""
@@ -120,7 +166,7 @@ class Node:
             await self.transport.close()
 
     def interrupt(self) -> None:
-        """Handle Ctrl-C or SIGTERM: the first drains, the caller lets the second kill."""
+        """Handle that the operator wants it to end: the first call drains, others do nothing."""
         self._num_interrupts += 1
         if self._num_interrupts == 1:
             self.log.warning("stopping: finishing what must not be lost (again to stop at once)")
@@ -128,7 +174,7 @@ class Node:
 
     async def _drain(self) -> None:
         await self.drain()
-        self.stop("interrupted")
+        self.stop(INTERRUPTED)
 
     @property
     def has_ended(self) -> bool:
@@ -190,6 +236,9 @@ class Node:
                 self.log.exception("%s", line)
             return self._session.expel(peer, frames, now=self.now)
 
+    def _on_dial_failed(self, peer: str, reason: str, is_refused: bool) -> None:
+        self.perform(self.dial_failed(peer, reason, is_refused=is_refused))
+
     # --- acting ----------------------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
@@ -203,14 +252,14 @@ class Node:
                 case HangUp():
                     self.transport.hang_up(action.peer)
                 case Note():
-                    level = logging.WARNING if action.level == "warning" else logging.INFO
-                    self.log.log(level, "%s", one_line(action.text))
+                    self._topics.tell(action, now=self.now)
                 case Stop():
                     self.stop(action.reason, action.error)
                 case DecodeBlock() | WriteChunk():
                     self._work(action)
                 case _:
                     self.on_action(action)
+        self._topics.tell_due(now=self.now)
         self._arm()
 
     def _dial(self, action: Dial) -> None:

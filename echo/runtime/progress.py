@@ -53,6 +53,7 @@ class Progress:
         self._staleness_tokens = dict(staleness_tokens)
         self._rewards: deque[float] = deque(maxlen=MAX_HISTORY)
         self._evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
+        self._eval_errors: dict[int, int] = {}
         if earlier is not None:
             first = step
             while first in earlier.rewards:
@@ -67,6 +68,8 @@ class Progress:
         self.barren = GroupStats()
         """Groups from which nothing can be learned, since the last one that is useful."""
         self._barren_reasons: Counter[str] = Counter()
+        self._num_failed = 0
+        self._cause = ""
         self.activity = "starting"
         """What the learner does; empty while it waits for groups."""
         self._waits: deque[tuple[float, float]] = deque()
@@ -108,6 +111,7 @@ class Progress:
         """Count a group that was stored."""
         self.barren = GroupStats()
         self._barren_reasons.clear()
+        self._num_failed = 0
         self._count_tokens(group, now)
 
     def left_out(self, group: Group, reason: str, *, now: float) -> None:
@@ -118,6 +122,18 @@ class Progress:
         self._left_out += stats
         self.barren += stats
         self._count_tokens(group, now)
+
+    def failed(self, reason: str, cause: str) -> None:
+        """Count a group that could not be finished, such as one whose reward raised.
+
+        Args:
+            reason: one word.
+            cause: who says what of it; further lines may hold a traceback.
+        """
+        self._barren_reasons[reason] += 1
+        self._num_failed += 1
+        self._cause = cause
+        self.barren += GroupStats(num_groups=1)
 
     def _count_tokens(self, group: Group, now: float) -> None:
         self.lengths.delivered(group)
@@ -158,11 +174,16 @@ class Progress:
         for lag, num_tokens in staleness.items():
             self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
 
-    def evaluated(self, step: int, sampled: float, greedy: float) -> None:
-        """Add a point to the pass-rate curves, in place of one that a resume has made again."""
+    def evaluated(self, step: int, sampled: float, greedy: float, *, num_errors: int = 0) -> None:
+        """Add a point to the pass-rate curves, in place of one that a resume has made again.
+
+        So many of its rewards failed.
+        """
         for known in [point for point in self._evals if point[0] == step]:
             self._evals.remove(known)
         self._evals.append((step, sampled, greedy))
+        if num_errors:
+            self._eval_errors[step] = num_errors
 
     def step_metrics(
         self,
@@ -215,10 +236,10 @@ class Progress:
     def describe_barren(self, step: int) -> str:
         """Say that nothing is learned any more, and what could be done, in one line."""
         barren = self.barren
-        reasons = ", ".join(f"{n} {reason}" for reason, n in self._barren_reasons.most_common())
         what = (
-            f"nothing could be learned from the last {barren.num_groups} groups ({reasons}; all "
-            f"answers right in {barren.num_all_right}, all wrong in {barren.num_all_wrong})"
+            f"nothing could be learned from the last {barren.num_groups} groups "
+            f"({self._reasons_text}; all answers right in {barren.num_all_right}, all wrong in "
+            f"{barren.num_all_wrong})"
         )
         if barren.num_all_right > barren.num_all_wrong:
             return f"{what}: the task is solved, and the run ends at step {step}"
@@ -226,6 +247,21 @@ class Progress:
             f"{what}: the run ends at step {step}; choose easier prompts, or raise "
             "batch.group_size, sampling.temperature or batch.max_barren_batches"
         )
+
+    def describe_failing(self, step: int) -> str | None:
+        """Say why the groups of a barren stretch failed; None if most of them did not."""
+        num_groups = self.barren.num_groups
+        if 2 * self._num_failed < num_groups:
+            return None
+        return (
+            f"{self._num_failed} of the last {num_groups} groups could not be finished "
+            f"({self._reasons_text}): the run ends at step {step} and is saved; mend what fails "
+            f"and continue with --resume. The last one, {self._cause}"
+        )
+
+    @property
+    def _reasons_text(self) -> str:
+        return ", ".join(f"{n} {reason}" for reason, n in self._barren_reasons.most_common())
 
     @property
     def idle_ratio(self) -> float:
@@ -260,6 +296,7 @@ class Progress:
             nodes=session.views(now=now),
             reward_history=tuple(self._rewards),
             eval_history=tuple(sorted(self._evals)),
+            eval_errors=dict(self._eval_errors),
             staleness_tokens=dict(self._staleness_tokens),
             idle_ratio=self.idle_ratio_by_now(now),
             recent_idle_ratio=self.recent_idle_ratio(now),

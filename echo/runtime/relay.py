@@ -75,6 +75,10 @@ class DialingNode(Node):
         """Handle that a Dial was carried out."""
         self.session.dialled(address, purpose, peer)
 
+    def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
+        """Handle that an attempt to dial failed; the transport goes on trying."""
+        return self.session.dial_failed(peer, reason, is_refused=is_refused)
+
     async def drain(self) -> None:
         """Say goodbye, so that nobody waits for this node; the transport delivers it."""
         self.session.is_leaving = True

@@ -127,6 +127,11 @@ class RolloutLoop:
         """Whether anything is in the engine."""
         return bool(self._calls)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the calls under way have sampled so far."""
+        return sum(call.num_tokens for call in self._calls)
+
     # --- into the engine -------------------------------------------------------------------------
 
     def sample_more(self) -> None:

@@ -30,7 +30,7 @@ import abc
 import base64
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -77,6 +77,10 @@ class Received:
 
 
 TransportEvent: TypeAlias = Connected | Disconnected | Received
+
+OnDialFailed: TypeAlias = Callable[[PeerId, str, bool], None]
+"""(peer, reason for the user, whether it was refused: something is there and its keys or ours are
+not those that they should be, so that another attempt cannot help)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +151,9 @@ class Transport(abc.ABC):
 
     options: TransportOptions
     """Bounds and timings."""
+
+    on_dial_failed: OnDialFailed | None = None
+    """Told of every attempt to dial that did not come to a connection; another one follows."""
 
     @property
     @abc.abstractmethod

@@ -204,6 +204,11 @@ class ZmqTransport(Transport):
         """Return a fresh id."""
         return f"{prefix}-{next(self._ids)}"
 
+    def dial_failed(self, peer: PeerId, reason: str, *, is_refused: bool) -> None:
+        """Pass on that an attempt to dial failed."""
+        if self.on_dial_failed is not None and not self._is_closed:
+            self.on_dial_failed(peer, reason, is_refused)
+
     def adopt(self, inbound: Inbound) -> None:
         """Enter an inbound peer."""
         self._peers[inbound.peer] = inbound

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,13 @@ import numpy as np
 from blake3 import blake3
 
 from echo.errors import EngineError, LocalProtocolError
+from echo.metrics import WorkerView
 from echo.protocol.actions import (
     Action,
     Configure,
     LeaseCancelled,
     LeasesChanged,
+    Note,
     VersionArrived,
 )
 from echo.protocol.messages import Lease
@@ -37,6 +39,7 @@ from echo.runtime.sampling import RolloutLoop
 from echo.runtime.transport import Transport
 from echo.runtime.worker_parts import WorkerParts, install
 from echo.tasks.faults import RewardError
+from echo.tasks.host import TICK_S
 from echo.tasks.task import Example
 
 DRAIN_S = 30.0
@@ -83,6 +86,18 @@ class WorkerNode(DialingNode):
         self._refused_version: PolicyVersion | None = None
         self._is_stopping = False
 
+    def view(self) -> WorkerView:
+        """Return what this worker does, for its operator."""
+        session = self.session
+        in_engine = 0 if self._rollouts is None else self._rollouts.num_tokens
+        version = session.installed_version
+        return WorkerView(
+            version="no version" if version is None else str(version),
+            num_tokens=session.tokens_sampled + in_engine,
+            num_groups=session.num_accepted,
+            activity=session.activity if session.is_admitted else f"{session.state}: no learner",
+        )
+
     # --- actions ---------------------------------------------------------------------------------
 
     def on_action(self, action: Action) -> None:
@@ -95,7 +110,8 @@ class WorkerNode(DialingNode):
                 self._has_arrived.set()
                 self._wake.set()
             case LeaseCancelled():
-                self.log.info("group %d was finished by another worker", action.group_id)
+                text = f"group {action.group_id} was finished by another worker"
+                self.perform([Note("info", text, "superseded")])
                 if self._rollouts is not None:
                     self._rollouts.give_up()
             case _:
@@ -279,7 +295,9 @@ class WorkerNode(DialingNode):
         lease = draft.lease
         example = Example(**lease.example)
         try:
-            rewards = await asyncio.to_thread(self._score_all, parts, example, draft)
+            rewards = await self._while_progressing(
+                draft, asyncio.to_thread(self._score_all, parts, example, draft)
+            )
         except RewardError as error:
             self._give_up(lease, error)
             return
@@ -295,6 +313,22 @@ class WorkerNode(DialingNode):
             for member, reward in zip(draft.members, rewards, strict=True)
         ]
         self._finish(lease, rollouts)
+
+    async def _while_progressing(
+        self, draft: Draft, scoring: Coroutine[Any, Any, list[float]]
+    ) -> list[float]:
+        """Wait for rewards, and keep the lease meanwhile.
+
+        Every call of a task's code is bounded, also one that hangs or waits for a free thread: its
+        end, and not that of its lease, tells what was wrong.
+        """
+        task = asyncio.create_task(scoring)
+        try:
+            while not (await asyncio.wait({task}, timeout=TICK_S))[0]:
+                draft.num_progress += 1
+            return task.result()
+        finally:
+            task.cancel()
 
     def _on_played(
         self, parts: WorkerParts, lease: Lease, result: Sequence[Rollout] | RewardError
@@ -318,7 +352,10 @@ class WorkerNode(DialingNode):
         self.perform(self.session.finished(group, now=self.now))
 
     def _give_up(self, lease: Lease, error: RewardError) -> None:
-        self.perform(self.session.failed(lease, error.reason, str(error), now=self.now))
+        text, traceback = str(error), error.traceback
+        self.perform(
+            self.session.failed(lease, error.reason, text, traceback=traceback, now=self.now)
+        )
 
     def _count_calls(self, parts: WorkerParts) -> None:
         for counts in (parts.host.take_counts(), parts.engine.take_counts()):

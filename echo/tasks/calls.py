@@ -27,6 +27,9 @@ from echo.tasks.task import Example, RetryCall, Task
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
 """What a task's code raises where the same call may work a moment later."""
 
+MAX_TRACEBACK_LENGTH = 2000
+"""Characters of a traceback that are told, the last ones."""
+
 
 class Score(msgspec.Struct, frozen=True, tag_field="do", tag="score"):
     """Ask what an answer is worth."""
@@ -87,6 +90,7 @@ class Fault(msgspec.Struct, frozen=True):
     text: str
     is_transient: bool = False
     """Whether the same call may work a moment later."""
+    traceback: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -119,7 +123,8 @@ class Performer:
             return Answer(fault=Fault(error.reason, str(error)))
         except BaseException as error:  # noqa: BLE001 -- the caller learns of it, whatever it is
             text = f"{where} raised {type(error).__name__}: {error}{_place(error)}"
-            return Answer(fault=Fault("reward_error", text, isinstance(error, TRANSIENT_ERRORS)))
+            is_transient = isinstance(error, TRANSIENT_ERRORS)
+            return Answer(fault=Fault("reward_error", text, is_transient, _traceback(error)))
 
     def _perform(self, call: Call, where: str) -> Any:
         match call:
@@ -187,6 +192,15 @@ def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
                 "`role` and `content`, or None when the episode is over"
             )
     return messages
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the traceback of a task's code, without the frames of this module that called it."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    return "".join(lines).rstrip()[-MAX_TRACEBACK_LENGTH:]
 
 
 def _place(error: BaseException) -> str:

@@ -18,6 +18,8 @@ class RewardError(EchoError):
         reward_retries   it asked to be called again, once too often
     """
 
-    def __init__(self, text: str, *, reason: str = "reward_error") -> None:
+    def __init__(self, text: str, *, reason: str = "reward_error", traceback: str = "") -> None:
         super().__init__(text)
         self.reason = reason
+        self.traceback = traceback
+        """Of the task's code, as Python prints it; empty where it raised nothing."""

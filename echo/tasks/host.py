@@ -182,8 +182,9 @@ class TaskHost(abc.ABC):
         assert answer.fault is not None
         if answer.fault.is_transient:
             text = f"{answer.fault.text}; tried {attempt + 1} times (reward.retries)"
-            raise RewardError(text, reason="reward_retries")
-        raise RewardError(answer.fault.text, reason=answer.fault.reason)
+            raise RewardError(text, reason="reward_retries", traceback=answer.fault.traceback)
+        fault = answer.fault
+        raise RewardError(fault.text, reason=fault.reason, traceback=fault.traceback)
 
     def _bounded(self, call: Call, value: Any) -> Any:
         """Return what a call gave; a reward must be one that a step can bear."""

@@ -68,8 +68,11 @@ class PlainLog:
         for point in snapshot.eval_history:
             if point not in self._evals:
                 self._evals.add(point)
-                rates = f"{point[1]:.3f} sampled, {point[2]:.3f} greedy"
-                lines.append(f"{stamp} eval at step {point[0]}: held-out pass rate {rates}")
+                step, sampled, greedy = point
+                rates = f"{sampled:.3f} sampled, {greedy:.3f} greedy"
+                if num_errors := snapshot.eval_errors.get(step):
+                    rates += f"; {num_errors} rewards failed and count as 0"
+                lines.append(f"{stamp} eval at step {step}: held-out pass rate {rates}")
         if snapshot.step != self._step_seen:
             self._step_seen, self._step_at = snapshot.step, now
             self._wait_interval_s = 2 * self._interval_s

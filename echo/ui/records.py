@@ -27,6 +27,8 @@ class Evaluation:
     """Pass rate at the run's sampling temperature, 0..1."""
     greedy: float
     """Pass rate of greedy decoding, 0..1."""
+    num_errors: int = 0
+    """Rewards that failed, and count as 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,4 +220,5 @@ def _evaluation(row: Row, step: int) -> Evaluation | None:
     greedy = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/greedy")]
     if not sampled or not greedy or sampled[0] is None or greedy[0] is None:
         return None
-    return Evaluation(int(row.get("eval/version", step)), sampled[0], greedy[0])
+    num_errors = int(row.get("eval/reward_errors") or 0)
+    return Evaluation(int(row.get("eval/version", step)), sampled[0], greedy[0], num_errors)

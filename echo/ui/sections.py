@@ -73,6 +73,9 @@ def reward_chart(snapshot: Snapshot, width: int, height: int, *, ascii_only: boo
     )
     if snapshot.eval_history:
         step, sampled, greedy = snapshot.eval_history[-1]
+        num_errors = snapshot.eval_errors.get(step, 0)
+        if num_errors:
+            title.append(f"   {num_errors} rewards failed", "bold red")
         parts = (
             ("   held-out", "bold"),
             (f" {sampled_glyph} {sampled:.2f}", "green"),

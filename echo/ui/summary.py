@@ -185,6 +185,8 @@ def _before_and_after(summary: RunSummary) -> Table:
     before, after = summary.eval_before, summary.eval_after
     if before is not None and after is not None:
         note = f"steps {before.step}, {after.step}"
+        if before.num_errors or after.num_errors:
+            note += f"; {before.num_errors}, {after.num_errors} rewards failed"
         _add_change(table, "held-out, sampled", before.sampled, after.sampled, note)
         _add_change(table, "held-out, greedy", before.greedy, after.greedy, note)
     if summary.reward_before is not None and summary.reward_after is not None:

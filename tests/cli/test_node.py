@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,6 +14,9 @@ import pytest
 from echo.cli.node import main
 from echo.cli.output import make_log
 from echo.config.load import load_config, save_resolved
+from echo.runtime.curve import CurveKeys, Join, KeyPair
+from echo.runtime.transport import with_key, without_key
+from echo.runtime.transport_zmq import ZmqTransport
 
 LEARNER = '[model]\nname = "nowhere"\n'
 JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}.{'f' * 22}"
@@ -158,6 +166,58 @@ def test_a_join_string_is_all_that_a_worker_needs(
         assert "s" * 22 not in text
     # A learner invites, it does not join.
     assert run("--role", "learner") == 2
+
+
+@contextmanager
+def listening() -> Iterator[str]:
+    """Let a learner's transport listen in another thread; give its address, without the key."""
+    loop, address = asyncio.new_event_loop(), Future[str]()
+
+    async def serve() -> None:
+        keys = CurveKeys.of_learner(KeyPair.of(b"k" * 32), b"s" * 16)
+        transport = ZmqTransport("tcp://127.0.0.1:0", keys=keys)
+        await transport.start()
+        address.set_result(without_key(str(transport.listen_address)))
+        await done.wait()
+        await transport.close()
+
+    done = asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        yield address.result(timeout=30)
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "secret", "cause"),
+    [
+        (b"k", b"x", "refuses this node: it has another secret than the join string says"),
+        (b"x", b"s", "has another key than the address or the join string says"),
+    ],
+    ids=["secret", "key"],
+)
+def test_a_node_with_a_wrong_join_string_is_refused_after_three_tries(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    key: bytes,
+    secret: bytes,
+    cause: str,
+) -> None:
+    with listening() as address:
+        join = Join(with_key(address, KeyPair.of(key * 32).public), secret * 16)
+        monkeypatch.setenv("ECHO_JOIN", str(join))
+        code = run("--role", "relay", "--config", config, "--set", "relay.name=stranger",
+                   "--set", "relay.listen=tcp://127.0.0.1:0")  # fmt: skip
+    error = capsys.readouterr().err
+    assert code == 5, error
+    assert f"{address} {cause}" in error
+    assert "(tried 3 times)" in error
 
 
 def test_warnings_of_the_transport_are_in_the_nodes_log(tmp_path: Path) -> None:

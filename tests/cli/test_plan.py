@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from echo.cli.main import find_command
-from echo.cli.node import make_parser
+from echo.cli.parsers import node_parser
 from echo.cli.plan import main, to_json
 from echo.cli.plan_text import _signed
 from echo.config.load import load_config, parse_config
@@ -112,7 +112,7 @@ def test_the_hetero_plan_prints_commands_that_exist(
     for command in commands:
         program, *words = shlex.split(command)
         assert program == "bin/echo-node"
-        arguments = make_parser().parse_args(words)
+        arguments = node_parser().parse_args(words)
         config, _ = load_config(arguments.config, arguments.set, arguments.role)
         assert config.engine.kind == "vllm"
     assert {line.split()[0] for line in text.splitlines() if line.startswith("    ")} == {

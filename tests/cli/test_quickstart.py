@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from echo.cli import interrupts
 from echo.cli.parsers import CONFIGS
 from echo.cli.quickstart import (
     TASKS,
@@ -20,6 +21,7 @@ from echo.cli.quickstart import (
     join_environment,
     main,
     next_commands,
+    pass_on,
     stop,
     wait_for,
 )
@@ -103,7 +105,6 @@ def test_nodes_end_by_themselves_are_asked_and_then_made_to() -> None:
 def test_who_ends_the_quickstart_ends_its_learner() -> None:
     learner, node = start("learner", PATIENT), start("w1", "import sys\nprint()\nsys.exit(3)")
     node.process.wait()
-    before = signal.getsignal(signal.SIGTERM)
 
     def terminate() -> None:
         while "w1 ended" not in console.export_text(clear=False):
@@ -113,7 +114,7 @@ def test_who_ends_the_quickstart_ends_its_learner() -> None:
     began = time.monotonic()
     console = Console(record=True, width=80, quiet=False, stderr=True)
     threading.Thread(target=terminate, daemon=True).start()
-    assert wait_for(learner, [node], console) == 7
+    with interrupts.handled(lambda number: pass_on(number, [learner, node])):
+        assert wait_for(learner, [node], console) == 7
     assert time.monotonic() - began < 30
     assert "w1 ended with code 3" in console.export_text()
-    assert signal.getsignal(signal.SIGTERM) == before

@@ -48,6 +48,6 @@ def test_the_command_serves_the_configured_task_until_it_is_told_to_stop() -> No
             example = Example(index=0, split="train", prompt="228>20=", answer=answer)
             assert host.score(example, "2*(2+8)") == 1.0
             run.send_signal(signal.SIGTERM)
-            assert run.wait(120) == 0
+            assert run.wait(120) == 128 + signal.SIGTERM
         finally:
             run.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.e2e.cluster import Cluster
@@ -21,7 +23,7 @@ def test_an_interrupted_run_is_saved_and_resumed_with_changes(cluster: Cluster) 
 
     learner.interrupt()
 
-    assert cluster.wait_for_end(learner) == 0
+    assert cluster.wait_for_end(learner) == INTERRUPTED
     step = cluster.records("trained")[-1]["step"]
     assert cluster.records("checkpoint")[-1]["step"] == step
     assert f"stopped at step {step}; --resume continues from step {step}" in learner.output
@@ -58,9 +60,9 @@ def test_a_worker_drains_at_the_first_interrupt_and_stops_at_the_second(cluster:
     cluster.wait_for(mark.exists, "stuck judges a group", alive=learner)
 
     stuck.interrupt()
-    polite.interrupt()
+    polite.process.send_signal(signal.SIGHUP)  # its terminal is closed
 
-    assert cluster.wait_for_end(polite) == 0
+    assert cluster.wait_for_end(polite) == 128 + signal.SIGHUP
     cluster.wait_for(
         lambda: "polite left: stopped by its operator" in cluster.log("learner"),
         "the learner hears of it",

@@ -11,7 +11,7 @@ import pytest
 
 from echo.errors import RefusedError, TransportError
 from echo.protocol import codec
-from echo.protocol.actions import Action, Send
+from echo.protocol.actions import Action, Send, Stop
 from echo.protocol.codec import encode
 from echo.protocol.messages import (
     Ack,
@@ -221,6 +221,42 @@ def test_a_learner_that_is_nowhere_ends_the_node_with_a_remedy(tmp_path: Path) -
     text = f"{RELAY}, {LEARNER_ADDRESS} for 20 s, since this worker started"
     assert text in str(worker.stop.error)
     assert "[worker] connect" in str(worker.stop.error)
+
+
+def test_a_node_that_every_address_refuses_gives_up_after_three_tries(tmp_path: Path) -> None:
+    run = Run(tmp_path, reconnect_for_s=100.0)
+    worker = run.start_worker("w1", connect=[RELAY, LEARNER_ADDRESS])
+    run.world.run(1.0)
+    session = worker.session
+    faults = {RELAY: (True, True, False, True, True, True), LEARNER_ADDRESS: (True, True, True)}
+    stops = []
+    for address in (RELAY, LEARNER_ADDRESS):
+        while session._control is None or session._control.address != address:
+            run.world.run(run.world.now + 1.0)
+        peer = session._control.peer
+        assert session.dial_failed("another", "a parent's key", is_refused=True) == []
+        for is_refused in faults[address]:
+            stops += session.dial_failed(peer, f"{address} has another key", is_refused=is_refused)
+    [stop] = stops
+    assert isinstance(stop, Stop)
+    assert isinstance(stop.error, RefusedError)
+    assert str(stop.error) == f"{LEARNER_ADDRESS} has another key (tried 3 times)"
+
+
+def test_a_node_without_its_learner_says_so_once_a_minute_and_why(tmp_path: Path) -> None:
+    run = Run(tmp_path, reconnect_for_s=150.0)
+    worker = run.start_worker("w1")
+    run.world.run(1.0)
+    session = worker.session
+    assert session._control is not None
+    session.dial_failed(session._control.peer, "the port is closed", is_refused=False)
+    run.world.run(149.0)
+    told = [note for note in worker.notes if "giving up in" in note]
+    assert len(told) == 3
+    assert all(note.endswith("s: the port is closed") for note in told)
+    run.world.run(151.0)
+    assert worker.stop is not None
+    assert str(worker.stop.error).endswith("\n  last attempt: the port is closed")
 
 
 def test_the_time_without_the_learner_is_counted_from_when_it_was_lost(tmp_path: Path) -> None:
@@ -442,6 +478,8 @@ def test_a_hung_engine_loses_its_leases_and_is_given_no_more(tmp_path: Path) -> 
     assert len(hung.session.drafts.running) == 1
     assert learner.session.leases.num_leases("w1") == 0
     assert learner.session.counters["leases_expired"] == 3
+    lines = [note for note in learner.notes if "expired" in note]
+    assert lines == ["leases expired without progress: 3 on w1"]
     assert len(run.trained()) > 40
     run.audit()
 

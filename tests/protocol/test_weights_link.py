@@ -102,7 +102,7 @@ def test_the_next_parent_takes_the_place_of_one_that_fails_and_after_the_last_th
     answer(link, "r2")
     actions = fail(link, "r2")
     assert HangUp("peer-r2") in actions
-    assert Note("warning", "weights from r2 failed: reset") in actions
+    assert Note("warning", "weights from r2 failed: reset", "weights from r2") in actions
     assert dialled(actions) == ["tcp://r1:1"]
     assert link.broadcast.parent is None
     answer(link, "r1")
@@ -119,7 +119,8 @@ def test_a_parent_that_does_not_answer_is_given_up_after_three_seconds(link: Wei
     assert link.deadline == 4.0
     assert link.expire(control=None, now=3.9) == []
     actions = link.expire(control=None, now=4.0)
-    assert Note("warning", "weights from tcp://r1:1 failed: no answer") in actions
+    text = "weights from tcp://r1:1 failed: no answer"
+    assert Note("warning", text, "weights from tcp://r1:1") in actions
     assert dialled(actions) == ["tcp://l:1"]
 
 

@@ -61,13 +61,12 @@ class Same(Task):
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_completion_tokens=4, stop_ids=())
 
 
-def make_evaluator() -> Evaluator:
+def make_evaluator(prompts: Sequence[int] = range(4)) -> Evaluator:
     task = Same()
-    prompts = [(task.example(i, split="heldout"), [0, i]) for i in range(4)]
     return Evaluator(
         EchoEngine(),
         InlineHost(task, Limits(score_s=60.0, step_s=60.0)),
-        prompts=prompts,
+        prompts=[(task.example(i, split="heldout"), [0, i]) for i in prompts],
         decode=lambda ids: str(ids[0]),
         sampling=SAMPLING,
         seed=0,
@@ -83,6 +82,19 @@ def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
         "eval/version": 7,
         "eval/reward_errors": 2,
     }
+    assert str(result).startswith(
+        "evaluation of v7: sampled 0.500, greedy 0.750; 2 of 8 rewards failed and count as 0: "
+        "Same.reward on heldout example 3 raised RuntimeError: no idea"
+    )
+
+
+def test_an_evaluation_whose_rewards_all_fail_has_no_figure() -> None:
+    result = make_evaluator(prompts=[3, 3]).evaluate(
+        PolicyVersion(1, 0), {}, should_stop=lambda: False
+    )
+    assert result is not None
+    assert result.metrics("same") == {"eval/version": 0, "eval/reward_errors": 4}
+    assert str(result).startswith("evaluation of v0: no figure, 4 of 4 rewards failed: Same.reward")
 
 
 @pytest.mark.parametrize("after", [0, 3, 6])

@@ -13,7 +13,7 @@ from echo.protocol.actions import Action, Dial, HangUp, LeasesChanged, Note, Sen
 from echo.protocol.codec import Frame, encode
 from echo.protocol.messages import Goodbye
 from echo.protocol.parcel import DecodeBlock
-from echo.runtime.node import Node
+from echo.runtime.node import Node, Topics
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 
 
@@ -224,6 +224,25 @@ def test_an_action_of_another_role_is_a_bug() -> None:
         await node.transport.close()
 
     play(scenario)
+
+
+def test_notes_of_a_topic_are_told_once_a_minute_with_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    topics = Topics(logging.getLogger("test.topics"))
+    with caplog.at_level(logging.INFO):
+        for second in range(130):
+            topics.tell(Note("info", f"lease {second} expired", "expired"), now=float(second))
+            topics.tell_due(now=float(second))
+        topics.tell(Note("info", "no topic"), now=130.0)
+        topics.tell(Note("info", "no topic"), now=130.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "lease 0 expired",
+        "lease 59 expired (59 like it in the last minute)",
+        "lease 119 expired (60 like it in the last minute)",
+        "no topic",
+        "no topic",
+    ]
 
 
 def test_an_interrupt_drains_once() -> None:

@@ -181,5 +181,8 @@ def test_a_snapshot_shows_every_node(play: Play, num_workers: int) -> None:
         assert sum(run.snapshots[-1].staleness_tokens.values()) > 0
         assert len(run.snapshots[-1].reward_history) == 3
         assert (run.snapshots[-1].activity, run.snapshots[-1].waiting_for) == ("done", "")
+        views = [worker.view() for worker in workers]
+        assert sum(view.num_groups for view in views) >= 6  # three steps of two groups
+        assert all(view.num_tokens > 0 and view.version.startswith("v") for view in views)
 
     play(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from echo.protocol.actions import StoreGroup
 from echo.rollout import Group
-from echo.runtime import task_setup
+from echo.runtime import task_setup, worker
 from echo.runtime.data_plane import load_data
 from echo.runtime.task_setup import describe_task, make_local_host
+from echo.tasks.faults import RewardError
 from echo.tasks.http_server import TaskServer
 from echo.tasks.loading import load_task
 from echo.tasks.tokenization import load_tokenizer
@@ -100,6 +102,82 @@ def test_with_rewards_at_the_learner_no_answer_leaves_it(
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
         check(run)
+
+    play(scenario)
+
+
+BROKEN = """
+import threading
+
+from echo.tasks.task import Example, Task
+
+class Raises(Task):
+    is_bounded = True
+
+    def example(self, index, *, split):
+        return Example(index=index, split=split, prompt=f"{index % 10}+1=")
+
+    def reward(self, example, completion):
+        raise KeyError("answer")
+
+class Hangs(Raises):
+    def reward(self, example, completion):
+        if example.split == "train":
+            threading.Event().wait(3)
+        return 0.0
+"""
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(
+    play: Play, write_task: Callable[[str, str], None]
+) -> None:
+    write_task("broken_task", BROKEN)
+
+    async def scenario(run: Run) -> None:
+        settings: dict[str, Any] = {"task": {"kind": "broken_task:Raises"}, "run": {"max_steps": 9}}
+        learner = await run.learner(**settings, batch={"max_barren_batches": 3})
+        async with running(learner, await run.worker("w1")) as (learning, working):
+            with pytest.raises(RewardError) as caught:
+                await learning
+            assert "see the learner's log" in await working
+        text = str(caught.value)
+        match = re.match(
+            r"(\d+) of the last \1 groups could not be finished \(\1 reward_error\)", text
+        )
+        assert match is not None
+        assert int(match[1]) >= 6
+        assert "on w1: Raises.reward on train example" in text
+        assert 'raise KeyError("answer")' in text, "the traceback of the task's own code"
+        assert "calls.py" not in text, "and of nothing else"
+        assert run.ledger("checkpoint")[-1]["step"] == 0, "it may be resumed"
+        assert not (run.run_dir / "final").exists()
+
+    play(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["worker", "learner"])
+def test_a_hanging_reward_is_named_as_such_and_not_as_an_expired_lease(
+    play: Play,
+    write_task: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    write_task("broken_task", BROKEN)
+    monkeypatch.setattr(worker, "TICK_S", 0.05)
+
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            task={"kind": "broken_task:Hangs", "reward_timeout_s": 1.5},
+            reward={"where": where},
+            batch={"max_barren_batches": 1},
+            network={"lease_timeout_s": 0.5},
+        )
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            with pytest.raises(RewardError, match=r"reward_timeout.*did not return within 1\.5 s"):
+                await learning
+        assert {record["reason"] for record in run.ledger("discarded")} == {"reward_timeout"}
+        assert learner.session.counters["leases_expired"] == 0
 
     play(scenario)
 

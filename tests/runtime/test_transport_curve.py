@@ -154,7 +154,7 @@ def test_an_address_without_a_key_is_of_a_relay_or_a_known_listener(run: Run) ->
         (LEARNER, worker(secret=b"x" * 16), "refuses this node.*another run", "refused_clients"),
         (CurveKeys.of_learner(KeyPair.of(b"y" * 32), SECRET), worker(),
          "another key than the address", "failed_handshakes"),
-        (None, worker(), "or it does not encrypt", "failed_handshakes"),
+        (None, worker(), "does not encrypt its links", "failed_handshakes"),
         (LEARNER, None, "encrypts its links", "failed_handshakes"),
     ],
     ids=["secret", "server-key", "plain-listener", "plain-dialler"],
@@ -167,13 +167,19 @@ def test_who_does_not_belong_is_kept_out_and_told_why(
     says: str,
     counter: str,
 ) -> None:
+    told_node = []
+
     async def scenario() -> None:
         async with opened(ANY_PORT, listens) as listener, opened(None, dials) as dialler:
+            dialler.on_dial_failed = lambda *failure: told_node.append(failure[1:])
             address = without_key(str(listener.listen_address))
             if dials is not None:
                 address = with_key(address, SERVER.public)
             greeting = asyncio.create_task(greet(listener, dialler, address))
-            while min(getattr(listener.stats(), counter), dialler.stats().failed_handshakes) < 3:
+            num_failed = 0
+            while num_failed < 3 or sum(is_refused for _, is_refused in told_node) < 3:
+                counts = getattr(listener.stats(), counter), dialler.stats().failed_handshakes
+                num_failed = min(counts)
                 assert not greeting.done()
                 await asyncio.sleep(0.01)
             greeting.cancel()
@@ -186,6 +192,7 @@ def test_who_does_not_belong_is_kept_out_and_told_why(
     told = [text for text in warnings if "next attempt" in text]
     assert len(told) == 1  # and not once per attempt
     assert re.search(says, told[0])
+    assert all(re.search(says, reason) for reason, is_refused in told_node if is_refused)
     assert ("refused 1 connections without the secret" in caplog.text) == (counter[0] == "r")
 
 

@@ -20,6 +20,7 @@ import pytest
 import uvloop
 
 from echo.errors import TransportError
+from echo.runtime import links
 from echo.runtime.transport import Connected, Disconnected, Received, TransportOptions
 from echo.runtime.transport_zmq import ZmqTransport
 
@@ -324,6 +325,65 @@ def test_a_dial_to_something_else_keeps_trying_and_stays_silent(run: Run) -> Non
                 assert not dialler.send(peer, [b"x"])
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(dialler.receive(), 0.05)
+
+    run(scenario())
+
+
+def raising(error: Exception) -> Callable[..., object]:
+    def fail(*_: object, **__: object) -> object:
+        raise error
+
+    return fail
+
+
+async def first_failure(transport: ZmqTransport, address: str) -> tuple[str, bool]:
+    """Return what a node is told of the first attempt at an address."""
+    told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+    transport.on_dial_failed = lambda peer, reason, is_refused: told.put_nowait(
+        (reason, is_refused)
+    )
+    peer = transport.dial(address)
+    receiving = asyncio.create_task(transport.receive())
+    try:
+        return await told.get()
+    finally:
+        transport.hang_up(peer)
+        receiving.cancel()
+
+
+def test_why_nobody_is_reached_is_told_apart(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def scenario() -> None:
+        async with opened() as dialler:
+            with socket.socket() as taken:
+                taken.bind(("127.0.0.1", 0))  # and does not listen
+                closed = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+                reason, is_refused = await first_failure(dialler, closed)
+                assert (reason, is_refused) == (
+                    f"the port of {closed} is closed: nothing listens there",
+                    False,
+                )
+                for error, text in (
+                    (TimeoutError(), "does not answer: the host is off"),
+                    (OSError(113, "No route to host"), "cannot be reached: No route to host"),
+                ):
+                    with monkeypatch.context() as patch:
+                        patch.setattr(links, "look_at", raising(error))
+                        assert text in (await first_failure(dialler, closed))[0]
+            server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+            tunnel = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            reason, is_refused = await first_failure(dialler, tunnel)
+            assert "is no node, or a tunnel whose other end is closed" in reason
+            assert not is_refused
+            server.close()
+            unknown = socket.gaierror(-2, "Name or service not known")
+            monkeypatch.setattr(socket, "getaddrinfo", raising(unknown))
+            reason, _ = await first_failure(dialler, "tcp://lerner:7700")
+            assert reason == (
+                "the host name of tcp://lerner:7700 is not known: Name or service not known"
+            )
 
     run(scenario())
 

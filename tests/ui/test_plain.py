@@ -87,6 +87,11 @@ def test_evaluations_and_notices_are_told_once(log: PlainLog, make_snapshot) -> 
     assert log.lines_for(make_snapshot(notices=("b", "c"))) == []
 
 
+def test_rewards_that_failed_are_told_beside_the_evaluation(log: PlainLog, make_snapshot) -> None:
+    lines = log.lines_for(make_snapshot(eval_errors={5: 12}))
+    assert any(line.endswith("0.720 greedy; 12 rewards failed and count as 0") for line in lines)
+
+
 def test_a_flood_of_notices_is_cut(log: PlainLog, make_snapshot) -> None:
     log.lines_for(make_snapshot(**QUIET))
     flood = tuple(f"notice {i}" for i in range(50))

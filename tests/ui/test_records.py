@@ -29,13 +29,14 @@ def test_steps_made_again_after_a_resume_replace_the_abandoned_ones(tmp_path: Pa
         row(2, 0.2, **{"broadcast/bytes": 10}),
         row(3, 0.3),
         evaluation(3, 0.5, 3),
-        evaluation(3, 0.4, 1),
+        evaluation(3, 0.4, 1) | {"eval/reward_errors": 2},
+        {"step": 3, "time": 3.0, "eval/version": 3, "eval/reward_errors": 8},
         row(2, 0.7, **{"broadcast/bytes": 10}),
     ]
     write(tmp_path / "metrics.jsonl", rows)
     history = read_metrics(tmp_path)
     assert [(r["step"], r["reward/mean"]) for r in history.train] == [(1, 0.1), (2, 0.7)]
-    assert [(e.step, e.sampled) for e in history.evaluations] == [(1, 0.4)]
+    assert [(e.step, e.sampled, e.num_errors) for e in history.evaluations] == [(1, 0.4, 2)]
     assert history.broadcast_bytes == 30
 
 

@@ -57,6 +57,12 @@ def test_node_table_keeps_nodes_in_trouble_and_sums_up_the_rest() -> None:
     assert rows[4] == "and 27 more: 27 generating"
 
 
+def test_rewards_that_failed_stand_before_the_pass_rates(make_snapshot) -> None:
+    snapshot = make_snapshot(eval_errors={5: 12})
+    title, *_ = sections.reward_chart(snapshot, 100, 8, ascii_only=True)
+    assert "12 rewards failed   held-out o 0.61" in title.plain
+
+
 def test_long_waits_wrap_and_end_visibly_cut(make_snapshot) -> None:
     snapshot = make_snapshot(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
     rows = sections.status(snapshot, 60, num_wait_rows=2, ascii_only=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -50,6 +51,14 @@ def test_text_says_what_a_user_asks(make_run) -> None:
         "--resume --set run.max_steps=20",
     ):
         assert expected in text
+
+
+def test_rewards_that_failed_are_told_beside_the_evaluations(make_run) -> None:
+    summary = summarise(make_run())
+    assert summary.eval_after is not None
+    after = dataclasses.replace(summary.eval_after, num_errors=3)
+    text = as_text(dataclasses.replace(summary, eval_after=after), width=400)
+    assert "+0.450  steps 0, 10; 0, 3 rewards failed" in text
 
 
 def test_three_commands_follow_and_can_be_copied(make_run) -> None:

@@ -1,0 +1,118 @@
+"""Ctrl-C, SIGTERM and SIGHUP, which a closed terminal sends: how every command ends by them.
+
+    while modules are imported, or figures computed   one line, and gone: there is nothing to undo
+    within `unwinding`                                one line, then SystemExit undoes what is begun
+    while a node runs (process.py)                    the first drains it, the second stops it
+
+The exit code is 128 + the signal's number everywhere, as shells have it. The package imports this
+module before all others, so that it holds during their imports too: keep it small.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+HURRY_S = 5.0
+"""Seconds that a process may take to end once it was told to stop at once."""
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: somebody wanted it
+    """A node was drained, or stopped, by a signal."""
+
+    def __init__(self, number: int) -> None:
+        """Take the signal's number."""
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = code_of(number)
+
+
+def code_of(number: int) -> int:
+    """Return the exit code of a command that a signal has ended."""
+    return 128 + number
+
+
+def is_interruption(code: int) -> bool:
+    """Return whether an exit code says that a signal has ended a command."""
+    return code in map(code_of, SIGNALS)
+
+
+def install() -> None:
+    """End this process with one line from now on; signals that are ignored stay so."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    tell(number)
+    os._exit(code_of(number))
+
+
+def tell(number: int) -> None:
+    """Print the one line, or nothing where the terminal is gone."""
+    if number == signal.SIGHUP:
+        leave_terminal()
+    with suppress(OSError):
+        os.write(2, b"interrupted\n")
+
+
+@contextmanager
+def handled(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call a function with each signal's number meanwhile; not with SIGHUP under nohup."""
+    before = {
+        number: signal.getsignal(number)
+        for number in SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
+    for number in before:
+        signal.signal(number, lambda number, _: handle(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Raise SystemExit at the first signal, for what has to be undone, and end at the second."""
+    is_unwinding = False
+
+    def unwind(number: int) -> None:
+        nonlocal is_unwinding
+        if is_unwinding:
+            os._exit(code_of(number))
+        is_unwinding = True
+        tell(number)
+        raise SystemExit(code_of(number))
+
+    with handled(unwind):
+        yield
+
+
+def leave_terminal() -> None:
+    """Stop writing to a terminal that is gone, which would raise; files and pipes are kept."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            with suppress(OSError):
+                if stat.S_ISCHR(os.fstat(stream).st_mode):
+                    os.dup2(nowhere, stream)
+
+
+def hurry(code: int) -> None:
+    """End this process soon, whatever its threads do.
+
+    A thread that loads a model, makes a step or waits for a reward cannot be stopped, and Python
+    waits for each before it ends.
+    """
+    timer = threading.Timer(HURRY_S, os._exit, [code])
+    timer.daemon = True
+    timer.start()

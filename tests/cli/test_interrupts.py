@@ -1,0 +1,149 @@
+"""Signals: one line and the right code before there is anything to save, a drained node after."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.cli import interrupts, sim_sweep
+from echo.cli.process import run_loop, run_node
+from echo.runtime.node import Node
+from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
+from tests.runtime.test_node import Script
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = 'print("importing", flush=True)\nimport time\ntime.sleep(60)\n'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("node", signal.SIGINT),
+        ("plan", signal.SIGINT),
+        ("sim", signal.SIGTERM),
+        ("quickstart", signal.SIGHUP),
+    ],
+)
+def test_while_modules_are_imported_a_signal_ends_with_one_line(
+    tmp_path: Path, command: str, number: int
+) -> None:
+    for name in ("rich", "pydantic", "uvloop"):
+        (tmp_path / f"{name}.py").write_text(HEAVY)
+    with subprocess.Popen(
+        [sys.executable, "-m", f"echo.cli.{command}", "--version"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (128 + number, "interrupted\n")
+
+
+def test_unwinding_undoes_what_was_begun(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    undone = []
+
+    def work() -> None:
+        with interrupts.unwinding(), ExitStack() as stack:
+            stack.callback(undone.append, 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        work()
+    assert (caught.value.code, undone) == (143, [1])
+    assert capfd.readouterr().err == "interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def doze(scenario: object) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_sweep, "run_one", doze)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+    def interrupt() -> None:
+        while not active_children():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    scenarios: Sequence[Any] = [1, 2]
+    with pytest.raises(SystemExit, match="143"):
+        sim_sweep.run_all(scenarios)
+    assert not active_children()
+
+
+class SlowNode(Node):
+    """Needs for ever to drain, unless it is told that it may."""
+
+    may_end = True
+
+    async def drain(self) -> None:
+        if not self.may_end:
+            await self.wait_until(lambda: False, within_s=60)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None], *, may_end: bool) -> int:
+    """Run a node in which `work` is called once it runs; return the exit code."""
+    # They would end, or silence, the tests.
+    monkeypatch.setattr(interrupts, "hurry", lambda code: None)
+    monkeypatch.setattr(interrupts, "leave_terminal", lambda: None)
+    log = logging.getLogger("test.interrupts")
+
+    class Working(SlowNode):
+        async def work(self) -> None:
+            work()
+
+    async def main() -> str:
+        transport = MemoryTransport(MemoryNetwork(), "node", "tcp://node:1")
+        await transport.start()
+        node = Working(Script(), transport, log=log)
+        node.may_end = may_end
+        return await run_node(node)
+
+    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    code = run_loop(main(), log)
+    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+    return code
+
+
+@pytest.mark.parametrize("number", interrupts.SIGNALS)
+def test_the_first_signal_drains(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def work() -> None:
+        os.kill(os.getpid(), number)
+        if number == signal.SIGHUP:
+            os.kill(os.getpid(), number)  # as a terminal that closes
+
+    assert run(monkeypatch, work, may_end=True) == 128 + number
+
+
+def test_the_second_signal_stops(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    assert run(monkeypatch, work, may_end=False) == 143
+    assert "stopping at once" in caplog.text
