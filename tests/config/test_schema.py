@@ -119,3 +119,12 @@ def test_values_are_shown_as_toml() -> None:
     value = {"a": True, "b c": [1, "x"], "d": 1e-8}
     assert show(value) == '{a = true, "b c" = [1, "x"], d = 1e-08}'
     assert show(None) == "unset"
+
+
+def test_default_ports_do_not_collide_on_one_machine() -> None:
+    """Of what one machine has several, workers and their endpoints, none has a port of its own."""
+    config, _ = parse_config({})
+    fixed = [config.learner.listen, config.relay.listen]
+    assert len(set(fixed)) == 2
+    assert config.worker.listen is None
+    assert config.agent.listen.endswith(":0")
