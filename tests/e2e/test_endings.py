@@ -75,6 +75,11 @@ def test_a_worker_drains_at_the_first_interrupt_and_stops_at_the_second(cluster:
     )
     stuck.interrupt()
     assert cluster.wait_for_end(stuck) == INTERRUPTED
+
+    learner.process.send_signal(signal.SIGHUP)
+    assert cluster.wait_for_end(learner) == 128 + signal.SIGHUP
+    step = cluster.records("trained")[-1]["step"]
+    assert cluster.records("checkpoint")[-1]["step"] == step
     cluster.audit(is_finished=False)
 
 
