@@ -81,7 +81,7 @@ def test_a_plain_listener_on_a_network_is_warned_of(caplog: pytest.LogCaptureFix
 
 
 def test_no_address_of_a_node_bears_the_secret() -> None:
-    join = f"tcp://a:1#{KEY}.{'s' * 22}"
+    join = f"tcp://a:1#{KEY}.{'s' * 22}.{'f' * 22}"
     config, _ = parse_config({"worker": {"connect": ["tcp://b:2", join]}})
     settings = wiring.node_settings(
         config, "worker", node_id="n", advertise=None, max_image_bytes=1
