@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 
 from echo.buffer import StalenessBuffer
 from echo.protocol.actions import Action, Note, RecordEnd, StoreGroup
@@ -114,7 +113,7 @@ class Arrivals:
             return
         if reason is not None:
             self._progress.left_out(action.group, reason, now=self._clock())
-            self._judge(action.group, is_useful=False)
+            self._judge(action.group.worker_id, is_useful=False)
             self._end(action.group, reason)
             return
         self._ledger.store(action.group, action.header, action.arrays)
@@ -124,24 +123,30 @@ class Arrivals:
     def _end_unrewarded(self, group: Group, reason: str) -> None:
         """End a group whose rewards are no numbers to count with."""
         largest = max(group.rewards, key=abs)
-        text = f"{reason}: {largest:g} is beyond reward.max_abs"
-        self._perform([Note("warning", f"group {group.group_id} of {group.worker_id}: {text}")])
-        rollouts = tuple(replace(rollout, reward=0.0) for rollout in group.rollouts)
-        self._end(replace(group, rollouts=rollouts), reason)
+        text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
+        text += "reward.max_abs"
+        self._perform([Note("warning", text)])
+        self._count_failed(group.worker_id, reason, text)
+        self._end(group, reason)
 
     def _on_fault(self, group: Group, error: RewardError) -> None:
         if self.is_open:
             text = f"group {group.group_id}: {error.reason}: {error}"
             self._perform([Note("warning", text)])
             cause = f"group {group.group_id} on the learner: {error}\n{error.traceback}".strip()
-            self._progress.failed(error.reason, cause)
+            self._count_failed(group.worker_id, error.reason, cause)
             self._end(group, error.reason)
 
     def on_failed(self, action: RecordEnd) -> None:
         """Count a group that its worker could not finish."""
         cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
-        self._progress.failed(action.reason, cause)
+        self._count_failed(action.worker_id, action.reason, cause)
         self._tell_if_barren()
+
+    def _count_failed(self, worker_id: str, reason: str, cause: str) -> None:
+        """Count a group that could not be finished, for the run's end and against its worker."""
+        self._progress.failed(reason, cause)
+        self._judge(worker_id, is_useful=False)
 
     def _end(self, group: Group, reason: str) -> None:
         self._ledger.discarded(group.group_id, reason, step=self._session.step)
@@ -153,9 +158,9 @@ class Arrivals:
         if self.is_barren:
             self._has_news.set()
 
-    def _judge(self, group: Group, *, is_useful: bool) -> None:
+    def _judge(self, worker_id: str, *, is_useful: bool) -> None:
         """Count a group for or against its worker."""
-        texts = self._usefulness.delivered(group.worker_id, is_useful=is_useful, now=self._clock())
+        texts = self._usefulness.delivered(worker_id, is_useful=is_useful, now=self._clock())
         self._perform([Note("warning", text) for text in texts])
         self.review()
 
@@ -192,7 +197,7 @@ class Arrivals:
                 delay_s = 0.0 if self._delays is None else self._delays.draw(group.worker_id)
                 self._buffer.put(group, visible_at=self._clock() + delay_s)
                 self._progress.accepted(group, now=self._clock())
-                self._judge(group, is_useful=True)
+                self._judge(group.worker_id, is_useful=True)
                 self._perform(self._session.stored(group.group_id, now=self._clock()))
             self._has_news.set()
 
