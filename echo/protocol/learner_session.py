@@ -66,6 +66,8 @@ from echo.protocol.reception import Reception
 from echo.protocol.topology import Site
 from echo.rollout import Lineage, PolicyVersion
 
+MAX_NAMES_TOLD = 3
+"""Silent nodes that one line names; the rest of them it counts."""
 MAX_ROUTES = 100_000
 """Nodes that are remembered at most, the newest; each costs some hundred bytes."""
 
@@ -420,14 +422,9 @@ class LearnerSession:
         children = self.broadcast.tend(now=now)
         actions: list[Action] = []
         silent = self.roster.expire(now=now)
+        if silent:
+            actions.append(Note("warning", self._describe_silent(silent, now)))
         for member in silent:
-            silent_s = now - member.heard_at
-            num_leases = self.leases.num_leases(member.node_id)
-            text = (
-                f"{member.node_id} is silent for {silent_s:.0f} s; {num_leases} groups are granted "
-                "again"
-            )
-            actions.append(Note("warning", text))
             self.leases.drop_worker(member.node_id)
         late = self.leases.expire(now=now)
         for record in late:
@@ -444,3 +441,16 @@ class LearnerSession:
             actions += self.replan(now)
         is_open = bool(actions) or self._grants.is_due(now=now)
         return children + actions + (self.grant(now=now) if is_open else [])
+
+    def _describe_silent(self, silent: Sequence[Member], now: float) -> str:
+        """Say in one line who is given up, however many they are."""
+        names = [member.node_id for member in silent]
+        if len(names) > MAX_NAMES_TOLD:
+            names[MAX_NAMES_TOLD:] = [f"{len(names) - MAX_NAMES_TOLD} others"]
+        silent_s = min(now - member.heard_at for member in silent)
+        num_groups = sum(self.leases.num_leases(member.node_id) for member in silent)
+        verb = "is" if len(silent) == 1 else "are"
+        return (
+            f"{', '.join(names)} {verb} silent for {silent_s:.0f} s; {num_groups} groups are "
+            "granted again"
+        )
