@@ -202,7 +202,8 @@ class Activation:
             waiting_s: seconds that the learner has been waiting for groups now.
             now: the present.
         """
-        members = session.roster.members("worker")
+        # Who is set aside delivers nothing that counts, whatever rate and price it states.
+        members = [m for m in session.roster.members("worker") if not m.is_set_aside]
         train_s = self.train_s
         is_too_soon = now < self._asked_at + self.settings.review_s
         if is_too_soon or not train_s or not any(member.price.per_h for member in members):

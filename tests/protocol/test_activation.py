@@ -114,6 +114,14 @@ def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(tmp_pa
     assert play.decisions[-1][0] >= back_at + 40.0
 
 
+def test_nobody_stands_by_for_a_worker_that_is_set_aside(tmp_path: Path) -> None:
+    play = Play(tmp_path, [0.3, 0.1])
+    play.until(10.0)
+    play.session.roster.nodes["w2"].is_set_aside = True  # and w1 would stand by, as above
+    play.until(60.0)
+    assert play.standby == []
+
+
 def test_without_prices_everybody_works(tmp_path: Path) -> None:
     play = Play(tmp_path, [None, None, None])
     play.until(80.0)
