@@ -21,7 +21,7 @@ DISTRIBUTION = "echo-rl"
 CHECKOUT = Path(__file__).resolve().parents[1]
 PROGRAMS = "bin/" if (CHECKOUT / "bin" / "echo-setup").exists() else ""
 """What stands before the names of our programs in a command to copy."""
-ROLES = ("learner", "worker")
+ROLES = ("learner", "worker", "relay")
 """Extras that are roles, too."""
 STAMP = ".echo-setup"
 """What bin/echo-setup leaves in the environments that it makes."""
@@ -94,7 +94,10 @@ def _is_installed(requirement: str) -> bool:
 
 
 def _requirements(extra: str) -> set[str]:
-    """Return what an extra asks for by our metadata, with the extras of ours that it contains."""
+    """Return what an extra asks for by our metadata, with the extras of ours that it contains.
+
+    A relay needs what every installation has, and is no extra.
+    """
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -102,7 +105,8 @@ def _requirements(extra: str) -> set[str]:
     found = set()
     for line in lines:
         requirement, _, marker = line.partition(";")
-        if f'extra == "{extra}"' not in marker.replace("'", '"'):
+        marker = marker.replace("'", '"')
+        if f'extra == "{extra}"' not in marker and (extra != "relay" or "extra ==" in marker):
             continue
         name, bracket, inner = requirement.strip().partition("[")
         if name == DISTRIBUTION and bracket:

@@ -1,4 +1,4 @@
-"""Durations, sizes and rates: text with a unit to a number, and back for people to read.
+"""Durations, sizes and rates as text and as numbers, and texts that are safe to show.
 
 Sizes are exact integers and print in binary units (KiB, MiB, ...), because memory and chunk sizes
 are powers of two. Ambiguous units are refused instead of guessed: "5m" may be metres, minutes or
@@ -11,6 +11,9 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import TypeGuard
+
+JOIN_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
+"""What follows the key in a join string, wherever it stands in a text."""
 
 DURATION_UNITS: dict[str, Fraction] = {
     "us": Fraction(1, 1_000_000),
@@ -120,6 +123,11 @@ def _three_digits(value: float) -> str:
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def without_secrets(text: str) -> str:
+    """Return a text that may be shown: of join strings in it the secret is left out."""
+    return JOIN_SECRET.sub(r"\1.***", text)
 
 
 def one_line(text: str) -> str:

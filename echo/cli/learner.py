@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +42,7 @@ class NoticeBoard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take a line; what raised where is for the log."""
-        line, _, _ = self.format(record).partition("\nTraceback")
+        line = re.split(r"\n\s*Traceback \(", self.format(record), maxsplit=1)[0]
         self.lines = [*self.lines, line][-MAX_NOTICES:]
         self._num_unseen += 1
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from echo.cli import interrupts
 from echo.cli.dry_run import check_start, dry_run
 from echo.cli.output import fail, make_log, show
 from echo.cli.parsers import RENTAL, node_parser
@@ -38,11 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(dry_run(config, arguments.role))
             check_start(config, arguments.role)
             return 0
-        return run_role(
+        code = run_role(
             config, arguments.role, resume=arguments.resume, has_report=not arguments.no_report
         )
     except EchoError as error:
         return fail(error)
+    if interrupts.is_interruption(code):
+        # A thread may still load a model or make a step; what was to be saved is saved.
+        interrupts.hurry(code)
+    return code
 
 
 def read_config(

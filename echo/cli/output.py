@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-from echo.config.fields import without_secrets
 from echo.errors import (
     ConfigError,
     DataError,
@@ -17,7 +16,7 @@ from echo.errors import (
     TransportError,
 )
 from echo.ui.status_line import StatusLine
-from echo.units import one_line
+from echo.units import one_line, without_secrets
 
 EXIT_CODES: dict[type[EchoError], int] = {
     ConfigError: 2,

@@ -73,8 +73,6 @@ def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> i
         return exit_code(error)
     except Interrupted as interrupted:
         log.info("ended: %s", INTERRUPTED)
-        # A thread may still load a model or make a step; what was to be saved is saved.
-        interrupts.hurry(interrupted.exit_code)
         return interrupted.exit_code
     log.info("ended: %s", reason)
     return 0

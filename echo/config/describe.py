@@ -5,11 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from echo.config.fields import without_secrets
 from echo.config.leaves import Leaf, leaves, sections, show
 from echo.config.memory import Budget
 from echo.config.schema import Config, Role
-from echo.units import format_bytes
+from echo.units import format_bytes, without_secrets
 
 _WIDTH = 96
 

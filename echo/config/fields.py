@@ -11,9 +11,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
-from echo.units import parse_duration, parse_size
+from echo.units import JOIN_SECRET, parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+MAX_NAME_LENGTH = 64
+"""Characters of the name of a node, a run or a region; messages hold words of 128."""
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}(?P<fingerprint>\.[A-Za-z0-9_-]{22})?")
 OLD_JOIN = (
@@ -21,7 +23,6 @@ OLD_JOIN = (
     "at its end. The learner writes the new one into runs/NAME/keys/join when it starts: copy that "
     "line"
 )
-_ANY_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _HTTP = re.compile(r"http://[^/:@\s]+:\d{1,5}")
@@ -119,13 +120,8 @@ def has_secret(address: str) -> bool:
     return "." in address.partition("#")[2]
 
 
-def without_secrets(text: str) -> str:
-    """Return a text that may be shown: of join strings in it the secret is left out."""
-    return _ANY_SECRET.sub(r"\1.***", text)
-
-
 def _strip_secret(address: str) -> str:
-    return _ANY_SECRET.sub(r"\1", address)
+    return JOIN_SECRET.sub(r"\1", address)
 
 
 def _check_device(device: str) -> str:
@@ -152,6 +148,8 @@ def _check_task_kind(kind: str) -> str:
 def _check_run_name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name:
         raise ValueError(f'"{name}" cannot name a directory inside run.dir; write one plain name')
+    if len(name) > MAX_NAME_LENGTH:
+        raise ValueError(f"has {len(name)} characters; messages hold names of {MAX_NAME_LENGTH}")
     return name
 
 

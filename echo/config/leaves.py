@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from echo.config.fields import without_secrets
 from echo.config.profiles import PROFILES
 from echo.config.schema import Config, Role, Section
+from echo.units import without_secrets
 
 KeyPath = tuple[str, ...]
 """A key's place in the file: ("batch", "group_size")."""
@@ -158,6 +158,8 @@ def _expected(fragment: Mapping[str, Any], name: str) -> str:
     bounds = [f"{text} {fragment[word]}" for word, text in _BOUNDS.items() if word in fragment]
     if fragment.get("minLength"):
         bounds.append("not empty")
+    if "maxLength" in fragment:
+        bounds.append(f"at most {fragment['maxLength']} characters")
     if fragment.get("maximum", fragment.get("exclusiveMaximum", 0)) == 2**63:
         bounds.pop()  # what fits into 64 bits, not worth a word
     return ", ".join([base, *bounds])

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from echo.config.fields import (
+    MAX_NAME_LENGTH,
     AdvertisedAddress,
     Bytes,
     Device,
@@ -163,7 +164,7 @@ class WorkerSection(RentedSection):
     """Address on which to serve weights to other workers; left out, it serves none."""
     advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
-    name: str | None = Field(default=None, min_length=1, max_length=64)
+    name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_LENGTH)
     """Name in logs and the live view; left out, one is made from the host's."""
     device: Device = "auto"
     """Where to generate: auto, cpu, cuda or cuda:N."""
@@ -221,7 +222,7 @@ class RelaySection(PricedSection):
     """Address to listen on; workers connect to it."""
     advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
-    name: str | None = Field(default=None, min_length=1, max_length=64)
+    name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_LENGTH)
     """Name in logs and the live view; left out, one is made from the host's."""
 
 
@@ -266,7 +267,7 @@ class NetworkSection(Section):
     """Bytes that a child asks for ahead, two chunks at least, until its link has shown its rate."""
     codec: Literal["auto", "full", "delta"] = "auto"
     """How versions travel: deltas where they are shorter (auto), always (delta) or never (full)."""
-    region: str = ""
+    region: str = Field(default="", max_length=MAX_NAME_LENGTH)
     """Where this node stands, any name: versions enter each region once, where that is not slow."""
     price_per_gb: float = Field(default=0.0, ge=0)
     """Price of 1e9 bytes that leave this node's region, in any currency."""

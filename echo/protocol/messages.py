@@ -321,9 +321,9 @@ REASONS = frozenset(
         "group_size", "mixed_versions", "too_long", "bad_logprobs", "no_trainable_token",
         "abandoned_version", "version_from_the_future", "stale",
         # why a worker gives one up
-        "prompt_too_long", "group_too_large", "reward_error", "reward_timeout", "reward_memory",
-        "reward_lost", "reward_retries", "agent_error", "agent_failed", "agent_timeout",
-        "version_not_installed", OUTRUN,
+        "prompt_too_long", "group_too_large", "reward_error", "reward_too_large", "reward_timeout",
+        "reward_memory", "reward_lost", "reward_retries", "agent_error", "agent_failed",
+        "agent_timeout", "version_not_installed", OUTRUN,
     }
 )  # fmt: skip
 """Why a group was not taken; they name counters, and no other word of a peer's does."""

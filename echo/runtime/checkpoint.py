@@ -276,8 +276,10 @@ def _verify(path: Path, sums: str) -> None:
     """
     lines = [line.partition("  ") for line in sums.split("\n") if line]
     expected = {name: digest for digest, _, name in lines}
-    if INFO_FILE not in expected:
-        raise DamagedCheckpointError(f"{path / SUMS_FILE} is damaged: it lists no {INFO_FILE}")
+    unlisted = {file.name for file in path.iterdir()} - expected.keys() - {SUMS_FILE}
+    if unlisted or INFO_FILE not in expected:
+        names = ", ".join(sorted(unlisted | ({INFO_FILE} - expected.keys())))
+        raise DamagedCheckpointError(f"{path / SUMS_FILE} is damaged: it does not list {names}")
     for name, digest in expected.items():
         found = hash_file(path / name)
         if found != digest:

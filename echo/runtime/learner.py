@@ -231,7 +231,7 @@ class LearnerNode(Node):
         try:
             try:
                 await self._train()
-            except TransportError:  # nobody works for it any more
+            except (TransportError, StepError):  # what was trained before is sound
                 await self._save()
                 raise
             if self._is_stopping:
@@ -305,7 +305,7 @@ class LearnerNode(Node):
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise StepError(
                 f"{self._num_failed_steps} steps in a row failed, the last because {error}; the "
-                "groups have ended, and --resume goes on from the last checkpoint",
+                "groups have ended, the run is saved, and --resume goes on with others",
                 reason=error.reason,
             ) from error
         rest = [group for group in groups if group.group_id not in faulty]
@@ -347,6 +347,7 @@ class LearnerNode(Node):
         obstacle = self._waiting.look(now=self.now)
         if obstacle == "outdated" and self._published_step != self.session.step:
             await self._publish()
+            self._progress.begin("", now=self.now)
         self.perform(self.session.grant(now=self.now))
 
     def _discard_unusable(self) -> None:
@@ -475,7 +476,7 @@ class LearnerNode(Node):
         self.session.is_granting = False
         await self._close_records()
         self._reporting.display()
-        await self._farewell.say("no reward can be given, see the learner's log")
+        await self._farewell.say("groups cannot be finished, see the learner's log")
         self.stop("failed", failure)
 
     async def _close_records(self) -> None:

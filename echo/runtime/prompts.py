@@ -120,7 +120,14 @@ class PromptSource:
             prompt_ids=prompt_ids,
             example=asdict(example),
         )
-        if (num_bytes := len(msgspec.msgpack.encode(lease))) > MAX_LEASE_BYTES:
+        try:
+            num_bytes = len(msgspec.msgpack.encode(lease))
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:
+            raise DataError(
+                f"example {example.index} cannot be sent to a worker: {error}; its fields may "
+                "hold text, lists, tables and numbers of 64 bits"
+            ) from error
+        if num_bytes > MAX_LEASE_BYTES:
             raise DataError(
                 f"example {example.index}: {num_bytes} bytes with its prompt of {len(prompt_ids)} "
                 f"tokens; a message to a worker holds {MAX_LEASE_BYTES}"

@@ -70,6 +70,7 @@ class Waiting:
     def begin(self, *, now: float) -> None:
         """Note that the learner waits from now on; while it trained, nobody looked."""
         self._alone_since = self._told_at = self._obstacle_since = now
+        self._obstacle, self._is_told = "", False
         self.look_at = now + self._session.settings.heartbeat_s
 
     def look(self, *, now: float) -> Obstacle:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from echo.cli.learner import MAX_NOTICES, NoticeBoard, read_curve, report
+from echo.cli.output import LogFormatter
 from echo.config.load import parse_config, save_resolved
 
 
@@ -21,7 +22,7 @@ def test_the_board_keeps_the_newest_lines() -> None:
 
 def test_what_raised_where_is_not_for_the_board() -> None:
     board = NoticeBoard()
-    board.setFormatter(logging.Formatter("%(message)s"))
+    board.setFormatter(LogFormatter("%(message)s"))
     try:
         int("none")
     except ValueError as error:

@@ -210,7 +210,7 @@ def test_a_node_with_a_wrong_join_string_is_refused_after_three_tries(
     cause: str,
 ) -> None:
     with listening() as address:
-        join = Join(with_key(address, KeyPair.of(key * 32).public), secret * 16)
+        join = Join(with_key(address, KeyPair.of(key * 32).public), secret * 16, b"f" * 16)
         monkeypatch.setenv("ECHO_JOIN", str(join))
         code = run("--role", "relay", "--config", config, "--set", "relay.name=stranger",
                    "--set", "relay.listen=tcp://127.0.0.1:0")  # fmt: skip

@@ -77,6 +77,8 @@ def test_accepted(override: str) -> None:
         ("task.kind=", "import path of your own"),
         ("run.name=a/b", "cannot name a directory"),
         ("run.name=..", "cannot name a directory"),
+        (f"run.name={'x' * 65}", "messages hold names of 64"),
+        (f"network.region={'x' * 65}", "at most 64 characters"),
         ("faults.kill_at=published", "not a point to die at"),
         ("sampling.temperature=0", "must be a number, above 0"),
         ("sampling.top_p=1.1", "must be a number, above 0, at most 1"),

@@ -176,7 +176,7 @@ def test_14_nothing_is_trained_twice_or_lost_whoever_dies_whenever(
     assert world.without_end() == set()
 
 
-@pytest.mark.parametrize("reason", ["reward_error", "prompt_error"])
+@pytest.mark.parametrize("reason", ["reward_error", "prompt_too_long"])
 def test_15_a_group_that_cannot_be_made_ends_once_and_another_is_granted(
     make_world: MakeWorld, reason: str
 ) -> None:

@@ -460,7 +460,7 @@ class Run:
                     group=group.group_id,
                     attempt=group.attempt,
                     worker=group.worker_id,
-                    spool=["mem", 0, 0],
+                    spool=["mem", 0, 0, ""],
                 )
                 self.world.later(0.01, lambda: self._stored(process, group))
             case RecordEnd():

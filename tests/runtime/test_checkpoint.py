@@ -149,6 +149,18 @@ def test_a_file_that_is_missing_is_damage_too(tmp_path: Path, name: str) -> None
     assert name in found.damage[0]
 
 
+def test_sums_that_lost_a_line_are_damage_too(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    sums = tmp_path / "step_000020" / "BLAKE3SUMS"
+    lines = sums.read_text().splitlines(keepends=True)
+    sums.write_text("".join(line for line in lines if not line.endswith("  state\n")))
+    found = find_whole(tmp_path)
+    assert found is not None
+    assert found.info.step == 10
+    assert "does not list state" in found.damage[0]
+
+
 def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew_in_silence(
     tmp_path: Path,
 ) -> None:

