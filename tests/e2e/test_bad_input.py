@@ -279,8 +279,8 @@ def test_a_reward_that_raises_or_is_nan_costs_its_group_only(cluster: Cluster) -
     log = cluster.log("learner")
     assert "KeyError" in log
     assert "no such answer" in log
-    # Of each worker and reason the learner tells one a minute; the worker tells them all.
-    assert "nan" in cluster.log("w1")
+    # Of each worker and reason one line a minute is told, so of the others only that they ended.
+    assert {group % 5 for group in failed} == {1, 3}
 
 
 ENDLESS_TASK = '''"""An environment that never ends by itself, and prompts that are too long."""
