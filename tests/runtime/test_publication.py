@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import pytest
@@ -9,11 +11,13 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from echo.engine.trainer import StepResult
 from echo.engine.version_images import VersionImages
 from echo.engine.weights import tensors_from_image
 from echo.protocol.manifest import verify
-from echo.rollout import PolicyVersion
+from echo.rollout import Group, PolicyVersion
 from echo.runtime.publication import MAX_PENDING, PublishPace, make_publication
+from tests.runtime.harness import Play, Run, running
 
 
 def version(step: int) -> PolicyVersion:
@@ -159,3 +163,32 @@ def test_two_versions_are_never_further_apart_than_the_bound_allows(
     assert len(periods) > 1 or max_staleness == 3  # the noise changes what is measured
     assert max(gaps) <= max_staleness + 1
     assert 300 - last <= max_staleness
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_real_pair_finishes_though_the_measured_period_changes(play: Play, seed: int) -> None:
+    """Weights reach the worker 1 to 4 s late, and steps of .2 s vary by a fifth."""
+    max_staleness, chance = 6, random.Random(seed)
+
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            run={"max_steps": 120, "seed": seed},
+            sync={"max_staleness": max_staleness, "publish_period": "auto"},
+            delays={"law": "lognormal", "directions": "weights", "lower_s": 1.0, "upper_s": 4.0},
+        )
+        step = learner._train_on
+
+        def train(groups: Sequence[Group]) -> StepResult:
+            ends_at = time.monotonic() + 0.2 * chance.gauss(1.0, 0.2)
+            result = step(groups)
+            time.sleep(max(0.0, ends_at - time.monotonic()))
+            return result
+
+        learner._train_on = train
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        steps = [record["version"][1] for record in run.ledger("published")]
+        assert max(b - a for a, b in itertools.pairwise(steps)) <= max_staleness + 1
+
+    play(scenario, limit_s=250)
