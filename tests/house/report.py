@@ -134,8 +134,8 @@ def tree_at(commit: str, repository: Path = REPOSITORY) -> Tree:
     files = {}
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         for member in archive.getmembers():
-            stream = archive.extractfile(member)
-            if stream is not None and member.name.endswith((".py", ".toml")):
+            is_source = member.isfile() and member.name.endswith((".py", ".toml"))
+            if is_source and (stream := archive.extractfile(member)) is not None:
                 files[member.name] = stream.read().decode()
     return Tree(files)
 
