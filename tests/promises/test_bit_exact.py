@@ -46,7 +46,7 @@ def test_20_a_wrong_chunk_is_neither_installed_nor_forwarded_and_its_sender_is_l
 
 
 def test_21_a_version_of_another_key_or_run_is_never_installed(make_world: MakeWorld) -> None:
-    for name, run in (("w1", "run"), ("w2", "another")):
+    for name, run, is_foreign in (("w1", "run", True), ("w2", "another", False)):
         world = make_world()
         world.learner()
         world.worker(name)
@@ -54,7 +54,7 @@ def test_21_a_version_of_another_key_or_run_is_never_installed(make_world: MakeW
         world.stop_training()
         world.run(5.0)
         held = world.installed(name)
-        world.publish_forged(run=run)
+        world.publish_forged(run=run, is_foreign=is_foreign)
         world.run(20.0)
         assert world.installed(name) == held
         assert world.is_bit_exact(name)

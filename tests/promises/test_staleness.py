@@ -21,16 +21,14 @@ def test_01_no_token_older_than_the_bound_is_trained(
         jitter_s=1.5,
         sample_s=0.4,
         train_s=0.1,
-        # The pace of leases is made for versions that arrive; late ones are what is tried here.
         groups_per_step=2,
     )
     world.learner()
     for name in ("w1", "w2", "w3"):
         world.worker(name)
     world.run(60.0)
-    # A result that waited in the network for longer than the bound.
-    late = world.chance.randrange(5, 10)
-    world.drop("Deliver", times=late)
+    # Results that are sent again later are older when they arrive.
+    world.drop("Deliver", times=world.chance.randrange(5, 10))
     world.run(60.0)
     ages = world.ages()
     assert min(ages) >= 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.errors import RefusedError, TransportError
 from echo.metrics import Counters
@@ -29,6 +30,7 @@ from echo.protocol.standby import set_standby
 from echo.rollout import PolicyVersion
 from echo.sim.network import Link
 from tests.protocol.harness import (
+    KEY,
     LEARNER_ADDRESS,
     Process,
     make_group,
@@ -144,14 +146,6 @@ class World:
         """Let a frozen process go on with what has arrived meanwhile."""
         self._world.thaw(self._process(name))
 
-    def cut(self, one: str, other: str) -> None:
-        """Let nothing pass between two nodes any more, and tell neither."""
-        self._world.network.cut(one, other)
-
-    def mend(self, one: str, other: str) -> None:
-        """Undo `cut`."""
-        self._world.network.mend(one, other)
-
     def link(self, source: str, target: str, *, bytes_per_s: float, delay_s: float = 0.01) -> None:
         """Give one direction of a link its own rate."""
         self._world.network.set_link(source, target, Link(delay_s=delay_s, bytes_per_s=bytes_per_s))
@@ -226,11 +220,6 @@ class World:
         return self._process(worker).on_action.__self__  # type: ignore[attr-defined]
 
     # --- operators -------------------------------------------------------------------------------
-
-    def finish(self) -> None:
-        """Have the learner tell everybody that the run is over."""
-        process = self._process(LEARNER)
-        self._world.perform(process, process.session.finish("done"))
 
     def stop_training(self) -> None:
         """Have the learner make no further step; groups are still accepted."""
@@ -360,14 +349,6 @@ class World:
         counters: Counters = self._process(node).session.counters
         return counters[name]
 
-    def sent(self, kind: str, *, source: str | None = None, target: str | None = None) -> int:
-        """Return how many messages of a kind were sent."""
-        return sum(
-            type(message_of(frames)).__name__ == kind
-            for sender, receiver, frames in self._world.frames_sent
-            if source in (None, sender) and target in (None, receiver)
-        )
-
     def _note_needless(self, sender: str, target: str, frames: list[bytes]) -> bool:
         """Count the chunks that a node asks for although it holds them."""
         if b"Fetch" in frames[0] and isinstance(fetch := message_of(frames), Fetch):
@@ -479,21 +460,15 @@ class World:
         peer: str = self._process(LEARNER).session._routes.get(worker) or "in0"
         return peer
 
-    def publish_forged(self, *, run: str = "run") -> bool:
-        """Have the learner's machine offer a version that another key has signed.
-
-        Return whether the learner's own part took it.
-        """
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
+    def publish_forged(self, *, run: str = "run", is_foreign: bool = False) -> None:
+        """Have the learner offer a version of a run, signed with its own key or a foreign one."""
         learner = self._process(LEARNER)
-        key = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
+        key = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33))) if is_foreign else KEY
         lineage = learner.session.lineages[-1].lineage
         parts = make_version(
             lineage, learner.session.step + 1, num_chunks=self.num_chunks, key=key, run=run
         )
         self._world.perform(learner, learner.session.broadcast.publish(*parts, now=self.now))
-        return True
 
     @contextmanager
     def watch(self, look: Callable[[str, str, Any], None]) -> Iterator[None]:
