@@ -118,7 +118,6 @@ class Publisher(Node):
             perform=self.perform,
             spawn=functools.partial(self.spawn, name="parcels"),
             now=lambda: self.now,
-            installed=list,
         )
 
     async def _until(self, is_done: Any) -> None:

@@ -17,6 +17,10 @@ import numpy.typing as npt
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 """Versions stand beside every token as two int32."""
 
+KEEP_VERSIONS = 2
+"""Whole versions that a node keeps: the one in use, and the one before, which children may still be
+taking and deltas are coded against."""
+
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Name one set of weights: an unbroken learner history and a step within it.

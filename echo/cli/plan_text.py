@@ -15,14 +15,13 @@ from echo.config.fleet_schema import OfferRow
 from echo.planner.plan import Outcome, Plan
 from echo.planner.remedies import Refusal
 from echo.planner.roofline import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
+from echo.rollout import KEEP_VERSIONS
 from echo.units import format_bytes, format_duration
 
 DRIVER = "580.65.06"
 """Oldest driver of CUDA 13.0 (its release notes), for which recent PyTorch wheels are built."""
 ENVIRONMENT_GB = 12
 """Disk of one worker's Python environment with CUDA libraries; bin/echo-setup asks for 10."""
-KEPT_VERSIONS = 2
-"""Versions that a worker keeps (network.keep_versions)."""
 
 
 def plan_tables(request: Request, plan: Plan) -> RenderableType:
@@ -145,14 +144,14 @@ def machine_filter(request: Request, plan: Plan, row: OfferRow) -> str:
         request.job_row.prompt_tokens + request.job_row.max_completion_tokens
     ) * request.model.cache_bytes_per_token
     per_gpu = ((weights + cache) / row.num_gpus + RESERVED_BYTES) / USABLE_MEMORY
-    ram = 4e9 + (KEPT_VERSIONS + 1) * weights
+    ram = 4e9 + (KEEP_VERSIONS + 1) * weights
     down = plan.job.version_bytes / max(plan.outcome.broadcast_s, 1e-9) / MBIT
     terms = [
         f"gpu_name={request.gpus[row.gpu].name.replace(' ', '_')}",
         f"num_gpus={row.num_gpus}",
         f"gpu_ram>={math.ceil(per_gpu / 1e9)}",
         f"driver_version>={DRIVER}",
-        f"disk_space>={math.ceil(ENVIRONMENT_GB + KEPT_VERSIONS * weights / 1e9)}",
+        f"disk_space>={math.ceil(ENVIRONMENT_GB + KEEP_VERSIONS * weights / 1e9)}",
         f"cpu_ram>={math.ceil(ram / 1e9)}",
         f"inet_down>={math.ceil(down)}",
     ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from echo.config.schema import Config
+from echo.rollout import KEEP_VERSIONS
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number, by type."""
@@ -99,7 +100,7 @@ class Footprint:
             *([last_version] if self.has_gpu and self.config.network.codec != "full" else []),
             Item(name="activations", num_bytes=self._activation_bytes(), is_on_gpu=True),
             Item(name="log-prob chunk", num_bytes=self._logprob_bytes(), is_on_gpu=True),
-            self._versions(self.config.network.keep_versions + 1),  # one more is being made
+            self._versions(KEEP_VERSIONS + 1),  # one more is being made
         )
 
     def worker_items(self, dtype: str) -> tuple[Item, ...]:
@@ -107,7 +108,7 @@ class Footprint:
         num_bytes = DTYPE_BYTES[dtype] * self.facts.num_params
         return (
             Item(name="weights", num_bytes=num_bytes, is_on_gpu=True),
-            self._versions(self.config.network.keep_versions),
+            self._versions(KEEP_VERSIONS),
         )
 
     def relay_items(self) -> tuple[Item, ...]:
@@ -115,7 +116,7 @@ class Footprint:
         group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
         num_bytes = self.config.network.max_unacked_groups * group_bytes
         return (
-            self._versions(self.config.network.keep_versions),
+            self._versions(KEEP_VERSIONS),
             Item(name="groups under way", num_bytes=num_bytes, is_on_gpu=False),
         )
 

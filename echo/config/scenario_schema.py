@@ -40,8 +40,6 @@ class SimRow(Row):
     """As network.lease_timeout_s."""
     reconnect_for_s: Annotated[Seconds, Field(gt=0)] | None = None
     """As network.reconnect_for_s."""
-    keep_versions: Count = 2
-    """As network.keep_versions."""
     window_bytes: Annotated[Bytes, Field(gt=0)] = 8 << 20
     """As network.window_bytes."""
     max_unacked_groups: Count = 64

@@ -271,8 +271,6 @@ class NetworkSection(Section):
     """Where this node stands, any name: versions enter each region once, where that is not slow."""
     price_per_gb: float = Field(default=0.0, ge=0)
     """Price of 1e9 bytes that leave this node's region, in any currency."""
-    keep_versions: int = Field(default=2, ge=2)
-    """Versions kept to fall back on; with 3, 5 or 9 a learner makes deltas over 2, 4 or 8 steps."""
     arena_dir: str | None = Field(default=None, min_length=1)
     """Directory for versions, one per node: a restart fetches what is missing; unset: memory."""
     arena_bytes: Bytes | None = Field(default=None, ge=1)

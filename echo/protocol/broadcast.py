@@ -67,7 +67,7 @@ from echo.protocol.store import Store
 from echo.protocol.transfer import Arenas, Chunked
 from echo.protocol.transfer import Transfer as Transfer
 from echo.protocol.writing import WriteChunk
-from echo.rollout import PolicyVersion
+from echo.rollout import KEEP_VERSIONS, PolicyVersion
 
 GIVE_UP_STALLS = 4
 """Silences (of stall_s) that a parent may lack a version that the learner has."""
@@ -81,8 +81,8 @@ class Broadcast:
         *,
         node_id: str,
         window_bytes: int,
-        keep_versions: int,
         stall_s: float,
+        keep_versions: int = KEEP_VERSIONS,
         arenas: Arenas | None = None,
     ) -> None:
         """Start with an empty store, no parent and no children.
@@ -90,8 +90,8 @@ class Broadcast:
         Args:
             node_id: name of this node.
             window_bytes: credit that a child keeps outstanding while its link's rate is unknown.
-            keep_versions: complete versions to keep for children and for falling back, at least 1.
             stall_s: seconds of silence that a parent is allowed while its link's rate is unknown.
+            keep_versions: complete versions to keep for children and for falling back, at least 1.
             arenas: where images lie; None for memory without a bound.
         """
         if window_bytes < 1 or keep_versions < 1 or stall_s <= 0:

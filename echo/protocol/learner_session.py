@@ -64,7 +64,7 @@ from echo.protocol.recent import RecentMap
 from echo.protocol.reception import LearnerSettings as LearnerSettings
 from echo.protocol.reception import Reception
 from echo.protocol.topology import Site
-from echo.rollout import Lineage, PolicyVersion
+from echo.rollout import Lineage
 
 MAX_NAMES_TOLD = 3
 """Silent nodes that one line names; the rest of them it counts."""
@@ -388,11 +388,6 @@ class LearnerSession:
         """Tell the nodes that are still here, and from now on whoever speaks."""
         self._dismissal.is_last_call = True
         return self._dismissal.tell()
-
-    def installed_versions(self) -> list[PolicyVersion]:
-        """Return the version that each node that takes part holds, where it holds one."""
-        members = self.roster.active()
-        return [member.installed for member in members if member.installed is not None]
 
     def views(self, *, now: float) -> tuple[NodeView, ...]:
         """Return every node as the live view shows it."""

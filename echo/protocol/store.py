@@ -16,7 +16,7 @@ from echo.protocol.manifest import FULL, Form, Manifest, SignedManifest, encode_
 from echo.protocol.messages import ParcelOffer
 from echo.protocol.parcel import DecodeBlock, Parcel, SegmentTable
 from echo.protocol.transfer import Arenas, Chunked, HeapArenas, Transfer
-from echo.rollout import PolicyVersion
+from echo.rollout import KEEP_VERSIONS, PolicyVersion
 
 ItemId = tuple[PolicyVersion, Form]
 MAX_PARCELS = 64
@@ -26,7 +26,7 @@ MAX_PARCELS = 64
 class Store:
     """Images and parcels by name."""
 
-    def __init__(self, *, keep_versions: int, arenas: Arenas | None = None) -> None:
+    def __init__(self, *, keep_versions: int = KEEP_VERSIONS, arenas: Arenas | None = None) -> None:
         """Start empty.
 
         Args:

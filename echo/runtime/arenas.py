@@ -258,8 +258,7 @@ class ArenaStore(abc.ABC):
             raise StorageError(
                 f"{self.where}: {version} needs {format_bytes(num_bytes)}, but "
                 f"{format_bytes(self.bytes_held)} of {format_bytes(self.limit_bytes)} are taken by "
-                f"{_names(list(self._live))}; raise network.arena_bytes or lower "
-                "network.keep_versions"
+                f"{_names(list(self._live))}; raise network.arena_bytes"
             )
         while self._spares and sum(map(len, self._spares)) + num_bytes > room:
             self._free(self._spares.pop())
@@ -288,7 +287,7 @@ class MemoryArenas(ArenaStore):
         except OSError as error:
             raise StorageError(
                 f"{self.where}: no {format_bytes(num_bytes)} for {version}: {error.strerror}; "
-                "lower network.keep_versions, or set network.arena_dir to a directory on a disk"
+                "use a machine with more, or set network.arena_dir to a directory on a disk"
             ) from error
 
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:

@@ -209,10 +209,7 @@ class FileArenas(ArenaStore):
                 f"no {format_bytes(num_bytes)} for {version}: {error.strerror} "
                 f"({format_bytes(self._free_bytes())} free)"
             )
-            remedy = (
-                "free some, lower network.keep_versions, or point network.arena_dir to a larger "
-                "disk"
-            )
+            remedy = "free some, or point network.arena_dir to a larger disk"
             if num_bytes > DEFAULT_SHARE * read_machine().host_bytes:
                 raise StorageError(f"{self.where}: {fault}; {remedy}") from error
             self._warn(f"{fault}; it is kept in memory and lost with this process: {remedy}")
@@ -236,8 +233,8 @@ class FileArenas(ArenaStore):
         except OSError as error:
             raise StorageError(
                 f"{self.where}: no {format_bytes(num_bytes)} for {version}, neither there "
-                f"({cause.strerror}) nor in memory ({error.strerror}); lower "
-                "network.keep_versions, or point network.arena_dir to a larger disk"
+                f"({cause.strerror}) nor in memory ({error.strerror}); point "
+                "network.arena_dir to a larger disk"
             ) from error
 
     def _map_new(self, num_bytes: int) -> Pages:

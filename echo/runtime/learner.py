@@ -143,7 +143,6 @@ class LearnerNode(Node):
             perform=self.perform,
             spawn=partial(self.spawn, name="parcels"),
             now=lambda: self.now,
-            installed=session.installed_versions,
         )
         self._tensors_of = tensors_of
         self._export = export

@@ -5,7 +5,7 @@ hands them to the broadcast:
 
     image --+--> in full, at once where there is no delta, else behind the delta's first segment
             +--> delta against the version before   } coded in threads, block by block;
-            +--> anchor, composites, where due      } each segment is signed and sent as it is ready
+            +--> anchor, where due                  } each segment is signed and sent as it is ready
 
 The delta's first segment is announced before the image, so that a node that holds the base does not
 begin with the image. One version is coded after the other, in the order of publication.
@@ -165,7 +165,6 @@ class Parcels:
         perform: Callable[[Sequence[Action]], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         now: Callable[[], float],
-        installed: Callable[[], Sequence[PolicyVersion]],
     ) -> None:
         """Publish through a broadcast.
 
@@ -176,7 +175,6 @@ class Parcels:
             perform: carries out the broadcast's actions, on the loop.
             spawn: runs a coroutine beside the others; its failure ends the node.
             now: the loop's clock.
-            installed: the version that each node holds, for composites.
         """
         self._broadcast = broadcast
         self._coder = coder
@@ -184,7 +182,6 @@ class Parcels:
         self._perform = perform
         self._spawn = spawn
         self._now = now
-        self._installed = installed
         self._plan: AnchorPlan | None = None
         self._last: asyncio.Task[None] | None = None
         self.coded_bytes: dict[PolicyVersion, int] = {}
@@ -249,12 +246,6 @@ class Parcels:
                     del self.coded_bytes[min(self.coded_bytes)]
         if self._plan.is_anchor_due(self._offers(), version):
             await self._send(publication, None)
-        images = self._broadcast.store
-        for older in self._plan.composites(
-            self._offers(), version, self._installed(), bases=images
-        ):  # fmt: skip
-            if older in images:  # coding takes its time
-                await self._send(publication, images[older])
 
     def _offers(self) -> list[Offer]:
         offers = [

@@ -95,7 +95,6 @@ def make_broadcast(
     return Broadcast(
         node_id=node_id,
         window_bytes=network.window_bytes,
-        keep_versions=network.keep_versions,
         # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
         stall_s=max(0.5, network.heartbeat_s),
         arenas=arenas,

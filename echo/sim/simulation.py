@@ -93,7 +93,6 @@ class Simulation:
         return Broadcast(
             node_id=node_id,
             window_bytes=max(1, math.ceil(max(settings.window_bytes, chunk_bytes) / scale)),
-            keep_versions=settings.keep_versions,
             # Coarse chunks take longer than a heartbeat: then silence means less.
             stall_s=max(0.5, settings.heartbeat_s, 4 * chunk_bytes / self._slowest_bytes_per_s()),
             arenas=self.arenas,

@@ -49,7 +49,7 @@ def sizes(budget: Budget) -> dict[str, int]:
 
 def test_an_adapter_by_hand() -> None:
     def items_of(role: Role, *overrides: str) -> dict[str, int]:
-        overrides = ("model.dtype=float32", "network.keep_versions=2", *overrides)
+        overrides = ("model.dtype=float32", *overrides)
         return sizes(memory_budget(config_of(*overrides), role, TINY, Machine(host_bytes=GIB)))
 
     # Rank 2; each layer has q, k, v, o of 8x8, 8x4, 8x4, 8x8 and three of 8x16.
@@ -152,10 +152,10 @@ def test_the_worker_by_hand() -> None:
 
 
 def test_the_relay_by_hand() -> None:
-    config = config_of("sampling.max_completion_tokens=30", "network.keep_versions=3")
+    config = config_of("sampling.max_completion_tokens=30")
     machine = Machine(host_bytes=GIB, gpu_bytes=1)
     budget = memory_budget(config, "relay", TINY, machine, prompt_tokens=10)
-    assert sizes(budget) == {"3 versions": 3 * 2 * 1000, "groups under way": 64 * 8 * 40 * 17}
+    assert sizes(budget) == {"2 versions": 2 * 2 * 1000, "groups under way": 64 * 8 * 40 * 17}
     assert budget.fits, "a relay does not use the GPU"
 
 

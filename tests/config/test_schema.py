@@ -92,7 +92,6 @@ def test_accepted(override: str) -> None:
         ("loss.importance_weight=tis", '"sequence_tis", "token_mis"'),
         ("loss.scope=batch", 'one of "group", "micro_batch"'),
         ("network.chunk_bytes=1GiB", "at least 1024, at most 16777216"),
-        ("network.keep_versions=1", "must be an integer, at least 2"),
         ("network.arena_dir=", "must be text, not empty"),
         ("network.arena_bytes=0", "at least 1 (Bytes that versions may"),
         ("checkpoint.keep_last=0", "must be an integer, at least 1"),

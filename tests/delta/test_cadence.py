@@ -1,4 +1,4 @@
-"""Anchors, deltas and composites are made where they spare bytes."""
+"""Anchors and deltas are made where they spare bytes."""
 
 from __future__ import annotations
 
@@ -79,59 +79,3 @@ def test_deltas_that_spare_little_are_tried_again_from_time_to_time() -> None:
     for step in range(20, 30):
         learner.publish(step)
     assert learner.deltas[3:] == [25, 26, 27, 28, 29]
-
-
-def lagging(num_versions: int = 12) -> Learner:
-    learner = Learner(1000)
-    for step in range(num_versions):
-        learner.publish(step)
-    return learner
-
-
-def test_nodes_that_are_up_to_date_or_one_behind_need_no_composite() -> None:
-    learner = lagging()
-    installed = [v(11)] * 10 + [v(10)] * 10
-    assert learner.plan.composites(learner.offers, v(11), installed) == []
-
-
-def test_a_composite_is_made_where_the_nodes_spare_its_size() -> None:
-    learner = lagging()
-    # Four deltas are 4000 bytes, a composite of four 2828: one node spares 1172, three 3516.
-    assert learner.plan.composites(learner.offers, v(11), [v(7)] * 2) == []
-    assert learner.plan.composites(learner.offers, v(11), [v(7)] * 3) == [v(7)]
-    # Of eight: 4757 instead of 8000.
-    assert learner.plan.composites(learner.offers, v(11), [v(3)] * 2) == [v(3)]
-
-
-def test_a_node_between_two_bases_uses_the_composite_too() -> None:
-    learner = lagging()
-    assert learner.plan.composites(learner.offers, v(11), [v(6)] * 3) == [v(7)]
-
-
-def test_each_composite_counts_what_the_ones_before_left_to_spare() -> None:
-    learner = lagging()
-    installed = [v(3)] * 2 + [v(7)] * 20
-    # Alone, the two at v3 would have earned theirs; after that of v7 they spare too little.
-    assert learner.plan.composites(learner.offers, v(11), [v(3)] * 2) == [v(3)]
-    assert learner.plan.composites(learner.offers, v(11), installed) == [v(7)]
-
-
-def test_a_measured_composite_replaces_the_rule_of_thumb() -> None:
-    learner = lagging()
-    learner.make(Offer(v(11), v(7), "delta", 3900))
-    assert learner.plan.composites(learner.offers, v(11), [v(7)] * 5) == []  # there is one
-    learner.publish(12)
-    assert learner.plan.composites(learner.offers, v(12), [v(8)] * 5) == []  # 100 bytes each
-
-
-def test_before_anything_was_measured_no_composite_is_made() -> None:
-    plan = AnchorPlan(FULL)
-    offers = [Offer(v(4), None, "full", FULL)]
-    plan.made(offers[0])
-    assert plan.composites(offers, v(4), [v(0)] * 10) == []
-
-
-def test_who_holds_an_ancient_version_takes_the_anchor_and_needs_no_composite() -> None:
-    learner = lagging(100)
-    learner.offers = learner.offers[-8:]
-    assert learner.plan.composites(learner.offers, v(99), [v(3)] * 3) == []

@@ -1,7 +1,7 @@
 """Whatever happens, every live node ends with the newest version, bit for bit.
 
 Random meshes of one to four lanes per node, each lane a link of its own; versions published as
-images, deltas, anchors and composites, segment by segment; blocks decoded and chunks written late
+images, deltas and anchors, segment by segment; blocks decoded and chunks written late
 and in any order; messages lost, repeated, swapped and damaged; links cut, parents changed, nodes
 ended and restarted.
 """
@@ -338,15 +338,12 @@ class Storm:
     def publish(self) -> None:
         self.code_all()
         self.step += 1
-        kind = self.chance.choice(["full", "delta", "delta", "both", "composite", "anchor"])
+        kind = self.chance.choice(["full", "delta", "delta", "both", "anchor"])
         step, net = self.step, self.net
         if kind == "full" or step == 0:
             self.coding.extend(net.publish(step)[:1])
         elif kind == "anchor":
             self.coding.extend(net.publish(step))
-        elif kind == "composite" and step > 1:
-            self.coding.extend(net.publish(step, step - 1))
-            self.coding.extend(net.publish(step, step - 2))
         else:
             self.coding.extend(net.publish(step, step - 1))
             if kind == "both":

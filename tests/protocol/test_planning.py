@@ -214,7 +214,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
 
 def test_versions_are_planned_for_as_they_are_forwarded() -> None:
     planning = make()
-    broadcast = Broadcast(node_id="l", window_bytes=1, keep_versions=2, stall_s=1.0)
+    broadcast = Broadcast(node_id="l", window_bytes=1, stall_s=1.0)
     planning.expect(broadcast.payload)
     assert (planning.payload_bytes, planning.chunk_bytes) == (1 << 30, 1 << 20)
     signed, manifest, image = make_version(1, 1)

@@ -237,7 +237,6 @@ class Fleet:
             perform=node.perform,
             spawn=lambda work: node.spawn(work, name="coder"),
             now=lambda: node.now,
-            installed=self.session.installed_versions,
         )
         self._tasks.append(asyncio.create_task(node.run()))
 

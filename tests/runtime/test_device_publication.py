@@ -73,7 +73,7 @@ def assert_same(one: Publication, other: Publication) -> None:
 
 
 def transfer_of(publication: Publication) -> Transfer:
-    broadcast = Broadcast(node_id="x", window_bytes=8 << 20, keep_versions=2, stall_s=5.0)
+    broadcast = Broadcast(node_id="x", window_bytes=8 << 20, stall_s=5.0)
     broadcast.publish(publication.signed, publication.manifest, publication.image, now=0.0)
     return broadcast.store[publication.manifest.version]
 

@@ -25,7 +25,7 @@ def make_versions(image_bytes: float | None) -> Versions:
 
 def test_without_deltas_each_version_is_an_image_of_so_many_chunks() -> None:
     versions = make_versions(None)
-    broadcast = Broadcast(node_id="learner", window_bytes=1, keep_versions=2, stall_s=1.0)
+    broadcast = Broadcast(node_id="learner", window_bytes=1, stall_s=1.0)
     versions.publish(broadcast, PolicyVersion(1, 0), now=0.0)
     versions.publish(broadcast, PolicyVersion(1, 1), now=1.0)
     image = broadcast.store[PolicyVersion(1, 1)]
@@ -37,7 +37,7 @@ def test_without_deltas_each_version_is_an_image_of_so_many_chunks() -> None:
 @pytest.mark.parametrize("ratio", [2, 30, 100])
 def test_a_delta_has_so_many_chunks_and_the_image_its_own_size(ratio: int) -> None:
     versions = make_versions(ratio * 80 * MB)
-    broadcast = Broadcast(node_id="learner", window_bytes=1, keep_versions=2, stall_s=1.0)
+    broadcast = Broadcast(node_id="learner", window_bytes=1, stall_s=1.0)
     for step in range(3):
         versions.publish(broadcast, PolicyVersion(1, step), now=float(step))
     newest = PolicyVersion(1, 2)
