@@ -243,12 +243,12 @@ class Broadcast:
         transfer = Transfer(signed, manifest, arena, has_chunk, sum(has_chunk))
         return self.pulling.adopt(transfer, now=now)
 
-    def rebuild(self, version: PolicyVersion, form: Form, records: Iterable[Record]) -> Parcel:
-        """Return what is right of a parcel that a former process has left; takes long."""
-        return rebuild(version, form, records, self.pulling.trust)
+    def rebuild(self, version: PolicyVersion, records: Iterable[Record]) -> Parcel:
+        """Return what is right of an anchor that a former process has left; takes long."""
+        return rebuild(version, records, self.pulling.trust)
 
     def resume(self, parcel: Parcel, *, now: float) -> list[Action]:
-        """Go on with a parcel that was rebuilt, newer ones first, after all images."""
+        """Go on with an anchor that was rebuilt, newer ones first, after all images."""
         return resume(self.pulling, parcel, now=now)
 
     def trust(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:

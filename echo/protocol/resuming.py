@@ -1,4 +1,4 @@
-"""A parcel that a killed process of this node has left half done is gone on with.
+"""An anchor that a killed process of this node has left half done is gone on with.
 
 Its journal is a list of records: signed tables and chunks, in the order in which they came. Nothing
 of it is believed: each table must be the next one that the learner has signed, each chunk must
@@ -27,18 +27,15 @@ Record = tuple[int | None, bytes]
 """A signed table (None, frame), or a chunk (its index, its bytes)."""
 
 
-def rebuild(
-    version: PolicyVersion, form: Form, records: Iterable[Record], trust: Trust
-) -> Parcel:  # fmt: skip
+def rebuild(version: PolicyVersion, records: Iterable[Record], trust: Trust) -> Parcel:
     """Return what is right of a journal; it is read up to the first table that is not.
 
     Args:
-        version: what the parcel is said to be of.
-        form: its form, as it is said.
+        version: what the anchor is said to be of.
         records: the journal; not asked for more after a table that is refused.
         trust: whom the tables must be signed by.
     """
-    parcel = Parcel(version, form)
+    parcel = Parcel(version, Form("anchor"))
     for index, data in records:
         if index is None:
             try:
@@ -58,7 +55,7 @@ def rebuild(
 def resume(pulling: Pulling, parcel: Parcel, *, now: float) -> list[Action]:
     """Take what was rebuilt: to serve it if it is whole and done, else to go on fetching it.
 
-    Newer ones must come first, and images before parcels. What is of no use is removed.
+    Newer ones must come first, and images before anchors. What is of no use is removed.
     """
     store, item = pulling.store, (parcel.version, parcel.form)
     newest = store.newest_complete
@@ -71,7 +68,7 @@ def resume(pulling: Pulling, parcel: Parcel, *, now: float) -> list[Action]:
         fault = "it is of no use any more"
     else:
         try:
-            fault = store.resume(parcel)
+            store.resume(parcel)
         except StorageError as error:
             fault = str(error)
     if fault:

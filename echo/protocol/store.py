@@ -63,10 +63,16 @@ class Store:
         self.images[version] = Transfer(signed, manifest, arena, has_chunk)
 
     def begin_parcel(self, item: ItemId, *, expected_bytes: int) -> None:
-        """Begin to fetch a parcel."""
+        """Begin to fetch a parcel.
+
+        An anchor is written down as it comes, so that a restart goes on with it as with an image;
+        a delta is some hundredth of that, and is fetched again.
+        """
         parcel = self.parcels[item] = Parcel(*item)
         parcel.expected_bytes = expected_bytes
-        parcel.journal = self.arenas.journal(*item)
+        version, form = item
+        if form.base is None:
+            parcel.journal = self.arenas.journal(version)
 
     def add_segment(self, parcel: Parcel, table: SegmentTable, frame: bytes) -> str:
         """Add the next segment of a parcel, with the first one room for what comes out of it.
@@ -91,22 +97,14 @@ class Store:
         parcel.arena = self.arenas.create(parcel.version, None, image_bytes)
         return ""
 
-    def resume(self, parcel: Parcel) -> str:
-        """Take a parcel that a former process of this node has left, to go on decoding it.
-
-        Returns:
-            Why it is of no use here; nothing if it is.
+    def resume(self, parcel: Parcel) -> None:
+        """Take an anchor that a former process of this node has left, to go on decoding it.
 
         Raises:
             StorageError: if there is no room for what comes out of it.
         """
-        base = None if parcel.form.base is None else self.images.get(parcel.form.base)
-        if parcel.form.base is not None and (base is None or not base.is_complete):
-            return f"{parcel.form.base} is not here"
-        fault = self._begin_decoding(parcel, parcel.image_bytes)
-        if not fault:
-            self.parcels[parcel.version, parcel.form] = parcel
-        return fault
+        parcel.arena = self.arenas.create(parcel.version, None, parcel.image_bytes)
+        self.parcels[parcel.version, parcel.form] = parcel
 
     def may_block(self, item: ItemId) -> bool:
         """Return whether chunks of an item are to be written by a thread."""

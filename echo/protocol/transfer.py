@@ -14,7 +14,7 @@ import numpy as np
 
 from echo.delta.streams import fill
 from echo.protocol.codec import Frame
-from echo.protocol.manifest import Form, Manifest, SignedManifest
+from echo.protocol.manifest import Manifest, SignedManifest
 from echo.protocol.messages import OPEN_END
 from echo.rollout import PolicyVersion
 
@@ -29,7 +29,7 @@ def new_arena(num_bytes: int) -> memoryview:
 
 
 class Journal(Protocol):
-    """What has come of one parcel, written down so that a later process finds it."""
+    """What has come of one anchor, written down so that a later process finds it."""
 
     def table(self, frame: bytes) -> None:
         """Add the signed table of the next segment."""
@@ -61,8 +61,8 @@ class Arenas(Protocol):
     def drop(self, version: PolicyVersion) -> None:
         """Let go of an image; who still reads it keeps it."""
 
-    def journal(self, version: PolicyVersion, form: Form) -> Journal | None:
-        """Return where to write down what comes of a parcel; None if nothing is to be kept."""
+    def journal(self, version: PolicyVersion) -> Journal | None:
+        """Return where to write down what comes of an anchor; None if nothing is to be kept."""
 
     def write(self, place: memoryview, data: Frame) -> None:
         """Copy a chunk to its place in an image; from any thread, of which none does so twice.
@@ -87,7 +87,7 @@ class HeapArenas:
     def drop(self, version: PolicyVersion) -> None:
         """Need nothing: memory that nobody reads is freed."""
 
-    def journal(self, version: PolicyVersion, form: Form) -> None:
+    def journal(self, version: PolicyVersion) -> None:
         """Write nothing down: there is no later process that could read it."""
 
     def write(self, place: memoryview, data: Frame) -> None:

@@ -43,7 +43,7 @@ import numpy.typing as npt
 from echo.delta.streams import fill
 from echo.errors import StorageError
 from echo.protocol.codec import Frame
-from echo.protocol.manifest import Form, Manifest
+from echo.protocol.manifest import Manifest
 from echo.protocol.transfer import Journal
 from echo.rollout import PolicyVersion
 from echo.runtime.arenas_parcels import SavedParcel
@@ -190,12 +190,12 @@ class ArenaStore(abc.ABC):
         """Copy a chunk to its place in an arena, from any thread and without the GIL."""
         fill(place, data)
 
-    def journal(self, version: PolicyVersion, form: Form) -> Journal | None:
-        """Return where to write down what comes of a parcel; None where nothing is kept."""
+    def journal(self, version: PolicyVersion) -> Journal | None:
+        """Return where to write down what comes of an anchor; None where nothing is kept."""
         return None
 
     def recover_parcels(self) -> list[SavedParcel]:
-        """Return what a former process left of the run's parcels, newest first, after `recover`."""
+        """Return what a former process left of the run's anchors, newest first, after `recover`."""
         return []
 
     def verify_held(self, manifest: Manifest, arena: memoryview) -> bytearray:

@@ -4,7 +4,7 @@ Layout of the directory (network.arena_dir), all names this module's own:
 
     v12-L1-<run>.arena       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
-    *.parcel                 what has come of deltas and anchors (`arenas_parcels.py`)
+    *.parcel                 what has come of anchors (`arenas_parcels.py`)
     echo-arena-<n>.tmp       what is being made, and spares that wait for recycling
     echo-arena.lock          flock held by the process that owns the directory, with its pid
 
@@ -50,7 +50,6 @@ from blake3 import blake3
 
 from echo.config.machine import read_machine
 from echo.errors import LocalProtocolError, StorageError
-from echo.protocol.manifest import Form
 from echo.protocol.transfer import Journal
 from echo.rollout import PolicyVersion
 from echo.runtime.arenas import (
@@ -165,12 +164,12 @@ class FileArenas(ArenaStore):
                 saved.append(found)
         return saved
 
-    def journal(self, version: PolicyVersion, form: Form) -> Journal | None:
-        """Return a file for what comes of a parcel."""
-        return self._parcels.begin(version, form, self._run_hash)
+    def journal(self, version: PolicyVersion) -> Journal | None:
+        """Return a file for what comes of an anchor."""
+        return self._parcels.begin(version, self._run_hash)
 
     def recover_parcels(self) -> list[SavedParcel]:
-        """Return what a former process left of the run's parcels, newest first, after `recover`."""
+        """Return what a former process left of the run's anchors, newest first, after `recover`."""
         self.flush()
         return self._parcels.recover(self._run_hash)
 

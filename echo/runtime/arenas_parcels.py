@@ -1,11 +1,10 @@
-"""What has come of parcels, in files that a restarted node reads again.
+"""What has come of anchors, in files that a restarted node reads again.
 
-An image is fetched into an arena that is a file itself. A parcel is not: its size is not known
-before its last table, and what comes out of its chunks lies elsewhere. So each parcel has a
-journal, to which tables and chunks are appended as they have been verified:
+An image is fetched into an arena that is a file itself. An anchor is not: its size is not known
+before its last table, and what comes out of its chunks lies elsewhere. So each has a journal, to
+which tables and chunks are appended as they have been verified:
 
-    v12-L1-anchor-<run>.parcel             of version 12, lineage 1, coded on its own
-    v12-L1-from-v11-L1-<run>.parcel        coded against version 11 of the same lineage
+    v12-L1-anchor-<run>.parcel             of version 12, lineage 1
 
     record: magic (4 bytes), index of the chunk or 2^32 - 1 for a table, length, then the bytes
 
@@ -18,7 +17,9 @@ journal, to which tables and chunks are appended as they have been verified:
 * **Slow disk**: files are made, added to and removed in a thread of their own (`arenas_thread.py`),
   and what is queued for it are views of chunks that are held in memory anyway. A journal that has
   MAX_BEHIND_BYTES queued is given up: what it would spare a later process, it costs this one.
-* A journal is removed with its parcel, which may long outlive the fetch: children take it.
+* A journal is removed with its anchor, which may long outlive the fetch: children take it.
+
+Deltas have none: one is some hundredth of an image, and is fetched again after a restart.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from echo.protocol.manifest import Form
 from echo.rollout import PolicyVersion
 from echo.runtime.arenas_thread import DiskThread
 
@@ -43,9 +43,7 @@ _TABLE = 2**32 - 1
 MAX_BEHIND_BYTES = 256 << 20
 """What may wait to be written to all journals; `close` waits for that."""
 _NAME = re.compile(
-    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-"
-    r"(?:anchor|from-v(?P<base_step>\d{1,18})-L(?P<base_lineage>\d{1,18}))-"
-    r"(?P<run>[0-9a-f]{16})\.parcel"
+    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-anchor-(?P<run>[0-9a-f]{16})\.parcel"
 )
 
 _log = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ def is_parcel(name: str) -> bool:
 
 
 class ParcelFile:
-    """The journal of one parcel.
+    """The journal of one anchor.
 
     Its descriptor belongs to the thread; everything else to the loop.
     """
@@ -181,10 +179,9 @@ class ParcelFile:
 
 @dataclass(frozen=True, slots=True)
 class SavedParcel:
-    """What a former process has written down of a parcel; nothing about it has been verified."""
+    """What a former process has written down of an anchor; nothing about it has been verified."""
 
     version: PolicyVersion
-    form: Form
     journal: ParcelFile
 
 
@@ -226,10 +223,9 @@ class ParcelFiles:
         with self._guard:
             self.behind_bytes += num_bytes
 
-    def begin(self, version: PolicyVersion, form: Form, run: str) -> ParcelFile:
+    def begin(self, version: PolicyVersion, run: str) -> ParcelFile:
         """Return a new journal."""
-        name = "anchor" if form.base is None else f"from-v{form.base.step}-L{form.base.lineage}"
-        path = self.directory / f"v{version.step}-L{version.lineage}-{name}-{run}.parcel"
+        path = self.directory / f"v{version.step}-L{version.lineage}-anchor-{run}.parcel"
         file = ParcelFile(self, path)
         file.open()
         self._open.append(file)
@@ -266,12 +262,8 @@ class ParcelFiles:
             if match["run"] != run:
                 journal.remove()
                 continue
-            form = Form("anchor")
-            if match["base_step"] is not None:
-                base = PolicyVersion(int(match["base_lineage"]), int(match["base_step"]))
-                form = Form("delta", base)
             version = PolicyVersion(int(match["lineage"]), int(match["step"]))
-            saved.append(SavedParcel(version, form, journal))
+            saved.append(SavedParcel(version, journal))
         saved.sort(key=lambda each: each.version, reverse=True)
         for each in saved[:]:
             if not self._has_room(each.journal.num_bytes):

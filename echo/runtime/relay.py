@@ -42,19 +42,17 @@ class DialingNode(Node):
             await self._resume(parcel)
 
     async def _resume(self, saved: SavedParcel) -> None:
-        """Go on with a delta or an anchor that was on its way."""
+        """Go on with an anchor that was on its way."""
         broadcast, journal = self.session.broadcast, saved.journal
         try:
-            parcel = await asyncio.to_thread(
-                broadcast.rebuild, saved.version, saved.form, journal.records()
-            )
+            parcel = await asyncio.to_thread(broadcast.rebuild, saved.version, journal.records())
             journal.open()
         except OSError as error:
             self.log.warning("dropped %s, which was left here: %s", journal.path, error)
             journal.remove()
             return
-        text = "found %s as %s: %d of %d chunks are right"
-        self.log.info(text, saved.version, saved.form, parcel.num_held, parcel.num_chunks)
+        text = "found %s as anchor: %d of %d chunks are right"
+        self.log.info(text, saved.version, parcel.num_held, parcel.num_chunks)
         parcel.journal = journal
         self.perform(broadcast.resume(parcel, now=self.now))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from weakref import WeakValueDictionary
 
 from echo.protocol.codec import Frame
-from echo.protocol.manifest import Form
 from echo.rollout import PolicyVersion
 
 
@@ -32,7 +31,7 @@ class SharedArenas:
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
         """Need nothing."""
 
-    def journal(self, version: PolicyVersion, form: Form) -> None:
+    def journal(self, version: PolicyVersion) -> None:
         """Write nothing down: a simulated node that comes back has nothing."""
 
     def drop(self, version: PolicyVersion) -> None:

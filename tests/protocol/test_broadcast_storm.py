@@ -108,8 +108,9 @@ class Net:
             )
             rooms.live[version], rooms.arenas[version] = signed, arena
             self.perform(name, node.recover(version, arena, has_chunk, now=self.now))
-        journals = sorted(left.journals.items(), key=lambda each: each[0][0], reverse=True)
-        for (version, form), journal in journals:
+        for version, journal in sorted(
+            left.journals.items(), reverse=True, key=lambda each: each[0]
+        ):
             if journal.is_removed:
                 continue
             records = journal.records
@@ -118,8 +119,8 @@ class Net:
             if records and chance.random() < 0.3:
                 place = chance.randrange(len(records))
                 records[place] = (records[place][0], bytes(reversed(records[place][1])))
-            parcel = node.rebuild(version, form, records)
-            parcel.journal = rooms.journals[version, form] = journal
+            parcel = node.rebuild(version, records)
+            parcel.journal = rooms.journals[version] = journal
             self.perform(name, node.resume(parcel, now=self.now))
 
     def stop(self, name: str) -> None:
@@ -281,8 +282,8 @@ class Net:
             assert live <= {*node.store, *(version for version, _ in halves)}
             if name != LEARNER:
                 journals = self.rooms[name].journals
-                kept = {item for item, journal in journals.items() if not journal.is_removed}
-                assert kept == set(node.parcels)
+                kept = {version for version, each in journals.items() if not each.is_removed}
+                assert kept == {version for version, form in node.parcels if form.base is None}
             item = node.pulling.item
             assert item is None or node.pulling.store.get(item) is not None
             writing = sum(lane.writing_bytes for lane in node.pulling.lanes)

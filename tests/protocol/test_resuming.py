@@ -1,4 +1,4 @@
-"""A parcel that a killed process has left is gone on with, and nothing right is asked for again."""
+"""An anchor that a killed process has left is gone on with, and nothing right is asked for again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trust(run_id: str = "run") -> Trust:
     return made
 
 
-def records_of(step: int, base: int | None) -> list[Record]:
+def records_of(step: int, base: int | None = None) -> list[Record]:
     """Return the journal of a parcel that came whole, segment by segment."""
     records: list[Record] = []
     num_chunks = 0
@@ -51,9 +51,9 @@ def node(*steps: int) -> tuple[Any, Rooms]:
     return broadcast, rooms
 
 
-def left(step: int, base: int | None, num_records: int | None = None) -> Any:
+def left(step: int, num_records: int | None = None) -> Any:
     """Return what is rebuilt of the first records of a journal."""
-    parcel = rebuild(v(step), form_on(base), records_of(step, base)[:num_records], trust())
+    parcel = rebuild(v(step), records_of(step)[:num_records], trust())
     parcel.journal = Pages()
     return parcel
 
@@ -61,15 +61,12 @@ def left(step: int, base: int | None, num_records: int | None = None) -> Any:
 # --- what is believed ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [None, 0])
-def test_what_was_verified_before_is_right_again_in_whatever_order_it_came(
-    base: int | None,
-) -> None:
-    records = records_of(1, base)
+def test_what_was_verified_before_is_right_again_in_whatever_order_it_came() -> None:
+    records = records_of(1)
     tables = [record for record in records if record[0] is None]
     chunks = [record for record in records if record[0] is not None]
     random.Random(3).shuffle(chunks)
-    parcel = rebuild(v(1), form_on(base), [*tables, *chunks[:5]], trust())
+    parcel = rebuild(v(1), [*tables, *chunks[:5]], trust())
     assert parcel.frames == [frame for _, frame in tables]
     assert held(parcel) == sorted(index for index, _ in chunks[:5] if index is not None)
     assert parcel.num_held == 5
@@ -86,7 +83,7 @@ def test_wrong_chunks_are_not_held_and_right_ones_behind_them_are() -> None:
         (10_000, second[1]),
         (third[0], first[1]),
     ]
-    parcel = rebuild(v(1), form_on(None), [table, *wrong, third, third, first], trust())
+    parcel = rebuild(v(1), [table, *wrong, third, third, first], trust())
     assert held(parcel) == [0, 2]
     assert parcel.num_held == 2
     assert [bytes(parcel.chunk(index)) for index in (0, 2)] == [first[1], third[1]]
@@ -98,7 +95,7 @@ def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> Non
     bad = [*records]
     bad[where[1]] = (None, bytes(reversed(records[where[1]][1])))
     remaining = iter(bad)
-    parcel = rebuild(v(1), form_on(None), remaining, trust())
+    parcel = rebuild(v(1), remaining, trust())
     assert parcel.num_segments == 1
     assert held(parcel) == list(range(where[1] - 1))
     assert len(list(remaining)) == len(records) - where[1] - 1
@@ -108,17 +105,16 @@ def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> Non
     ("step", "base", "run_id"), [(2, None, "run"), (1, 0, "run"), (1, None, "another")]
 )
 def test_the_name_of_a_file_is_not_believed(step: int, base: int | None, run_id: str) -> None:
-    parcel = rebuild(v(step), form_on(base), records_of(1, None), trust(run_id))
+    parcel = rebuild(v(step), records_of(1, base), trust(run_id))
     assert parcel.num_segments == 0
 
 
 # --- what becomes of it --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [None, 0])
-def test_half_a_parcel_is_decoded_and_the_rest_is_asked_for(base: int | None) -> None:
-    broadcast, _ = node(*([] if base is None else [base]))
-    parcel = left(1, base, 8)
+def test_half_an_anchor_is_decoded_and_the_rest_is_asked_for() -> None:
+    broadcast, _ = node()
+    parcel = left(1, 8)
     num_held = parcel.num_held
     works = broadcast.resume(parcel, now=0.0)
     assert works, "some blocks can be decoded already"
@@ -128,11 +124,11 @@ def test_half_a_parcel_is_decoded_and_the_rest_is_asked_for(base: int | None) ->
     assert broadcast.progress() == (v(1), num_held, parcel.num_chunks)
     asked = [message_of(action.frames) for action in broadcast.set_parent("a", now=0.0)]
     (fetch,) = [message for message in asked if isinstance(message, Fetch)]
-    assert fetch.form == form_on(base)
+    assert fetch.form == form_on(None)
     assert fetch.num_segments == parcel.num_segments
     assert fetch.ranges[0][0] == num_held
     # The rest comes, and is written down behind what was left.
-    for index, data in records_of(1, base)[8:]:
+    for index, data in records_of(1)[8:]:
         if index is None:
             table = broadcast.pulling.trust.segment(parcel, data)
             broadcast.pulling.store.add_segment(parcel, table, data)
@@ -141,24 +137,24 @@ def test_half_a_parcel_is_decoded_and_the_rest_is_asked_for(base: int | None) ->
             for work in broadcast.pulling.store.decodable(parcel, index):
                 assert work.run() == ""
                 broadcast.worked(work, "", now=0.0)
-    assert parcel.journal.records == records_of(1, base)[8:]
+    assert parcel.journal.records == records_of(1)[8:]
     assert broadcast.newest_complete == v(1)
     assert bytes(broadcast.store[v(1)].arena) == weights(1)
 
 
-def test_a_whole_parcel_whose_image_was_not_done_is_decoded_without_a_parent() -> None:
+def test_a_whole_anchor_whose_image_was_not_done_is_decoded_without_a_parent() -> None:
     broadcast, _ = node(0)
-    for work in broadcast.resume(left(1, 0), now=0.0):
+    for work in broadcast.resume(left(1), now=0.0):
         broadcast.worked(work, work.run(), now=0.0)
     assert broadcast.newest_complete == v(1)
     assert broadcast.fetching is None
 
 
-def test_whole_parcels_of_versions_that_are_here_are_served_again() -> None:
+def test_whole_anchors_of_versions_that_are_here_are_served_again() -> None:
     broadcast, _ = node(1, 2)
     for step in (2, 1):
-        assert broadcast.resume(left(step, step - 1), now=0.0) == []
-    assert set(broadcast.parcels) == {(v(2), form_on(1)), (v(1), form_on(0))}
+        assert broadcast.resume(left(step), now=0.0) == []
+    assert set(broadcast.parcels) == {(v(2), form_on(None)), (v(1), form_on(None))}
     assert broadcast.fetching is None
     answers = broadcast.receive("c", Subscribe(newest=None), [], now=0.0)
     (announce,) = [message_of(action.frames) for action in answers]
@@ -167,19 +163,16 @@ def test_whole_parcels_of_versions_that_are_here_are_served_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "base", "num_records", "here"),
+    ("num_records", "here"),
     [
-        (1, None, 0, []),  # without a table
-        (1, 0, 8, []),  # its base is not here
-        (1, 0, 8, [1]),  # the version came in another form
-        (1, None, 8, [2]),  # or was passed
+        (0, []),  # without a table
+        (8, [1]),  # the version came in another form
+        (8, [2]),  # or was passed
     ],
 )
-def test_what_is_of_no_use_is_removed(
-    step: int, base: int | None, num_records: int, here: list[int]
-) -> None:
+def test_what_is_of_no_use_is_removed(num_records: int, here: list[int]) -> None:
     broadcast, rooms = node(*here)
-    parcel = left(step, base, num_records)
+    parcel = left(1, num_records)
     (note,) = broadcast.resume(parcel, now=0.0)
     assert isinstance(note, Note)
     assert parcel.journal.is_removed
@@ -189,7 +182,7 @@ def test_what_is_of_no_use_is_removed(
 
 def test_one_is_gone_on_with_the_newest() -> None:
     broadcast, _ = node(1)
-    newer, older = left(3, None, 8), left(2, 1, 8)
+    newer, older = left(3, 8), left(2, 8)
     broadcast.resume(newer, now=0.0)
     broadcast.resume(older, now=0.0)
     assert list(broadcast.parcels) == [(v(3), form_on(None))]
@@ -203,7 +196,7 @@ def test_an_image_that_is_half_here_goes_on_in_full() -> None:
     broadcast.pulling.trust.manifests[v(1)] = signed, manifest
     arena = rooms.create(v(1), b"", manifest.num_bytes)
     broadcast.recover(v(1), arena, bytearray(manifest.num_chunks), now=0.0)
-    parcel = left(1, None, 8)
+    parcel = left(1, 8)
     broadcast.resume(parcel, now=0.0)
     assert parcel.journal.is_removed
     assert broadcast.pulling.store.get((v(1), FULL)) is not None
@@ -212,7 +205,7 @@ def test_an_image_that_is_half_here_goes_on_in_full() -> None:
 def test_without_room_for_the_image_it_is_removed() -> None:
     broadcast, rooms = node(0)
     rooms.is_full = True
-    parcel = left(1, 0, 8)
+    parcel = left(1, 8)
     (note,) = resume(broadcast.pulling, parcel, now=0.0)
     assert isinstance(note, Note)
     assert "no room" in note.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo.errors import StorageError
-from echo.protocol.manifest import FULL, Form, encode_signed
+from echo.protocol.manifest import FULL, encode_signed
 from echo.protocol.messages import ParcelOffer
 from echo.protocol.parcel import Parcel
 from echo.protocol.store import MAX_PARCELS, Store
@@ -37,7 +37,7 @@ class Rooms:
     def __init__(self) -> None:
         self.live: dict[PolicyVersion, bytes | None] = {}
         self.arenas: dict[PolicyVersion, memoryview] = {}
-        self.journals: dict[tuple[PolicyVersion, Form], Pages] = {}
+        self.journals: dict[PolicyVersion, Pages] = {}
         self.is_full = False
         self.may_block = False
 
@@ -49,11 +49,10 @@ class Rooms:
         arena = self.arenas[version] = memoryview(bytearray(num_bytes))
         return arena
 
-    def journal(self, version: PolicyVersion, form: Form) -> Pages:
-        item = (version, form)
-        assert item not in self.journals or self.journals[item].is_removed
-        self.journals[item] = Pages()
-        return self.journals[item]
+    def journal(self, version: PolicyVersion) -> Pages:
+        assert version not in self.journals or self.journals[version].is_removed
+        self.journals[version] = Pages()
+        return self.journals[version]
 
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
         assert self.live[version] is None

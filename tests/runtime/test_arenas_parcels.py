@@ -1,4 +1,4 @@
-"""Journals of parcels: found again by the next process, as far as they are sound."""
+"""Journals of anchors: found again by the next process, as far as they are sound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from echo.errors import LocalProtocolError
-from echo.protocol.manifest import Form
 from echo.rollout import PolicyVersion
 from echo.runtime.arenas import MemoryArenas
 from echo.runtime.arenas_files import FileArenas
@@ -18,16 +17,11 @@ from echo.runtime.arenas_parcels import ParcelFile, SavedParcel
 LIMIT = 1 << 20
 SIZE = 1 << 16
 HEADER_BYTES = 12
-ANCHOR = Form("anchor")
 Opened = Callable[..., FileArenas]
 
 
 def version(step: int, lineage: int = 1) -> PolicyVersion:
     return PolicyVersion(lineage, step)
-
-
-def delta(base: int) -> Form:
-    return Form("delta", version(base))
 
 
 @pytest.fixture
@@ -47,8 +41,8 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
         store.close()
 
 
-def begin(store: FileArenas, step: int, form: Form) -> ParcelFile:
-    journal = store.journal(version(step), form)
+def begin(store: FileArenas, step: int) -> ParcelFile:
+    journal = store.journal(version(step))
     assert isinstance(journal, ParcelFile)
     store.flush()
     return journal
@@ -73,22 +67,18 @@ def journals(directory: Path) -> list[str]:
 
 def test_the_next_process_reads_what_was_written_newest_first(opened: Opened) -> None:
     store = opened()
-    write(begin(store, 3, ANCHOR), b"a" * 100, b"")
-    write(begin(store, 4, delta(3)), b"d")
-    begin(store, 5, delta(4))
+    write(begin(store, 3), b"a" * 100, b"")
+    write(begin(store, 4), b"d")
+    begin(store, 5)
     saved = opened().recover_parcels()
-    assert [(each.version, each.form) for each in saved] == [
-        (version(5), delta(4)),
-        (version(4), delta(3)),
-        (version(3), ANCHOR),
-    ]
+    assert [each.version for each in saved] == [version(5), version(4), version(3)]
     assert list(saved[0].journal.records()) == []
     assert list(saved[1].journal.records()) == [(None, b"table"), (0, b"d")]
     assert list(saved[2].journal.records()) == [(None, b"table"), (0, b"a" * 100), (1, b"")]
 
 
 def test_one_that_is_gone_on_with_is_added_to(opened: Opened) -> None:
-    write(begin(opened(), 1, ANCHOR), b"first")
+    write(begin(opened(), 1), b"first")
     journal = only(opened().recover_parcels()).journal
     assert len(list(journal.records())) == 2
     journal.open()
@@ -99,7 +89,7 @@ def test_one_that_is_gone_on_with_is_added_to(opened: Opened) -> None:
 
 @pytest.mark.parametrize("num_torn", [1, 5, 6, HEADER_BYTES + 5])
 def test_a_torn_end_is_cut_off_before_more_is_added(opened: Opened, num_torn: int) -> None:
-    journal = begin(opened(), 1, ANCHOR)
+    journal = begin(opened(), 1)
     write(journal, b"first", b"other")
     with journal.path.open("r+b") as file:
         file.truncate(journal.path.stat().st_size - num_torn)
@@ -115,7 +105,7 @@ def test_a_torn_end_is_cut_off_before_more_is_added(opened: Opened, num_torn: in
     "junk", [b"\0" * 100, b"echo\0\0\0\0\xff\xff\xff\xff" + b"x" * 50], ids=["zeros", "length"]
 )
 def test_junk_is_the_end(opened: Opened, junk: bytes) -> None:
-    journal = begin(opened(), 1, ANCHOR)
+    journal = begin(opened(), 1)
     write(journal, b"first")
     with journal.path.open("ab") as file:
         file.write(junk)
@@ -123,7 +113,7 @@ def test_junk_is_the_end(opened: Opened, junk: bytes) -> None:
 
 
 def test_what_was_not_accepted_is_cut_off_with_all_that_follows(opened: Opened) -> None:
-    write(begin(opened(), 1, ANCHOR), b"first", b"second", b"third")
+    write(begin(opened(), 1), b"first", b"second", b"third")
     journal = only(opened().recover_parcels()).journal
     for index, _ in journal.records():
         if index == 1:
@@ -134,25 +124,25 @@ def test_what_was_not_accepted_is_cut_off_with_all_that_follows(opened: Opened) 
     assert [index for index, _ in again.records()] == [None, 0, 5]
 
 
-def test_it_goes_with_its_parcel(opened: Opened, tmp_path: Path) -> None:
+def test_it_goes_with_its_anchor(opened: Opened, tmp_path: Path) -> None:
     store = opened()
-    journal = begin(store, 1, ANCHOR)
+    journal = begin(store, 1)
     write(journal, b"a" * 100)
-    kept = begin(store, 2, delta(1))
+    kept = begin(store, 2)
     write(kept, b"b" * 50)
     journal.remove()
     journal.chunk(1, memoryview(b"late"))  # and no more is written
     store.flush()
-    assert journals(tmp_path) == ["v2-L1-from-v1-L1"]
-    # The same parcel may be fetched anew.
-    write(begin(store, 1, ANCHOR), b"a")
+    assert journals(tmp_path) == ["v2-L1-anchor"]
+    # The same anchor may be fetched anew.
+    write(begin(store, 1), b"a")
     assert len(opened().recover_parcels()) == 2
 
 
 def test_the_journals_of_other_runs_are_removed_and_foreign_files_left_alone(
     opened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(begin(opened(run="other"), 1, ANCHOR), b"a")
+    write(begin(opened(run="other"), 1), b"a")
     (tmp_path / "v1-L1-anchor-mine.parcel").write_text("mine")
     (tmp_path / "v2-L1-anchor-b2dea48d667b2821.parcel").mkdir()
     caplog.set_level(logging.INFO)
@@ -164,10 +154,10 @@ def test_the_journals_of_other_runs_are_removed_and_foreign_files_left_alone(
 
 
 def test_recovering_twice_gives_nothing_twice(opened: Opened) -> None:
-    write(begin(opened(), 1, ANCHOR), b"a")
+    write(begin(opened(), 1), b"a")
     store = opened()
     assert len(store.recover_parcels()) == 1
-    begin(store, 2, ANCHOR)
+    begin(store, 2)
     assert store.recover_parcels() == []
 
 
@@ -180,9 +170,9 @@ def test_journals_take_what_versions_leave_and_the_oldest_give_way(
     store = opened(2 * SIZE)
     store.create(version(1), b"manifest", SIZE)
     for step in (2, 3):
-        write(begin(store, step, delta(step - 1)), b"d" * (SIZE // 3))
-    write(begin(store, 4, delta(3)), b"d" * (SIZE // 2))
-    assert journals(tmp_path) == ["v3-L1-from-v2-L1", "v4-L1-from-v3-L1"]
+        write(begin(store, step), b"d" * (SIZE // 3))
+    write(begin(store, 4), b"d" * (SIZE // 2))
+    assert journals(tmp_path) == ["v3-L1-anchor", "v4-L1-anchor"]
     # A version takes the room of all of them, and is the only thing that may.
     store.create(version(4), b"manifest", SIZE)
     store.flush()
@@ -191,7 +181,7 @@ def test_journals_take_what_versions_leave_and_the_oldest_give_way(
 
 def test_one_that_exceeds_the_limit_alone_is_given_up(opened: Opened, tmp_path: Path) -> None:
     store = opened(SIZE)
-    journal = begin(store, 1, ANCHOR)
+    journal = begin(store, 1)
     write(journal, b"a" * (SIZE // 2), b"b" * (SIZE // 2), b"c")
     assert journals(tmp_path) == []
     assert store._parcels.num_bytes == 0
@@ -201,7 +191,7 @@ def test_spares_give_way_to_journals(opened: Opened, tmp_path: Path) -> None:
     store = opened(2 * SIZE)
     store.create(version(1), b"manifest", SIZE + SIZE // 2)
     store.drop(version(1))
-    write(begin(store, 2, ANCHOR), b"a" * SIZE)
+    write(begin(store, 2), b"a" * SIZE)
     assert journals(tmp_path) == ["v2-L1-anchor"]
     assert store._spares == []
 
@@ -211,7 +201,7 @@ def test_the_oldest_are_not_recovered_where_the_limit_is_lower_now(
 ) -> None:
     store = opened()
     for step in (1, 2, 3):
-        write(begin(store, step, ANCHOR), b"a" * SIZE)
+        write(begin(store, step), b"a" * SIZE)
     store = opened(2 * SIZE + 1000)
     saved = store.recover_parcels()
     store.flush()
@@ -224,7 +214,7 @@ def test_the_default_limit_counts_what_a_former_process_has_taken(
 ) -> None:
     store = opened()
     monkeypatch.setattr(store, "_free_bytes", lambda: 1000)
-    write(begin(store, 1, ANCHOR), b"a" * SIZE)
+    write(begin(store, 1), b"a" * SIZE)
     assert store._available_bytes() >= 1000 + SIZE
 
 
@@ -235,7 +225,7 @@ def test_a_disk_that_cannot_be_written_costs_only_the_recovery(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = opened()
-    journals_of = [begin(store, step, ANCHOR) for step in (1, 2)]
+    journals_of = [begin(store, step) for step in (1, 2)]
     monkeypatch.setattr("echo.runtime.arenas_parcels.os.writev", lambda *_: 3)
     for journal in journals_of:
         write(journal, b"a" * 100)
@@ -250,22 +240,22 @@ def test_a_directory_that_is_gone_costs_only_the_recovery(
 ) -> None:
     store = opened()
     store.directory = store._parcels.directory = tmp_path / "gone"
-    write(begin(store, 1, ANCHOR), b"a")
+    write(begin(store, 1), b"a")
     assert "cannot be written: No such file" in caplog.text
 
 
 def test_the_run_must_be_known_first(tmp_path: Path) -> None:
     store = FileArenas(tmp_path, LIMIT)
     with pytest.raises(LocalProtocolError, match="must come first"):
-        store.journal(version(1), ANCHOR)
+        store.journal(version(1))
     store.close()
 
 
 def test_in_memory_nothing_is_kept() -> None:
     store = MemoryArenas(LIMIT)
-    assert store.journal(version(1), ANCHOR) is None
+    assert store.journal(version(1)) is None
     assert store.recover_parcels() == []
 
 
 def test_nobody_else_may_read_them(opened: Opened) -> None:
-    assert begin(opened(), 1, ANCHOR).path.stat().st_mode & 0o777 == 0o600
+    assert begin(opened(), 1).path.stat().st_mode & 0o777 == 0o600
