@@ -9,6 +9,10 @@ three versions, of which the last is timed.
 
 Prints the share of the fluid optimum min(u0, (u0 + sum of the uplinks) / receivers) that the plan
 promises and that the slowest receiver gets: the median over the errors, and the worst.
+
+Then the same fleets as they join: nothing is known, the learner's own planning follows what each
+transfer has shown, and six versions go out, ten seconds apart: with the product's probes, without
+them, and as if every uplink were told, wrong by 10 %, once the first version is there.
 """
 
 from __future__ import annotations
@@ -19,17 +23,21 @@ import itertools
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import harness
 from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
 
+from echo.protocol import probing, topology_fleet
 from echo.protocol.actions import Send, VersionArrived
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
-from echo.protocol.messages import LEARNER_ID, Chunk
+from echo.protocol.membership import Member
+from echo.protocol.messages import LEARNER_ID, Chunk, NodeStats, Probe
+from echo.protocol.planning import Planning
+from echo.protocol.probing import Probing
 from echo.protocol.topology import Site, plan_topology
 from echo.rollout import PolicyVersion
 from tests.protocol.harness import KEY, PUBLIC_KEY, message_of
@@ -37,6 +45,13 @@ from tests.protocol.harness import KEY, PUBLIC_KEY, message_of
 SCALE = 64
 LATENCY_S, LEARNER_MBIT, IMAGE_BYTES, WINDOW_BYTES = 0.02, 200.0, 64 * MIB, 4 * MIB
 NUM_VERSIONS = 3
+CONTROL = "control"
+"""What a node calls its link to the learner, over which probes go."""
+NUM_JOINED, PAUSE_S = 6, 10.0
+KNOWN = ("seen", "probed", "told")
+topology_fleet.ASSUMED_BYTES_PER_S /= SCALE
+probing.FIRST_BYTES //= SCALE
+probing.MAX_BYTES //= SCALE
 DRAWS = ("log-normal", "80/20", "half NAT")
 
 
@@ -44,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--errors", type=float, nargs="+", default=[0.0, 0.1, 0.3])
     parser.add_argument("--repeats", type=int, default=5, help="draws of each error but 0")
+    parser.add_argument("--joined", type=int, default=3, help="fleets that have just joined")
     parser.add_argument("--chunk", type=int, default=256 << 10)
     arguments = parser.parse_args()
     rows = []
@@ -59,7 +75,18 @@ def main() -> None:
             f"{min(got):>6.2f}  {', '.join(run['plan'] for run in runs)}",
             flush=True,
         )
-    print(f"wrote {harness.save('uplink_errors', {'rows': rows})}")
+    joined = []
+    print("as they join: the median share of the optimum by version")
+    for draw, known in itertools.product(DRAWS, KNOWN):
+        seeds = range(arguments.joined)
+        runs = [measure_joined(draw, arguments.chunk, seed, known=known) for seed in seeds]
+        joined.append({"uplinks": draw, "known_by": known, "runs": runs})
+        medians = [statistics.median(run["got"][i] for run in runs) for i in range(NUM_JOINED)]
+        texts = " ".join(f"{median:.2f}" for median in medians)
+        print(
+            f"{draw:>12} {known:>6} {texts}  {', '.join(run['plan'] for run in runs)}", flush=True
+        )
+    print(f"wrote {harness.save('uplink_errors', {'rows': rows, 'joined': joined})}")
 
 
 def measure(draw: str, error: float, chunk_bytes: int, seed: int) -> dict[str, Any]:
@@ -84,6 +111,34 @@ def measure(draw: str, error: float, chunk_bytes: int, seed: int) -> dict[str, A
         "plan": f"{plan.kind} {plan.num_stripes}",
         "promised": size / best / plan.predicted_s,
         "got": size / best / seconds[-1],
+    }
+
+
+def measure_joined(draw: str, chunk_bytes: int, seed: int, *, known: str) -> dict[str, Any]:
+    """Return the shares of the optimum that versions get in a fleet that has just joined."""
+    mbit = [LEARNER_MBIT, *uplinks_mbit(draw, random.Random(1))]
+    rates = [rate * 1e6 / 8 * PAYLOAD_SHARE / SCALE for rate in mbit]
+    best = min(rates[0], sum(rates) / (len(rates) - 1))
+    size = IMAGE_BYTES // SCALE
+    chance = random.Random(seed)
+    order = list(range(1, len(rates)))
+    chance.shuffle(order)
+    told = {name_of(i): rates[i] * chance.lognormvariate(0, 0.1) for i in order if rates[i]}
+    fleet = JoinedFleet(rates, order, has_probes=known == "probed")
+    fleet.planning.payload_bytes, fleet.planning.chunk_bytes = size, chunk_bytes // SCALE
+    fleet.replan()
+    seconds = []
+    for step in range(NUM_JOINED):
+        seconds.append(fleet.deliver(step, size, chunk_bytes // SCALE))
+        fleet.told = told if known == "told" else {}
+        fleet.run_until(fleet.now + PAUSE_S)
+        if fleet.planning.is_due(now=fleet.now, is_between=True):
+            fleet.replan(is_between=True)
+    topology = fleet.planning.topology
+    assert topology is not None
+    return {
+        "plan": f"{topology.kind} {topology.num_stripes}",
+        "got": [size / best / one for one in seconds],
     }
 
 
@@ -148,12 +203,19 @@ class Fleet:
         """Connect everybody as a plan says."""
         for name, stripes in parents.items():
             node, count = self._nodes[name], len(stripes)
-            self._perform(name, node.set_num_lanes(count, count, now=0.0))
-            for lane, hops in enumerate(stripes):
-                link = f"{hops[0][0]} to {name}, lane {lane}"
-                self._ends[link] = hops[0][0], name
-                rtt_s = 2 * LATENCY_S
-                self._perform(name, node.set_parent(link, lane=lane, rtt_s=rtt_s, now=0.0))
+            links = [f"{hops[0][0]} to {name}, lane {lane}" for lane, hops in enumerate(stripes)]
+            former = [link for link, (_, child) in self._ends.items() if child == name]
+            self._perform(name, node.set_num_lanes(count, count, now=self.now))
+            for lane, link in enumerate(links):
+                if link not in former:
+                    self._ends[link] = stripes[lane][0][0], name
+                    rtt_s = 2 * LATENCY_S
+                    joined = node.set_parent(link, lane=lane, rtt_s=rtt_s, now=self.now)
+                    self._perform(name, joined)
+            for link in set(former) - set(links):
+                parent, _ = self._ends.pop(link)
+                gone = self._nodes[parent].remove_child(link, now=self.now)
+                self._perform(parent, gone)
 
     def deliver(self, step: int, size: int, chunk_bytes: int) -> float:
         """Return the seconds until everybody has a version."""
@@ -172,23 +234,37 @@ class Fleet:
         self._perform(LEARNER_ID, published)
         wanted = {(name, version) for name in self._nodes if name != LEARNER_ID}
         while not wanted <= self._arrived:
-            self.now, _, act = heapq.heappop(self._events)
-            act()
+            self._step()
         return self.now - began_at
+
+    def run_until(self, when: float) -> None:
+        """Go on until an instant."""
+        while self._events and self._events[0][0] <= when:
+            self._step()
+        self.now = when
+
+    def _step(self) -> None:
+        self.now, _, act = heapq.heappop(self._events)
+        act()
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._count), act))
 
     def _perform(self, name: str, actions: Iterable[Any]) -> None:
         for action in actions:
+            assert isinstance(action, Send | VersionArrived), action
             if isinstance(action, VersionArrived):
                 self._arrived.add((name, action.version))
+                self._holds(name, action.version)
             else:
                 self._send(name, action)
         deadline = self._nodes[name].deadline
         if deadline is not None and self._deadlines.get(name) != deadline:
             self._deadlines[name] = deadline
             self._at(max(deadline, self.now), lambda: self._expire(name, deadline))
+
+    def _holds(self, name: str, version: PolicyVersion) -> None:
+        """Do nothing more for a node that has a version."""
 
     def _expire(self, name: str, deadline: float) -> None:
         if self._deadlines.get(name) == deadline:
@@ -197,14 +273,22 @@ class Fleet:
 
     def _send(self, name: str, action: Send) -> None:
         message, payload = message_of(action.frames), [bytes(one) for one in action.frames[1:]]
+        if action.peer not in self._ends:
+            return  # the plan has changed
         parent, child = self._ends[action.peer]
         other = child if name == parent else parent
 
         def receive() -> None:
+            if action.peer not in self._ends:
+                return
             node = self._nodes[other]
             self._perform(other, node.receive(action.peer, message, payload, now=self.now))
 
-        if not isinstance(message, Chunk):
+        self._carry(name, action, payload, receive)
+
+    def _carry(self, name: str, action: Send, payload: list[bytes], receive: Any) -> None:
+        """Send bytes up a node's uplink, or what has next to none at once."""
+        if not isinstance(message_of(action.frames), Chunk | Probe):
             self._at(self.now + LATENCY_S, receive)
             return
         uplink = self._uplinks[name]
@@ -228,6 +312,69 @@ class Fleet:
         for receive in uplink.ready():
             self._at(self.now + LATENCY_S, receive)
         self._plan(uplink)
+
+
+class JoinedFleet(Fleet):
+    """A fleet whose plans are the learner's own: it looks at its links every second."""
+
+    def __init__(self, rates: Sequence[float], order: Sequence[int], *, has_probes: bool) -> None:
+        super().__init__(rates)
+        self.planning = Planning(learner=site(0, 0.0), chunk_bytes=1)
+        self.planning.learner = Site(LEARNER_ID, "learner", "tcp://learner:1")
+        self.told: dict[str, float] = {}
+        """What probes have shown, if there are any."""
+        self._members = []
+        self._probes = {
+            name_of(index): Probing(self._nodes[name_of(index)].uplink, node_id=name_of(index))
+            for index in order
+            if has_probes and rates[index]
+        }
+        for index in order:
+            address = f"tcp://{name_of(index)}:1" if rates[index] else None
+            self._members.append(Member(name_of(index), "worker", "1", address, 0.0))
+        self._at(1.0, self._look)
+
+    def replan(self, *, is_between: bool = False) -> None:
+        """Have the learner plan, by what heartbeats would tell it."""
+        for member in self._members:
+            node = self._nodes[member.node_id]
+            seen = (node.uplink_bytes_per_s, self.told.get(member.node_id))
+            parents = sorted(
+                (link, parent) for link, (parent, name) in self._ends.items()
+                if name == member.node_id
+            )  # fmt: skip
+            member.installed = node.newest_complete
+            member.stats = NodeStats(
+                parent=",".join(parent for _, parent in parents) or "-",
+                uplink_bytes_per_s=max((rate for rate in seen if rate is not None), default=None),
+                downlink_bytes_per_s=node.downlink_bytes_per_s,
+                rtt_s=2 * LATENCY_S,
+                fetching=node.fetching,
+            )
+        uplink = self._nodes[LEARNER_ID].uplink_bytes_per_s
+        moved = self.planning.move(
+            self._members, uplink_bytes_per_s=uplink, now=self.now, is_between=is_between
+        )
+        self.follow({name: plan.stripes for name, plan in moved})
+
+    def _holds(self, name: str, version: PolicyVersion) -> None:
+        if name in self._probes:
+            size = self._nodes[name].store[version].num_bytes
+            begun = self._probes[name].begin(CONTROL, payload_bytes=size, now=self.now)
+            self._probe(name, begun)
+
+    def _probe(self, name: str, actions: Iterable[Any]) -> None:
+        for action in actions:
+            payload = [bytes(one) for one in action.frames[1:]]
+            self._carry(name, action, payload, lambda: self._at(self.now + LATENCY_S, answered))
+
+        def answered() -> None:
+            self._probe(name, self._probes[name].acknowledged(CONTROL, now=self.now))
+
+    def _look(self) -> None:
+        if self.planning.is_due(now=self.now):
+            self.replan()
+        self._at(self.now + 1.0, self._look)
 
 
 if __name__ == "__main__":

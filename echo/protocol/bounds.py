@@ -70,7 +70,7 @@ Progress: TypeAlias = Annotated[int, Meta(ge=-1, le=1 << 48)]
 Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
 """Bytes of one thing."""
 Place: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
-"""Which chunk, segment or probe, or how many."""
+"""Which chunk or segment, or how many."""
 Lane: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_NODES)]
 Room: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LEASES)]
 """Groups that a worker can hold, or samples at one time."""

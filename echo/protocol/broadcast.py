@@ -61,6 +61,7 @@ from echo.protocol.messages import (
 from echo.protocol.pacing import earliest
 from echo.protocol.parcel import Parcel, SegmentTable
 from echo.protocol.pulling import Pulling
+from echo.protocol.rates import UplinkEstimate
 from echo.protocol.resuming import Record, rebuild, resume
 from echo.protocol.serving import Child, Serving
 from echo.protocol.store import Store
@@ -163,13 +164,9 @@ class Broadcast:
         return self._serving.rate.bytes_per_s
 
     @property
-    def is_uplink_measured(self) -> bool:
-        """Whether transfers have shown all of it, and not only a lower bound."""
-        return self._serving.rate.is_measured
-
-    def show_uplink(self, bytes_per_s: float) -> None:
-        """Note that this node was seen to send so much by other ways than a transfer."""
-        self._serving.rate.show(bytes_per_s)
+    def uplink(self) -> UplinkEstimate:
+        """What this node can send to all its children together."""
+        return self._serving.rate
 
     @property
     def downlink_bytes_per_s(self) -> float | None:

@@ -234,7 +234,7 @@ class LearnerSession:
             answer = Greeted(node_id=LEARNER_ID, role="learner")
             return [Send(peer, encode(answer, source=LEARNER_ID))]
         if isinstance(message, Probe):
-            return acknowledge(peer, message, source=LEARNER_ID)
+            return acknowledge(peer, source=LEARNER_ID)
         results = self.broadcast.receive(peer, message, payload, now=now)
         return [action for action in results if not isinstance(action, ParentFailed)]
 

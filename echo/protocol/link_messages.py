@@ -48,15 +48,11 @@ class Greeted(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Child to parent: a chunk of nothing, to see how fast it comes through (`probing.py`)."""
-
-    index: Place
+    """Child to parent: bytes of nothing, to see how fast they come through (`probing.py`)."""
 
 
 class ProbeAck(Message, frozen=True):
-    """Parent to child: it has come."""
-
-    index: Place
+    """Parent to child: they have come."""
 
 
 class Subscribe(Message, frozen=True):

@@ -68,7 +68,7 @@ from echo.protocol.messages import (
     Welcome,
 )
 from echo.protocol.pacing import OncePerMinute, earliest
-from echo.protocol.probing import Probing
+from echo.protocol.probing import Probing, acknowledge
 from echo.protocol.recent import RecentMap
 from echo.protocol.weights_link import CONNECT_TIMEOUT_S, Uplink, WeightsLinks
 from echo.rollout import PolicyVersion
@@ -92,7 +92,7 @@ class NodeSession:
         self.counters = Counters()
         self.is_leaving = False
         self._joining = Joining(settings, broadcast, send=self.to_learner)
-        self._probing = Probing(broadcast, can_serve=settings.advertise is not None)
+        self._probing = Probing(broadcast.uplink, node_id=settings.node_id)
         self._control: Uplink | None = None
         self._address_index = 0
         self._lost_at = self._heard_at = now
@@ -312,9 +312,10 @@ class NodeSession:
                 return [Send(peer, encode(answer, source=self.settings.node_id))]
             case Greeted():
                 return self._on_greeted(peer, message, now)
-            case Probe() | ProbeAck():
-                is_parent = self.is_from_learner(peer)
-                return self._probing.receive(peer, message, is_parent=is_parent, now=now)
+            case Probe():
+                return acknowledge(peer, source=self.settings.node_id)
+            case ProbeAck():
+                return self._probing.acknowledged(peer, now=now)
         return self._perform(self.broadcast.receive(peer, message, payload, now=now), now)
 
     def _perform(self, actions: Iterable[Action | ParentFailed], now: float) -> list[Action]:
@@ -327,10 +328,16 @@ class NodeSession:
                 rest.append(action)
                 if isinstance(action, VersionArrived):
                     self._heartbeat_at = now
-                    link = self._control
-                    peer = link.peer if link is not None and link.node_id else ""
-                    rest += self._probing.begin(peer, action.version, now=now)
+                    rest += self._probe(action.version, now)
         return rest
+
+    def _probe(self, version: PolicyVersion, now: float) -> list[Action]:
+        """Show the learner what this node can send, if others may dial it."""
+        link = self._control
+        if link is None or not link.node_id or self.settings.advertise is None:
+            return []
+        num_bytes = self.broadcast.store[version].num_bytes
+        return self._probing.begin(link.peer, payload_bytes=num_bytes, now=now)
 
     def _on_greeted(self, peer: str, message: Greeted, now: float) -> list[Action]:
         self._peer_names[peer] = message.node_id

@@ -1,103 +1,82 @@
-"""A bounded probe of a node's uplink, for the plan, before it has served anybody.
+"""A probe of a node's uplink before it has served anybody: one message, and how soon it came.
 
-    node  -> parent    Probe(index, of), with a chunk of nothing
-    parent -> node     ProbeAck(index)
+    node  -> parent    Probe, with bytes that mean nothing
+    parent -> node     ProbeAck
 
-A node that can serve others and has not yet shown what it can send would be placed by guess. When
-it knows how large versions are it sends up to `rates.probe_bytes` up its control link, for at most
-PROBE_S, and the acknowledgements tell the rate. Where nothing is to be gained there is no probe.
-Whoever is at the other end acknowledges and forgets. After the next versions it is repeated, up to
-MAX_PROBES in all, while no transfer has shown more: what others sent at the same time, and a new
-connection that was only speeding up, make the first one tell less than the truth.
+Transfers show the rate of whoever serves others, and only as much of it as its children could take.
+A fleet that has just joined is planned as if all were equal, so the slow hold up the fast, which
+then never show what they have: on paper (bench/bench_uplink_errors.py) such a fleet ended at 0.6 of
+the rate that its uplinks allow, and at 0.9 with probes.
 
-It begins with a few chunks, and each that is acknowledged lets two more go, as TCP itself begins;
-one that took twice as long as the first lets none go: the link is full, and what waits in its queue
-delays all else that this node has to say. The best of the samples counts.
+So a node that can serve, and has not been the limit of a transfer yet, sends a message up its
+control link when it holds a version. If that has come within QUICK_S, one four times as long
+follows, up to MAX_BYTES: on a slow link the first says enough, and what the node has to say besides
+waits for a second at most. The time counts whole, with the round trip and the start of a
+connection, so a probe never shows too much; of a fast link it shows less than all, and transfers
+raise it. It is repeated after the next versions, MAX_PROBES times in all: what others sent at the
+same time makes the first one tell less than the truth.
 """
 
 from __future__ import annotations
 
 from echo.protocol.actions import Action, Send
-from echo.protocol.broadcast import Broadcast
 from echo.protocol.codec import encode
 from echo.protocol.messages import Probe, ProbeAck
-from echo.protocol.rates import PROBE_S, BestRate, probe_bytes
-from echo.rollout import PolicyVersion
+from echo.protocol.rates import UplinkEstimate
 
-PROBE_CHUNK_BYTES = 64 << 10
-FIRST_CHUNKS = 4
+FIRST_BYTES, MAX_BYTES = 256 << 10, 4 << 20
+GROWTH = 4
+QUICK_S = 0.25
+PAYLOAD_SHARE = 1 / 8
+"""What a message may have at most, in relation to the version that it is to speed up."""
 MAX_PROBES = 3
-LATE_S = 0.05
-"""How much later than twice the first acknowledgement one must be to count as late."""
 
 
 class Probing:
-    """A node's own probe, and its answers to those of others."""
+    """A node's own probes."""
 
-    def __init__(self, broadcast: Broadcast, *, can_serve: bool) -> None:
-        """Start without one."""
-        self._broadcast = broadcast
-        self._can_serve = can_serve
-        self._began_at: float | None = None
+    def __init__(self, uplink: UplinkEstimate, *, node_id: str) -> None:
+        """Show what probes tell to `uplink`."""
+        self._uplink = uplink
+        self._node_id = node_id
         self._num_probes = 0
-        self._num_chunks = 0
-        self._sent_at: list[float] = []
-        self._first_s: float | None = None
-        """What the first acknowledgement took."""
-        self._rate = BestRate()
+        self._awaited: tuple[str, int, float] | None = None
+        """(who is to acknowledge, bytes, when they were sent)."""
+        self._most_bytes = 0
 
-    def begin(self, peer: str, version: PolicyVersion, *, now: float) -> list[Action]:
+    def begin(self, peer: str, *, payload_bytes: int, now: float) -> list[Action]:
         """Send a probe to `peer`, if one is needed.
 
         Args:
             peer: who acknowledges it.
-            version: one that is held whole: tells how large they are.
+            payload_bytes: of a version; where those are small, a wrong place costs less than this.
             now: the present.
         """
-        is_over = self._began_at is None or now > self._began_at + PROBE_S
-        has_shown = self._num_probes >= MAX_PROBES or self._broadcast.is_uplink_measured
-        if not (peer and self._can_serve and is_over) or has_shown:
+        self._most_bytes = min(MAX_BYTES, int(PAYLOAD_SHARE * payload_bytes))
+        is_under_way = self._awaited is not None and self._awaited[0] == peer
+        is_known = self._uplink.is_measured or self._num_probes >= MAX_PROBES
+        if is_under_way or is_known or self._most_bytes < FIRST_BYTES:
             return []
-        self._began_at, self._first_s = now, None
-        self._rate.pause()
         self._num_probes += 1
-        self._sent_at.clear()
-        num_bytes = probe_bytes(
-            payload_bytes=self._broadcast.store[version].num_bytes, chunk_bytes=PROBE_CHUNK_BYTES
-        )
-        self._num_chunks = num_bytes // PROBE_CHUNK_BYTES
-        return self._send(peer, FIRST_CHUNKS, now)
+        return self._send(peer, FIRST_BYTES, now)
 
-    def _send(self, peer: str, num_chunks: int, now: float) -> list[Action]:
-        first = len(self._sent_at)
-        stop = min(first + num_chunks, self._num_chunks)
-        self._sent_at += [now] * (stop - first)
-        nothing, source = bytes(PROBE_CHUNK_BYTES), self._broadcast.node_id
-        return [
-            Send(peer, encode(Probe(index=index), [nothing], source=source))
-            for index in range(first, stop)
-        ]
+    def _send(self, peer: str, num_bytes: int, now: float) -> list[Action]:
+        self._awaited = peer, num_bytes, now
+        return [Send(peer, encode(Probe(), [bytes(num_bytes)], source=self._node_id))]
 
-    def receive(
-        self, peer: str, message: Probe | ProbeAck, *, is_parent: bool, now: float
-    ) -> list[Action]:
-        """Answer a probe, or note that a chunk of this node's own has arrived."""
-        if isinstance(message, Probe):
-            return acknowledge(peer, message, source=self._broadcast.node_id)
-        is_known = 0 <= message.index < len(self._sent_at)
-        if not (is_parent and is_known and self._began_at is not None):
+    def acknowledged(self, peer: str, *, now: float) -> list[Action]:
+        """Learn from a probe that has come; an answer that is not awaited is ignored."""
+        if self._awaited is None or self._awaited[0] != peer:
             return []
-        if now > self._began_at + PROBE_S:
+        _, num_bytes, sent_at = self._awaited
+        self._awaited = None
+        took_s = now - sent_at
+        self._uplink.show(num_bytes / max(took_s, 1e-3))
+        if took_s > QUICK_S or num_bytes >= self._most_bytes:
             return []
-        self._rate.add(PROBE_CHUNK_BYTES, now=now)
-        if self._rate.bytes_per_s is not None:
-            self._broadcast.show_uplink(self._rate.bytes_per_s)
-        took_s = now - self._sent_at[message.index]
-        self._first_s = took_s if self._first_s is None else self._first_s
-        is_late = took_s > 2 * self._first_s + LATE_S
-        return self._send(peer, 0 if is_late else 2, now)
+        return self._send(peer, min(GROWTH * num_bytes, self._most_bytes), now)
 
 
-def acknowledge(peer: str, probe: Probe, *, source: str) -> list[Action]:
+def acknowledge(peer: str, *, source: str) -> list[Action]:
     """Answer another node's probe."""
-    return [Send(peer, encode(ProbeAck(index=probe.index), source=source))]
+    return [Send(peer, encode(ProbeAck(), source=source))]

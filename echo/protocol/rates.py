@@ -42,12 +42,6 @@ IDLE_SHARE = 0.25
 LOWER_SAMPLES = 4
 """So many samples in a row, each lower though the uplink was the limit, show that it is lower."""
 
-PROBE_SAMPLE_S = 0.5
-"""Busy time that makes one sample of a probe, unless PROBE_SAMPLE_CHUNKS have come: after a packet
-that was lost, much is acknowledged at once."""
-
-PROBE_SAMPLE_CHUNKS = 64
-
 RISE_S = 4.0
 """Busy time after which a lower estimate of an uplink weighs 1/e of what it did."""
 
@@ -59,15 +53,6 @@ MEMORY_S = 1.0
 
 MOST_BYTES_PER_S = 1e12
 """Bound of an estimate: no clock is fine enough to prove more."""
-
-PROBE_PAYLOAD_SHARE = 1 / 8
-"""What a probe may cost at most, in relation to the version that it is to speed up."""
-
-PROBE_BYTES = 8 << 20
-"""Most bytes of a probe."""
-
-PROBE_S = 2.0
-"""Longest time of a probe; what has come by then is the answer."""
 
 
 class RateEstimate:
@@ -126,18 +111,6 @@ class RateEstimate:
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
         """Return the estimate after a sample."""
         return sample if rate is None else _towards(sample, rate, busy_s / MEMORY_S)
-
-
-class BestRate(RateEstimate):
-    """The best sample so far, as of a probe, whose early ones are of a link that speeds up."""
-
-    def _least_s(self, num_chunks: int) -> float:
-        """Return the busy time that makes a sample of so many chunks."""
-        return SAMPLE_S if num_chunks >= PROBE_SAMPLE_CHUNKS else PROBE_SAMPLE_S
-
-    def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the estimate after a sample."""
-        return sample if rate is None else max(rate, sample)
 
 
 class UplinkEstimate(RateEstimate):
@@ -209,14 +182,3 @@ def window_bytes(
     if rate is None or rtt_s is None:
         return min(max(first, 2 * chunk_bytes), most)
     return int(min(1.5 * rate * (rtt_s + LOOP_S) + 2 * chunk_bytes, most))
-
-
-def probe_bytes(*, payload_bytes: int, chunk_bytes: int) -> int:
-    """Return how many bytes a node may send to show its uplink; 0 for no probe.
-
-    None is sent where versions are so small that a wrong place costs less than the probe. A probe
-    ends after `PROBE_S`, whatever has come.
-    """
-    bound = min(PROBE_BYTES, int(payload_bytes * PROBE_PAYLOAD_SHARE))
-    # The first chunk only starts the clock of the estimate.
-    return 0 if bound < (SAMPLE_CHUNKS + 1) * chunk_bytes else bound // chunk_bytes * chunk_bytes

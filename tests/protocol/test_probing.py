@@ -1,90 +1,86 @@
+"""Before a node has served anybody, a message tells what its uplink carries."""
+
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from echo.protocol.actions import Send
 from echo.protocol.messages import Probe, ProbeAck
-from echo.protocol.probing import PROBE_CHUNK_BYTES, Probing
-from echo.protocol.rates import PROBE_BYTES, PROBE_S
-from echo.rollout import PolicyVersion
-from tests.protocol.harness import make_broadcast, make_version, message_of
+from echo.protocol.probing import FIRST_BYTES, MAX_BYTES, MAX_PROBES, Probing, acknowledge
+from echo.protocol.rates import UplinkEstimate
+from tests.protocol.harness import message_of
 
-V1 = PolicyVersion(1, 1)
-
-
-def make_probing(*, can_serve: bool = True, num_bytes: int = 1 << 30) -> Probing:
-    broadcast = make_broadcast("w1")
-    signed, manifest, image = make_version(1, 1)
-    broadcast.publish(signed, manifest, image, now=0.0)
-    # Only the size matters, and a version of 1 GiB would take long to make.
-    msgspec.structs.force_setattr(broadcast.store[V1].manifest, "num_bytes", num_bytes)
-    return Probing(broadcast, can_serve=can_serve)
+GIB = 1 << 30
 
 
-def run_link(probing: Probing, rate: float, *, rtt_s: float = 0.04) -> tuple[int, float]:
-    """Carry the probe over a link; return (bytes sent, longest time in its queue)."""
-    queue = [(0.0, action) for action in probing.begin("up", V1, now=0.0)]
-    num_bytes, free_at, longest_s = 0, 0.0, 0.0
-    while queue:
-        at, action = queue.pop(0)
+def make_probing() -> tuple[Probing, UplinkEstimate]:
+    uplink = UplinkEstimate()
+    return Probing(uplink, node_id="w1"), uplink
+
+
+def run_link(probing: Probing, rate: float, *, rtt_s: float = 0.04) -> list[tuple[int, float]]:
+    """Carry a probe over a link; return (bytes, seconds in its queue) of each message."""
+    sent, now = [], 0.0
+    actions = probing.begin("up", payload_bytes=GIB, now=now)
+    while actions:
+        (action,) = actions
         assert isinstance(action, Send)
+        assert message_of(action.frames) == Probe()
         assert action.peer == "up"
-        free_at = max(at, free_at) + PROBE_CHUNK_BYTES / rate
-        longest_s = max(longest_s, free_at - at)
-        num_bytes += len(action.frames[1])
-        answer = ProbeAck(index=message_of(action.frames).index)
-        now = free_at + rtt_s
-        queue += [(now, each) for each in probing.receive("up", answer, is_parent=True, now=now)]
-    return num_bytes, longest_s
+        num_bytes = len(action.frames[1])
+        sent.append((num_bytes, num_bytes / rate))
+        now += num_bytes / rate + rtt_s
+        actions = probing.acknowledged("up", now=now)
+    return sent
 
 
 @pytest.mark.parametrize("rate", [2.5e5, 5e5, 2e6, 2.5e7, 1e8])
-def test_a_bounded_probe_tells_the_rate_and_does_not_fill_the_queue(rate: float) -> None:
-    probing = make_probing()
-    num_bytes, longest_s = run_link(probing, rate)
-    assert num_bytes <= min(PROBE_BYTES, rate * PROBE_S + 16 * PROBE_CHUNK_BYTES)
-    assert longest_s < 8 * PROBE_CHUNK_BYTES / rate + 0.5
+def test_a_probe_tells_the_rate_and_does_not_block_the_link(rate: float) -> None:
+    probing, uplink = make_probing()
+    sent = run_link(probing, rate)
+    assert max(num_bytes for num_bytes, _ in sent) <= MAX_BYTES
+    assert max(seconds for _, seconds in sent) <= max(1.1, FIRST_BYTES / rate)
+    assert uplink.bytes_per_s is not None
     # It is too short to show all of a fast one; transfers raise it.
-    assert probing._broadcast.uplink_bytes_per_s == pytest.approx(min(rate, 2e7), rel=0.35)
-    for now in (9.0, 12.0):
-        assert probing.begin("up", V1, now=now)
-        assert probing.begin("up", V1, now=now + 1.0) == []
-    assert probing.begin("up", V1, now=99.0) == []
+    assert min(0.8 * rate, 2e7) <= uplink.bytes_per_s <= rate
 
 
-def test_strangers_tell_nothing() -> None:
-    probing = make_probing()
-    probing.begin("up", V1, now=0.0)
-    for number in range(20):
-        message = ProbeAck(index=number)
-        probing.receive("x", message, is_parent=False, now=0.05 * number)
-    assert probing._broadcast.uplink_bytes_per_s is None
+def test_it_is_repeated_a_few_times_one_after_the_other() -> None:
+    probing, _ = make_probing()
+    for _ in range(MAX_PROBES):
+        assert probing.begin("up", payload_bytes=GIB, now=0.0)
+        assert probing.begin("up", payload_bytes=GIB, now=1.0) == []
+        assert probing.acknowledged("up", now=2.0) == []
+    assert probing.begin("up", payload_bytes=GIB, now=9.0) == []
 
 
-def test_what_comes_when_the_probe_is_over_tells_nothing() -> None:
-    probing = make_probing()
-    probing.begin("up", V1, now=0.0)
-    for number in range(4):
-        now = PROBE_S + 0.5 + 0.5 * number
-        message = ProbeAck(index=number)
-        assert probing.receive("up", message, is_parent=True, now=now) == []
-    assert probing._broadcast.uplink_bytes_per_s is None
+def test_a_link_that_was_lost_is_not_waited_for() -> None:
+    probing, uplink = make_probing()
+    assert probing.begin("up", payload_bytes=GIB, now=0.0)
+    assert probing.begin("new", payload_bytes=GIB, now=5.0)
+    assert probing.acknowledged("up", now=5.001) == []
+    assert uplink.bytes_per_s is None
+    probing.acknowledged("new", now=6.0)
+    assert uplink.bytes_per_s == pytest.approx(FIRST_BYTES)
 
 
-def test_an_uplink_that_transfers_have_shown_is_not_probed_again() -> None:
-    probing = make_probing()
-    probing._broadcast._serving.rate.is_measured = True
-    assert probing.begin("up", V1, now=0.0) == []
+def test_answers_that_nobody_awaits_tell_nothing() -> None:
+    probing, uplink = make_probing()
+    assert probing.acknowledged("up", now=0.0) == []
+    probing.begin("up", payload_bytes=GIB, now=0.0)
+    probing.acknowledged("x", now=0.1)
+    assert uplink.bytes_per_s is None
 
 
 def test_there_is_no_probe_where_it_would_not_pay() -> None:
-    assert make_probing(can_serve=False).begin("up", V1, now=0.0) == []
-    assert make_probing(num_bytes=1 << 20).begin("up", V1, now=0.0) == []
-    assert make_probing().begin("", V1, now=0.0) == []
+    probing, uplink = make_probing()
+    assert probing.begin("up", payload_bytes=1 << 20, now=0.0) == []
+    uplink.is_measured = True
+    assert probing.begin("up", payload_bytes=GIB, now=0.0) == []
 
 
 def test_a_probe_of_another_node_is_acknowledged() -> None:
-    [answer] = make_probing().receive("down", Probe(index=7), is_parent=False, now=0.0)
+    [answer] = acknowledge("down", source="w1")
+    assert isinstance(answer, Send)
     assert answer.peer == "down"
-    assert message_of(answer.frames) == ProbeAck(index=7)
+    assert message_of(answer.frames) == ProbeAck()

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 from echo.protocol.rates import (
     LOOP_S,
     MOST_BYTES_PER_S,
-    PROBE_BYTES,
     UPLINK_SAMPLE_S,
-    BestRate,
     RateEstimate,
     UplinkEstimate,
-    probe_bytes,
     window_bytes,
 )
 
@@ -158,16 +155,6 @@ def test_an_uplink_shows_no_more_than_it_has_though_children_acknowledge_many_at
     assert best < 5.6e6
 
 
-def test_a_burst_after_a_lost_packet_does_not_make_a_probe_too_good() -> None:
-    rate = BestRate()
-    for count in range(120):
-        at = count * (MIB // 16) / 5e6
-        # In every half second 200 ms without an acknowledgement, and then all of them at once.
-        rate.add(MIB // 16, now=at // 0.5 * 0.5 + max(at % 0.5, 0.2))
-    assert rate.bytes_per_s is not None
-    assert 4.5e6 < rate.bytes_per_s < 1.5 * 5e6
-
-
 def test_other_ways_of_sending_only_raise_it() -> None:
     rate = UplinkEstimate()
     rate.show(5.0)
@@ -188,12 +175,3 @@ def test_the_window_holds_what_is_under_way_and_grows_from_its_own_limit() -> No
     for _ in range(6):
         window = window_bytes(min(window / 0.1, 125e6), 0.1, MIB, **bounds)
     assert window >= 1.3 * 12.5e6 + 2 * MIB
-
-
-def test_a_probe_is_bounded_and_pays() -> None:
-    def probe(size: int) -> int:
-        return probe_bytes(payload_bytes=size, chunk_bytes=256 << 10)
-
-    assert probe(16 * 10**9) == PROBE_BYTES
-    assert probe(18 * 10**6) == 8 * (256 << 10)
-    assert probe(5 * 10**6) == 0

@@ -1,4 +1,4 @@
-"""An anchor that a killed process has left is gone on with, and nothing right is asked for again."""
+"""An anchor that a killed process has left is resumed; nothing right is asked for again."""
 
 from __future__ import annotations
 
