@@ -54,7 +54,11 @@ def take(
         return written(pulling, work, work.run(), now=now)
     if item_id == pulling.item and not pulling.asking.is_missing(lane, item):
         lane.finish()
-    pulling.disk.begin(lane, now=now)
+    # Until it is written a lane without credit brings nothing, and that tells nothing of its rate.
+    if not lane.can_bring:
+        lane.rate.pause()
+    if not any(each.can_bring for each in pulling.lanes):
+        pulling.rate.pause()
     return [work]
 
 
@@ -66,12 +70,10 @@ def written(
     lane = pulling.lanes.of(work.peer)  # None if that parent was left meanwhile
     if lane is not None:
         lane.settle(size, now=now)
-    if pulling.store.may_block(work.item_id):
-        pulling.disk.end(0 if fault else size)
     item.writing.discard(index)
     if pulling.store.get(work.item_id) is not item:
         # It was dropped. What the chunk took of the window is free again.
-        return [*_give_credit(pulling, lane, size), *pulling.disk.look(now=now)]
+        return [*_give_credit(pulling, lane, size)]
     if fault == WRONG_HASH:
         return _refuse(pulling, work, now)
     if fault:
@@ -82,7 +84,6 @@ def written(
     actions: list[Action | ParentFailed] = [
         *pulling.serving.forward(work.item_id, index, now),
         *_give_credit(pulling, lane, size),
-        *pulling.disk.look(now=now),
     ]
     if isinstance(item, Parcel):
         return [*actions, *pulling.store.decodable(item, index)]

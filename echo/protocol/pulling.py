@@ -10,7 +10,6 @@ from echo.errors import RemoteProtocolError, StorageError
 from echo.protocol.actions import Action, Note, VersionArrived
 from echo.protocol.asking import Asking
 from echo.protocol.codec import Frame
-from echo.protocol.disk import Disk
 from echo.protocol.lanes import Lane, Lanes, ParentFailed
 from echo.protocol.manifest import FULL
 from echo.protocol.messages import (
@@ -46,7 +45,6 @@ class Pulling:
         self.bytes_received = 0
         self.rate = RateEstimate()
         """Of all lanes together."""
-        self.disk = Disk(self.lanes, self.rate)
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
@@ -184,7 +182,6 @@ class Pulling:
         version, form = item_id
         self.lanes.finish()
         self.rate.pause()
-        self.disk.restart(now=now)
         self.item = item_id
         halves = self.store.begun_otherwise(item_id)
         actions = [action for half in halves for action in self.serving.drop(half, now=now)]

@@ -16,7 +16,8 @@ a thread costs more than the copy; so are chunks of parcels, which lie in memory
   written, so what is written late is right. The work keeps the arena lent, so that it is not
   recycled for another version. The result of a write into an item that was dropped is ignored, but
   for the credit that it frees.
-* **Silence.** While a chunk of a lane is being written its parent is not to blame (`lanes.py`).
+* **Silence.** While a chunk of a lane is being written its parent is not to blame (`lanes.py`), and
+  where no credit is left meanwhile, the time does not count for the rate of the link.
 * **A disk that refuses** is as good as full: the item is dropped, and tried again (`room.py`).
 """
 

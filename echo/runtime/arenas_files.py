@@ -24,9 +24,9 @@ What happens when
   in the background. Only when more than vm.dirty_ratio (20 % of memory) is dirty does it make the
   writer wait, within a page fault. So chunks are written in threads (`write`, without the GIL) and
   credit for them is given when they are written: on a disk slower than the link the transfer falls
-  to the disk's pace, and the node does everything else as before (`echo/protocol/writing.py`). It
-  says once how fast disk and link are. Then point arena_dir to a tmpfs such as /dev/shm/echo
-  (survives the process, not the machine), or raise vm.dirty_ratio.
+  to the disk's pace, and the node does everything else as before (`echo/protocol/writing.py`).
+  Where that is too slow, point arena_dir to a tmpfs such as /dev/shm/echo (survives the process,
+  not the machine), or raise vm.dirty_ratio.
   Manifests and journals are written, and files removed, in a thread of their own, in order. On the
   loop remain what an image needs before its first chunk: its file is made, given its room and
   renamed, once per version, mostly in milliseconds (a spare needs no more than a new name); and

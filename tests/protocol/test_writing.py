@@ -10,7 +10,6 @@ import pytest
 from echo.protocol import lanes
 from echo.protocol.actions import Note, Send
 from echo.protocol.broadcast import ParentFailed
-from echo.protocol.disk import LIMIT_S
 from echo.protocol.lanes import MAX_BAD_CHUNKS
 from echo.protocol.manifest import FULL
 from echo.protocol.messages import Chunk, Credit, Fetch
@@ -290,45 +289,20 @@ def test_a_disk_that_refuses_is_as_good_as_full(monkeypatch: pytest.MonkeyPatch)
     assert not net.failed
 
 
-# --- the operator --------------------------------------------------------------------------------
+# --- rates ---------------------------------------------------------------------------------------
 
 
-def wait_for_disk(net: SlowNet, pause_s: float) -> None:
+def test_the_time_for_which_the_disk_is_waited_for_shows_no_rate() -> None:
+    net = fetching()
     while net.writes:
-        net.now += pause_s
+        assert net.nodes["b"].pulling.rate.is_paused
+        assert net.lane().rate.is_paused
+        net.now += 5.0
         net.decode()
         net.deliver_all()
-
-
-def test_the_operator_reads_once_that_the_disk_is_the_limit() -> None:
-    net = fetching()
-    wait_for_disk(net, LIMIT_S / 4)
-    (note,) = net.notes
-    assert "the disk under network.arena_dir is slower than the network" in note
-    assert "it takes 2 KiB/s" in note, "a chunk of 1 KiB in half a second"
-    assert "/dev/shm/echo" in note
-    assert "vm.dirty_ratio" in note
-    net.publish_image(1)
-    net.deliver_all()
-    wait_for_disk(net, LIMIT_S / 4)
-    assert net.holds("b", 1)
-    assert len(net.notes) == 1
-
-
-def test_a_disk_that_keeps_up_is_not_worth_a_word() -> None:
-    net = SlowNet("a", "b")
-    net.attach("b", "a")
-    for step in range(3):
-        net.publish_image(step)
-        while net.busy() or net.writes:
-            net.now += LIMIT_S  # the link is slow
-            for way in net.busy():
-                net.deliver(way)
-            while net.writes:
-                net.now += 0.001
-                net.decode()
-        assert net.holds("b", step)
-    assert not net.notes
+    assert net.holds("b", 0)
+    assert net.nodes["b"].downlink_bytes_per_s is None
+    assert net.lane().rate.bytes_per_s is None
 
 
 def test_an_image_is_bit_for_bit_in_whatever_order_it_is_written() -> None:

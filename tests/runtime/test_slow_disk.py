@@ -105,9 +105,7 @@ def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
     play("zmq", starred(scenario), codec="full")
 
 
-def test_a_version_comes_at_the_pace_of_the_disk_and_the_operator_reads_it_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_version_comes_at_the_pace_of_the_disk(tmp_path: Path) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("slow", arenas=SlowArenas(tmp_path, LIMIT))
         await fleet.join("fast")
@@ -124,7 +122,6 @@ def test_a_version_comes_at_the_pace_of_the_disk_and_the_operator_reads_it_once(
         assert pulse.largest_gap_s < took_s / 2
         assert slow.parent == "learner"
         assert slow.broadcast.bytes_received == 2 * IMAGE_BYTES
-        assert caplog.text.count("the disk under network.arena_dir is slower") == 1
 
     play("zmq", starred(scenario), codec="full")
     assert NUM_CHUNKS * WRITE_S > 4.0, "or the disk is too fast to tell"
