@@ -28,9 +28,9 @@ class Lives:
 
     def start(self, kill_at: str = "") -> NodeProcess:
         """Start the learner, resuming if it lived before, to die at a point."""
-        kill_points = [kill_at] if kill_at else []
-        settings = {"run.max_steps": MAX_STEPS, **self.settings, "faults.kill_at": kill_points}
+        settings = {"run.max_steps": MAX_STEPS, **self.settings}
         arguments = ["--resume"] if self.num_lives else []
+        arguments += ["--crash-at", kill_at] if kill_at else []
         self.num_lives += 1
         return self.cluster.start("learner", *arguments, settings=settings)
 
