@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -135,7 +136,9 @@ def reserve_port() -> tuple[socket.socket, int]:
 class NodeProcess:
     """One process of a cluster."""
 
-    def __init__(self, name: str, process: Fork, output_path: Path) -> None:
+    def __init__(
+        self, name: str, process: Fork | subprocess.Popen[bytes], output_path: Path
+    ) -> None:
         self.name = name
         self.process = process
         self.output_path = output_path

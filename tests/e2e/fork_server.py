@@ -212,6 +212,9 @@ def reap() -> Iterator[tuple[int, int]]:
 def run(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> int:
     """Become the process that was asked for."""
     os.setsid()
+    # Or who starts the tests with nohup, or in the background, has nodes that ignore signals.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
