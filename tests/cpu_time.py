@@ -1,10 +1,10 @@
 """CPU seconds of the suite by package, children included, at the end of pytest's output.
 
 Wall time says how busy a machine was, CPU seconds what a test costs on any. A test is charged with
-all that its process, and the children that it has waited for, used between its first fixture and
-the end of its last one; so what a fixture of the session costs is charged to the test that had it
-made, and what a test leaves running to whoever waits for it. A test that is run again is charged
-with both runs.
+all that its process and the children of it used between its first fixture and the end of its last
+one; so what a fixture of the session costs is charged to the test that had it made. Of a child's
+own children those count that it has waited for; without /proc, of children too. A test that is run
+again is charged with both runs.
 
 The figure travels with the report of a test's teardown, so it would arrive from the workers of
 pytest-xdist, too. The lines are those of a table in TOML, to be compared with tests/budget.toml.
@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -24,9 +25,24 @@ STARTED = pytest.StashKey[float]()
 
 
 def used_s() -> float:
-    """Return the CPU seconds of this process and of the children that it has waited for."""
+    """Return the CPU seconds of this process and its children, and of theirs that have ended."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    own_s = times.user + times.system + times.children_user + times.children_system
+    return own_s + sum(map(_living_s, _children()))
+
+
+def _children() -> set[int]:
+    """Return the children that still run; none where there is no /proc."""
+    lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+    return {int(pid) for text in lists for pid in text.split()}
+
+
+def _living_s(pid: int) -> float:
+    """Return what a process has used, with those that it has waited for; 0 if it has just gone."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def package_of(node_id: str) -> str:

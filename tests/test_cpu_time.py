@@ -81,3 +81,21 @@ def test_children_are_counted() -> None:
     before = cpu_time.used_s()
     subprocess.run([sys.executable, "-S", "-c", program], check=True)
     assert cpu_time.used_s() - before >= 0.04
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is read from /proc")
+def test_a_child_that_still_runs_is_counted_and_so_are_those_that_it_waited_for() -> None:
+    program = "import time\nwhile time.process_time() < .05: pass"
+    waiting = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', sys.argv[1]])\n"
+    waiting += "print('done', flush=True)\nsys.stdin.read()"
+    before = cpu_time.used_s()
+    with subprocess.Popen(
+        [sys.executable, "-c", waiting, program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "done\n"
+        assert cpu_time.used_s() - before >= 0.05
+        child.communicate()

@@ -82,7 +82,6 @@ _SAFE: Mapping[str, str] = {
     "limits": "a bound on disk use",
     "metrics": "only where metrics go",
     "ui": "only what is shown",
-    "faults": "for tests",
 }
 """Why, by dotted key or section; a key of its own goes before its section."""
 

@@ -27,7 +27,6 @@ _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _HTTP = re.compile(r"http://[^/:@\s]+:\d{1,5}")
 _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_KILL_POINT = re.compile(r"[a-z_]+:\d+")
 
 
 def _false_is_none(value: object) -> object:
@@ -153,12 +152,6 @@ def _check_run_name(name: str) -> str:
     return name
 
 
-def _check_kill_point(point: str) -> str:
-    if not _KILL_POINT.fullmatch(point):
-        raise ValueError(f'"{point}" is not a point to die at; write "event:step": "published:7"')
-    return point
-
-
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
 """A duration: a number of seconds or text such as "30s"."""
 
@@ -207,8 +200,3 @@ TaskKind = Annotated[str, AfterValidator(_check_task_kind)]
 
 RunName = Annotated[str, AfterValidator(_check_run_name)]
 """One path component."""
-
-KillPoints = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_kill_point)], ...], BeforeValidator(_one_is_a_list)
-]
-"""Points "event:step" at which the process kills itself."""

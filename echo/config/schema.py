@@ -23,7 +23,6 @@ from echo.config.fields import (
     DialAddresses,
     JoinFile,
     JoinString,
-    KillPoints,
     ListenAddress,
     OptionalSeconds,
     RunName,
@@ -323,14 +322,6 @@ class UiSection(Section):
     """Redraws per second."""
 
 
-class FaultsSection(Section):
-    """Faults on purpose, for tests."""
-
-    roles = ROLES
-    kill_at: KillPoints = ()
-    """Points "event:step" at which the process kills itself, such as "published:7"."""
-
-
 class Config(Section):
     """The whole configuration: one attribute per section of the file."""
 
@@ -366,7 +357,6 @@ class Config(Section):
     attribution: AttributionSection
     metrics: MetricsSection
     ui: UiSection
-    faults: FaultsSection
 
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
 

@@ -20,7 +20,6 @@ from echo.protocol.learner_session import LearnerSession
 from echo.protocol.usefulness import Usefulness
 from echo.rollout import Group
 from echo.runtime.delays import WeightDelays
-from echo.runtime.faults import Faults
 from echo.runtime.late_rewards import LateRewards
 from echo.runtime.ledger import Ledger
 from echo.runtime.progress import Progress
@@ -44,7 +43,6 @@ class Arrivals:
         delays: DelayInjector | None,
         perform: Callable[[Iterable[Action]], None],
         sync: Callable[[], Awaitable[None]],
-        faults: Faults,
         clock: Callable[[], float],
     ) -> None:
         """Join the parts; `run` stores.
@@ -59,7 +57,6 @@ class Arrivals:
             delays: of groups on their way to the learner; None for none.
             perform: carries out what the session asks for.
             sync: forces the journal onto the disk, off the loop.
-            faults: where to die, in tests.
             clock: the loop's, seconds.
         """
         self._session = session
@@ -75,7 +72,6 @@ class Arrivals:
         self._delays = delays
         self._perform = perform
         self._sync = sync
-        self._faults = faults
         self._clock = clock
         self._unsynced: list[Group] = []
         self._store_wanted = asyncio.Event()
@@ -193,7 +189,6 @@ class Arrivals:
                 continue
             await self._sync()
             for group in groups:
-                self._faults.reach("stored", group.group_id)
                 delay_s = 0.0 if self._delays is None else self._delays.draw(group.worker_id)
                 self._buffer.put(group, visible_at=self._clock() + delay_s)
                 self._progress.accepted(group, now=self._clock())

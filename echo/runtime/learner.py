@@ -45,7 +45,6 @@ from echo.runtime.arrivals import Arrivals
 from echo.runtime.checkpoint import Checkpoints
 from echo.runtime.evaluation import Evaluations
 from echo.runtime.farewell import Farewell
-from echo.runtime.faults import Faults
 from echo.runtime.journal import record
 from echo.runtime.learner_plan import LearnerPlan
 from echo.runtime.ledger import Ledger
@@ -90,7 +89,6 @@ class LearnerNode(Node):
         export: Callable[[Path, Weights], None],
         write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
         show: Callable[[Snapshot], None],
-        faults: Faults,
         log: logging.Logger,
     ) -> None:
         """Join the parts; `run` starts them.
@@ -117,7 +115,6 @@ class LearnerNode(Node):
             export: writes a Hugging Face directory.
             write_metrics: appends one row of metrics.
             show: draws a snapshot.
-            faults: where to die, in tests.
             log: where to tell what happens.
         """
         super().__init__(session, transport, log=log)
@@ -157,7 +154,6 @@ class LearnerNode(Node):
             show=show,
             clock=lambda: self.now,
         )
-        self._faults = faults
         self._model_thread = self.new_thread("trainer")
         self._disk_thread = self.new_thread("disk")
         self._eval_thread = self.new_thread("evaluation")
@@ -171,7 +167,6 @@ class LearnerNode(Node):
             delays=delays,
             perform=self.perform,
             sync=lambda: self.in_thread(self._disk_thread, ledger.sync),
-            faults=faults,
             clock=lambda: self.now,
         )
         self._store_task: asyncio.Task[None] | None = None
@@ -260,11 +255,9 @@ class LearnerNode(Node):
                 continue
             self._num_failed_steps = 0
             trained_s = self._activating.train_s = self.now - started_at
-            self._faults.reach("stepped", session.step + 1)
             staleness = self._ledger.trained(
                 groups, lineage=session.lineages[-1].lineage, consumed_at=session.step
             )
-            self._faults.reach("trained", session.step + 1)
             self.perform(session.advance(session.step + 1, now=self.now))
             self._discard_unusable()
             is_lower = self._adaptation.after_step(session.step, result.metrics, staleness)
@@ -372,7 +365,6 @@ class LearnerNode(Node):
         self._published_step = session.step
         self.perform(session.make_way(now=self.now))
         await self._parcels.publish(publication)
-        self._faults.reach("published", session.step)
         if self._evaluations is not None and await self._evaluations.is_due(version):
             tensors = self._tensors_of(manifest, publication.image)
             task = self.spawn(self._evaluate(version, tensors), name="evaluation")
@@ -419,7 +411,6 @@ class LearnerNode(Node):
         def write_state(directory: Path) -> None:
             self._ledger.sync()
             self._trainer.save_state(directory)
-            self._faults.reach("checkpoint", step)
 
         try:
             oldest_step = await self.in_thread(
@@ -433,7 +424,6 @@ class LearnerNode(Node):
             self.log.warning("%s; the checkpoint before stays the newest", error)
             return
         self._ledger.checkpointed(lineage=lineage, step=step, oldest_step=oldest_step)
-        self._faults.reach("checkpointed", step)
         self.log.info("checkpoint of step %d saved", step)
 
     async def _finish(self) -> None:

@@ -30,7 +30,6 @@ from echo.runtime.curve import CurveKeys, load_or_create_keys, write_join
 from echo.runtime.data_plane import Data, load_data
 from echo.runtime.delays import make_delays
 from echo.runtime.evaluation import Evaluations, Evaluator
-from echo.runtime.faults import Faults
 from echo.runtime.identity import load_or_create_identity
 from echo.runtime.join import join_address
 from echo.runtime.late_rewards import LateRewards
@@ -124,7 +123,6 @@ def assemble_learner(
     earlier: LearningCurve | None = None,
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
-    faults = Faults(config.faults.kill_at, role="learner")
     evaluations = build_evaluations(config, data, log=log)
     run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -200,7 +198,6 @@ def assemble_learner(
         export=partial(_export, config, data),
         write_metrics=write_metrics,
         show=show,
-        faults=faults,
         log=log,
     )
     node.at_release.append(data.host.close)

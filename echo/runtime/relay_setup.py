@@ -10,7 +10,6 @@ from echo.config.schema import Config
 from echo.protocol.relay_session import RelaySession
 from echo.runtime import wiring
 from echo.runtime.arenas_files import open_arenas
-from echo.runtime.faults import Faults
 from echo.runtime.join import dial_addresses, node_keys
 from echo.runtime.relay import RelayNode
 from echo.runtime.transport import Transport
@@ -34,7 +33,6 @@ async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:
 
 def assemble_relay(config: Config, transport: Transport, *, log: logging.Logger) -> RelayNode:
     """Join a relay on a transport that has been started; otherwise as `build_relay`."""
-    Faults(config.faults.kill_at, role="relay")
     section = config.relay
     node_id = wiring.node_name("relay", section.name)
     settings = wiring.node_settings(

@@ -32,7 +32,6 @@ from echo.runtime import wiring
 from echo.runtime.agents import AgentParts
 from echo.runtime.arenas_files import open_arenas
 from echo.runtime.delays import make_delays
-from echo.runtime.faults import Faults
 from echo.runtime.join import dial_addresses, node_keys
 from echo.runtime.lora_setup import worker_lora
 from echo.runtime.retirement import RentedWorker, terms_of
@@ -67,7 +66,6 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
 
 def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger) -> WorkerNode:
     """Join a worker on a transport that has been started; otherwise as `build_worker`."""
-    Faults(config.faults.kill_at, role="worker")
     section, network = config.worker, config.network
     node_id = wiring.node_name("worker", section.name)
     if config.model.name is not None and not has_own_model(config):

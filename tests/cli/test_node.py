@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -62,6 +63,29 @@ def test_a_missing_model_is_named(config: Path, capsys: pytest.CaptureFixture[st
                "--set", "ui.live=off")  # fmt: skip
     assert code == 3
     assert "./nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["relay", "learner"])
+def test_a_port_in_use_is_named_before_a_run_is_begun(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    from echo.engine.tiny_model import build_model, save_tiny_model
+
+    monkeypatch.setenv("ECHO_JOIN", JOIN)
+    model = config.parent / "model"
+    save_tiny_model(model, build_model(seed=0))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        code = run("--role", role, "--config", config, "--set", f"model.name={model}",
+                   "--set", "task.kind=addition", "--set", "ui.live=off",
+                   "--set", "sampling.max_completion_tokens=8",
+                   "--set", f"{role}.listen={address}")  # fmt: skip
+    said = capsys.readouterr().err
+    assert code == 4, said
+    assert address in said
+    assert "already in use" in said
+    assert not (config.parent / "run" / "ledger.jsonl").exists(), "a lineage was opened"
 
 
 def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Real processes of `python -m echo.cli.node`, started, killed, waited for and always cleaned up.
+"""Real processes of `echo-node`, forked, killed, waited for and always cleaned up.
 
 A `Cluster` is one directory with one configuration, and the nodes that a test starts in it. They
 talk over loopback on ports that nobody else is given meanwhile. Every wait is bounded; one that
@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,8 +21,8 @@ from typing import TypeVar
 from echo.runtime.curve import load_or_create_keys, write_join
 from echo.runtime.join import ECHO_JOIN
 from tests.e2e.audit import Audit, Record, audit, read_ledger
+from tests.e2e.fork_server import REPOSITORY, Fork, ForkServer
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 WITHIN_S = 150.0
 """Seconds for whatever is waited for, on a busy machine: imports of torch, whole runs."""
 TAIL_LINES = 40
@@ -108,6 +107,8 @@ class DigitsTask(Task):
     given yet. The file REWARD_MARK, if there is to be one, appears with the first reward.
     """
 
+    is_bounded = True
+
     def example(self, index: int, *, split: str) -> Example:
         return Example(index=index, split=split, prompt=f"{index % 1000:03d}=")
 
@@ -135,7 +136,9 @@ def reserve_port() -> tuple[socket.socket, int]:
 class NodeProcess:
     """One process of a cluster."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], output_path: Path) -> None:
+    def __init__(
+        self, name: str, process: Fork | subprocess.Popen[bytes], output_path: Path
+    ) -> None:
         self.name = name
         self.process = process
         self.output_path = output_path
@@ -162,8 +165,9 @@ class NodeProcess:
 class Cluster:
     """A directory, a configuration, and the nodes started with it."""
 
-    def __init__(self, directory: Path, model: Path) -> None:
+    def __init__(self, directory: Path, model: Path, forks: ForkServer) -> None:
         self.directory = directory
+        self._forks = forks
         self._reserved, (learner_port, relay_port) = zip(
             *(reserve_port() for _ in range(2)), strict=True
         )
@@ -193,22 +197,20 @@ class Cluster:
         name: str = "",
         settings: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
-        program: tuple[str, ...] = ("-m", "echo.cli.node"),
     ) -> NodeProcess:
         """Start a node.
 
         Args:
             role: learner, worker or relay.
-            arguments: more of the command line.
+            arguments: more of the command line, and options of `tests.e2e.node`.
             name: of a worker or relay.
             settings: `--set` for each; a value is written as JSON, which TOML reads alike.
             env: more environment.
-            program: what python is to run.
         """
         overrides = {**self.settings, **(settings or {})}
         if name:
             overrides[f"{role}.name"] = name
-        command = [sys.executable, *program, "--role", role]
+        command = ["--role", role]
         if role == "learner":
             command.append("--no-report")
         if "--config" not in arguments:
@@ -216,21 +218,12 @@ class Cluster:
         for key, value in overrides.items():
             command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
         output_path = self.directory / f"{len(self.nodes):02d}-{name or role}.out"
-        with output_path.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, *arguments],
-                cwd=self.directory,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(REPOSITORY),
-                    ECHO_JOIN: self.join,
-                    **(env or {}),
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = self._forks.fork(
+            [*command, *arguments],
+            cwd=self.directory,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), ECHO_JOIN: self.join, **(env or {})},
+            output=output_path,
+        )
         node = NodeProcess(name or role, process, output_path)
         self.nodes.append(node)
         return node

@@ -8,6 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import Cluster
+from tests.e2e.fork_server import ForkServer
+
+
+@pytest.fixture(scope="package")
+def forks() -> Iterator[ForkServer]:
+    """Return what forks nodes."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -21,22 +30,22 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, random_model: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, random_model: Path, forks: ForkServer) -> Iterator[Cluster]:
     """Return a cluster without nodes; those that a test starts are gone after it."""
-    cluster = Cluster(tmp_path / "site", random_model)
+    cluster = Cluster(tmp_path / "site", random_model, forks)
     yield cluster
     cluster.close()
 
 
 @pytest.fixture(scope="module")
 def make_cluster(
-    tmp_path_factory: pytest.TempPathFactory, random_model: Path
+    tmp_path_factory: pytest.TempPathFactory, random_model: Path, forks: ForkServer
 ) -> Iterator[Callable[[], Cluster]]:
     """Return a maker of clusters that live as long as the module's tests."""
     clusters: list[Cluster] = []
 
     def make() -> Cluster:
-        clusters.append(Cluster(tmp_path_factory.mktemp("site"), random_model))
+        clusters.append(Cluster(tmp_path_factory.mktemp("site"), random_model, forks))
         return clusters[-1]
 
     yield make

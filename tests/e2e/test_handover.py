@@ -11,25 +11,6 @@ from tests.e2e.cluster import Cluster, NodeProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-SLOW_NODE = '''"""A node whose engine takes its time for each token."""
-
-import runpy
-import time
-
-from echo.runtime.engine_call import EngineCall
-
-on_tokens = EngineCall.on_tokens
-
-
-def wait_first(call, number):
-    time.sleep(0.04)
-    on_tokens(call, number)
-
-
-EngineCall.on_tokens = wait_first
-runpy.run_module("echo.cli.node", run_name="__main__")
-'''
-
 
 def partials_of(cluster: Cluster, name: str) -> Path:
     return cluster.run_dir / "workers" / name / "partials.bin"
@@ -37,7 +18,7 @@ def partials_of(cluster: Cluster, name: str) -> Path:
 
 def begin_rollouts(cluster: Cluster, name: str, learner: NodeProcess) -> NodeProcess:
     """Start a slow worker, and wait until it has shipped what it has begun."""
-    worker = cluster.start("worker", name=name, program=("slow_node.py",))
+    worker = cluster.start("worker", "--token-s", "0.04", name=name)
     path = partials_of(cluster, name)
     cluster.wait_for(path.exists, f"{name} has written what it has begun", alive=learner)
     assert cluster.open_groups(name)
@@ -46,7 +27,6 @@ def begin_rollouts(cluster: Cluster, name: str, learner: NodeProcess) -> NodePro
 
 def test_what_lost_workers_have_begun_is_finished_by_others(cluster: Cluster) -> None:
     cluster.settings["sampling.max_completion_tokens"] = 100
-    (cluster.directory / "slow_node.py").write_text(SLOW_NODE)
     settings = {
         "run.max_steps": 8,
         "rollout.partial_ship_s": 1,

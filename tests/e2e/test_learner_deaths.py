@@ -1,12 +1,15 @@
-"""The learner dies at chosen points and is resumed, while its workers live on."""
+"""The learner dies at chosen points and is resumed, while its workers live on: one run."""
 
 from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
+from tests.e2e.audit import Audit
 from tests.e2e.cluster import Cluster, NodeProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -14,54 +17,34 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 INTERVAL = 3
 """Steps between checkpoints."""
 MAX_STEPS = 9
+FIRST_DEATH = 6
+"""Step at which nothing older than v2 may still be trained on, as max_staleness is 3."""
+HELD_FROM = 28
+"""Group from which on none is finished in the first life; it trains on those before."""
 
 
 class Lives:
     """One run and the learners that lead it, one after the other."""
 
-    def __init__(self, cluster: Cluster, *, reward_s: float, **settings: object) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.settings = settings
-        pace = {"REWARD_S": str(reward_s)}
+        pace = {"REWARD_S": "0.02"}
         self.workers = [cluster.start("worker", name=name, env=pace) for name in ("w1", "w2")]
-        self.num_lives = 0
+        self.fork_steps: list[int] = []
 
-    def start(self, kill_at: str = "") -> NodeProcess:
-        """Start the learner, resuming if it lived before, to die at a point."""
-        kill_points = [kill_at] if kill_at else []
-        settings = {"run.max_steps": MAX_STEPS, **self.settings, "faults.kill_at": kill_points}
-        arguments = ["--resume"] if self.num_lives else []
-        self.num_lives += 1
-        return self.cluster.start("learner", *arguments, settings=settings)
+    def start(self, *arguments: str, **settings: object) -> NodeProcess:
+        """Start the learner, resuming if it lived before."""
+        resume = ["--resume"] if self.fork_steps else []
+        self.fork_steps.append(self.saved_step)
+        settings = {"run.max_steps": MAX_STEPS, "checkpoint.interval_steps": INTERVAL, **settings}
+        return self.cluster.start("learner", *resume, *arguments, settings=settings)
 
-    def start_with_workers(self, kill_at: str = "") -> NodeProcess:
-        """Start the learner, and let no group be finished before both workers are there."""
-        self.cluster.hold_from(0)
-        num_joined = {worker.name: self.count_joined(worker.name) for worker in self.workers}
-        learner = self.start(kill_at)
-        for name, number in num_joined.items():
-            self.cluster.wait_for(
-                lambda name=name, number=number: self.count_joined(name) > number,
-                f"{name} joins",
-                alive=learner,
-            )
-        self.cluster.let_go()
-        return learner
-
-    def count_joined(self, name: str) -> int:
-        return self.cluster.log(name).count("joined run")
-
-    def live_until(self, kill_at: str, *, with_workers: bool = False) -> None:
+    def live_until(self, point: str, **settings: object) -> None:
         """Let the learner live until that point; its workers must survive it."""
-        start = self.start_with_workers if with_workers else self.start
-        code = self.cluster.wait_for_end(start(kill_at))
-        assert code == -signal.SIGKILL, f"ended with {code} before {kill_at}\n{self.cluster.logs}"
+        learner = self.start("--crash-at", point, **settings)
+        code = self.cluster.wait_for_end(learner)
+        assert code == -signal.SIGKILL, f"ended with {code} before {point}\n{self.cluster.logs}"
         assert all(worker.is_running for worker in self.workers), self.cluster.logs
-
-    def live_to_the_end(self, *, with_workers: bool = False) -> None:
-        """Let the learner finish the run, and the workers end with it."""
-        start = self.start_with_workers if with_workers else self.start
-        self.cluster.finish(start(), *self.workers)
 
     @property
     def saved_step(self) -> int:
@@ -84,49 +67,69 @@ def choose_point(name: str, lives: Lives, rng: random.Random) -> str:
             return f"{name}:{saved_step + INTERVAL}"
 
 
-def test_a_learner_killed_at_every_point_goes_on_each_time(cluster: Cluster) -> None:
+@dataclass
+class Run:
+    """A finished run, and what its lives began with."""
+
+    cluster: Cluster
+    audit: Audit
+    fork_steps: list[int]
+    held: set[tuple[int, str]]
+    """Groups, and their workers, that were not finished when the learner died first."""
+
+
+@pytest.fixture(scope="module")
+def run(make_cluster: Callable[[], Cluster]) -> Run:
+    """Return the run.
+
+    The first life makes no checkpoint, so that all its versions but v0 are abandoned, and when it
+    ends workers hold groups of them. Then the learner dies at each of the six points once.
+    """
+    cluster = make_cluster()
     rng = random.Random(7)
     points = ["stored", "stepped", "trained", "published", "checkpoint", "checkpointed"]
     rng.shuffle(points)
-    lives = Lives(cluster, reward_s=0.02)
-    fork_steps = [0]
-
+    lives = Lives(cluster)
+    cluster.hold_from(HELD_FROM)
+    lives.live_until(f"stepped:{FIRST_DEATH}", **{"checkpoint.interval_steps": 100})
+    held = {
+        (group, node.name) for node in lives.workers for group in cluster.open_groups(node.name)
+    }
+    cluster.let_go()
     for name in points:
         lives.live_until(choose_point(name, lives, rng))
-        fork_steps.append(lives.saved_step)
-    lives.live_to_the_end()
-
-    result = cluster.audit()
-    assert result.num_steps == MAX_STEPS
-    assert result.fork_steps == dict(enumerate(fork_steps, start=1))
-    assert INTERVAL in fork_steps, "no life began at a checkpoint"
-    assert {worker.name for worker in lives.workers} == {
-        record["worker"] for record in cluster.records("accepted")
-    }
+    cluster.finish(lives.start(), *lives.workers)
+    return Run(cluster, cluster.audit(), lives.fork_steps, held)
 
 
-def test_rollouts_of_abandoned_versions_are_refused_with_that_reason(cluster: Cluster) -> None:
-    """Without a checkpoint every version after the first is abandoned when the learner dies.
+def test_a_learner_killed_at_every_point_goes_on_each_time(run: Run) -> None:
+    assert run.audit.num_steps == MAX_STEPS
+    assert run.audit.fork_steps == dict(enumerate(run.fork_steps, start=1))
+    assert len(run.fork_steps) == 8
+    assert INTERVAL in run.fork_steps, "no life began at a checkpoint"
 
-    When step 6 has been made nothing older than v2 may still be sampled from (max_staleness 3), so
-    whatever the workers hold then is refused when they deliver it to the next learner.
-    """
-    lives = Lives(cluster, reward_s=0.02, **{"checkpoint.interval_steps": 100})
-    num_held = 0
-    for _ in range(2):
-        lives.live_until("stepped:6", with_workers=True)
-        num_held += len(cluster.open_groups("w1") | cluster.open_groups("w2"))
-    assert num_held, "the workers held nothing that could be refused"
 
-    lives.live_to_the_end(with_workers=True)
-
-    result = cluster.audit()
-    assert result.fork_steps == {1: 0, 2: 0, 3: 0}
-    assert result.num_steps == MAX_STEPS
-    assert cluster.count("refused/abandoned_version") > 0
-    assert result.discard_reasons["abandoned_version"] > 0, "what the journal held at the crash"
-    for name in ("w1", "w2"):
-        assert "refused: abandoned_version" in cluster.log(name)
-        lineages = [record["version"][0] for record in cluster.installed(name)]
+def test_both_workers_live_through_all_of_it(run: Run) -> None:
+    workers = {"w1", "w2"}
+    assert {record["worker"] for record in run.cluster.records("accepted")} == workers
+    for name in workers:
+        lineages = [record["version"][0] for record in run.cluster.installed(name)]
         assert lineages == sorted(lineages)
-        assert lineages[-1] == 3
+        assert lineages[-1] == len(run.fork_steps)
+
+
+def test_rollouts_of_abandoned_versions_are_refused_with_that_reason(run: Run) -> None:
+    assert run.held, "the workers held nothing that could be refused"
+    refused = {
+        (record["group"], record["worker"])
+        for record in run.cluster.records("refused")
+        if record["reason"] == "abandoned_version"
+    }
+    assert refused & run.held
+    assert run.cluster.count("refused/abandoned_version") > 0
+    for _, worker in refused:
+        assert "refused: abandoned_version" in run.cluster.log(worker)
+
+
+def test_accepted_rollouts_of_abandoned_versions_end_with_that_reason(run: Run) -> None:
+    assert run.audit.discard_reasons["abandoned_version"] > 0, "what the journal held at the crash"

@@ -32,7 +32,7 @@ def test_an_adapter_learns_across_a_crash_and_is_exported(
     }
     trained = {"lora.rank": 8, "optimizer.learning_rate": 1e-2}
     worker = cluster.start("worker", name="w1", settings={"model.name": str(random_model)})
-    doomed = cluster.start("learner", settings={**trained, "faults.kill_at": ["published:7"]})
+    doomed = cluster.start("learner", "--crash-at", "published:7", settings=trained)
     assert cluster.wait_for_end(doomed) == -signal.SIGKILL
     cluster.finish(cluster.start("learner", "--resume", settings=trained), worker)
 

@@ -4,6 +4,9 @@ Learner, relay and worker have an address each and no way to anywhere else. The 
 checkout and the join string: its home and its current directory are new, and the learner's
 directory is hidden from it. Model and task are small ones in the place of those from the hub, which
 the learner alone has to find.
+
+This run goes through bin/, as a user's does: in a copy of the checkout, so that bin/echo-setup
+takes the environment of these tests as it is, and installs nothing into it.
 """
 
 from __future__ import annotations
@@ -60,6 +63,17 @@ def ip(*arguments: str) -> None:
 
 
 @pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a copy of what a clone has that runs."""
+    copy = tmp_path.resolve() / "checkout"
+    for name in ("bin", "configs", "echo"):
+        shutil.copytree(REPOSITORY / name, copy / name, symlinks=True)
+    for name in ("constraints.txt", "pyproject.toml"):
+        shutil.copyfile(REPOSITORY / name, copy / name)
+    return copy
+
+
+@pytest.fixture
 def machines() -> Iterator[dict[str, str]]:
     """Return the namespace of each machine; they are joined by a bridge that leads nowhere else."""
     names = {machine: f"echo-test{os.getpid()}-{machine}" for machine in ("core", *MACHINES)}
@@ -89,8 +103,11 @@ def machines() -> Iterator[dict[str, str]]:
 class Site:
     """The directory of one machine, and the node that runs there."""
 
-    def __init__(self, directory: Path, namespace: str, *, hidden: Path | None = None) -> None:
+    def __init__(
+        self, directory: Path, checkout: Path, namespace: str, *, hidden: Path | None = None
+    ) -> None:
         self.directory = directory
+        self._checkout = checkout
         self.home = directory / "home"
         self.home.mkdir(parents=True)
         self._namespace = namespace
@@ -98,7 +115,8 @@ class Site:
         self._hide = "" if hidden is None else f"mount -t tmpfs none '{hidden}' && "
 
     def start(self, role: str, config: Path, join: str, **settings: object) -> NodeProcess:
-        command = [sys.executable, "-m", "echo.cli.node", "--role", role, "--config", str(config)]
+        program = self._checkout / "bin" / "echo-node"
+        command = [str(program), "--role", role, "--config", str(config)]
         for key, value in settings.items():
             command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
         inside = ("sh", "-c", f'{self._hide}exec "$@"', "sh")
@@ -110,7 +128,8 @@ class Site:
                 env={
                     "PATH": os.environ["PATH"],
                     "HOME": str(self.home),
-                    "PYTHONPATH": str(REPOSITORY),
+                    "VIRTUAL_ENV": sys.prefix,
+                    "PYTHONPATH": str(self._checkout),
                     ECHO_JOIN: join,
                 },
                 stdin=subprocess.DEVNULL,
@@ -121,9 +140,10 @@ class Site:
         return NodeProcess(role, process, output_path)
 
 
-def write_config(path: Path) -> Path:
-    """Write the shipped file with a small task in it."""
-    text = (REPOSITORY / "configs" / "two-machines.toml").read_text()
+def write_config(checkout: Path) -> Path:
+    """Put a small task into the shipped file."""
+    path = checkout / "configs" / "two-machines.toml"
+    text = path.read_text()
     for old, new in zip(SMALL[::2], SMALL[1::2], strict=True):
         assert text.count(old) == 1
         text = text.replace(old, new)
@@ -142,13 +162,13 @@ def check_directory(second: Site) -> None:
 
 
 def test_the_page_works_with_nothing_on_the_worker_but_checkout_and_join_string(
-    tmp_path: Path, random_model: Path, machines: dict[str, str]
+    tmp_path: Path, random_model: Path, checkout: Path, machines: dict[str, str]
 ) -> None:
-    config = write_config(tmp_path / "two-machines.toml")
-    first = Site(tmp_path / "first", machines["learner"])
+    config = write_config(checkout)
+    first = Site(tmp_path / "first", checkout, machines["learner"])
     model = str(shutil.copytree(random_model, first.directory / "model"))
-    between = Site(tmp_path / "between", machines["relay"], hidden=first.directory)
-    second = Site(tmp_path / "second", machines["worker"], hidden=first.directory)
+    between = Site(tmp_path / "between", checkout, machines["relay"], hidden=first.directory)
+    second = Site(tmp_path / "second", checkout, machines["worker"], hidden=first.directory)
     nodes: list[NodeProcess] = []
 
     def wait_for(condition: Callable[[], object], *needed: NodeProcess) -> None:

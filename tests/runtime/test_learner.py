@@ -731,16 +731,6 @@ def test_a_prompt_without_room_is_refused(play: Play) -> None:
     play(scenario)
 
 
-def test_points_that_do_not_exist_are_refused_at_the_start(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        with pytest.raises(ConfigError, match="no such point; a learner has stored"):
-            await run.learner(faults={"kill_at": ["publish:7"]})
-        with pytest.raises(ConfigError, match="a worker has no such points"):
-            await run.worker("w1", faults={"kill_at": ["published:7"]})
-
-    play(scenario)
-
-
 def test_the_ledger_says_who_was_granted_what(play: Play) -> None:
     async def scenario(run: Run) -> None:
         async with running(await run.learner(), await run.worker("w1")) as (learning, _):

@@ -1,0 +1,52 @@
+"""A disk that fills up while a run is on it."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_a_full_disk_at_a_checkpoint_leaves_the_old_one_and_the_run(cluster: Cluster) -> None:
+    """After the first checkpoint no file may grow beyond a size that checkpoints exceed."""
+    saved_step = 3
+    cluster.hold_from(4 * (saved_step + 1))
+    learner = cluster.start("learner", settings={"run.max_steps": 12})
+    worker = cluster.start("worker", name="w1")
+    cluster.wait_for(lambda: cluster.records("checkpoint"), "a checkpoint", alive=learner)
+
+    limit = 300_000
+    resource.prlimit(learner.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+
+    cluster.let_go()
+    cluster.finish(learner, worker)
+    assert cluster.audit().num_steps == 12
+    checkpoints = cluster.run_dir / "checkpoints"
+    assert (checkpoints / "latest").read_text().strip() == f"step_{saved_step:06d}"
+    names = sorted(path.name for path in checkpoints.glob("*"))
+    assert names == ["latest", f"step_{saved_step:06d}"]
+    log = cluster.log("learner")
+    assert "step_000012.tmp: cannot write the trainer's state" in log
+    assert "File too large" in log
+    assert "the checkpoint before stays the newest" in log
+
+    # The old checkpoint is whole: the run goes on from it, this time with a disk that fills up
+    # to the limit that the configuration sets.
+    again = cluster.start(
+        "learner",
+        "--resume",
+        settings={"run.max_steps": 13, "limits.min_free_disk_bytes": "1000000GiB"},
+    )
+    worker = cluster.start("worker", name="w2")
+    cluster.finish(again, worker)
+    result = cluster.audit()
+    assert result.fork_steps[2] == saved_step
+    assert result.num_steps == 13
+    assert (checkpoints / "latest").read_text().strip() == f"step_{saved_step:06d}"
+    log = cluster.log("learner")
+    assert "limits.min_free_disk_bytes" in log
+    assert "bytes free" in log
