@@ -25,8 +25,6 @@ INHERITED_KEYS: tuple[str, ...] = (
     "task.reward_timeout_s",
     "task.step_timeout_s",
     "reward.where",
-    "reward.address",
-    "reward.retries",
     "reward.max_abs",
     "reward.max_turns",
     "sampling.temperature",

@@ -64,7 +64,7 @@ class Example:
 class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an error of ours
     """Raise this from a task where the same call may work a moment later.
 
-    Such as a judge model that is being started. It is called again, reward.retries times;
+    Such as a judge model that is being started. It is called again, twice;
     ConnectionError and TimeoutError have the same effect.
     """
 
