@@ -16,9 +16,8 @@ from echo.runtime.episodes import EpisodePlayer
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
 from echo.tasks.host import InlineHost, LaterHost, Limits, TaskHost
-from echo.tasks.loading import check_code, code_of, load_task, task_digests
 from echo.tasks.pool import PoolHost
-from echo.tasks.task import Task
+from echo.tasks.task import Task, check_code, code_of, load_task, task_digests
 
 MAX_AUTO_PROCESSES = 4
 
