@@ -225,7 +225,7 @@ async def make_worker(
     parts = WorkerParts(
         engine=engine, host=content.make_host(), player=None, decode=content.decode,
         group_size=setting.group_size, sampling=content.sampling,
-        max_prompt_tokens=1 << 20, delays=None, groups_per_batch=setting.groups_per_worker,
+        max_prompt_tokens=1 << 20, groups_per_batch=setting.groups_per_worker,
         rules=PartialRules(
             over_submission=setting.over_submission,
             stale_tokens=setting.stale_tokens,  # type: ignore[arg-type]

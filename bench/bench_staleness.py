@@ -27,9 +27,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import harness
+from delays import DelayInjector, DelaySettings, Direction
 from harness import add_row, read_rows
 
 CONFIGS = {"addition": "quickstart", "countdown": "countdown"}
@@ -38,7 +39,7 @@ LAGS = (
     *(f"uniform:{lag}" for lag in (1, 3, 6, 11)),
 )
 DELAYS = "delays:64"
-DELAY_SETTINGS = ("delays.law=lognormal", "delays.lower_s=60", "delays.upper_s=1800")
+DELAY_SETTINGS = DelaySettings(law="lognormal", lower_s=60.0, upper_s=1800.0)
 STEP_S = 60.0
 """Emulated seconds of an optimizer step among the delays."""
 NUM_WORKERS = 4
@@ -196,12 +197,15 @@ def train_one(run: Run, model: Path) -> dict[str, Any]:
         f"eval.num_prompts={run.prompts}",
         "loss.normalize_by_std=true",
         *(f"loss.{setting}" for setting in LOSSES[case.loss]),
-        *(DELAY_SETTINGS if case.lag.startswith("delays") else ()),
         *run.overrides,
     ]
     path = harness.RESULTS.parents[1] / "configs" / f"{CONFIGS[case.task]}.toml"
     config, _ = load_config(path, overrides, "learner")
-    lags = make_lags(case.lag, config, STEP_S, NUM_WORKERS)
+    delays = {
+        direction: DelayInjector(DELAY_SETTINGS, direction=direction, seed=run.seed)
+        for direction in get_args(Direction)
+    }
+    lags = make_lags(case.lag, delays, seed=run.seed, step_s=STEP_S, num_workers=NUM_WORKERS)
     began = time.process_time()
     found = list(train(config, lags))
     return {

@@ -3,13 +3,13 @@
 On-policy it is what pull mode is compared with: the same task, prompts, model, sampling, loss and
 optimizer, but each batch is sampled and trained on in turn. Prompts come in the order in which the
 learner would hand them out. At a lag, each group is sampled by an older version and waits for its
-step: `fixed:N`, `uniform:N` (0 to N, equally often), or `delays:N`, where the lag follows from the
-delays of the configuration with steps of --step-s emulated seconds, and groups beyond N are lost.
+step: `fixed:N`, `uniform:N` (0 to N, equally often), or `delays:N`, where the lag follows from
+delays (delays.py) with steps of --step-s emulated seconds, and groups beyond N are lost.
 The same command gives the same numbers again.
 
     python bench/colocated.py configs/quickstart.toml --set model.name=DIR --set run.seed=1
     ... --lag uniform:11 --set loss.kind=gspo
-    ... --lag delays:64 --step-s 30 --workers 4 --set delays.law=lognormal
+    ... --lag delays:64 --step-s 30 --workers 4 --law lognormal
 """
 
 from __future__ import annotations
@@ -20,11 +20,21 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from delays import (
+    DelayInjector,
+    DelayLags,
+    Direction,
+    FixedLag,
+    Lags,
+    UniformLag,
+    add_options,
+    read_injectors,
+)
 
 from echo.config.load import load_config
 from echo.config.schema import Config
@@ -36,13 +46,11 @@ from echo.engine.weights import Weights, publish_image, tensors_from_image
 from echo.protocol.messages import Lease
 from echo.rollout import Group, Lineage, PolicyVersion, Rollout, staleness_of
 from echo.runtime.data_plane import Data, load_data
-from echo.runtime.delays import make_delays
 from echo.runtime.evaluation import EvalResult
 from echo.runtime.learner_setup import build_evaluations
 from echo.runtime.recovery import StartingPoint
 from echo.runtime.trainer_setup import build_trainer
 from echo.runtime.worker_setup import make_sampling
-from echo.sim.lags import DelayLags, FixedLag, Lags, UniformLag
 from echo.tasks.host import InlineHost
 from echo.tasks.task import Example
 
@@ -57,9 +65,16 @@ def main() -> None:
     parser.add_argument("--lag", default="fixed:0", help="fixed:N, uniform:N or delays:N versions")
     parser.add_argument("--step-s", type=float, default=30.0, help="emulated seconds of a step")
     parser.add_argument("--workers", type=int, default=4, help="that delays are drawn for")
+    add_options(parser)
     arguments = parser.parse_args()
     config, _ = load_config(arguments.config, arguments.set, "learner")
-    lags = make_lags(arguments.lag, config, arguments.step_s, arguments.workers)
+    lags = make_lags(
+        arguments.lag,
+        read_injectors(arguments, config.run.seed),
+        seed=config.run.seed,
+        step_s=arguments.step_s,
+        num_workers=arguments.workers,
+    )
     for progress in train(config, lags):
         print(json.dumps({**scores(progress.result), "staleness": progress.staleness}), flush=True)
 
@@ -69,7 +84,14 @@ def scores(result: EvalResult) -> dict[str, float]:
     return {"step": result.version.step, "sampled": result.sampled, "greedy": result.greedy}
 
 
-def make_lags(text: str, config: Config, step_s: float, num_workers: int) -> Lags:
+def make_lags(
+    text: str,
+    delays: Mapping[Direction, DelayInjector],
+    *,
+    seed: int,
+    step_s: float,
+    num_workers: int,
+) -> Lags:
     """Return where lags come from, as --lag says."""
     kind, _, number = text.partition(":")
     if kind not in ("fixed", "uniform", "delays") or not number.isdecimal():
@@ -77,17 +99,16 @@ def make_lags(text: str, config: Config, step_s: float, num_workers: int) -> Lag
     if kind == "fixed":
         return FixedLag(int(number))
     if kind == "uniform":
-        return UniformLag(int(number), seed=config.run.seed)
-    weights, rollouts = make_delays(config, "weights"), make_delays(config, "rollouts")
-    if weights is None and rollouts is None:
-        raise SystemExit("--lag delays needs delays, such as --set delays.law=lognormal")
+        return UniformLag(int(number), seed=seed)
+    if not delays:
+        raise SystemExit("--lag delays needs delays, such as --law lognormal")
     return DelayLags(
-        weights=weights,
-        rollouts=rollouts,
+        weights=delays.get("weights"),
+        rollouts=delays.get("rollouts"),
         num_workers=num_workers,
         step_s=step_s,
         max_lag=int(number),
-        seed=config.run.seed,
+        seed=seed,
     )
 
 

@@ -3,14 +3,10 @@
 The buffer is where promise 1 is kept: `take` hands out only groups whose oldest trainable token has
 staleness <= max_staleness at that moment, and `evict` removes the others with their reason. It is
 bounded by admission (`protocol/leases.py`), at (S + 1) * B groups.
-
-A group may be put in before it is visible, where delays are injected: it takes up room and grows
-old, but `take` does not see it before its instant.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +43,6 @@ class StalenessBuffer:
         """The bound that new leases are granted for; lowering it leaves what is here valid."""
         self.lineages = tuple(lineages)
         self._groups: dict[int, Group] = {}
-        self._visible_at: dict[int, float] = {}
         self._taken_at = -1
         self._num_taken = 0
 
@@ -71,22 +66,11 @@ class StalenessBuffer:
         """
         return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 
-    def put(self, group: Group, *, visible_at: float = -math.inf) -> None:
-        """Add a group that the journal holds.
-
-        Args:
-            group: not here yet.
-            visible_at: instant from which it may be taken.
-        """
+    def put(self, group: Group) -> None:
+        """Add a group that the journal holds and that is not here yet."""
         if group.group_id in self._groups:
             raise ValueError(f"group {group.group_id} is in the buffer already")
         self._groups[group.group_id] = group
-        self._visible_at[group.group_id] = visible_at
-
-    def visible_at(self, num_groups: int) -> float | None:
-        """Return the instant from which so many groups are visible; None if fewer are here."""
-        instants = sorted(self._visible_at.values())
-        return instants[num_groups - 1] if len(instants) >= num_groups else None
 
     def evict(self, *, step: int) -> list[Evicted]:
         """Remove and return every group that can no longer be trained.
@@ -105,7 +89,7 @@ class StalenessBuffer:
             if reason == "stale" and self._trim(group, step):
                 continue
             if reason is not None:
-                evicted.append(Evicted(self._remove(group.group_id), reason))
+                evicted.append(Evicted(self._groups.pop(group.group_id), reason))
         return evicted
 
     def _trim(self, group: Group, step: int) -> bool:
@@ -117,20 +101,18 @@ class StalenessBuffer:
         self._groups[group.group_id] = trimmed
         return True
 
-    def take(self, num_groups: int, *, step: int, now: float = math.inf) -> list[Group] | None:
-        """Remove and return the `num_groups` oldest visible groups, or None if there are too few.
+    def take(self, num_groups: int, *, step: int) -> list[Group] | None:
+        """Remove and return the `num_groups` oldest groups, or None if there are too few.
 
         Call `evict` first: a group beyond the bound raises.
 
         Args:
             num_groups: B.
             step: optimizer steps done by the learner, the step about to be made not counted.
-            now: the present instant.
         """
-        visible = [g for g in self._groups.values() if self._visible_at[g.group_id] <= now]
-        if len(visible) < num_groups:
+        if len(self._groups) < num_groups:
             return None
-        oldest = sorted(visible, key=lambda g: (g.oldest_version, g.group_id))
+        oldest = sorted(self._groups.values(), key=lambda g: (g.oldest_version, g.group_id))
         taken = oldest[:num_groups]
         for group in taken:
             fault = find_fault(
@@ -141,7 +123,7 @@ class StalenessBuffer:
                     f"group {group.group_id} cannot be trained at step {step}: {fault}"
                 )
         for group in taken:
-            self._remove(group.group_id)
+            del self._groups[group.group_id]
         self._num_taken = len(taken) + (self._num_taken if self._taken_at == step else 0)
         self._taken_at = step
         return taken
@@ -159,8 +141,6 @@ class StalenessBuffer:
 
     def clear(self) -> list[Group]:
         """Remove and return everything, as at the end of a run."""
-        return [self._remove(group_id) for group_id in list(self._groups)]
-
-    def _remove(self, group_id: int) -> Group:
-        del self._visible_at[group_id]
-        return self._groups.pop(group_id)
+        groups = list(self._groups.values())
+        self._groups.clear()
+        return groups

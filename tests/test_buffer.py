@@ -138,23 +138,6 @@ def test_a_batch_in_training_is_unspent_until_its_step_is_done() -> None:
     assert buffer.num_unspent(step=1) == 2
 
 
-def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
-    buffer = StalenessBuffer(max_staleness=1, lineages=FIRST)
-    buffer.put(make_group(0, (1, 3)), visible_at=10.0)
-    buffer.put(make_group(1, (1, 4)), visible_at=5.0)
-    assert buffer.num_unspent(step=4) == 2
-    assert (buffer.visible_at(1), buffer.visible_at(2), buffer.visible_at(3)) == (5.0, 10.0, None)
-    assert buffer.take(1, step=4, now=4.9) is None
-    assert ids(buffer.take(1, step=4, now=5.0)) == [1]
-    assert buffer.take(1, step=4, now=9.9) is None
-    assert buffer.visible_at(1) == 10.0
-    assert [evicted.reason for evicted in buffer.evict(step=5)] == ["stale"]
-    assert buffer.visible_at(1) is None
-    buffer.put(make_group(2, (1, 5)), visible_at=99.0)
-    assert ids(buffer.clear()) == [2]
-    assert buffer.visible_at(1) is None
-
-
 def test_a_lower_bound_for_new_leases_leaves_what_is_here_valid() -> None:
     buffer = StalenessBuffer(max_staleness=2, lineages=FIRST)
     assert buffer.admission_staleness == 2

@@ -55,7 +55,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "zstandard": ("delta/*",),
     "rich": ("ui/*", "cli/*"),
     "triton": ("kernels/*",),
-    "verifiers": ("tasks/verifiers_task.py",),
+    "verifiers": ("tasks/verifiers.py",),
     "vllm": ("engine/vllm*",),
     "torch": ("engine/*", "algo/*", "kernels/*"),
     "transformers": ("engine/*", "tasks/tokenization.py"),

@@ -12,8 +12,7 @@ import pytest
 from echo.cli.parsers import node_parser
 from echo.config.load import load_config
 from echo.tasks.environment import Environment
-from echo.tasks.loading import load_task
-from echo.tasks.task import Example
+from echo.tasks.task import Example, load_task
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from echo.config.schema import Config, ModelSection, Role
 from echo.errors import ConfigError, DataError, EchoError
 from echo.extras import import_extra
 from echo.runtime.listening_socket import listening_socket
-from echo.tasks.loading import load_task
+from echo.tasks.task import load_task
 
 
 def dry_run(config: Config, role: Role) -> str:

@@ -19,7 +19,6 @@ COMMANDS = {
     "node": "run a learner, worker or relay",
     "plan": "say what to rent for a run, what it costs and how to start it",
     "sim": "simulate a run with the code that would run it",
-    "task-server": "run a task's code, rewards and environments, on a host of its own",
     "quickstart": "train a small model with four processes on this machine",
 }
 
@@ -27,11 +26,10 @@ PARSERS: dict[str, Callable[[], ArgumentParser]] = {
     "node": parsers.node_parser,
     "plan": parsers.plan_parser,
     "sim": parsers.sim_parser,
-    "task-server": parsers.task_server_parser,
     "quickstart": parsers.quickstart_parser,
 }
 
-EXTRAS = {"plan": "planner", "sim": "planner", "task-server": "worker", "quickstart": "learner"}
+EXTRAS = {"plan": "planner", "sim": "planner", "quickstart": "learner"}
 """What a command needs; a node by its role."""
 
 
@@ -64,11 +62,6 @@ def plan(argv: Sequence[str] | None = None) -> int:
 def sim(argv: Sequence[str] | None = None) -> int:
     """Run `echo-sim`."""
     return run("sim", argv)
-
-
-def task_server(argv: Sequence[str] | None = None) -> int:
-    """Run `echo-task-server`."""
-    return run("task-server", argv)
 
 
 def quickstart(argv: Sequence[str] | None = None) -> int:
@@ -112,8 +105,6 @@ def find_command(name: str) -> Callable[[Sequence[str]], int]:
         from echo.cli.plan import main as command
     elif name == "sim":
         from echo.cli.sim import main as command
-    elif name == "task-server":
-        from echo.cli.task_server import main as command
     else:
         from echo.cli.quickstart import main as command
     return command

@@ -179,27 +179,6 @@ def quickstart_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def task_server_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="echo-task-server",
-        description="Run the code of [task], rewards and environments, for workers elsewhere; "
-        "learner and workers then have reward.address = http://HOST:PORT.",
-        epilog="Beyond loopback a token is needed, in ECHO_TASK_TOKEN here and at the clients. "
-        "Nothing is encrypted: across networks that you do not trust use a tunnel. "
-        f"{EXIT_CODES_HELP}",
-    )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run's TOML")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a setting"
-    )
-    parser.add_argument(
-        "--listen", default="127.0.0.1:7710", metavar="HOST:PORT", help="default: %(default)s"
-    )
-    parser.add_argument("--version", action="version", version=version())
-    return parser
-
-
 def _add_output(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
     """Add the options of the commands that compute and write files.
 

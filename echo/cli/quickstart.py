@@ -30,8 +30,7 @@ from echo.errors import ConfigError, EchoError
 from echo.extras import PROGRAMS, find_config
 from echo.runtime.curve import load_or_create_keys, write_join
 from echo.runtime.join import ECHO_JOIN, join_address
-from echo.tasks.addition import AdditionTask
-from echo.tasks.countdown import CountdownTask
+from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.task import GeneratedTask
 
 TASKS: dict[str, type[GeneratedTask]] = {"addition": AdditionTask, "countdown": CountdownTask}

@@ -43,7 +43,6 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
         *_check_group_bytes(config),
         *_check_loss(config),
         *_check_truncation(config, role),
-        *_check_delays(config),
         *_check_lora(config),
         *_check_costs(config),
         *_check_agent(config),
@@ -243,17 +242,6 @@ def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
         )
 
 
-def _check_delays(config: Config) -> Iterator[Problem]:
-    delays = config.delays
-    needs_range = delays.law in ("lognormal", "weibull")
-    if delays.lower_s > delays.upper_s or (needs_range and delays.lower_s == delays.upper_s):
-        yield _problem(
-            f"must be {'below' if needs_range else 'at most'} delays.upper_s = {delays.upper_s:g}",
-            "delays.lower_s",
-            "delays.upper_s",
-        )
-
-
 def _check_lora(config: Config) -> Iterator[Problem]:
     if config.lora.dropout:
         yield _problem(
@@ -352,12 +340,7 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
         "worker.on_release is not set",
         "worker.on_release",
     )
-    no_delay = (config.delays.law == "off", 'delays.law = "off"', "delays.law")
     idle = {
-        **{
-            f"delays.{name}": no_delay
-            for name in ("directions", "lower_s", "upper_s", "paid_s", "confidence", "speedup")
-        },
         "agent.max_session_tokens": no_agent,
         "lora.alpha": no_lora,
         "lora.target_modules": no_lora,

@@ -69,7 +69,6 @@ _SAFE: Mapping[str, str] = {
     "dispatch": "holds for groups leased from now on",
     "attribution": "only what is measured",
     "activation": "decides from now on; what was spent before counts towards the budget of the run",
-    "delays": "holds for what travels from now on; workers that were not restarted keep the old",
     "worker": "read by workers when they start",
     "agent": "read by workers when they start",
     "rollout": "holds for workers that join from now on; others are told by a restart",

@@ -25,7 +25,6 @@ OLD_JOIN = (
 )
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-_HTTP = re.compile(r"http://[^/:@\s]+:\d{1,5}")
 _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -129,12 +128,6 @@ def _check_device(device: str) -> str:
     return device
 
 
-def _check_http(address: str) -> str:
-    if not _HTTP.fullmatch(address):
-        raise ValueError(f'"{address}" is not an address; write http://host:port')
-    return address
-
-
 def _check_task_kind(kind: str) -> str:
     if not _TASK_KIND.fullmatch(kind):
         raise ValueError(
@@ -191,9 +184,6 @@ JoinString = Annotated[
 
 Device = Annotated[str, AfterValidator(_check_device)]
 """Where torch computes: auto, cpu, cuda or cuda:N."""
-
-HttpAddress = Annotated[str, AfterValidator(_check_http)]
-"""http://host:port."""
 
 TaskKind = Annotated[str, AfterValidator(_check_task_kind)]
 """A built-in task's name or the import path of a class."""

@@ -25,8 +25,6 @@ INHERITED_KEYS: tuple[str, ...] = (
     "task.reward_timeout_s",
     "task.step_timeout_s",
     "reward.where",
-    "reward.address",
-    "reward.retries",
     "reward.max_abs",
     "reward.max_turns",
     "sampling.temperature",
@@ -45,13 +43,6 @@ INHERITED_KEYS: tuple[str, ...] = (
     "rollout.max_partial_age",
     "rollout.exact_version",
     "rollout.partial_ship_s",
-    "delays.law",
-    "delays.directions",
-    "delays.lower_s",
-    "delays.upper_s",
-    "delays.paid_s",
-    "delays.confidence",
-    "delays.speedup",
 )
 """Dotted keys; model.chat_template travels as the file's text, all others as their value."""
 

@@ -35,7 +35,6 @@ from echo.config.schema_dispatch import DispatchSection
 from echo.config.schema_learning import (
     AdaptiveSection,
     AttributionSection,
-    DelaysSection,
     LossSection,
     OptimizerSection,
     ReferenceSection,
@@ -353,7 +352,6 @@ class Config(Section):
     activation: ActivationSection
     security: SecuritySection
     limits: LimitsSection
-    delays: DelaysSection
     attribution: AttributionSection
     metrics: MetricsSection
     ui: UiSection

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from echo.config.fields import Bytes, Off, Seconds
+from echo.config.fields import Bytes, Off
 from echo.config.losses import LossKind
 from echo.config.section import Section
 
@@ -107,26 +107,6 @@ class ReferenceSection(Section):
     """Directory or hub id; unset: the weights that the run started from."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-
-
-class DelaysSection(Section):
-    """Delays injected on purpose, as between continents; for experiments (HeteroRL)."""
-
-    roles = ("learner", "worker")
-    law: Literal["off", "constant", "lognormal", "weibull", "exponential"] = "off"
-    """How delays are spread; constant is always upper_s."""
-    directions: Literal["both", "weights", "rollouts"] = "both"
-    """Which way: weights to the workers, rollouts to the learner."""
-    lower_s: Seconds = Field(default=60.0, gt=0)
-    """Least delay, and the law's lower quantile."""
-    upper_s: Seconds = Field(default=1800.0, gt=0)
-    """Largest delay, and the law's upper quantile."""
-    paid_s: Seconds = Field(default=0.0, ge=0)
-    """What the real transfer takes anyway; it is subtracted."""
-    confidence: float = Field(default=0.995, gt=0, lt=1)
-    """Probability of a delay between both quantiles."""
-    speedup: float = Field(default=1.0, gt=0)
-    """Emulated time: delays pass so many times faster; 600 makes three seconds of half an hour."""
 
 
 class AttributionSection(Section):

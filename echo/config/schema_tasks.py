@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from echo.config.fields import Bytes, HttpAddress, Seconds, TaskKind
+from echo.config.fields import Bytes, Seconds, TaskKind
 from echo.config.section import Section
 
 
@@ -33,16 +33,10 @@ class RewardSection(Section):
     roles = ("learner", "worker")
     where: Literal["worker", "learner"] = "worker"
     """worker: where the answer is sampled; learner: there, and references never leave it."""
-    address: HttpAddress | None = None
-    """http://host:port of bin/echo-task-server, where the code runs; unset: in this process."""
-    isolation: Literal["auto", "process", "none"] = "auto"
-    """process: of its own, which can be killed; none: this one; auto: none if known to be safe."""
     max_concurrent: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Calls at a time, each in a process of its own; auto: the cores, at most 4."""
     memory_limit_bytes: Bytes | None = Field(default=2 * 2**30, ge=2**20)
     """Bytes that the task may take in one process, beside its imports."""
-    retries: int = Field(default=2, ge=0, le=100)
-    """How often a call is repeated that failed for want of a connection or asks for it."""
     max_abs: float = Field(default=1e6, gt=0, le=1e9)
     """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
     max_turns: int = Field(default=16, ge=1, le=1000)

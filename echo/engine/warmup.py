@@ -116,7 +116,7 @@ class WarmModel:
 
 
 RECIPES = {
-    # Imitation cannot pass .47 here (see echo.tasks.addition); below .28 it has not learned the
+    # Imitation cannot pass .47 here (see echo.tasks.builtin); below .28 it has not learned the
     # format, above .45 there is little left to show.
     "addition": WarmupRecipe(num_steps=450, min_pass_rate=0.28, max_pass_rate=0.45),
     "countdown": WarmupRecipe(num_steps=400, min_pass_rate=0.15, max_pass_rate=0.45),

@@ -19,7 +19,7 @@ from echo.runtime.agent_sampling import Bounds
 from echo.runtime.agent_sessions import Turn
 from echo.runtime.agents import CallOptions, Prompt
 from echo.tasks.dialogue import Dialogue
-from echo.tasks.tool_calls import find_calls, without_calls
+from echo.tasks.environment import find_calls, without_calls
 
 MAX_VERSION_WAIT_S = 60.0
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3

@@ -2,8 +2,7 @@
 
 A group from which the trainer would learn nothing is ended at once with its reason: it is
 acknowledged, gives its admission back, and another is granted for it. All others are written to
-the journal, and acknowledged and put into the buffer once they are on the disk. Where delays are
-injected, a group becomes visible there only after its delay, as if it had been on its way.
+the journal, and acknowledged and put into the buffer once they are on the disk.
 
 Who delivers nothing that can be learned from while others do is set aside (`usefulness.py`).
 """
@@ -11,7 +10,7 @@ Who delivers nothing that can be learned from while others do is set aside (`use
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 from echo.buffer import StalenessBuffer
@@ -19,12 +18,10 @@ from echo.protocol.actions import Action, Note, RecordEnd, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.usefulness import Usefulness
 from echo.rollout import Group
-from echo.runtime.delays import WeightDelays
 from echo.runtime.late_rewards import LateRewards
 from echo.runtime.ledger import Ledger
 from echo.runtime.progress import Progress
 from echo.runtime.task_metrics import TaskMetrics
-from echo.sim.delays import DelayInjector
 from echo.tasks.faults import RewardError
 
 
@@ -40,7 +37,6 @@ class Arrivals:
         progress: Progress,
         refusal: Callable[[Group], str | None],
         max_barren_groups: int,
-        delays: DelayInjector | None,
         perform: Callable[[Iterable[Action]], None],
         sync: Callable[[], Awaitable[None]],
         clock: Callable[[], float],
@@ -54,7 +50,6 @@ class Arrivals:
             progress: running totals.
             refusal: why a group should not count towards a step, or None.
             max_barren_groups: see `is_barren`.
-            delays: of groups on their way to the learner; None for none.
             perform: carries out what the session asks for.
             sync: forces the journal onto the disk, off the loop.
             clock: the loop's, seconds.
@@ -69,7 +64,6 @@ class Arrivals:
             max_barren_groups=max_barren_groups, groups_per_step=session.settings.groups_per_step
         )
         self._has_set_aside = False
-        self._delays = delays
         self._perform = perform
         self._sync = sync
         self._clock = clock
@@ -81,7 +75,6 @@ class Arrivals:
         self.late_rewards: LateRewards | None = None
         """Who scores the groups, where workers do not."""
         self._task_metrics = TaskMetrics()
-        self._weight_delays = WeightDelays()
 
     @property
     def is_barren(self) -> bool:
@@ -189,8 +182,7 @@ class Arrivals:
                 continue
             await self._sync()
             for group in groups:
-                delay_s = 0.0 if self._delays is None else self._delays.draw(group.worker_id)
-                self._buffer.put(group, visible_at=self._clock() + delay_s)
+                self._buffer.put(group)
                 self._progress.accepted(group, now=self._clock())
                 self._judge(group.worker_id, is_useful=True)
                 self._perform(self._session.stored(group.group_id, now=self._clock()))
@@ -205,27 +197,23 @@ class Arrivals:
         """End `wait`."""
         self._has_news.set()
 
-    async def wait(self, *, until: float | None) -> None:
+    async def wait(self, *, until: float) -> None:
         """Wait until groups have come, or nothing can be learned, since the last call.
 
         Args:
-            until: instant at which to look again even so, or None.
+            until: instant at which to look again even so.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._has_news.wait()
         self._has_news.clear()
 
-    def metrics(self) -> Mapping[str, float | Mapping[str, float]]:
-        """Return which delays were injected, and how the task's code did."""
+    def metrics(self) -> dict[str, float]:
+        """Return how the task's code did."""
         totals = {
             member.node_id: member.stats.refused
             for member in self._session.roster.members("worker")
         }
         if self.late_rewards is not None:
             totals["learner"] = self.late_rewards.counts()
-        row: dict[str, float | Mapping[str, float]] = {
-            **self._task_metrics.row(totals),
-            **self._weight_delays.metrics(totals),
-        }
-        return row | ({} if self._delays is None else dict(self._delays.metrics()))
+        return self._task_metrics.row(totals)

@@ -21,8 +21,7 @@ from echo.runtime.worker_setup import context_window, model_digests
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
 from echo.tasks.host import TaskHost
-from echo.tasks.loading import load_task, task_digests
-from echo.tasks.task import Example, Task
+from echo.tasks.task import Example, Task, load_task, task_digests
 from echo.units import format_bytes
 
 

@@ -35,7 +35,7 @@ from echo.protocol.messages import Lease
 from echo.rollout import PolicyVersion, Rollout
 from echo.tasks.environment import Message
 from echo.tasks.faults import RewardError
-from echo.tasks.host import TICK_S, Episode, TaskHost
+from echo.tasks.host import MAX_RETRIES, TICK_S, Episode, TaskHost
 from echo.tasks.task import Example
 
 MAX_THREADS = 64
@@ -81,7 +81,6 @@ class EpisodePlayer:
         encode_turn: Callable[[Sequence[Message]], list[int]],
         decode: Callable[[Sequence[int]], str],
         max_turns: int,
-        retries: int,
     ) -> None:
         """Join the parts.
 
@@ -91,14 +90,12 @@ class EpisodePlayer:
             encode_turn: what the environment says -> token ids.
             decode: token ids of a turn -> text.
             max_turns: turns of the policy in one episode.
-            retries: how often a group is played again that others have spoilt.
         """
         self._engine = engine
         self._host = host
         self._encode_turn = encode_turn
         self._decode = decode
         self._max_turns = max_turns
-        self._retries = retries
         self._threads = ThreadPoolExecutor(MAX_THREADS, "echo-episode")
 
     def play(
@@ -137,7 +134,7 @@ class EpisodePlayer:
         results: list[list[Rollout] | RewardError] = [
             RewardError("not played", reason="reward_lost") for _ in openings
         ]
-        for _ in range(self._retries + 1):
+        for _ in range(MAX_RETRIES + 1):
             wanted = [
                 index
                 for index, result in enumerate(results)

@@ -37,7 +37,6 @@ from echo.protocol.actions import (
 )
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import Manifest
-from echo.protocol.pacing import earliest
 from echo.rollout import Group, PolicyVersion
 from echo.runtime.activation import Activating
 from echo.runtime.adaptation import Adaptation
@@ -55,7 +54,6 @@ from echo.runtime.publication import Publication, PublishPace
 from echo.runtime.reporting import Reporting
 from echo.runtime.transport import Transport
 from echo.runtime.waiting import Waiting
-from echo.sim.delays import DelayInjector
 from echo.tasks.faults import RewardError
 
 MAX_FAILED_STEPS = 5
@@ -82,7 +80,6 @@ class LearnerNode(Node):
         waiting: Waiting,
         progress: Progress,
         evaluations: Evaluations | None,
-        delays: DelayInjector | None,
         publish: Callable[[Weights, PolicyVersion], Publication],
         coder: Coder,
         tensors_of: Callable[[Manifest, bytearray], Weights],
@@ -108,7 +105,6 @@ class LearnerNode(Node):
             waiting: looks after the learner while it waits for groups.
             progress: running totals for metrics and display.
             evaluations: held-out evaluation; None for none.
-            delays: injected between workers and buffer; None for none.
             publish: (weights, version) -> signed publication; called in the trainer's thread.
             coder: makes deltas and anchors of published versions.
             tensors_of: (manifest, image) -> tensors, zero-copy, for the evaluation.
@@ -164,7 +160,6 @@ class LearnerNode(Node):
             progress=progress,
             refusal=trainer.refusal,
             max_barren_groups=plan.max_barren_groups,
-            delays=delays,
             perform=self.perform,
             sync=lambda: self.in_thread(self._disk_thread, ledger.sync),
             clock=lambda: self.now,
@@ -315,7 +310,7 @@ class LearnerNode(Node):
                 return None
             self._discard_unusable()
             num_groups = self._plan.groups_per_step
-            groups = self._buffer.take(num_groups, step=self.session.step, now=self.now)
+            groups = self._buffer.take(num_groups, step=self.session.step)
             if groups is not None:
                 # There is room in the buffer again.
                 self.perform(self.session.grant(now=self.now))
@@ -327,8 +322,7 @@ class LearnerNode(Node):
                 else:
                     self._failure = RewardError(failing)
                 return None
-            visible_at = self._buffer.visible_at(num_groups)
-            await self.arrivals.wait(until=earliest(visible_at, self._waiting.look_at))
+            await self.arrivals.wait(until=self._waiting.look_at)
             if self.now >= self._waiting.look_at and not self._is_stopping:
                 await self._look()
         return None

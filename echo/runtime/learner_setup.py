@@ -28,7 +28,6 @@ from echo.runtime.adaptation import make_adaptation
 from echo.runtime.checkpoint import Checkpoints
 from echo.runtime.curve import CurveKeys, load_or_create_keys, write_join
 from echo.runtime.data_plane import Data, load_data
-from echo.runtime.delays import make_delays
 from echo.runtime.evaluation import Evaluations, Evaluator
 from echo.runtime.identity import load_or_create_identity
 from echo.runtime.join import join_address
@@ -191,7 +190,6 @@ def assemble_learner(
         ),
         progress=progress,
         evaluations=evaluations,
-        delays=make_delays(config, "rollouts"),
         publish=publish if attribution is None else attribution.publishing(publish),
         coder=Coder(identity.key),
         tensors_of=_tensors_of,

@@ -16,13 +16,10 @@ from echo.runtime.episodes import EpisodePlayer
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
 from echo.tasks.host import InlineHost, LaterHost, Limits, TaskHost
-from echo.tasks.http_host import HttpHost, TaskInfo
-from echo.tasks.loading import check_code, code_of, load_task, task_digests
 from echo.tasks.pool import PoolHost
-from echo.tasks.task import Task
+from echo.tasks.task import Task, check_code, code_of, load_task, task_digests
 
 MAX_AUTO_PROCESSES = 4
-MAX_AUTO_REMOTE_CALLS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +62,17 @@ def check_inherited_code(
 
 def _needs_code(config: Config) -> bool:
     """Return whether workers run the task's code."""
-    return config.reward.where != "learner" and config.reward.address is None
+    return config.reward.where != "learner"
 
 
 def make_judge(config: Config) -> Judge:
     """Return who judges the answers of a worker.
 
     Raises:
-        ConfigError: if the task cannot be loaded, or its server cannot be reached.
+        ConfigError: if the task cannot be loaded.
     """
     if config.reward.where == "learner":
         return Judge(LaterHost(), None, {})
-    if config.reward.address is not None:
-        remote = _make_remote(config, config.reward.address)
-        info = remote.describe()
-        turns = info.max_turns if info.has_turns else None
-        return Judge(remote, turns, {"task_source": info.digest})
     task = load_task(config.task.kind, config.task.options)
     return Judge(make_local_host(config, task), turns_of(config, task), task_digests(task))
 
@@ -101,29 +93,22 @@ def make_task_host(config: Config, task: Task) -> TaskHost:
             f'reward.where = "learner": {type(task).__name__} is an environment, which replies '
             "while workers sample; remove it"
         )
-    if config.reward.address is not None:
-        return _make_remote(config, config.reward.address)
     return make_local_host(config, task)
 
 
 def make_local_host(config: Config, task: Task) -> TaskHost:
     """Return a host for the task on this machine; no process starts before it is needed."""
-    section, limits = config.reward, _limits(config)
-    if section.isolation == "none" or (section.isolation == "auto" and task.is_bounded):
+    limits = Limits(
+        score_s=config.task.reward_timeout_s,
+        step_s=config.task.step_timeout_s,
+        memory_bytes=config.reward.memory_limit_bytes,
+        max_abs_reward=config.reward.max_abs,
+    )
+    if task.is_bounded:
         return InlineHost(task, limits)
-    wanted = section.max_concurrent
+    wanted = config.reward.max_concurrent
     size = min(MAX_AUTO_PROCESSES, os.cpu_count() or 1) if wanted == "auto" else wanted
     return PoolHost(config.task.kind, config.task.options, limits, max_concurrent=size)
-
-
-def describe_task(config: Config, task: Task) -> TaskInfo:
-    """Return what a task's server says of it."""
-    return TaskInfo(
-        name=type(task).__name__,
-        has_turns=task.has_turns,
-        max_turns=turns_of(config, task),
-        digest=task_digests(task)["task_source"],
-    )
 
 
 def turns_of(config: Config, task: Task) -> int | None:
@@ -131,22 +116,6 @@ def turns_of(config: Config, task: Task) -> int | None:
     if not isinstance(task, Environment) or not task.has_turns:
         return None
     return task.max_turns or config.reward.max_turns
-
-
-def _make_remote(config: Config, address: str) -> HttpHost:
-    wanted = config.reward.max_concurrent
-    size = MAX_AUTO_REMOTE_CALLS if wanted == "auto" else wanted
-    return HttpHost(address, _limits(config), max_concurrent=size)
-
-
-def _limits(config: Config) -> Limits:
-    return Limits(
-        score_s=config.task.reward_timeout_s,
-        step_s=config.task.step_timeout_s,
-        retries=config.reward.retries,
-        memory_bytes=config.reward.memory_limit_bytes,
-        max_abs_reward=config.reward.max_abs,
-    )
 
 
 def make_player(
@@ -180,5 +149,4 @@ def make_player(
         ),
         decode=lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
         max_turns=turns,
-        retries=config.reward.retries,
     )

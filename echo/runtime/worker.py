@@ -211,13 +211,8 @@ class WorkerNode(DialingNode):
             version = self.session.broadcast.newest_complete
             if version is None or not self._is_wanted(version):
                 await self._wait_for_version()
-            elif parts.delays is not None and not parts.delays.may_install(now=self.now):
-                await asyncio.sleep(parts.delays.wait_s(now=self.now))
             else:
                 await self._install(parts, rollouts, version)
-                if parts.delays is not None:
-                    for name, number in parts.delays.installed(now=self.now).items():
-                        self.session.counters.add(name, number)
 
     async def _wait_for_version(self) -> None:
         """Wait for a version to arrive, or until it is time to try a refused one again."""

@@ -15,7 +15,6 @@ from echo.protocol.broadcast import Transfer
 from echo.runtime.agents import AgentParts
 from echo.runtime.episodes import EpisodePlayer
 from echo.runtime.sampling import PartialRules
-from echo.sim.delays import DelayedInstalls
 from echo.tasks.host import TaskHost
 
 
@@ -34,8 +33,6 @@ class WorkerParts:
     group_size: int
     max_prompt_tokens: int
     """Longest prompt that leaves room for a completion in the model's window."""
-    delays: DelayedInstalls | None
-    """When newer weights may be taken, where delays are injected."""
     groups_per_batch: int
     """Groups that the engine holds at one time."""
     rules: PartialRules

@@ -31,7 +31,6 @@ from echo.rollout import PolicyVersion
 from echo.runtime import wiring
 from echo.runtime.agents import AgentParts
 from echo.runtime.arenas_files import open_arenas
-from echo.runtime.delays import make_delays
 from echo.runtime.join import dial_addresses, node_keys
 from echo.runtime.lora_setup import worker_lora
 from echo.runtime.retirement import RentedWorker, terms_of
@@ -40,7 +39,6 @@ from echo.runtime.task_setup import Judge, check_inherited_code, make_judge, mak
 from echo.runtime.transport import Transport
 from echo.runtime.worker import WorkerNode
 from echo.runtime.worker_parts import WorkerParts
-from echo.sim.delays import DelayedInstalls
 from echo.tasks import tokenization
 from echo.tasks.dialogue import Dialogue
 
@@ -102,7 +100,7 @@ def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger
         on_release=section.on_release,
         release_timeout_s=section.release_timeout_s,
         started_at=now,
-        build=partial(build_parts, config, node_dir, node_id),
+        build=partial(build_parts, config, node_dir),
         on_installed=partial(record_installed, node_dir / "installed.jsonl"),
         log=log,
     )
@@ -113,7 +111,6 @@ def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger
 def build_parts(
     config: Config,
     node_dir: Path,
-    node_id: str,
     settings: Mapping[str, Any],
     assets: Mapping[str, bytes],
 ) -> WorkerParts:
@@ -122,7 +119,6 @@ def build_parts(
     Args:
         config: the worker's configuration.
         node_dir: the worker's own, where inherited files and unfinished rollouts are put.
-        node_id: the worker's name, which its delays are drawn for.
         settings: what the learner decides for all workers.
         assets: files of the model that are not weights.
 
@@ -142,7 +138,6 @@ def build_parts(
     judge = make_judge(config)
     lora = worker_lora(config, settings)
     engine = make_engine(config, model_dir, lora)
-    delays = make_delays(config, "weights")
     max_new = config.sampling.max_completion_tokens
     window = min(context_window(model_dir), engine.window or sys.maxsize)
     prompt_tokens = min(max(1, window - max_new), 1024)
@@ -173,7 +168,6 @@ def build_parts(
         rules=make_rules(config),
         partials_path=node_dir / "partials.bin",
         read_local_image=lambda: read_local_image(config),
-        delays=None if delays is None else DelayedInstalls(delays, node_id),
         agents=agents,
         digests=model_digests(config, model_dir, template) | judge.digests,
     )

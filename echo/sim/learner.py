@@ -211,7 +211,7 @@ class SimLearner(Host):
         if len(self._buffer) < size:
             return
         self._discard_unusable()
-        groups = self._buffer.take(size, step=self.session.step, now=self.clock.now)
+        groups = self._buffer.take(size, step=self.session.step)
         if groups is None:
             return
         self._is_waiting = False

@@ -1,4 +1,4 @@
-"""Calls of a task's code: the same few messages to a thread, to a process, or to another host.
+"""Calls of a task's code: the same few messages to a thread or to a process.
 
     Score(example, completion)   -> float                  a whole answer
     Begin(episode, example)      -> None                   an episode of several turns
@@ -6,9 +6,7 @@
     Outcome(episode)             -> float                  what the episode was worth
     End(episode)                 -> None                   it is forgotten
 
-Every call is answered by an Answer: a value, or a fault. As JSON they are the protocol of a task's
-server (http_server.py): {"do": "score", "example": {...}, "completion": "..."} is answered by
-{"value": 1.0} or by {"fault": {"reason": "reward_error", "text": "..."}}.
+Every call is answered by an Answer: a value, or a fault.
 """
 
 from __future__ import annotations

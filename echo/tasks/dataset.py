@@ -1,8 +1,17 @@
-"""Any dataset with any reward function: a task that needs no class.
+r"""Tasks over rows: datasets of any form, with any reward function, and mixtures of tasks.
 
     [task]
     kind = "dataset"
     options = { path = "train.parquet", reward = "rewards.py:correct" }
+
+A dataset has one of these forms; none of them runs code of the dataset's, and the package
+`datasets` is not needed:
+
+    rows.jsonl                          one JSON object per line (any ending that is not below)
+    rows.parquet                        needs pyarrow
+    directory/                          all .parquet, else all .jsonl files in it, by name; or what
+                                        `datasets.Dataset.save_to_disk` wrote
+    hf://ORG/NAME/CONFIG/SPLIT          the hub's own Parquet copy of that split, downloaded once
 
 `reward` names a plain function of the user's,
 
@@ -13,21 +22,555 @@ which is called with the prompt (text or messages), the completion's text, and t
 name; it gets those that it asks for. A function whose parameters are `prompts` and `completions`
 is called as TRL does: with lists, here of one element, and chat completions as messages. "exact"
 and "math" are rewards that need no function.
+
+**Rows.** The default reading of a row takes `prompt` (text) or `messages` (a list of objects with
+`role` and `content`), and optionally `answer` and `info`; all other columns are kept under their
+names. A subclass with other needs overrides `read_row`, and every subclass says what a completion
+is worth:
+
+    class Capitals(RowsTask):
+        def reward(self, example: Example, completion: str) -> float:
+            return float(example.answer.lower() in completion.lower())
+
+Datasets are read at the first example and checked whole, so a malformed row stops the run at its
+start, named by file and row, and not in the middle of it; unless `skip_bad` leaves such rows out.
+
+**Mathematics.** An answer is what follows the last `####` of a text; failing that its last
+`\boxed{...}`; failing that its last number. It is right if math-verify finds it equal to the
+reference.
+
+**Mixtures.** Several tasks in one run, by weight:
+
+    [task]
+    kind = "mixture"
+
+    [[task.options.tasks]]
+    kind = "gsm8k"
+    weight = 3
+    options = { path = "gsm8k.jsonl" }
+
+    [[task.options.tasks]]
+    kind = "my_task:Reverse"
+
+Of every thousand examples each task has its share, spread evenly, so a batch of any size is mixed
+as the weights say. A finite dataset is visited whole, in a new order, before it is visited again.
+Each example carries the name of its task; answers go to that one. Where an environment of several
+turns is among the tasks, the others are played as episodes of one turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import datetime
+import decimal
+import functools
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import json
+import logging
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echo.errors import ConfigError
-from echo.tasks.imports import load_function
-from echo.tasks.math_answer import extract_answer, is_equal, normalise, require_math_verify
-from echo.tasks.rows import RowsTask
-from echo.tasks.task import Example
+from echo.errors import ConfigError, DataError, EchoError
+from echo.extras import install_command
+from echo.tasks.environment import Environment, Message
+from echo.tasks.task import (
+    Example,
+    Task,
+    is_heldout,
+    load_function,
+    load_task,
+    nearest,
+)
+
+# --- forms on disk and on the hub -----------------------------------------------------------------
+
+
+HUB_PREFIX = "hf://"
+
+PARQUET_REVISION = "refs/convert/parquet"
+"""The branch on which the hub keeps every dataset as Parquet."""
+
+NUM_BATCH_ROWS = 1024
+
+OnBad = Callable[[DataError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRow:
+    """One row, with where it stands."""
+
+    source: str
+    """"train.jsonl:12" by line, "train.parquet:12" by row, both from 1."""
+    columns: dict[str, Any]
+    """Its values by column: plain JSON."""
+    text: str
+    """What decides its side where a dataset is split by hash."""
+
+
+def refuse(error: DataError) -> None:
+    """Stop at a malformed row."""
+    raise error
+
+
+def read_rows(path: str, on_bad: OnBad = refuse) -> Iterator[DatasetRow]:
+    """Yield the rows of a dataset in their order.
+
+    Args:
+        path: of the dataset.
+        on_bad: called with what is wrong with a malformed row, which names file and row; if it
+            returns, the row is left out.
+
+    Raises:
+        DataError: if it cannot be read.
+        ConfigError: if a package is missing.
+    """
+    for file in dataset_files(path):
+        match file.suffix:
+            case ".parquet":
+                yield from _read_parquet(file, on_bad)
+            case ".arrow":
+                yield from _read_arrow(file, on_bad)
+            case _:
+                yield from _read_jsonl(file, on_bad)
+
+
+def is_local(path: str) -> bool:
+    """Return whether a dataset can be read without a download; the hub is asked for what cannot.
+
+    Raises:
+        DataError: if it is not here, and the hub cannot be asked or has no such split.
+    """
+    if not path.startswith(HUB_PREFIX):
+        return True
+    try:
+        return bool(_download(path, local_files_only=True))
+    except DataError:
+        _download(path, dry_run=True)
+        return False
+
+
+def dataset_files(path: str) -> list[Path]:
+    """Return the files of a dataset, in the order in which they are read.
+
+    Raises:
+        DataError: if a directory has none, or the hub cannot deliver.
+    """
+    if path.startswith(HUB_PREFIX):
+        return _download(path)
+    place = Path(path).expanduser()
+    if not place.is_dir():
+        return [place]
+    state = place / "state.json"
+    if state.is_file():
+        names = json.loads(state.read_bytes()).get("_data_files", [])
+        return [place / entry["filename"] for entry in names]
+    for ending in ("*.parquet", "*.jsonl"):
+        if files := sorted(place.glob(ending)):
+            return files
+    splits = sorted(child.name for child in place.iterdir() if (child / "state.json").is_file())
+    remedy = (
+        f"name one of its splits: {', '.join(str(place / split) for split in splits)}"
+        if splits
+        else "a dataset is a .jsonl or .parquet file, or a directory of them"
+    )
+    raise DataError(f"{place}: no dataset files in this directory; {remedy}")
+
+
+def _read_jsonl(path: Path, on_bad: OnBad) -> Iterator[DatasetRow]:
+    for number, raw in enumerate(_read_bytes(path).splitlines(), start=1):
+        if not raw.strip():
+            continue
+        source = f"{path}:{number}"
+        try:
+            line = raw.decode()
+            row = _parse_object(line)
+        except (ValueError, TypeError) as error:
+            on_bad(DataError(f"{source}: malformed row: {error}"))
+            continue
+        yield DatasetRow(source, row, line)
+
+
+def _parse_object(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise TypeError(f"must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+def _read_parquet(path: Path, on_bad: OnBad) -> Iterator[DatasetRow]:
+    pyarrow = _import_pyarrow(path)
+    # Opened by hand: pyarrow's own error for a missing file names neither path nor remedy.
+    with _open(path) as file:
+        try:
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(NUM_BATCH_ROWS)
+            yield from _batch_rows(path, batches, on_bad)
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{path}: not readable as Parquet: {error}") from error
+
+
+def _read_arrow(path: Path, on_bad: OnBad) -> Iterator[DatasetRow]:
+    pyarrow = _import_pyarrow(path)
+    with _open(path) as file:
+        try:
+            yield from _batch_rows(path, pyarrow.ipc.open_stream(file), on_bad)
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{path}: not readable as an Arrow stream: {error}") from error
+
+
+def _batch_rows(path: Path, batches: Any, on_bad: OnBad) -> Iterator[DatasetRow]:
+    number = 0
+    for batch in batches:
+        for values in batch.to_pylist():
+            number += 1
+            source = f"{path}:{number}"
+            try:
+                columns = {name: _to_json(value, name, source) for name, value in values.items()}
+            except DataError as error:
+                on_bad(error)
+                continue
+            yield DatasetRow(source, columns, json.dumps(columns, sort_keys=True))
+
+
+def _to_json(value: Any, column: str, source: str) -> Any:
+    """Return a value as plain JSON: a lease carries it."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [_to_json(item, column, source) for item in value]
+        case dict():
+            return {str(key): _to_json(item, column, source) for key, item in value.items()}
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case decimal.Decimal():
+            return float(value)
+    raise DataError(
+        f"{source}: malformed row: column {column!r} holds {type(value).__name__}, which cannot "
+        "travel to a worker; drop the column or store it as text or numbers"
+    )
+
+
+def _import_pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs the package pyarrow: {install_command('parquet')}; or convert it to "
+            "JSONL"
+        ) from error
+    return pyarrow
+
+
+def _read_bytes(path: Path) -> bytes:
+    with _open(path) as file:
+        content: bytes = file.read()
+        return content
+
+
+def _open(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot read the dataset: {error.strerror}; the path is relative to "
+            f"{Path.cwd()}; see task.options"
+        ) from error
+
+
+def _download(path: str, **options: Any) -> list[Path]:
+    """Download one split from the hub, unless it is in its cache; a dry run only asks for it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    parts = path.removeprefix(HUB_PREFIX).strip("/").split("/")
+    if len(parts) != 4:
+        raise ConfigError(
+            f"{path!r}: a dataset on the hub is named hf://ORG/NAME/CONFIG/SPLIT, such as "
+            "hf://openai/gsm8k/main/train; its page lists configs (subsets) and splits"
+        )
+    repository, folder = "/".join(parts[:2]), "/".join(parts[2:])
+    try:
+        found: Any = snapshot_download(
+            repository,
+            repo_type="dataset",
+            revision=PARQUET_REVISION,
+            allow_patterns=f"{folder}/*.parquet",
+            **options,
+        )
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: the hub cannot deliver it: {type(error).__name__}: "
+            f"{str(error).splitlines()[0]}. Without a network fetch it where there is one,\n"
+            f"  hf download {repository} --repo-type dataset --revision {PARQUET_REVISION} "
+            f"--include '{folder}/*.parquet' --local-dir DIR\n"
+            f"copy DIR here and write DIR/{folder} in place of {path} in the configuration"
+        ) from error
+    if options.get("dry_run"):
+        files = [Path(file.filename) for file in found]
+    else:
+        files = sorted((Path(found) / folder).glob("*.parquet"))
+    if not files:
+        raise DataError(
+            f"{path}: {repository} has no split {folder!r} (CONFIG/SPLIT) as Parquet on the hub"
+        )
+    return files
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+_log = logging.getLogger(__name__)
+
+READ_COLUMNS = ("prompt", "messages", "answer", "info")
+"""Columns with a meaning of their own."""
+NO_PATH = "the task has no training rows: set task.options.path to a JSONL or Parquet file"
+
+
+class RowsTask(Task):
+    """Serve the rows of one dataset, or of one dataset for each split, in their order.
+
+    Args:
+        path: the training rows. A worker, which is sent its examples, may leave it out.
+        heldout_path: the held-out rows. Without it, one row in ten of `path` is held out, by the
+            hash of its text.
+        columns: where the dataset's names differ, such as { prompt = "question" }.
+        skip_bad: leave malformed rows out and say how many there were, and which was the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str = "",
+        heldout_path: str = "",
+        columns: Mapping[str, str] | None = None,
+        skip_bad: bool = False,
+    ) -> None:
+        self.path = path
+        self.heldout_path = heldout_path
+        self.skip_bad = skip_bad
+        self.columns = dict(columns or {})
+        for name in self.columns:
+            if name not in READ_COLUMNS:
+                raise ConfigError(
+                    f"task.options.columns.{name}: no such column is read"
+                    f"{nearest(name, READ_COLUMNS)}; there are {', '.join(READ_COLUMNS)}"
+                )
+
+    def read_row(self, row: Mapping[str, Any]) -> Example:
+        """Turn one row into an example; its index, split and source are filled in later.
+
+        Raises:
+            ValueError, TypeError, LookupError: if a column is missing or of the wrong kind; the
+                caller adds file and row.
+        """
+        own_names = {name: self.columns.get(name, name) for name in READ_COLUMNS}
+        values = {name: row.get(own) for name, own in own_names.items()}
+        prompt = values["prompt"] or values["messages"]
+        if isinstance(prompt, str):
+            prompt = prompt if prompt.strip() else None
+        is_chat = isinstance(prompt, list) and all(_is_message(part) for part in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_chat):
+            raise ValueError(
+                f"needs `{own_names['prompt']}` (text) or `{own_names['messages']}` (objects with "
+                "the texts `role` and `content`); it has the columns "
+                f"{', '.join(row) or 'none'}; where the dataset calls it otherwise set "
+                'task.options.columns = { prompt = "ITS NAME" }'
+            )
+        info = values["info"] if values["info"] is not None else {}
+        if not isinstance(info, dict):
+            raise TypeError(f"`{own_names['info']}` must be an object, not {type(info).__name__}")
+        rest = {name: value for name, value in row.items() if name not in own_names.values()}
+        return Example(
+            index=0,
+            split="train",
+            prompt=prompt if isinstance(prompt, str) else [_message(part) for part in prompt],
+            answer=values["answer"],
+            info=info,
+            columns=rest,
+        )
+
+    def example(self, index: int, *, split: str) -> Example:
+        """Return row `index` of a split, wrapping around at its end."""
+        examples = self._examples[split]
+        if not examples:
+            raise DataError(
+                f"{self.path}: no {split} row; a file this small cannot be split by hash: "
+                "name the held-out rows in task.options.heldout_path"
+            )
+        return replace(examples[index % len(examples)], index=index, split=split)
+
+    def num_examples(self, *, split: str) -> int:
+        """Return the rows of a split."""
+        return len(self._examples[split])
+
+    def dataset_files(self) -> list[Path]:
+        """Return the files that were given; what is on the hub has its name for an identity."""
+        paths = [
+            path
+            for path in (self.path, self.heldout_path)
+            if path and not path.startswith(HUB_PREFIX)
+        ]
+        return [file for path in paths for file in dataset_files(path)]
+
+    def data_problems(self) -> list[str]:
+        """Read the first row of each dataset."""
+        if not self.path:
+            return [NO_PATH]
+        problems = []
+        for path in filter(None, (self.path, self.heldout_path)):
+            try:
+                if is_local(path):
+                    next(self._parse(path, (lambda _: None) if self.skip_bad else refuse), None)
+            except EchoError as error:
+                problems.append(str(error))
+        return problems
+
+    @functools.cached_property
+    def _examples(self) -> dict[str, list[Example]]:
+        if not self.path:
+            raise DataError(NO_PATH)
+        rows = self._read(self.path)
+        if self.heldout_path:
+            heldout = self._read(self.heldout_path)
+            return {
+                "train": [example for _, example in rows],
+                "heldout": [example for _, example in heldout],
+            }
+        return {
+            "train": [example for text, example in rows if not is_heldout(text)],
+            "heldout": [example for text, example in rows if is_heldout(text)],
+        }
+
+    def _read(self, path: str) -> list[tuple[str, Example]]:
+        bad: list[DataError] = []
+        examples = list(self._parse(path, bad.append if self.skip_bad else refuse))
+        if bad:
+            _log.warning(
+                "%s: skipped %d of %d rows (task.options.skip_bad); the first: %s",
+                path,
+                len(bad),
+                len(bad) + len(examples),
+                bad[0],
+            )
+        if not examples and bad:
+            raise DataError(f"{path}: all rows are malformed; the first: {bad[0]}")
+        if not examples:
+            raise DataError(f"{path}: the dataset is empty; write one JSON object per line")
+        return examples
+
+    def _parse(self, path: str, on_bad: OnBad) -> Iterator[tuple[str, Example]]:
+        """Yield what decides a row's side, and its example."""
+        for row in read_rows(path, on_bad):
+            try:
+                example = self.read_row(row.columns)
+            except KeyError as error:
+                on_bad(DataError(f"{row.source}: malformed row: no column {error}"))
+            except (ValueError, LookupError, TypeError) as error:
+                on_bad(DataError(f"{row.source}: malformed row: {error}"))
+            else:
+                yield row.text, replace(example, source=row.source)
+
+
+def _is_message(part: object) -> bool:
+    return isinstance(part, dict) and all(
+        isinstance(part.get(key), str) for key in ("role", "content")
+    )
+
+
+def _message(part: dict[str, Any]) -> dict[str, Any]:
+    """Drop the keys that a typed table gives every message, whether it has them or not."""
+    return {key: value for key, value in part.items() if value is not None}
+
+
+# --- mathematical answers -------------------------------------------------------------------------
+
+
+MARKER = "####"
+
+MAX_ANSWER_CHARS = 64
+
+_NUMBER = re.compile(r"(?:(?<!\d)[-+])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_PLAIN = re.compile(r"[-+]?\d+(?:\.\d*)?|[-+]?\.\d+")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[$%!,; ]|[$%€£]")
+
+
+def require_math_verify(where: str) -> None:
+    """Refuse a setting that needs math-verify where it is not installed.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(f"{where} needs the package math-verify: {install_command('worker')}")
+    # It warns that its time limits are off; they are, because every reward has one (is_equal).
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def is_plain_number(text: str) -> bool:
+    """Return whether a normalised answer is a plain decimal number."""
+    return _PLAIN.fullmatch(text) is not None
+
+
+def extract_answer(completion: str) -> str | None:
+    """Return the final answer of a completion, normalised; None if there is none."""
+    head, marker, tail = completion.rpartition(MARKER)
+    if marker and (line := tail.strip().partition("\n")[0]):
+        return normalise(line)
+    boxed = _last_boxed(completion)
+    if boxed is not None:
+        return normalise(boxed)
+    numbers = _NUMBER.findall(head if marker else completion)
+    return normalise(numbers[-1]) if numbers else None
+
+
+def normalise(answer: str) -> str:
+    """Remove what is not the value: currency, percent, units in text, thousands, full stops."""
+    answer = _THOUSANDS.sub("", _UNITS.sub("", answer))
+    return answer.strip().strip("*_`").rstrip(".,;").strip()
+
+
+def is_equal(reference: str, answer: str) -> bool:
+    """Return whether math-verify finds two answers equal.
+
+    Powers and factorials are refused unread: no answer here needs them, and `9**9**9**9` would
+    keep the computer algebra busy for ever.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    if not answer or len(answer) > MAX_ANSWER_CHARS or re.search(r"\^|\*\*|!", answer):
+        return False
+    # The library's own time limits use SIGALRM, which only a main thread may; `score` has one.
+    target = parse(reference, [ExprExtractionConfig()], parsing_timeout=None)
+    if _PLAIN.fullmatch(answer):
+        value = parse(answer, [ExprExtractionConfig()], parsing_timeout=None)
+    else:
+        value = parse(f"${answer}$", [LatexExtractionConfig()], parsing_timeout=None)
+    return bool(verify(target, value, timeout_seconds=None))
+
+
+def _last_boxed(completion: str) -> str | None:
+    r"""Return what stands inside the last complete \boxed{...}."""
+    start = completion.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    begin = start + len(r"\boxed{")
+    depth = 1
+    for position in range(begin, len(completion)):
+        depth += {"{": 1, "}": -1}.get(completion[position], 0)
+        if depth == 0:
+            return completion[begin:position]
+    return None
+
+
+# --- any reward function --------------------------------------------------------------------------
+
 
 OPTION = "task.options.reward"
 
@@ -36,7 +579,7 @@ class DatasetTask(RowsTask):
     """Serve a dataset's rows and judge answers by a function.
 
     Args:
-        path: the training rows; see formats.py.
+        path: the training rows, in one of the forms above.
         heldout_path: the held-out rows; without it, one row in ten of `path`.
         columns: where the dataset's names differ, such as { prompt = "question" }.
         skip_bad: leave malformed rows out and say how many there were, and which was the first.
@@ -79,10 +622,12 @@ class _RewardFunction:
 
     def __init__(self, spec: str) -> None:
         self._where = f"{OPTION} = {spec!r}"
-        self._needs_answer = spec in BUILT_IN
+        self._needs_answer = spec in BUILT_IN_REWARDS
         if spec == "math":
             require_math_verify(self._where)
-        self.function: Callable[..., Any] = BUILT_IN.get(spec) or load_function(self._where, spec)
+        self.function: Callable[..., Any] = BUILT_IN_REWARDS.get(spec) or load_function(
+            self._where, spec
+        )
         parameters = inspect.signature(self.function).parameters
         self._is_plural = {"prompts", "completions"} <= parameters.keys()
         own = {"prompts", "completions"} if self._is_plural else {"prompt", "completion"}
@@ -152,5 +697,152 @@ def _math(completion: str, answer: object) -> float:
     return float(found is not None and is_equal(normalise(str(answer)), found))
 
 
-BUILT_IN: dict[str, Callable[..., float]] = {"exact": _exact, "math": _math}
+BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact": _exact, "math": _math}
 """Rewards that need no function of the user's."""
+
+
+# --- mixtures -------------------------------------------------------------------------------------
+
+
+CYCLE = 1000
+"""Examples in which every task has its exact share, to a thousandth."""
+
+_TABLE_KEYS = ("kind", "weight", "options", "name")
+
+
+class MixtureTask(Environment):
+    """Draw from several tasks.
+
+    Args:
+        tasks: tables with `kind`, and perhaps `options`, `weight` (1) and `name` (what metrics
+            call it; the kind's last part).
+    """
+
+    def __init__(self, *, tasks: Sequence[Mapping[str, Any]] = ()) -> None:
+        if not tasks:
+            raise ConfigError("task.kind = mixture needs tables [[task.options.tasks]] with a kind")
+        self._parts: dict[str, Task] = {}
+        weights = []
+        for number, table in enumerate(tasks):
+            where = f"task.options.tasks[{number}]"
+            name, weight = _check_table(where, table)
+            if name in self._parts:
+                raise ConfigError(f"{where}: two tasks are called {name!r}; give them a `name`")
+            self._parts[name] = load_task(table["kind"], table.get("options", {}))
+            weights.append(weight)
+        self._names = list(self._parts)
+        self._schedule = spread([weight / sum(weights) for weight in weights])
+        self.is_bounded = all(task.is_bounded for task in self._parts.values())
+        self.has_turns = any(task.has_turns for task in self._parts.values())
+
+    def prepare(self) -> None:
+        """Prepare every task."""
+        for task in self._parts.values():
+            task.prepare()
+
+    def example(self, index: int, *, split: str) -> Example:
+        """Return an example of the task whose turn it is."""
+        cycle, position = divmod(index, CYCLE)
+        part, rank = self._schedule[position]
+        name = self._names[part]
+        count = cycle * self._shares[part] + rank
+        own = self._parts[name].example(self._own_index(name, count, split), split=split)
+        return replace(own, index=index, task=name)
+
+    def reward(self, example: Example, completion: str) -> float:
+        """Ask the example's task."""
+        return self.part_of(example).reward(example, completion)
+
+    def begin(self, example: Example) -> Any:
+        """Begin an episode of the example's task."""
+        task = self.part_of(example)
+        own = task.begin(example) if isinstance(task, Environment) else [example, ""]
+        return task, own
+
+    def reply(self, state: Any, text: str) -> str | Message | list[Message] | None:
+        """Pass the turn on; a task of one turn says nothing."""
+        task, own = state
+        if isinstance(task, Environment):
+            return task.reply(own, text)
+        own[1] = text
+        return None
+
+    def outcome(self, state: Any) -> float:
+        """Ask the example's task."""
+        task, own = state
+        if isinstance(task, Environment):
+            return task.outcome(own)
+        reward: float = task.reward(*own)
+        return reward
+
+    def end(self, state: Any) -> None:
+        """End the episode."""
+        task, own = state
+        if isinstance(task, Environment):
+            task.end(own)
+
+    def tools(self, example: Example) -> list[dict[str, Any]]:
+        """Return the tools of the example's task."""
+        task = self.part_of(example)
+        return task.tools(example) if isinstance(task, Environment) else []
+
+    def part_of(self, example: Example) -> Task:
+        """Return the task that an example comes from."""
+        return self._parts[example.task]
+
+    def dataset_files(self) -> list[Path]:
+        """Return the files of all tasks."""
+        return [file for task in self._parts.values() for file in task.dataset_files()]
+
+    def parts(self) -> list[Task]:
+        """Return the tasks, in their order."""
+        return list(self._parts.values())
+
+    @functools.cached_property
+    def _shares(self) -> list[int]:
+        parts = [part for part, _ in self._schedule]
+        return [parts.count(part) for part in range(len(self._names))]
+
+    def _own_index(self, name: str, count: int, split: str) -> int:
+        size = self._parts[name].num_examples(split=split)
+        if size is None or split != "train" or not size:
+            return count
+        epoch, position = divmod(count, size)
+        return _order_of(name, epoch, size)[position]
+
+
+def spread(shares: Sequence[float]) -> list[tuple[int, int]]:
+    """Return which part's turn it is at each place of a cycle, and how often it was before.
+
+    Every prefix of the cycle has each part's share of it to within one.
+    """
+    counts = [0] * len(shares)
+    schedule = []
+    for place in range(1, CYCLE + 1):
+        part = max(range(len(shares)), key=lambda part: shares[part] * place - counts[part])
+        schedule.append((part, counts[part]))
+        counts[part] += 1
+    return schedule
+
+
+@functools.lru_cache(maxsize=8)
+def _order_of(name: str, epoch: int, size: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"{name}/epoch {epoch}").shuffle(order)
+    return order
+
+
+def _check_table(where: str, table: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the name and the weight of one table."""
+    for key in table:
+        if key not in _TABLE_KEYS:
+            raise ConfigError(
+                f"{where}.{key}: no such key{nearest(key, _TABLE_KEYS)}; it takes "
+                f"{', '.join(_TABLE_KEYS)}"
+            )
+    kind, weight = table.get("kind"), table.get("weight", 1)
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: needs a `kind`, as task.kind")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        raise ConfigError(f"{where}.weight = {weight!r}: must be a number above 0")
+    return str(table.get("name", kind.rpartition(":")[2])), float(weight)

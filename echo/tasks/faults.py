@@ -14,7 +14,7 @@ class RewardError(EchoError):
         reward_too_large it returned a number beyond reward.max_abs
         reward_timeout   it did not return in time; its process was killed
         reward_memory    it wanted more memory than it may have
-        reward_lost      its process, or the host that it runs on, is gone
+        reward_lost      its process is gone
         reward_retries   it asked to be called again, once too often
     """
 

@@ -1,4 +1,4 @@
-"""Where a task's code runs: in this process, in processes of its own, or on another host.
+"""Where a task's code runs: in this process or in processes of its own.
 
 A host is called from any thread and blocks it until the answer is there, which takes at most the
 call's time limit for every time that it is tried. What a task asks to be called again for is tried
@@ -23,7 +23,8 @@ from echo.tasks.environment import Message
 from echo.tasks.faults import RewardError
 from echo.tasks.task import Example, Task
 
-MAX_RETRY_WAIT_S = 2.0
+MAX_RETRIES = 2
+"""How often a call is repeated whose code asks for it or lacks a connection."""
 
 TICK_S = 1.0
 """Seconds after which somebody who waits for a free process is told that all is well."""
@@ -37,8 +38,6 @@ class Limits:
     """Seconds for one reward."""
     step_s: float
     """Seconds for one call of an environment."""
-    retries: int = 2
-    """How often a call that asks for it is tried again."""
     memory_bytes: int | None = None
     """Bytes that a process of the task's may have; None for any number."""
     max_abs_reward: float = 1e6
@@ -160,10 +159,10 @@ class TaskHost(abc.ABC):
         Raises:
             RewardError: if there is none.
         """
-        for attempt in range(self.limits.retries + 1):
+        for attempt in range(MAX_RETRIES + 1):
             if attempt:
                 self.count("env/retries")
-                time.sleep(min(MAX_RETRY_WAIT_S, 0.1 * 2**attempt))
+                time.sleep(0.1 * 2**attempt)
             started_at = time.monotonic()
             try:
                 answer = self._answer(call)
@@ -181,7 +180,7 @@ class TaskHost(abc.ABC):
         self.count("env/errors")
         assert answer.fault is not None
         if answer.fault.is_transient:
-            text = f"{answer.fault.text}; tried {attempt + 1} times (reward.retries)"
+            text = f"{answer.fault.text}; tried {attempt + 1} times"
             raise RewardError(text, reason="reward_retries", traceback=answer.fault.traceback)
         fault = answer.fault
         raise RewardError(fault.text, reason=fault.reason, traceback=fault.traceback)

@@ -11,8 +11,8 @@ import msgspec
 
 from echo.errors import EchoError
 from echo.tasks.calls import Answer, Fault, Performer
-from echo.tasks.loading import load_task
 from echo.tasks.process import Channel, Request, TaskSpec
+from echo.tasks.task import load_task
 
 GRACE_S = 5.0
 """Seconds after a call's time limit in which the parent kills this process, if there is one."""

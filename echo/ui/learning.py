@@ -25,7 +25,6 @@ def learning_facts(train: Sequence[Row], *, num_last: int) -> tuple[tuple[str, s
         ("mismatch", _mismatch(train)),
         ("staleness bound", _bound(train)),
         ("reference", _reference(last)),
-        ("delays", _delays(train[-1])),
         ("cost", _cost(train)),
         ("continued", _continued(train[-1])),
         ("lengths", _lengths(train)),
@@ -95,17 +94,6 @@ def _bound(train: Sequence[Row]) -> str:
 def _reference(last: Sequence[Row]) -> str:
     divergence = _mean(last, "kl/reference")
     return "" if divergence is None else f"{divergence:.3g} nats per token away"
-
-
-def _delays(row: Row) -> str:
-    mean, largest = row.get("delays/rollouts/mean"), row.get("delays/rollouts/max")
-    weights = row.get("delays/weights/mean")
-    parts = []
-    if mean is not None and largest is not None:
-        parts.append(f"rollouts {mean:.0f} s in the mean, at most {largest:.0f} s")
-    if weights is not None:
-        parts.append(f"weights {weights:.0f} s in the mean")
-    return ", ".join([*parts, "emulated"]) if parts else ""
 
 
 def _cost(train: Sequence[Row]) -> str:

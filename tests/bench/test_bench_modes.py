@@ -55,7 +55,7 @@ def test_the_colocated_loop_learns_what_it_is_told_to(tmp_path: Path) -> None:
     assert rows[-1]["staleness"] == {"0": 6}
     assert run() == text  # one process, one order of events
     # Half an hour at most, in steps of a quarter of an hour: two versions late, twice.
-    hetero = ("--set", "delays.law=constant", "--step-s", "900")
+    hetero = ("--law", "constant", "--step-s", "900")
     rows = [json.loads(line) for line in run("--lag", "delays:4", *hetero).splitlines()]
     assert rows[-1]["staleness"] == {"0": 2, "1": 2, "2": 2}
 

@@ -63,15 +63,6 @@ def test_an_exact_version_and_what_cannot_be_with_it() -> None:
     assert "has no use" in problems_of(exact, "rollout.max_partial_age=1")
 
 
-def test_delays_in_order() -> None:
-    law = "delays.law=lognormal"
-    parse_config({}, [law, "delays.upper_s=90s"])
-    assert "must be below delays.upper_s = 50" in problems_of(law, "delays.upper_s=50")
-    assert "must be below" in problems_of(law, "delays.upper_s=60")
-    parse_config({}, ["delays.law=constant", "delays.upper_s=60"])
-    assert "has no effect: delays.law" in problems_of("delays.speedup=600")
-
-
 def test_a_pull_without_any_effect() -> None:
     parse_config({}, ["reference.kl_coef=0.1", "reference.kl_estimator=k1"])
     text = problems_of(

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from echo.engine import warmup
 from echo.engine.warmup import RECIPES, WarmModel, WarmupRecipe
 from echo.errors import ConfigError, EngineError, StorageError
-from echo.tasks.addition import AdditionTask
-from echo.tasks.countdown import CountdownTask
+from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.tokenization import load_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -1,52 +1,115 @@
-"""Delays as the configuration describes them, the same on learner and workers."""
+"""Delays of an experiment (bench/delays.py), wrapped around a real learner and its workers."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from collections import Counter
+from typing import Any
 
-from echo.config.inherit import apply_inherited, inherited_settings
-from echo.config.load import parse_config
-from echo.runtime.delays import WeightDelays, make_delays
+import numpy as np
 
-HETERO = ["delays.law=weibull", "delays.lower_s=60", "delays.upper_s=1800", "run.seed=7"]
-
-
-def test_none_are_injected_unless_asked_for() -> None:
-    config, _ = parse_config({})
-    assert make_delays(config, "weights") is None
-    assert make_delays(config, "rollouts") is None
-
-
-@pytest.mark.parametrize(
-    ("directions", "weights", "rollouts"),
-    [("both", True, True), ("weights", True, False), ("rollouts", False, True)],
+from bench.delays import (
+    DelayedBuffer,
+    DelayInjector,
+    DelaySettings,
+    Direction,
+    delay_groups,
+    delay_installs,
 )
-def test_directions(directions: str, weights: bool, rollouts: bool) -> None:
-    config, _ = parse_config({}, [*HETERO, f"delays.directions={directions}"])
-    assert (make_delays(config, "weights") is not None) == weights
-    assert (make_delays(config, "rollouts") is not None) == rollouts
+from echo.buffer import StalenessBuffer
+from echo.rollout import Group, Lineage, Rollout
+from tests.runtime.harness import Play, Run, ends, read_jsonl, running
 
 
-def test_a_worker_inherits_them() -> None:
-    learner, _ = parse_config({}, [*HETERO, "delays.speedup=600"])
-    worker = apply_inherited(parse_config({})[0], inherited_settings(learner))
-    own, theirs = make_delays(worker, "weights"), make_delays(learner, "weights")
-    assert own is not None
-    assert theirs is not None
-    assert own.settings == theirs.settings
-    assert [own.draw("w1") for _ in range(5)] == [theirs.draw("w1") for _ in range(5)]
+def injector(direction: Direction, **settings: Any) -> DelayInjector:
+    return DelayInjector(DelaySettings(**settings), direction=direction, seed=0)
 
 
-def test_delays_of_weights_are_added_up_over_workers() -> None:
-    delays = WeightDelays()
-    assert delays.metrics({"w1": {"env/calls": 7}}) == {}
-    name = "delays/weights"
-    first = {f"{name}/hist/64": 1, f"{name}/milliseconds": 60_000}
-    assert delays.metrics({"w1": first}) == {f"{name}/mean": 60.0, f"{name}/hist": {"64": 1.0}}
-    more = {f"{name}/hist/64": 1, f"{name}/hist/2048": 2, f"{name}/milliseconds": 3_660_000}
-    expected = {f"{name}/mean": 1220.0, f"{name}/hist": {"64": 1.0, "2048": 2.0}}
-    assert delays.metrics({"w1": more}) == expected
-    # One that leaves takes nothing back, one that starts anew counts from 0 again.
-    assert delays.metrics({}) == expected
-    again = delays.metrics({"w1": first, "w2": first})
-    assert again[f"{name}/hist"] == {"64": 3.0, "2048": 2.0}
+def make_group(group_id: int, step: int) -> Group:
+    rollout = Rollout(
+        token_ids=np.zeros(1, np.int32),
+        sampler_logprobs=np.zeros(1, np.float32),
+        policy_versions=np.array([[1, step]], np.int32),
+        completion_mask=np.ones(1, np.bool_),
+        reward=0.0,
+        finish_reason="stop",
+    )
+    ids = np.ones(1, np.int32)
+    return Group(group_id=group_id, attempt=0, worker_id="w", prompt_ids=ids, rollouts=(rollout,))
+
+
+def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
+    async def scenario() -> None:
+        inner = StalenessBuffer(max_staleness=1, lineages=(Lineage(1, 0),))
+        delays = injector("rollouts", law="constant", lower_s=1.0, upper_s=2.0, speedup=100.0)
+        has_news = asyncio.Event()
+        buffer = DelayedBuffer(inner, delays, has_news.set)
+        buffer.put(make_group(0, step=4))
+        assert inner.num_unspent(step=4) == 1
+        assert buffer.take(1, step=4) is None
+        await has_news.wait()
+        taken = buffer.take(1, step=4)
+        assert taken is not None
+        buffer.put_back(taken, num_taken=1)  # it has arrived before
+        assert buffer.take(1, step=4) == taken
+        buffer.put(make_group(1, step=3))
+        assert [evicted.reason for evicted in buffer.evict(step=5)] == ["stale"]
+        buffer.put(make_group(2, step=5))
+        assert [group.group_id for group in buffer.clear()] == [2]
+
+    asyncio.run(scenario())
+
+
+def lags_of(run: Run) -> Counter[int]:
+    """Return how many groups were trained so many versions late; each group ended once."""
+    assert [end for end in ends(run.ledger()).values() if len(end) != 1] == []
+    lags: Counter[int] = Counter()
+    for record in run.ledger("trained"):
+        lags.update({int(lag): count for lag, count in record["staleness"].items()})
+    return lags
+
+
+def test_half_an_hour_of_delay_passes_in_emulated_time(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            run={"max_steps": 30}, sync={"max_staleness": 64}, batch={"groups_per_step": 4}
+        )
+        workers = [await run.worker("w1"), await run.worker("w2")]
+        # Slow enough for the steps of a busy machine to be quick beside it.
+        groups = injector("rollouts", law="lognormal", speedup=600.0)
+        delay_groups(learner, groups)
+        for worker in workers:
+            delay_installs(worker, injector("weights", law="lognormal", speedup=600.0))
+        async with running(learner, *workers) as (learning, *_):
+            assert await learning == "finished"
+        lags = lags_of(run)
+        # Groups arrive out of order and many steps late, and never beyond the bound.
+        assert max(lags) <= 64
+        assert len(lags) > 5
+        assert sum(lag * count for lag, count in lags.items()) / lags.total() > 2
+        metrics: dict[str, Any] = groups.metrics()
+        assert 60 <= metrics["delays/rollouts/mean"] <= metrics["delays/rollouts/max"] <= 1800
+        accepted = len(run.ledger("accepted"))
+        assert 120 <= sum(metrics["delays/rollouts/hist"].values()) <= accepted
+
+    play(scenario)
+
+
+def test_a_worker_keeps_old_weights_for_its_delay(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(run={"max_steps": 16}, sync={"max_staleness": 6})
+        worker = await run.worker("w1")
+        weights = injector("weights", law="constant", speedup=900.0)
+        delay_installs(worker, weights)
+        started_at = asyncio.get_running_loop().time()
+        async with running(learner, worker) as (learning, _):
+            assert await learning == "finished"
+        elapsed_s = asyncio.get_running_loop().time() - started_at
+        installed = read_jsonl(run.run_dir / "workers" / "w1" / "installed.jsonl")
+        # Half an hour of emulated time is two seconds: so many versions at most, of 17 published.
+        assert len(installed) <= 1 + elapsed_s / 2.0
+        assert len(run.ledger("published")) == 17
+        assert 3 < max(lags_of(run)) <= 6
+        assert weights.metrics()["delays/weights/hist"] == {"2048": len(installed)}
+
+    play(scenario)

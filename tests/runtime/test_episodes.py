@@ -121,7 +121,6 @@ def play() -> Iterator[Play]:
             encode_turn=lambda messages: [ord(c) for m in messages for c in f"<{m['content']}>"],
             decode=lambda ids: "".join(chr(i) for i in ids if i != STOP),
             max_turns=max_turns,
-            retries=1,
         )
         players.append(player)
         openings = [

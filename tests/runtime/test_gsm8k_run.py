@@ -12,7 +12,7 @@ import pytest
 from echo.protocol.actions import StoreGroup
 from echo.rollout import Group
 from echo.runtime.transport_memory import MemoryNetwork
-from echo.tasks.gsm8k import Gsm8kTask
+from echo.tasks.builtin import Gsm8kTask
 from echo.tasks.host import Limits
 from echo.tasks.pool import PoolHost
 from echo.tasks.tokenization import decode, load_tokenizer, stop_ids

@@ -11,6 +11,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from bench.delays import DelayInjector, DelaySettings, delay_installs
 from echo.engine.trainer import StepResult
 from echo.engine.version_images import VersionImages
 from echo.engine.weights import tensors_from_image
@@ -175,7 +176,6 @@ def test_a_real_pair_finishes_though_the_measured_period_changes(play: Play, see
         learner = await run.learner(
             run={"max_steps": 120, "seed": seed},
             sync={"max_staleness": max_staleness, "publish_period": "auto"},
-            delays={"law": "lognormal", "directions": "weights", "lower_s": 1.0, "upper_s": 4.0},
         )
         step = learner._train_on
 
@@ -186,7 +186,10 @@ def test_a_real_pair_finishes_though_the_measured_period_changes(play: Play, see
             return result
 
         learner._train_on = train
-        async with running(learner, await run.worker("w1")) as (learning, _):
+        worker = await run.worker("w1")
+        law = DelaySettings(law="lognormal", lower_s=1.0, upper_s=4.0)
+        delay_installs(worker, DelayInjector(law, direction="weights", seed=seed))
+        async with running(learner, worker) as (learning, _):
             assert await learning == "finished"
         steps = [record["version"][1] for record in run.ledger("published")]
         assert max(b - a for a, b in itertools.pairwise(steps)) <= max_staleness + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,7 @@ from echo.protocol.actions import StoreGroup
 from echo.rollout import Group
 from echo.runtime import task_setup, worker
 from echo.runtime.data_plane import load_data
-from echo.runtime.task_setup import describe_task, make_local_host
 from echo.tasks.faults import RewardError
-from echo.tasks.http_server import TaskServer
-from echo.tasks.loading import load_task
 from echo.tasks.tokenization import load_tokenizer
 from tests.runtime.harness import Play, Run, ends, running
 
@@ -63,7 +59,7 @@ def check(run: Run) -> None:
     assert sum(row.get("env/retries", 0) for _, row in run.rows) > 0
 
 
-SETTINGS = {"retries": 1, "max_concurrent": 2}
+SETTINGS = {"max_concurrent": 2}
 
 
 def test_a_workers_task_is_killed_counted_and_survived(play: Play, sums: str) -> None:
@@ -241,43 +237,5 @@ def test_an_environment_is_played_masked_trained_on_and_evaluated(
             assert (rollout.sampler_logprobs[rollout.completion_mask] < 0).any()
         assert [r["reason"] for r in run.ledger("discarded") if r["group"] == 1] == ["reward_error"]
         assert any("eval/Guess/pass@1" in row for _, row in run.rows)
-
-    play(scenario)
-
-
-def test_a_task_behind_an_address_is_played_there(
-    play: Play, guess: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(run: Run) -> None:
-        settings: dict[str, Any] = {
-            "task": {"kind": guess},
-            "sampling": {"max_completion_tokens": 24},
-            "reward": {"max_turns": 3},
-            "network": {"lease_timeout_s": 30.0},
-        }
-        config = run.config("learner", **settings)
-        task = load_task(guess, {})
-        host = make_local_host(config, task)
-        server = TaskServer(host, describe_task(config, task), ("127.0.0.1", 0))
-        serving = asyncio.create_task(asyncio.to_thread(server.serve))
-        settings["reward"]["address"] = f"http://127.0.0.1:{server.port}"
-        learner = await run.learner(**settings)
-
-        def refuse(*_: object) -> None:
-            raise AssertionError("a worker needs no task")
-
-        monkeypatch.setattr(task_setup, "load_task", refuse)
-        try:
-            async with running(learner, await run.worker("w1")) as (learning, _):
-                assert await learning == "finished"
-        finally:
-            await asyncio.to_thread(server.stop)
-            await serving
-            server.close()
-        rewards = [r for record in run.ledger("accepted") for r in record["rewards"]]
-        assert set(rewards) <= {1.0, 2.0, 3.0}
-        assert max(rewards) > 1
-        assert [r["reason"] for r in run.ledger("discarded") if r["group"] == 1] == ["reward_error"]
-        assert any(row.get("env/calls") for _, row in run.rows)
 
     play(scenario)

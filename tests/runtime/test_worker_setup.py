@@ -122,10 +122,10 @@ def test_code_that_is_not_the_learners_is_not_imported_and_nothing_is_written(
 
     path.write_bytes(EVIL)
     with pytest.raises(ConfigError, match="another one than the learner's"):
-        build_parts(config, node_dir, "w1", settings, assets)
+        build_parts(config, node_dir, settings, assets)
     path.unlink()
     with pytest.raises(ConfigError, match=f"copy {path} from the learner's machine to {path}"):
-        build_parts(config, node_dir, "w1", settings, assets)
+        build_parts(config, node_dir, settings, assets)
     assert not node_dir.exists()
     assert not list(tmp_path.rglob("was_run"))
 
@@ -167,7 +167,7 @@ def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) ->
     for name in ("config.json", "tokenizer_config.json"):
         assets[name] = json.dumps(json.loads(assets[name]) | asking).encode()
 
-    parts = build_parts(parse_config({})[0], tmp_path / "w1", "w1", settings, assets)
+    parts = build_parts(parse_config({})[0], tmp_path / "w1", settings, assets)
 
     parts.engine.close()
     for name in ("config.json", "tokenizer_config.json"):

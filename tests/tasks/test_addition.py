@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.tasks.addition import AdditionTask, add_in_columns
+from echo.tasks.builtin import AdditionTask, add_in_columns
 from echo.tasks.task import Example
 
 

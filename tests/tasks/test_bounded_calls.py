@@ -40,7 +40,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def score(task: Task, example: Example, completion: str, timeout_s: float) -> float:
-    host = InlineHost(task, Limits(score_s=timeout_s, step_s=60, retries=0), calls=CALLS[0])
+    host = InlineHost(task, Limits(score_s=timeout_s, step_s=60), calls=CALLS[0])
     return host.score(example, completion)
 
 

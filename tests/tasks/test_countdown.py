@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from echo.tasks.countdown import CountdownTask, evaluate
+from echo.tasks.builtin import CountdownTask, evaluate
 from echo.tasks.task import Example
 
 

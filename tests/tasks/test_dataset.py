@@ -11,8 +11,7 @@ import pytest
 
 from echo.errors import ConfigError, DataError
 from echo.tasks.dataset import DatasetTask
-from echo.tasks.loading import load_task, task_digests
-from echo.tasks.task import Example
+from echo.tasks.task import Example, load_task, task_digests
 
 FUNCTIONS = """
 def all_columns(prompt, completion, **row):

@@ -12,7 +12,7 @@ import pytest
 
 from echo.errors import ConfigError, DataError
 from echo.extras import install_command
-from echo.tasks.formats import is_local, read_rows
+from echo.tasks.dataset import is_local, read_rows
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "one", "answer": "1", "info": {"level": 1}},

@@ -8,7 +8,7 @@ import pytest
 
 from echo.errors import ConfigError, DataError
 from echo.extras import install_command
-from echo.tasks.gsm8k import Gsm8kTask
+from echo.tasks.builtin import Gsm8kTask
 from echo.tasks.task import Example
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"

@@ -12,7 +12,7 @@ from echo.tasks.task import Example, RetryCall, Task
 
 EXAMPLE = Example(index=3, split="train", prompt="?", source="rows.jsonl:4")
 
-LIMITS = Limits(score_s=60.0, step_s=60.0, retries=1)
+LIMITS = Limits(score_s=60.0, step_s=60.0)
 
 
 class Judge(Task):

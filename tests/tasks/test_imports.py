@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from echo.errors import ConfigError
-from echo.tasks.imports import find_code, import_module, load_function
+from echo.tasks.task import find_code, import_module, load_function
 
 REWARDS = """
 import dataclasses

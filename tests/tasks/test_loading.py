@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 
 from echo.errors import ConfigError
-from echo.tasks.addition import AdditionTask
-from echo.tasks.loading import BUILT_IN, check_code, code_of, load_task, task_digests
-from echo.tasks.rows import RowsTask
-from echo.tasks.task import Example, Task
+from echo.tasks.builtin import AdditionTask
+from echo.tasks.dataset import RowsTask
+from echo.tasks.task import (
+    BUILT_IN_TASKS,
+    Example,
+    Task,
+    check_code,
+    code_of,
+    load_task,
+    task_digests,
+)
 
 OWN_TASK = """
 from echo.tasks.task import Example, Task
@@ -52,7 +59,7 @@ def user_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 NEEDED = {"mixture": {"tasks": [{"kind": "addition"}]}, "verifiers": {"env": "my_env"}}
 
 
-@pytest.mark.parametrize("kind", BUILT_IN)
+@pytest.mark.parametrize("kind", BUILT_IN_TASKS)
 def test_built_in_tasks_load_by_name(kind: str) -> None:
     assert isinstance(load_task(kind, NEEDED.get(kind, {})), Task)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.tasks.math_answer import extract_answer, is_equal, is_plain_number
+from echo.tasks.dataset import extract_answer, is_equal, is_plain_number
 
 pytest.importorskip("math_verify")
 

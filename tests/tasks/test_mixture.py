@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from echo.errors import ConfigError
+from echo.tasks.dataset import CYCLE, MixtureTask, spread
 from echo.tasks.environment import Environment
-from echo.tasks.loading import load_task, task_digests
-from echo.tasks.mixture import CYCLE, MixtureTask, spread
+from echo.tasks.task import load_task, task_digests
 
 HERE = "tests.tasks.pool_tasks"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from echo.errors import DataError
-from echo.tasks.rows import NO_PATH, RowsTask
+from echo.tasks.dataset import NO_PATH, RowsTask
 from echo.tasks.task import Example
 
 

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from echo.tasks.addition import AdditionTask
-from echo.tasks.countdown import CountdownTask
+from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.task import Example, GeneratedTask, is_heldout
 
 TASKS = [AdditionTask, CountdownTask]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.tasks.tool_calls import ToolCall, find_calls, without_calls
+from echo.tasks.environment import ToolCall, find_calls, without_calls
 
 
 def block(text: str) -> str:

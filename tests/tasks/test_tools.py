@@ -5,8 +5,8 @@ from typing import Literal
 
 import pytest
 
+from echo.tasks.environment import ToolEnvironment, schema_of
 from echo.tasks.task import Example
-from echo.tasks.tools import ToolEnvironment, schema_of
 
 
 def add(a: int, b: int = 1) -> int:

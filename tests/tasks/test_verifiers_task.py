@@ -14,8 +14,8 @@ from echo.extras import install_command
 from echo.tasks.environment import Environment
 from echo.tasks.faults import RewardError
 from echo.tasks.host import Limits
-from echo.tasks.loading import load_task
 from echo.tasks.pool import PoolHost
+from echo.tasks.task import load_task
 
 ENV = "tests.tasks.verifiers_envs"
 

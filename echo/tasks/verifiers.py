@@ -30,9 +30,8 @@ from typing import Any
 
 from echo.errors import ConfigError, DataError
 from echo.extras import install_command
-from echo.tasks.environment import Environment, Message
+from echo.tasks.environment import Environment, Message, find_calls, without_calls
 from echo.tasks.task import Example
-from echo.tasks.tool_calls import find_calls, without_calls
 
 TESTED = "verifiers 0.2.1"
 """The release whose interface this is; 0.3 moved it and 0.4 has another."""

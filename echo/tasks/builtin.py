@@ -1,0 +1,229 @@
+r"""The tasks that need no code and no reward function: addition, countdown, GSM8K.
+
+**Addition** of three digits with a column scratchpad is the task of the quickstart.
+
+    prompt      478+365=
+    completion  8+5=137+6=144+3=08>0843
+
+Each column is `a+b=tt`, units first, where `tt` counts the carry from the column before; then `>`
+and the sum in four digits. Only the text after the one `>` is judged: reward 1 if it is the
+true sum, else 0. Nothing rewards the scratchpad.
+
+The demonstrations come from a class in which most pupils forget every carry, in the columns and
+in the sum alike. About 47 % of them are right (the pupils who carry, and sums in which forgetting
+is harmless), so imitation cannot do better than that, and the most likely answer of an imitator is
+the forgetful one. That carrying pays has to be discovered from the rewards.
+
+**Countdown** with three digits: reach a target with + - * and parentheses, each digit used once.
+
+    prompt      228>20=
+    completion  2*(2+8)
+
+Reward 1 if the completion is an expression over exactly the given digits, each a number of its
+own, that evaluates to the target; else 0. The expression is walked as a syntax tree, never
+executed. The demonstrations are all right; prompts are split by text, but there are only about
+165 sets of digits, so held-out prompts share them with training.
+
+**GSM8K**, grade-school mathematics, comes from any dataset file and is judged by math-verify.
+Rows have `question` and `answer`, as published: the answer ends in `#### 72`. The prompt asks for
+the same ending. A completion's answer is what follows its last `####`; failing that its last
+`\boxed{...}`; failing that its last number. It is right if math-verify finds it equal to
+the reference.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from echo.tasks.dataset import (
+    MARKER,
+    RowsTask,
+    extract_answer,
+    is_equal,
+    is_plain_number,
+    normalise,
+    require_math_verify,
+)
+from echo.tasks.task import Example, GeneratedTask
+
+# --- addition -------------------------------------------------------------------------------------
+
+
+NUM_ADDITION_DIGITS = 3
+
+FORGETFUL_SHARE = 0.75
+"""Share of the demonstrations that forget every carry."""
+
+
+class AdditionTask(GeneratedTask):
+    """Add two numbers of three digits; the answer follows `>`, padded to four digits."""
+
+    is_bounded = True
+    max_completion_tokens = 24
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        """Draw two numbers and how one pupil adds them."""
+        left, right = (
+            f"{rng.randrange(10**NUM_ADDITION_DIGITS):0{NUM_ADDITION_DIGITS}d}" for _ in range(2)
+        )
+        is_forgetful = rng.random() < FORGETFUL_SHARE
+        return f"{left}+{right}=", add_in_columns(left, right, is_forgetful=is_forgetful)
+
+    def answer(self, prompt: str) -> str:
+        """Return the sum, padded with zeros."""
+        left, right = prompt.removesuffix("=").split("+")
+        return f"{int(left) + int(right):0{NUM_ADDITION_DIGITS + 1}d}"
+
+    def reward(self, example: Example, completion: str) -> float:
+        """Return 1 if the text after the only `>` is the sum, else 0."""
+        return float(completion.count(">") == 1 and completion.split(">")[1] == example.answer)
+
+
+def add_in_columns(left: str, right: str, *, is_forgetful: bool) -> str:
+    """Write the scratchpad and the sum of two numbers of equal length, as a pupil would."""
+    carry = 0
+    columns = []
+    digits = ""
+    for a, b in zip(reversed(left), reversed(right), strict=True):
+        total = int(a) + int(b) + (0 if is_forgetful else carry)
+        carry = total // 10
+        columns.append(f"{a}+{b}={total:02d}")
+        digits = f"{total % 10}{digits}"
+    return f"{''.join(columns)}>{carry}{digits}"
+
+
+# --- countdown ------------------------------------------------------------------------------------
+
+
+NUM_COUNTDOWN_DIGITS = 3
+
+MAX_TARGET = 99
+
+MAX_EXPRESSION_CHARS = 64
+"""Longer completions are wrong unread: the parser's recursion is bounded by this."""
+
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
+class CountdownTask(GeneratedTask):
+    """Combine three digits into a target between 0 and 99."""
+
+    is_bounded = True
+    max_completion_tokens = 12
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        """Draw digits and a random expression over them whose value is a valid target."""
+        while True:
+            digits = [rng.choice("123456789") for _ in range(NUM_COUNTDOWN_DIGITS)]
+            expression = random_expression(digits, rng)
+            target, _ = evaluate(expression)
+            if 0 <= target <= MAX_TARGET and len(expression) < self.max_completion_tokens:
+                return f"{''.join(sorted(digits))}>{target:02d}=", expression
+
+    def answer(self, prompt: str) -> dict[str, object]:
+        """Return the digits, sorted, and the target."""
+        digits, target = prompt.removesuffix("=").split(">")
+        return {"digits": [int(digit) for digit in digits], "target": int(target)}
+
+    def reward(self, example: Example, completion: str) -> float:
+        """Return 1 if the expression uses each digit once and reaches the target, else 0."""
+        try:
+            value, numbers = evaluate(completion)
+        except ValueError:
+            return 0.0
+        answer = example.answer
+        return float(value == answer["target"] and sorted(numbers) == answer["digits"])
+
+
+def random_expression(digits: list[str], rng: random.Random) -> str:
+    """Combine digits, in this order, by random operators with the parentheses they need."""
+    if len(digits) == 1:
+        return digits[0]
+    cut = rng.randrange(1, len(digits))
+    left, right = random_expression(digits[:cut], rng), random_expression(digits[cut:], rng)
+    symbol = rng.choice("+-*")
+    if symbol == "*":
+        left = _parenthesise_sum(left)
+    if symbol in "*-":
+        right = _parenthesise_sum(right)
+    return f"{left}{symbol}{right}"
+
+
+def evaluate(expression: str) -> tuple[int, list[int]]:
+    """Return the value of an expression of whole numbers and the numbers in it.
+
+    Raises:
+        ValueError: if it is anything but numbers, + - * and parentheses.
+    """
+    if len(expression) > MAX_EXPRESSION_CHARS or not set(expression) <= set("0123456789+-*()"):
+        raise ValueError(f"not an expression over digits, + - * and (): {expression[:80]!r}")
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"not a complete expression: {expression!r}") from error
+    numbers: list[int] = []
+    return _walk(tree.body, numbers), numbers
+
+
+def _walk(node: ast.expr, numbers: list[int]) -> int:
+    if isinstance(node, ast.BinOp) and (combine := OPERATORS.get(type(node.op))) is not None:
+        return combine(_walk(node.left, numbers), _walk(node.right, numbers))
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        numbers.append(node.value)
+        return node.value
+    raise ValueError(f"{type(node).__name__} is not allowed in an expression")
+
+
+def _parenthesise_sum(expression: str) -> str:
+    return f"({expression})" if "+" in expression or "-" in expression else expression
+
+
+# --- GSM8K ----------------------------------------------------------------------------------------
+
+
+INSTRUCTION = (
+    "Think step by step. End with a line that holds only #### and the answer as a number, "
+    "such as: #### 42"
+)
+
+
+class Gsm8kTask(RowsTask):
+    """Solve word problems whose answer is a number.
+
+    Args:
+        path: training rows with `question` and `answer`.
+        heldout_path: held-out rows; without it, one row in ten of `path`.
+        skip_bad: leave malformed rows out and say how many there were, and which was the first.
+    """
+
+    def __init__(self, *, path: str = "", heldout_path: str = "", skip_bad: bool = False) -> None:
+        super().__init__(path=path, heldout_path=heldout_path, skip_bad=skip_bad)
+        require_math_verify("task.kind = gsm8k")
+
+    def read_row(self, row: Mapping[str, Any]) -> Example:
+        """Take the question with the instruction, and the number after the answer's marker."""
+        question, answer = row.get("question"), row.get("answer")
+        if not isinstance(question, str) or not isinstance(answer, str):
+            raise TypeError(
+                f"needs the texts `question` and `answer`; it has {', '.join(row) or 'no columns'}"
+            )
+        if not question.strip():
+            raise ValueError("`question` is empty")
+        reference = normalise(answer.rpartition(MARKER)[2])
+        if MARKER not in answer or not is_plain_number(reference):
+            raise ValueError(f"`answer` must end in '{MARKER} <number>', not {answer[-40:]!r}")
+        prompt = f"{question.strip()}\n{INSTRUCTION}"
+        return Example(index=0, split="train", prompt=prompt, answer=reference)
+
+    def reward(self, example: Example, completion: str) -> float:
+        """Return 1 if the completion's answer equals the reference, else 0."""
+        answer = extract_answer(completion)
+        return float(answer is not None and is_equal(example.answer, answer))
