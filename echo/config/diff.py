@@ -66,7 +66,7 @@ _SAFE: Mapping[str, str] = {
     "optimizer": "holds from the next step on; the moments are kept",
     "learner": "how the learner computes, not what",
     "adaptive": "gates the leases granted from now on",
-    "dispatch": "holds for groups leased from now on",
+    "leases": "holds for groups leased from now on",
     "attribution": "only what is measured",
     "activation": "decides from now on; what was spent before counts towards the budget of the run",
     "delays": "holds for what travels from now on; workers that were not restarted keep the old",

@@ -25,6 +25,7 @@ from echo.config.fields import (
     JoinString,
     KillPoints,
     ListenAddress,
+    Off,
     OptionalSeconds,
     RunName,
     Seconds,
@@ -32,7 +33,6 @@ from echo.config.fields import (
 from echo.config.profiles import preset_publish_period
 from echo.config.schema_agent import AgentSection
 from echo.config.schema_cost import ActivationSection, Dollars, PricedSection, RentedSection
-from echo.config.schema_dispatch import DispatchSection
 from echo.config.schema_learning import (
     AdaptiveSection,
     AttributionSection,
@@ -113,6 +113,13 @@ class SyncSection(Section):
         if self.publish_period == "auto":
             return preset_publish_period(self.max_staleness)
         return self.publish_period
+
+
+class LeasesSection(Section):
+    """Who is given which group of prompts."""
+
+    hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
+    """Idle workers repeat a group of a batch that waits if so many times sooner; false: never."""
 
 
 class BatchSection(Section):
@@ -346,7 +353,7 @@ class Config(Section):
     sampling: SamplingSection
     sync: SyncSection
     adaptive: AdaptiveSection
-    dispatch: DispatchSection
+    leases: LeasesSection
     batch: BatchSection
     loss: LossSection
     reference: ReferenceSection
