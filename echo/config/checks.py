@@ -36,7 +36,6 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
     """
     return [
         *_check_sync(config),
-        *_check_adaptive(config),
         *_check_rollout(config),
         *_check_network(config),
         *_check_security(config),
@@ -58,6 +57,12 @@ def _problem(text: str, *keys: str, is_idle: bool = False) -> Problem:
 
 def _check_sync(config: Config) -> Iterator[Problem]:
     bound, period = config.sync.max_staleness, config.sync.publish_period
+    if config.sync.min_staleness > bound:
+        yield _problem(
+            f"must be at most sync.max_staleness = {bound}",
+            "sync.min_staleness",
+            "sync.max_staleness",
+        )
     if config.sync.mode == "pull":
         text = 'with sync.mode = "pull" workers get new weights before every request'
         if bound:
@@ -82,26 +87,6 @@ def _check_sync(config: Config) -> Iterator[Problem]:
             "on, and the next version would not be out yet. Publish more often, raise "
             'sync.max_staleness, or write "auto"',
             "sync.publish_period",
-            "sync.max_staleness",
-        )
-
-
-def _check_adaptive(config: Config) -> Iterator[Problem]:
-    adaptive = config.adaptive
-    most = config.sync.max_staleness
-    if adaptive.most is not None:
-        if adaptive.most > most:
-            yield _problem(
-                f"must be at most sync.max_staleness = {most}, which nothing passes",
-                "adaptive.most",
-                "sync.max_staleness",
-            )
-        most = min(most, adaptive.most)
-    if adaptive.least > most:
-        yield _problem(
-            f"must be at most {most}, the largest bound",
-            "adaptive.least",
-            "adaptive.most",
             "sync.max_staleness",
         )
 
@@ -358,13 +343,12 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             f"delays.{name}": no_delay
             for name in ("directions", "lower_s", "upper_s", "paid_s", "confidence", "speedup")
         },
+        "sync.min_staleness": (not config.sync.adaptive, "sync.adaptive is false", "sync.adaptive"),
         "agent.max_session_tokens": no_agent,
         "lora.alpha": no_lora,
         "lora.target_modules": no_lora,
-        **{
-            f"activation.{name}": no_choice
-            for name in ("margin", "budget_per_h", "min_saving", "min_dwell_s", "review_s")
-        },
+        "activation.margin": no_choice,
+        "activation.budget_per_h": no_choice,
         "worker.release_timeout_s": no_release,
         "attribution.num_rollouts": no_look,
         "attribution.retention_bytes": no_look,

@@ -34,7 +34,6 @@ from echo.config.profiles import preset_publish_period
 from echo.config.schema_agent import AgentSection
 from echo.config.schema_cost import ActivationSection, Dollars, PricedSection, RentedSection
 from echo.config.schema_learning import (
-    AdaptiveSection,
     AttributionSection,
     DelaysSection,
     LossSection,
@@ -106,6 +105,10 @@ class SyncSection(Section):
     """Optimizer steps (inclusive) that a token may be old when it is trained on."""
     publish_period: Literal["auto"] | Annotated[int, Field(ge=1)]
     """Optimizer steps between publications; auto measures and follows training and broadcast."""
+    adaptive: bool = False
+    """Let the bound for new leases follow what rollouts are still good for."""
+    min_staleness: int = Field(default=0, ge=0)
+    """Smallest bound that `adaptive` may choose, optimizer steps; max_staleness is the largest."""
 
     @property
     def initial_publish_period(self) -> int:
@@ -352,7 +355,6 @@ class Config(Section):
     reward: RewardSection
     sampling: SamplingSection
     sync: SyncSection
-    adaptive: AdaptiveSection
     leases: LeasesSection
     batch: BatchSection
     loss: LossSection

@@ -46,19 +46,11 @@ class RentedSection(PricedSection):
 class ActivationSection(Section):
     """Which workers generate and which stand by, by what they cost."""
 
-    mode: Literal["off", "shadow", "on"] = "on"
-    """on chooses among workers that state prices; shadow only notes what it would choose."""
+    mode: Literal["off", "on"] = "on"
+    """on: the cheapest sufficient set of the workers that state prices generates."""
     margin: float = Field(default=0.1, ge=0, le=10)
     """Share by which the rate of the active workers is to exceed the required one."""
     budget_per_h: float | None = Field(default=None, gt=0)
     """$ per hour for active workers and their traffic, without the learner; unset: no limit."""
     budget_per_run: float | None = Field(default=None, gt=0)
     """$ for all that states a price; then the run ends with a checkpoint. Unset: no limit."""
-    min_saving: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the cost that another set of workers must save."""
-    min_dwell_s: Seconds = Field(default=120.0, ge=0)
-    """Seconds that a worker stays active at least, unless a budget is passed."""
-    review_s: Seconds = Field(default=10.0, gt=0)
-    """Seconds between two looks at least."""
-    lost_counts_for_s: Seconds = Field(default=3600.0, ge=0)
-    """Seconds that a machine is paid for after it fell silent, or left without being given back."""

@@ -138,22 +138,3 @@ class AttributionSection(Section):
     """Rollouts of the batch that are scored again, under the versions that sampled them."""
     retention_bytes: Bytes = Field(default=4 * 2**30, ge=0)
     """Bytes of published versions kept on the learner's disk for it."""
-
-
-class AdaptiveSection(Section):
-    """A bound on staleness that follows what rollouts are still good for."""
-
-    mode: Literal["off", "shadow", "on"] = "shadow"
-    """shadow notes its decisions and follows none; on follows them, up to sync.max_staleness."""
-    least: int = Field(default=0, ge=0)
-    """Smallest bound that it may choose, optimizer steps."""
-    most: int | None = Field(default=None, ge=0)
-    """Largest one; unset: sync.max_staleness, which it never passes."""
-    ess_low: float = Field(default=0.8, gt=0, lt=1)
-    """Effective sample size, as a share, below which rollouts are too old."""
-    kl_high: float = Field(default=0.05, gt=0)
-    """Divergence from the sampler, nats per token, above which they are."""
-    clip_high: float = Field(default=0.1, gt=0)
-    """Share of tokens clipped above which they are."""
-    patience_steps: int = Field(default=5, ge=1)
-    """Optimizer steps between two decisions."""

@@ -73,7 +73,7 @@ def open_run(
         ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
         on_failure.callback(ledger.close)
         start = find_start(config, ledger, identity, resume=resume, log=log)
-        spent = resumed_spending(config, ledger, resume=resume)
+        spent = resumed_spending(ledger, resume=resume)
         trainer = build_trainer(config, data.model_dir, start, data.lora)
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
         buffer = StalenessBuffer(

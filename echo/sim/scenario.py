@@ -47,15 +47,11 @@ class PriceChange:
 class ActivationRule:
     """Which workers generate and which stand by, as `[activation]` of a run's configuration."""
 
-    is_applied: bool = True
-    """Whether decisions are followed, and not only noted."""
     margin: float = 0.1
-    min_saving: float = 0.05
-    min_dwell_s: float = 120.0
-    review_s: float = 10.0
     budget_per_h: float = math.inf
     budget_per_run: float = math.inf
-    lost_counts_for_s: float = 3600.0
+    min_dwell_s: float = 120.0
+    """As the default of `ActivationSettings`; shorter where a run is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

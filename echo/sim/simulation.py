@@ -257,10 +257,9 @@ class Simulation:
             self.history.lost(reason, self.groups.length(group.group_id).num_tokens)
             self._journal.ended(group.group_id)
             self.groups.forget(group.group_id)
-        spent, rule = 0.0, self.scenario.activation
-        if self.learner.activating is not None and rule is not None:
-            meter = self.learner.activating.meter
-            spent = spent_before(meter, away_s=away_s, lost_counts_for_s=rule.lost_counts_for_s)
+        spent = 0.0
+        if self.learner.activating is not None:
+            spent = spent_before(self.learner.activating.meter, away_s=away_s)
         self.learner = self._make_learner(start, spent=spent)
         self.learner.start()
 

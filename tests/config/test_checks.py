@@ -33,13 +33,11 @@ def test_auto_never_deadlocks() -> None:
 
 
 def test_the_adaptive_bound_lies_within_the_hard_one() -> None:
-    parse_config({}, ["sync.max_staleness=6", "adaptive.most=6", "adaptive.least=6"])
-    assert "at most sync.max_staleness = 6" in problems_of(
-        "sync.max_staleness=6", "adaptive.most=7"
-    )
-    assert "must be at most 3, the largest bound" in problems_of(
-        "sync.max_staleness=6", "adaptive.most=3", "adaptive.least=4"
-    )
+    hard = "sync.max_staleness=6"
+    parse_config({}, [hard, "sync.adaptive=true", "sync.min_staleness=6"])
+    text = problems_of(hard, "sync.adaptive=true", "sync.min_staleness=7")
+    assert "must be at most sync.max_staleness = 6" in text
+    assert "sync.adaptive is false" in problems_of(hard, "sync.min_staleness=1")
 
 
 def test_unfinished_rollouts_within_the_bound() -> None:

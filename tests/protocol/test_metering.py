@@ -18,7 +18,6 @@ def make(**changes: Any) -> Meter:
     given = {
         "learner_per_h": 2.0,
         "learner_per_gb": 0.0,
-        "lost_counts_for_s": HOUR,
         "spent": 0.0,
         "now": 0.0,
     }

@@ -13,7 +13,7 @@ import pytest
 
 from echo.runtime.retirement import Terms, release
 from tests.runtime.harness import Play, Run, running
-from tests.runtime.test_activation import QUICK, slow_learner, until
+from tests.runtime.test_activation import slow_learner, until
 
 LOG = logging.getLogger("test.retirement")
 
@@ -82,7 +82,7 @@ def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
     play: Play, tmp_path: Path
 ) -> None:
     async def scenario(run: Run) -> None:
-        learner = await slow_learner(run, activation=QUICK)
+        learner = await slow_learner(run)
         terms = {"exit_when_parked_for_s": 0.3, "on_release": f"touch {tmp_path}/released"}
         needed = await run.worker("w1", worker={"price_per_h": 0.2})
         spare = await run.worker("w2", worker={"price_per_h": 5.0, **terms})
@@ -98,7 +98,7 @@ def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
 
 def test_a_release_that_fails_goes_on_counting(play: Play) -> None:
     async def scenario(run: Run) -> None:
-        learner = await slow_learner(run, activation=QUICK)
+        learner = await slow_learner(run)
         terms = {"max_lifetime_s": 3600.0, "on_release": "exit 1"}
         stays = await run.worker("w1", worker={"price_per_h": 0.2})
         leaves = await run.worker("w2", worker={"price_per_h": 5.0, **terms})

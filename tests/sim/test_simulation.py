@@ -356,13 +356,6 @@ def test_the_share_of_useful_groups_is_what_the_activation_reckons_with() -> Non
     assert sum(shares) / len(shares) == pytest.approx(0.5, abs=0.15)
 
 
-def test_shadow_decides_and_changes_nothing() -> None:
-    scenario = crowded(is_applied=False)
-    summary, history = simulate(scenario)
-    assert history.decisions
-    assert summary.num_standby == 0
-
-
 def test_a_run_ends_when_its_budget_is_spent() -> None:
     full, _ = simulate(crowded())
     summary, _ = simulate(crowded(budget_per_run=full.cost / 2))
