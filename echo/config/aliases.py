@@ -111,7 +111,6 @@ _NAMES: Mapping[str, str] = {
     "tis_clip": "loss.importance_cap",
     "behave_imp_weight_cap": "loss.importance_cap",
     "vllm_importance_sampling_cap": "loss.importance_cap",
-    "tis_clip_low": "loss.importance_floor",
     "m2_threshold": "loss.max_second_moment",
     "sapo_temperature_pos": "loss.tau_positive",
     "sapo_temperature_neg": "loss.tau_negative",

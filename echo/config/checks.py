@@ -93,13 +93,6 @@ def _check_sync(config: Config) -> Iterator[Problem]:
 
 def _check_rollout(config: Config) -> Iterator[Problem]:
     rollout, bound = config.rollout, config.sync.max_staleness
-    age = rollout.max_partial_age
-    if age is not None and age > bound:
-        yield _problem(
-            f"must be at most sync.max_staleness = {bound}: older tokens are never trained on",
-            "rollout.max_partial_age",
-            "sync.max_staleness",
-        )
     if rollout.over_submission > 1 and not bound:
         yield _problem(
             "has no use with sync.max_staleness = 0: what the stop leaves unfinished would be too "
@@ -121,11 +114,9 @@ def _check_exact_version(config: Config) -> Iterator[Problem]:
     if config.agent.enabled:
         text = "cannot be with agent.enabled, newer weights would wait for as long as agents like"
         yield _problem(f"{text}; they may ask for exact_version themselves", key, "agent.enabled")
-    ages = (rollout.stale_tokens != "keep", rollout.max_partial_age is not None)
-    for name, is_set in zip(("stale_tokens", "max_partial_age"), ages, strict=True):
-        if is_set:
-            text = f"has no use with {key}, where no group has tokens of several versions"
-            yield _problem(text, f"rollout.{name}", key, is_idle=True)
+    if rollout.stale_tokens != "keep":
+        text = f"has no use with {key}, where no group has tokens of several versions"
+        yield _problem(text, "rollout.stale_tokens", key, is_idle=True)
 
 
 def _check_network(config: Config) -> Iterator[Problem]:
@@ -177,22 +168,6 @@ def _check_loss(config: Config) -> Iterator[Problem]:
                 "loss.kind",
                 is_idle=True,
             )
-    if loss.importance_floor and (loss.importance_weight or "token_tis").endswith("tis"):
-        yield _problem(
-            "has no effect: a truncated weight has no lower bound; use loss.importance_weight = "
-            '"token_mis" or "sequence_mis"',
-            "loss.importance_floor",
-            "loss.importance_weight",
-            is_idle=True,
-        )
-    reference = config.reference
-    if reference.kl_coef and reference.kl_estimator == "k1" and not reference.importance_weighted:
-        yield _problem(
-            "pulls nowhere without importance weights: its gradient has expectation 0; write "
-            '"k2" or "k3", or reference.importance_weighted = true',
-            "reference.kl_estimator",
-            "reference.importance_weighted",
-        )
     if loss.overlong_buffer_tokens > config.sampling.max_completion_tokens:
         yield _problem(
             "must be at most sampling.max_completion_tokens = "
@@ -249,35 +224,8 @@ def _check_lora(config: Config) -> Iterator[Problem]:
 
 
 def _check_costs(config: Config) -> Iterator[Problem]:
-    """Report limits that contradict each other, and what needs a price that is missing."""
-    worker, activation, patience_s = (
-        config.worker,
-        config.activation,
-        config.network.reconnect_for_s,
-    )
-    gone_s, parked_s = worker.exit_if_learner_gone_s, worker.exit_when_parked_for_s
-    lifetime_s = worker.max_lifetime_s
-    if gone_s is not None and gone_s < config.network.dead_after_s:
-        yield _problem(
-            f"must be at least network.dead_after_s = {config.network.dead_after_s:g}, or a short "
-            "silence would end the worker",
-            "worker.exit_if_learner_gone_s",
-            "network.dead_after_s",
-        )
-    if gone_s is not None and gone_s >= patience_s:
-        yield _problem(
-            f"must be below network.reconnect_for_s = {patience_s:g}, after which the worker gives "
-            "up with an error and gives nothing back",
-            "worker.exit_if_learner_gone_s",
-            "network.reconnect_for_s",
-        )
-    if parked_s is not None and lifetime_s is not None and parked_s >= lifetime_s:
-        yield _problem(
-            f"has no effect: worker.max_lifetime_s = {lifetime_s:g} ends it before",
-            "worker.exit_when_parked_for_s",
-            "worker.max_lifetime_s",
-            is_idle=True,
-        )
+    """Report a budget that nothing keeps, and what needs a price that is missing."""
+    activation = config.activation
     if activation.mode != "off" and config.sync.mode == "pull" and activation.budget_per_h:
         yield _problem(
             'has no effect with sync.mode = "pull", where the learner waits for every worker\'s '
@@ -286,7 +234,7 @@ def _check_costs(config: Config) -> Iterator[Problem]:
             "sync.mode",
             is_idle=True,
         )
-    if config.worker.price_per_h is None and worker.losses_per_h:
+    if config.worker.price_per_h is None and config.worker.losses_per_h:
         yield _problem(
             "is of use only with worker.price_per_h, which is missing",
             "worker.losses_per_h",
@@ -326,17 +274,10 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
     no_hub = "model.name is a directory, not a hub id"
     no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")
-    is_off = config.attribution.interval_steps == 0
-    no_look = (is_off, "attribution.interval_steps = 0", "attribution.interval_steps")
     no_agent = (not config.agent.enabled, "agent.enabled is false", "agent.enabled")
     no_lora = (config.lora.rank == 0, "lora.rank = 0", "lora.rank")
     is_free = config.activation.mode == "off"
     no_choice = (is_free, 'activation.mode = "off"', "activation.mode")
-    no_release = (
-        config.worker.on_release is None,
-        "worker.on_release is not set",
-        "worker.on_release",
-    )
     no_delay = (config.delays.law == "off", 'delays.law = "off"', "delays.law")
     idle = {
         **{
@@ -349,15 +290,9 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
         "lora.target_modules": no_lora,
         "activation.margin": no_choice,
         "activation.budget_per_h": no_choice,
-        "worker.release_timeout_s": no_release,
-        "attribution.num_rollouts": no_look,
-        "attribution.retention_bytes": no_look,
         "reference.name": no_pull,
-        "reference.revision": no_pull,
         "reference.kl_estimator": no_pull,
-        "reference.importance_weighted": no_pull,
         "model.revision": (is_directory, no_hub, "model.name"),
-        "model.cache_dir": (is_directory, no_hub, "model.name"),
         "worker.advertise": (
             config.worker.listen is None,
             "worker.listen is not set, so nobody can dial this worker",
@@ -373,7 +308,6 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             "metrics.wandb is false",
             "metrics.wandb",
         ),
-        "ui.refresh_per_s": (config.ui.live == "off", 'ui.live is "off"', "ui.live"),
     }
     for key, (is_idle, why, cause) in idle.items():
         section, name = key.split(".")

@@ -42,7 +42,6 @@ INHERITED_KEYS: tuple[str, ...] = (
     "lora.target_modules",
     "rollout.over_submission",
     "rollout.stale_tokens",
-    "rollout.max_partial_age",
     "rollout.exact_version",
     "rollout.partial_ship_s",
     "delays.law",

@@ -28,14 +28,13 @@ LOSS_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "dr_grpo": (*_CLIPS, "dual_clip"),
     "dapo": (*_CLIPS, "dual_clip", "aggregation"),
     "gspo": _CLIPS,
-    "gepo": (*_CLIPS, "scope", "gate_kl", "sampler_kl_coef", "refuse_mixtures"),
+    "gepo": (*_CLIPS, "gate_kl", "sampler_kl_coef"),
     "cispo": _CLIPS,
     "decoupled_ppo": (
         *_CLIPS,
         "dual_clip",
         "proximal",
         "importance_weight",
-        "importance_floor",
         "importance_cap",
     ),
     "m2po": ("max_second_moment",),
@@ -64,7 +63,7 @@ RANGE_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "dapo": {"clip_low": 0.2},
     "gspo": {"clip_low": 0.02},
     "gepo": {"clip_low": 0.2},
-    "decoupled_ppo": {"clip_low": 0.2, "importance_floor": 0.0},
+    "decoupled_ppo": {"clip_low": 0.2},
     "m2po": {"max_second_moment": 0.04},
     "dppo_tv": {"max_probability_gap": 0.2},
 }
@@ -75,7 +74,6 @@ _LEAST_RATIO: Mapping[str, Callable[[float], float]] = {
     "clip_low": lambda width: 1 - width,
     "max_probability_gap": lambda gap: 1 - gap,  # of a token that the sampler was sure of
     "max_second_moment": lambda moment: math.exp(-math.sqrt(moment)),
-    "importance_floor": lambda ratio: ratio,
     "geometric_low": lambda ratio: ratio,
     "veto": lambda ratio: ratio,
     "opsm": lambda nats: math.exp(-nats),
@@ -136,14 +134,11 @@ def least_ratios(settings: Mapping[str, Any]) -> dict[str, float]:
         name: default if settings[name] is None else settings[name]
         for name, default in options.items()
     }
-    found = {
+    return {
         name: _LEAST_RATIO[name](value)
         for name, value in values.items()
         if name in _LEAST_RATIO and value is not None and value is not False
     }
-    if settings["importance_weight"] == "sequence_mis" and found.get("importance_floor"):
-        found["importance_floor"] = 1.0  # of a product over the rollout, which falls below any
-    return found
 
 
 def loss_options(settings: Mapping[str, Any], *, max_completion_tokens: int) -> dict[str, Any]:

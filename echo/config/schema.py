@@ -34,7 +34,6 @@ from echo.config.profiles import preset_publish_period
 from echo.config.schema_agent import AgentSection
 from echo.config.schema_cost import ActivationSection, Dollars, PricedSection, RentedSection
 from echo.config.schema_learning import (
-    AttributionSection,
     DelaysSection,
     LossSection,
     OptimizerSection,
@@ -77,8 +76,6 @@ class ModelSection(Section):
     """File with a Jinja chat template that replaces the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for the chat template, such as enable_thinking."""
-    cache_dir: str | None = None
-    """Directory for downloads from the hub, where HF_HOME is not wanted."""
 
 
 class SamplingSection(Section):
@@ -156,8 +153,6 @@ class LearnerSection(Section):
     """Tokens, padding included, per forward and backward pass."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    vocab_chunk: int = Field(default=8192, ge=1)
-    """Vocabulary entries whose logits exist at one time."""
     price_per_h: Dollars | None = None
     """$ per hour for this machine; unset: not counted. Its traffic has network.price_per_gb."""
     init_from: str | None = None
@@ -180,8 +175,6 @@ class WorkerSection(RentedSection):
     """Where to generate: auto, cpu, cuda or cuda:N."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 takes all cores."""
-    memory_budget_bytes: Bytes | None = Field(default=None, gt=0)
-    """Bytes for weights and KV cache; left out, what the device has free."""
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
     """Rollouts generated at one time; left out, as many as the memory holds."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -196,8 +189,6 @@ class RolloutSection(Section):
     """Groups in the engine for each that is waited for; the rest goes on later; 1 is off."""
     stale_tokens: Literal["keep", "mask", "drop"] = "keep"
     """Tokens of older versions in a continued rollout: train on them, mask them, begin anew."""
-    max_partial_age: int | None = Field(default=None, ge=0)
-    """Steps that a token may be old when its rollout is continued; unset: sync.max_staleness."""
     exact_version: bool = False
     """Sample each group by one version alone: newer weights wait until what has begun is whole."""
     partial_ship_s: OptionalSeconds = Field(default=30.0, ge=1)
@@ -214,11 +205,9 @@ class EngineSection(Section):
     """Where vLLM runs: inline (the worker's process) or engine (its own); auto: inline on a CPU."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """At a swap in flight: recompute keys and values, or keep them and sample from a mixture."""
-    timeout_s: Seconds = Field(default=120.0, gt=0)
-    """Seconds without an answer after which vLLM counts as dead and is started anew."""
     version_wait_s: Seconds = Field(default=30.0, ge=0)
     """Seconds that a lease waits here for the weights that it asks for; then another gets it."""
-    vllm: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
     """vLLM's own engine arguments, such as tensor_parallel_size; unknown ones are refused."""
 
 
@@ -254,8 +243,6 @@ class EvalSection(Section):
     """Optimizer steps between evaluations; 0 is never."""
     num_prompts: int = Field(default=256, ge=1)
     """Held-out prompts per evaluation."""
-    seed: int = Field(default=1, ge=0, lt=2**63)
-    """Seed of the choice of prompts and of sampling."""
 
 
 class NetworkSection(Section):
@@ -289,8 +276,6 @@ class NetworkSection(Section):
     """Bytes that versions may take together; unset: nine tenths of what is free at the start."""
     sockets_per_link: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
     """Connections to one parent for weights; auto decides by what the kernel allows."""
-    max_unacked_groups: int = Field(default=64, ge=1)
-    """Finished groups that a worker or relay holds until the learner has them on disk."""
 
 
 class SecuritySection(Section):
@@ -323,6 +308,8 @@ class MetricsSection(Section):
     """Log to Weights & Biases; WANDB_MODE=offline keeps it on this disk."""
     wandb_project: str = Field(default="echo", min_length=1)
     """Project on Weights & Biases."""
+    attribution_steps: int = Field(default=0, ge=0)
+    """Optimizer steps between looks at where the mismatch with the sampler is from; 0: never."""
 
 
 class UiSection(Section):
@@ -331,8 +318,6 @@ class UiSection(Section):
     roles = ROLES
     live: Literal["auto", "on", "off"] = "auto"
     """Live view; auto shows it on a terminal and writes plain lines elsewhere."""
-    refresh_per_s: float = Field(default=4.0, gt=0, le=30)
-    """Redraws per second."""
 
 
 class FaultsSection(Section):
@@ -374,7 +359,6 @@ class Config(Section):
     security: SecuritySection
     limits: LimitsSection
     delays: DelaysSection
-    attribution: AttributionSection
     metrics: MetricsSection
     ui: UiSection
     faults: FaultsSection

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from echo.config.fields import OptionalSeconds, Seconds
+from echo.config.fields import OptionalSeconds
 from echo.config.section import Section
 
 Dollars = Annotated[float, Field(ge=0)]
@@ -29,18 +29,10 @@ class RentedSection(PricedSection):
 
     losses_per_h: Dollars = 0.0
     """How often such a machine is taken away, as a spot machine is."""
-    restart_s: Seconds = Field(default=300.0, ge=0)
-    """Seconds until a lost machine is replaced."""
-    exit_when_parked_for_s: OptionalSeconds = Field(default=None, gt=0)
-    """Seconds on standby after which to give the machine back; unset or false: never."""
-    max_lifetime_s: OptionalSeconds = Field(default=None, gt=0)
-    """Seconds after which to give it back in any case, work in hand finished; unset: never."""
-    exit_if_learner_gone_s: OptionalSeconds = Field(default=None, gt=0)
-    """Seconds without the learner after which to give it back; unset: network.reconnect_for_s."""
     on_release: str | None = Field(default=None, min_length=1)
-    """Shell command that gives the machine back: at the end of the run and at the exits above."""
-    release_timeout_s: Seconds = Field(default=60.0, gt=0)
-    """Seconds that on_release may take."""
+    """Shell command that gives the machine back: at the end of the run, or when it is released."""
+    release_after_s: OptionalSeconds = Field(default=None, gt=0)
+    """Seconds on standby, or without the learner, after which to leave; unset or false: never."""
 
 
 class ActivationSection(Section):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from echo.config.fields import Bytes, Off, Seconds
+from echo.config.fields import Off, Seconds
 from echo.config.losses import LossKind
 from echo.config.section import Section
 
@@ -37,12 +37,8 @@ class LossSection(Section):
     """Bound on the ratio where the advantage is negative; unset: grpo 3, else off; false is off."""
     aggregation: Literal["token_mean", "sequence_mean"] | None = None
     """Mean over tokens, or over rollouts; unset: token_mean (sapo sequence_mean)."""
-    scope: Literal["group", "micro_batch"] | None = None
-    """gepo: over what the expectation is taken; unset: group."""
     gate_kl: float | None = Field(default=None, gt=0)
     """gepo: KL in nats per token below which a rollout's own ratio is used (GEPO+ has 0.002)."""
-    refuse_mixtures: bool | None = None
-    """gepo: leave out groups that several policy versions sampled; unset: no."""
     sampler_kl_coef: float | None = Field(default=None, ge=0)
     """gepo, dppo_tv: weight of the distance to the sampler; unset: 0."""
     proximal: Literal["recompute", "loglinear"] | None = None
@@ -51,8 +47,6 @@ class LossSection(Section):
         None
     )
     """decoupled_ppo: how proximal / sampler is bounded; unset: token_tis."""
-    importance_floor: float | None = Field(default=None, ge=0, le=1)
-    """decoupled_ppo: ratio below which a masking weight drops; unset: 0."""
     importance_cap: float | None = Field(default=None, ge=1)
     """decoupled_ppo: ratio at which the weight is cut or drops; unset: 2."""
     max_second_moment: float | None = Field(default=None, ge=0)
@@ -101,12 +95,8 @@ class ReferenceSection(Section):
     """Weight of the divergence from it, per token; 0 is off."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How the divergence is estimated from a token's two log-probabilities."""
-    importance_weighted: bool = True
-    """Correct for tokens of older versions; false is GRPO's own term."""
     name: str | None = Field(default=None, min_length=1)
     """Directory or hub id; unset: the weights that the run started from."""
-    revision: str | None = None
-    """Branch, tag or commit on the hub."""
 
 
 class DelaysSection(Section):
@@ -127,14 +117,3 @@ class DelaysSection(Section):
     """Probability of a delay between both quantiles."""
     speedup: float = Field(default=1.0, gt=0)
     """Emulated time: delays pass so many times faster; 600 makes three seconds of half an hour."""
-
-
-class AttributionSection(Section):
-    """A look at where the mismatch between sampler and learner comes from."""
-
-    interval_steps: int = Field(default=0, ge=0)
-    """Optimizer steps between measurements; 0 is never."""
-    num_rollouts: int = Field(default=8, ge=1)
-    """Rollouts of the batch that are scored again, under the versions that sampled them."""
-    retention_bytes: Bytes = Field(default=4 * 2**30, ge=0)
-    """Bytes of published versions kept on the learner's disk for it."""

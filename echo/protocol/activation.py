@@ -39,6 +39,8 @@ RECOVERY = 0.2
 """By how much of the difference to 1 the correction of the rates returns with each question."""
 CORRECTED = 0.9
 """Below this correction the rates are asked about again once the learner waits no more."""
+RESTART_S = 300.0
+"""Until a lost machine is replaced: renting one, starting it and catching up take minutes."""
 MIN_STEPS = 3
 """Steps before T_train counts as known; the first ones contain start-up."""
 MAX_STEPS = 8
@@ -301,7 +303,7 @@ class Activation:
             price_per_h=price.per_h or 0.0,
             price_per_gb=price.per_gb,
             losses_per_h=price.losses_per_h,
-            restart_s=price.restart_s,
+            restart_s=RESTART_S,
             region=member.region,
             can_listen=member.advertise is not None,
             down_bytes_per_s=down or UNLIMITED,

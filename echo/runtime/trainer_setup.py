@@ -53,7 +53,6 @@ def build_trainer(
         init_tensors=tensors,
         lora=lora,
         micro_batch_tokens=learner.micro_batch_tokens,
-        vocab_chunk=learner.vocab_chunk,
         gradient_checkpointing=learner.gradient_checkpointing,
         attn_implementation=config.model.attn_implementation,
         seed=config.run.seed,
@@ -89,7 +88,6 @@ def build_loss(config: Config) -> Loss:
         loss=loss,
         coef=reference.kl_coef,
         estimator=reference.kl_estimator,
-        importance_weighted=reference.importance_weighted,
     )
 
 
@@ -101,6 +99,4 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> Refere
     if section.name is None:
         tensors = initial_weights(config, lora)
         return ReferenceModel(model_dir=model_dir, tensors=tensors, lora=lora)
-    return ReferenceModel(
-        model_dir=resolve_model(section.name, section.revision, config.model.cache_dir)
-    )
+    return ReferenceModel(model_dir=resolve_model(section.name))

@@ -65,7 +65,7 @@ class Settings:
     """Of a version in full, where those of the job are deltas; None if each is sent in full."""
     checkpoint_steps: int = 10
     """Between checkpoints, from which a learner that died goes on."""
-    exit_when_parked_for_s: float | None = None
+    release_after_s: float | None = None
     """On standby, after which a worker leaves and gives its machine back; None for never."""
     heartbeat_s: float = 5.0
     dead_after_s: float = 45.0
@@ -73,7 +73,6 @@ class Settings:
     reconnect_for_s: float = 3600.0
     keep_versions: int = 2
     window_bytes: float = 8 << 20
-    max_unacked_groups: int = 64
     is_paced: bool = True
     """Whether leases hold workers back; without, whoever has room is given work."""
     queue_share: float = 1.0

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.planner.fleet import Offer
 from echo.planner.publish_pace import PublishPace
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.delivery import Outbox
+from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox
 from echo.protocol.joining import NodeSettings
 from echo.protocol.price import Price
 from echo.protocol.relay_session import RelaySession
@@ -194,7 +194,6 @@ class Simulation:
             per_h=self.scenario.price_per_h(offer, self.clock.now),
             per_gb=offer.price_per_gb * self._versions.scale,
             losses_per_h=offer.losses_per_h,
-            restart_s=offer.restart_s,
         )
 
     def start_worker(self, site: Site) -> None:
@@ -204,9 +203,7 @@ class Simulation:
         has_relay = scenario.fleet.has_relay(offer)
         address = _relay_address(offer.region) if has_relay else LEARNER_ADDRESS
         node_settings = self._node_settings(site.port, "worker", address, self._price(offer))
-        outbox = Outbox(
-            max_parcels=settings.max_unacked_groups, retry_s=max(2.0, 2 * settings.heartbeat_s)
-        )
+        outbox = Outbox(max_parcels=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * settings.heartbeat_s))
         session = WorkerSession(node_settings, self._broadcast(site.name), outbox, now=now)
         engine = EngineModel(
             tokens_per_s=site.tokens_per_s,
@@ -226,7 +223,7 @@ class Simulation:
             setup_s=settings.setup_s,
             swap_s=settings.swap_s,
             is_pausing=job.has_pausing_workers,
-            parked_for_s=settings.exit_when_parked_for_s,
+            parked_for_s=settings.release_after_s,
             on_end=lambda worker: self._ended(site, worker),
         )
         if site.rental is None:

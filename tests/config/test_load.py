@@ -331,8 +331,8 @@ def test_options_that_another_loss_lacks_give_way_on_resume(tmp_path: Path) -> N
 
 def test_what_is_asked_for_now_does_not_give_way(tmp_path: Path) -> None:
     path = saved(tmp_path, "loss.dual_clip=4")
-    with pytest.raises(ConfigError, match=r"--set: loss\.scope .* has no effect"):
-        load_resolved(path, ["loss.kind=gspo", "loss.scope=group"])
+    with pytest.raises(ConfigError, match=r"--set: loss\.gate_kl .* has no effect"):
+        load_resolved(path, ["loss.kind=gspo", "loss.gate_kl=0.1"])
     own = saved(tmp_path, "loss.kind=mine:loss", "loss.options.a=1", "loss.options.b=2")
     assert load_resolved(own, ["loss.kind=grpo"]).loss.options == {}
     # In a file written by hand, every value was asked for.

@@ -129,7 +129,7 @@ def test_without_a_price_there_is_nothing_to_show(roster: Roster) -> None:
     assert meter.total == 0.0
 
 
-@pytest.mark.parametrize("field", ["per_h", "per_gb", "losses_per_h", "restart_s"])
+@pytest.mark.parametrize("field", ["per_h", "per_gb", "losses_per_h"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_a_price_that_is_none_is_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"price.{field}"):
