@@ -12,7 +12,8 @@ from echo.config.describe import dry_run_text
 from echo.config.footprint import ModelFacts
 from echo.config.machine import read_machine, read_model_facts
 from echo.config.memory import Budget, memory_budget
-from echo.config.schema import Config, ModelSection, Role
+from echo.config.schema import Config, ModelSection
+from echo.config.section import Role
 from echo.errors import ConfigError, DataError, EchoError
 from echo.extras import import_extra
 from echo.runtime.listening_socket import listening_socket

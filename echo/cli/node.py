@@ -17,7 +17,8 @@ from echo.cli.process import run_loop, run_node
 from echo.config.describe import schema_help
 from echo.config.diff import diff_configs
 from echo.config.load import load_config, load_resolved, parse_config
-from echo.config.schema import Config, Role
+from echo.config.schema import Config
+from echo.config.section import Role
 from echo.errors import ConfigError, EchoError
 from echo.extras import find_config
 from echo.runtime import wiring

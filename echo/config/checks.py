@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 from echo.config.fields import has_secret
 from echo.config.layers import Problem
-from echo.config.leaves import leaves, show
-from echo.config.losses import least_ratios, refusal_of
-from echo.config.profiles import DEFAULT_PROFILE, PROFILES
-from echo.config.schema import Config, Role
+from echo.config.leaves import kinds_of, leaves, show
+from echo.config.schema import Config
+from echo.config.section import Role
 from echo.units import format_bytes
 
 BYTES_PER_TOKEN = 17
@@ -152,22 +151,8 @@ def _check_security(config: Config) -> Iterator[Problem]:
 
 
 def _check_loss(config: Config) -> Iterator[Problem]:
-    """Report options of [loss] that its kind would not read, and a buffer without room."""
+    """Report a buffer without room."""
     loss = config.loss
-    own, usual = (PROFILES[name]["loss.kind"] for name in (config.profile, DEFAULT_PROFILE))
-    origin = f", the default of the profile {config.profile}" if loss.kind == own != usual else ""
-    for (section, name), leaf in ((path, leaf) for path, leaf in leaves().items() if path[1:]):
-        if section != "loss" or getattr(loss, name) == leaf.defaults[config.profile]:
-            continue
-        reason = refusal_of(loss.kind, name)
-        if reason is not None:
-            key = f"options.{next(iter(loss.options))}" if name == "options" else name
-            yield _problem(
-                f"has no effect with loss.kind = {show(loss.kind)}{origin}: {reason}",
-                f"loss.{key}",
-                "loss.kind",
-                is_idle=True,
-            )
     if loss.overlong_buffer_tokens > config.sampling.max_completion_tokens:
         yield _problem(
             "must be at most sampling.max_completion_tokens = "
@@ -182,7 +167,7 @@ def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
     if role != "learner":  # others do not know the loss
         return
     sampling, loss = config.sampling, config.loss
-    reached = least_ratios(loss.model_dump())
+    reached = loss.least_ratios()
     if not reached:
         return
     option = max(reached, key=lambda name: reached[name])
@@ -190,8 +175,7 @@ def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
         value = getattr(sampling, name)
         if value == off or reached[option] <= ratio + 1e-9:
             continue
-        own = getattr(loss, option)
-        given = f"loss.{option} {f'= {own:g}' if own is not None else 'unset'}"
+        given = f"loss.{option} = {getattr(loss, option):g}"
         yield _problem(
             f"truncates what workers sample, while the learner scores the whole distribution: "
             f"ratios are below 1 from the start, and {show(loss.kind)} with {given} learns nothing "
@@ -309,10 +293,11 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             "metrics.wandb",
         ),
     }
+    known = leaves(kinds_of(config))
     for key, (is_idle, why, cause) in idle.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
-        if is_idle and value != leaves()[section, name].defaults[config.profile]:
+        if is_idle and value != known[section, name].defaults[config.profile]:
             text = f"has no effect: {why}; remove one of the two"
             yield _problem(text, key, cause, is_idle=True)
 

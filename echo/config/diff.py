@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from echo.config.leaves import leaves, show
+from echo.config.leaves import kinds_of, leaves, show
 from echo.config.load import resolved
 from echo.config.schema import Config
 
@@ -105,7 +105,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
     """Return the settings that differ, in the order of the schema."""
     before, after = resolved(old), resolved(new)
     changes = []
-    for path, leaf in leaves().items():
+    for path, leaf in {**leaves(kinds_of(old)), **leaves(kinds_of(new))}.items():
         was, now = _at(before, path), _at(after, path)
         if was != now:
             is_safe, why = classify(leaf.key)
@@ -122,6 +122,7 @@ def classify(key: str) -> tuple[bool, str]:
 
 
 def _at(table: Any, path: tuple[str, ...]) -> Any:
+    """Return the value of a key; None for one that the chosen kind of its section has not."""
     for part in path:
-        table = table[part]
+        table = table.get(part)
     return table

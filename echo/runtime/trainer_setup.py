@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.reference import ReferenceKlLoss
-from echo.config.losses import advantage_options, loss_options
 from echo.config.schema import Config
 from echo.engine.custom_loss import load_loss
 from echo.engine.device import pick_device, pick_dtype, set_num_threads
@@ -43,7 +43,11 @@ def build_trainer(
         ),
         temperature=config.sampling.temperature,
         advantages=AdvantageSettings(
-            **advantage_options(loss.model_dump(), max_completion_tokens=max_tokens),
+            normalize_by_std=loss.normalize_by_std,
+            leave_one_out=loss.leave_one_out,
+            max_completion_tokens=max_tokens,
+            overlong_buffer_tokens=loss.overlong_buffer_tokens,
+            overlong_filter=loss.overlong_filter,
             keep_zero_variance=config.batch.keep_zero_variance,
             max_abs_reward=config.reward.max_abs,
         ),
@@ -78,10 +82,13 @@ def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
 def build_loss(config: Config) -> Loss:
     """Return the policy loss, with the pull towards the reference if there is one."""
     section, reference = config.loss, config.reference
-    options = loss_options(
-        section.model_dump(), max_completion_tokens=config.sampling.max_completion_tokens
-    )
+    options = section.own_options()
+    if section.kind == "dr_grpo":
+        options["max_completion_tokens"] = config.sampling.max_completion_tokens
     loss = load_loss(section.kind, options)
+    masks = RolloutMasks(**section.masks())
+    if not masks.is_off:
+        loss = MaskedLoss(loss=loss, masks=masks)
     if not reference.kl_coef:
         return loss
     return ReferenceKlLoss(

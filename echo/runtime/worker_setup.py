@@ -17,7 +17,7 @@ from echo.config.inherit import apply_inherited, check_inherited
 from echo.config.layers import OVERRIDE
 from echo.config.load import keys_set_by_user
 from echo.config.machine import read_machine
-from echo.config.schema import Config
+from echo.config.schema import Config, VllmSection
 from echo.engine.device import pick_device
 from echo.engine.engine import Engine, Sampling
 from echo.engine.lora import Lora
@@ -225,7 +225,7 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
     device = pick_device(section.device)
     is_gpu = device.startswith("cuda")
     dtype = ("bfloat16" if is_gpu else "float32") if section.dtype == "auto" else section.dtype
-    if how.kind == "vllm":
+    if isinstance(how, VllmSection):
         # Only here: its modules are of use to nobody else.
         from echo.engine.vllm_engine import VllmEngine
 

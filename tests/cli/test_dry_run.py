@@ -10,7 +10,7 @@ import pytest
 from echo.cli.dry_run import check_start, dry_run
 from echo.cli.node import main
 from echo.config.load import parse_config
-from echo.config.schema import ROLES, Role
+from echo.config.section import ROLES, Role
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "tcp://10.0.0.1:7700"

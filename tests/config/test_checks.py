@@ -163,7 +163,7 @@ LEARNS = ("model.name=model",)
     ("overrides", "text"),
     [
         (["profile=wan", "sampling.top_p=0.95"], "sampling.top_p = 1, or let loss.clip_low"),
-        (["profile=wan", "sampling.top_k=20"], "loss.clip_low unset learns nothing from bad"),
+        (["profile=wan", "sampling.top_k=20"], "loss.clip_low = 0.02 learns nothing from bad"),
         (["loss.kind=gepo", "loss.clip_low=0.04", "sampling.top_p=0.95"], "reach down to 0.95"),
         (["loss.geometric_low=0.99", "sampling.top_p=0.95"], "loss.geometric_low = 0.99"),
         (["sampling.top_p=0.7"], "from bad rollouts below 0.8"),

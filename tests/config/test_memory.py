@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from echo.config.footprint import Footprint, ModelFacts
 from echo.config.load import parse_config
 from echo.config.memory import Budget, Machine, memory_budget
-from echo.config.schema import Config, Role
+from echo.config.schema import Config
+from echo.config.section import Role
 
 GIB = 2**30
 QWEN3_600M = ModelFacts(

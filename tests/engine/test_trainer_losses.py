@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput
 from echo.algo.losses import make_loss
 from echo.engine.trainer import Trainer
@@ -43,7 +44,7 @@ LOSSES: dict[str, Loss] = {
     "m2po": make_loss("m2po"),
     "sapo": make_loss("sapo"),
     "dppo_tv": make_loss("dppo_tv", sampler_kl_coef=0.01),
-    "masked": make_loss("grpo", veto=0.3),
+    "masked": MaskedLoss(loss=make_loss("grpo"), masks=RolloutMasks(veto=0.3)),
 }
 
 
@@ -330,7 +331,13 @@ def test_a_batch_refused_throughout_changes_nothing(tiny_model_dir: Path) -> Non
 
 
 def test_masks_report_what_they_drop(tiny_model_dir: Path) -> None:
-    metrics = make_trainer(tiny_model_dir, make_loss("grpo", veto=1.0)).step(make_groups()).metrics
+    metrics = (
+        make_trainer(
+            tiny_model_dir, MaskedLoss(loss=make_loss("grpo"), masks=RolloutMasks(veto=1.0))
+        )
+        .step(make_groups())
+        .metrics
+    )
     assert 0 < metrics["dropped/veto"] <= 1
 
 
