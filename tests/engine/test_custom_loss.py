@@ -57,7 +57,7 @@ def test_a_function_of_the_users_trains() -> None:
     assert needs_of(loss) == LossNeeds()
 
 
-def test_it_may_declare_needs_and_wear_masks() -> None:
+def test_it_may_declare_needs() -> None:
     assert needs_of(load_loss("own_losses:grouped", {})).whole_groups
 
 
