@@ -1,4 +1,4 @@
-"""Compare who is given which group, by speed or evenly, with and without copies of the last ones.
+"""Compare giving groups by speed with and without copies of the last ones.
 
 The real sessions of learner and workers run on a simulated network and virtual time; only sampling
 and training are replaced by their durations. Lengths are log-normal with a heavy tail. The fleets:
@@ -46,11 +46,10 @@ FLEETS = {
     "the same, room for a batch each": Fleet(EQUAL, 16, {"alone": 4.0, "apart_s": 0.1}),
 }
 RULES: dict[str, dict[str, Any]] = {
-    "even": {"dispatch": "even"},
-    "speed": {"dispatch": "speed"},
-    "speed, copies 3": {"dispatch": "speed", "hedge_factor": 3.0},
-    "speed, copies 2": {"dispatch": "speed", "hedge_factor": 2.0},
-    "speed, copies 1.5": {"dispatch": "speed", "hedge_factor": 1.5},
+    "speed": {},
+    "speed, copies 3": {"hedge_factor": 3.0},
+    "speed, copies 2": {"hedge_factor": 2.0},
+    "speed, copies 1.5": {"hedge_factor": 1.5},
 }
 
 

@@ -37,20 +37,19 @@ IMPORTANCE_WEIGHTS: tuple[str, ...] = ("token_tis", "sequence_tis", "token_mis",
 
 
 def importance_weights(
-    log_ratio: Tensor, mask: Tensor, kind: ImportanceWeight, *, floor: float, cap: float
+    log_ratio: Tensor, mask: Tensor, kind: ImportanceWeight, *, cap: float
 ) -> Tensor:
     """Return the bounded importance weight of every token, without gradient.
 
     token_tis     min(r_t, cap)                    truncated importance sampling
     sequence_tis  min(prod_t r_t, cap)             the same for every token of a rollout
-    token_mis     r_t where floor <= r_t <= cap    masked importance sampling, IcePop; else 0
-    sequence_mis  prod_t r_t where in range        else 0 for the whole rollout
+    token_mis     r_t where r_t <= cap             masked importance sampling; else 0
+    sequence_mis  prod_t r_t where <= cap          else 0 for the whole rollout
 
     Args:
         log_ratio: [B, T] log(proximal / sampler), nats.
         mask: [B, T] bool, trained tokens.
         kind: which.
-        floor: lower bound of a mask, >= 0.
         cap: upper bound, > 0.
 
     Returns:
@@ -58,7 +57,7 @@ def importance_weights(
 
     Source: token TIS: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training" (2025); MIS/IcePop: arXiv:2510.18855; bounds as in verl and slime.
-    Differs from the paper: the log-ratio is limited to 20 before exp.
+    Differs from the paper: no lower bound, which IcePop has; the log-ratio is limited to 20.
     Limits: the product over a long rollout leaves every range; prefer the token forms.
     """
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
@@ -68,7 +67,7 @@ def importance_weights(
     if kind.endswith("tis"):
         weights = ratio.clamp(max=cap)
     else:
-        weights = torch.where((ratio >= floor) & (ratio <= cap), ratio, 0.0)
+        weights = torch.where(ratio <= cap, ratio, 0.0)
     return torch.where(mask, weights, 1.0)
 
 

@@ -9,7 +9,7 @@ in the expectation, and leaves the sum.
 
 Rollouts continued under a newer policy mix two policies in one q_i, and groups sampled by several
 versions mix them in one expectation. The paper has one sampler per group; such mixtures deviate
-from it. `groups/mixed` measures them, `refuse_mixtures` leaves them out.
+from it. `groups/mixed` measures them.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded), N rollouts.
 """
@@ -17,7 +17,6 @@ Shapes: B rollouts of this micro-batch, T completion tokens (padded), N rollouts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from echo.algo.loss import (
     LossInputs,
     LossNeeds,
     LossOutput,
-    check_choice,
     check_range,
     required,
     sequence_mean,
@@ -86,10 +84,6 @@ class GepoLoss:
     gate_kl > 0 is GEPO+: rollouts with KL_i below the gate are divided by their own q_i, as in
     GSPO, since there the expectation adds bias and saves nothing. The gate carries no gradient.
 
-    scope = "micro_batch" takes the expectation over all rollouts that happen to share a
-    micro-batch, as the published code did; it is for replication, and the gradient then depends on
-    how the batch is cut.
-
     Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
     Differs from the paper: the expectation is over the group, while the published numbers come from
     random mixed micro-batches; a group that lost a member is left out; k3 is limited; the KL
@@ -103,18 +97,13 @@ class GepoLoss:
     """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.2
     """Range above 1, >= 0; None for no bound."""
-    scope: Literal["group", "micro_batch"] = "group"
-    """Over which rollouts the expectation is taken."""
     gate_kl: float | None = None
     """KL per token, nats, below which a rollout is divided by its own probability (GEPO+ .002)."""
     sampler_kl_coef: float = 0.0
     """c, weight of the KL to the sampler, >= 0; rollouts without an advantage are trained then."""
-    refuse_mixtures: bool = False
-    """Leave out groups that more than one policy version sampled."""
 
     def __post_init__(self) -> None:
         check_clips(self.clip_low, self.clip_high)
-        check_choice("scope", self.scope, ("group", "micro_batch"))
         if self.gate_kl is not None:
             check_range("gate_kl", self.gate_kl, 0.0, float("inf"))
         check_range("sampler_kl_coef", self.sampler_kl_coef, 0.0, float("inf"))
@@ -122,12 +111,7 @@ class GepoLoss:
     @property
     def needs(self) -> LossNeeds:
         """The expectation of complete groups, and what the options ask for."""
-        is_group = self.scope == "group"
-        return LossNeeds(
-            every_rollout=self.sampler_kl_coef > 0 or not is_group,
-            group_expectation=is_group,
-            single_policy=self.refuse_mixtures,
-        )
+        return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch, the tokens of clipped and of gated rollouts."""
@@ -137,7 +121,8 @@ class GepoLoss:
         sampler = torch.where(mask, inputs.sampler_logprobs, 0.0)
         own = sequence_mean(sampler, mask)
         divergence = sequence_mean(kl_k3(learner, sampler), mask)
-        log_denominator = self._log_expectation(inputs, own, has_tokens)
+        given = required(inputs.log_expectation, "log_expectation", self)
+        log_denominator = torch.where(has_tokens, given.detach(), 0.0)
         gated = torch.zeros_like(has_tokens)
         if self.gate_kl is not None:
             gated = has_tokens & (divergence.detach() < self.gate_kl)
@@ -155,11 +140,3 @@ class GepoLoss:
             loss=losses.where(has_tokens, 0.0).sum() / inputs.num_rollouts,
             token_counts=count_tokens(clips | {"gepo/gated": gated}, mask),
         )
-
-    def _log_expectation(self, inputs: LossInputs, own: Tensor, has_tokens: Tensor) -> Tensor:
-        """Return [B] the log of each rollout's denominator."""
-        if self.scope == "group":
-            given = required(inputs.log_expectation, "log_expectation", self)
-            return torch.where(has_tokens, given.detach(), 0.0)
-        kept = torch.where(has_tokens, own, -torch.inf)
-        return torch.logsumexp(2 * kept, 0) - torch.logsumexp(kept, 0)

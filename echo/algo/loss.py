@@ -40,8 +40,6 @@ class LossNeeds:
     for it grows with the group, whatever the budget of tokens."""
     group_expectation: bool = False
     """`log_expectation`; a group that lost a member has none and is left out whole."""
-    single_policy: bool = False
-    """Groups sampled by one policy version each; others are left out whole."""
     batch_scores: bool = False
     """`batch_scores`: a first pass over the batch without gradient, a third more time."""
     reference_logprobs: bool = False

@@ -305,8 +305,6 @@ class DecoupledPpoLoss:
     """Where the proximal policy's log-probabilities come from."""
     importance_weight: ImportanceWeight = "token_tis"
     """How prox / mu is bounded."""
-    importance_floor: float = 0.0
-    """Ratio below which a masking weight drops; 0 for none."""
     importance_cap: float = 2.0
     """Ratio at which a truncating weight stops and above which a masking one drops, > 0."""
 
@@ -315,13 +313,7 @@ class DecoupledPpoLoss:
         _check_dual_clip(self.clip_high, self.dual_clip)
         check_choice("proximal", self.proximal, ("recompute", "loglinear"))
         check_choice("importance_weight", self.importance_weight, IMPORTANCE_WEIGHTS)
-        check_range("importance_floor", self.importance_floor, 0.0, 1.0)
         check_range("importance_cap", self.importance_cap, 1.0, float("inf"))
-        if self.importance_floor and self.importance_weight.endswith("tis"):
-            raise ConfigError(
-                f"loss.importance_floor = {self.importance_floor} has no effect: "
-                f"{self.importance_weight} has no lower bound; use token_mis or sequence_mis"
-            )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch, its clips, and `dropped/importance`."""
@@ -338,7 +330,6 @@ class DecoupledPpoLoss:
             proximal - inputs.sampler_logprobs,
             mask,
             self.importance_weight,
-            floor=self.importance_floor,
             cap=self.importance_cap,
         )
         log_ratio = torch.where(mask, inputs.learner_logprobs - proximal, 0.0)

@@ -41,17 +41,13 @@ class ReferenceKlLoss:
     gradient for k1 and k3, and none for k2. So below the cap all three pull the same way: their
     gradient has the expectation of w log(pi / ref) grad log pi, which is that of the divergence.
 
-    Without importance weights (w = 1) it is the term of GRPO and TRL (k3): the gradient is then
-    that of the opposite divergence, and neither is right for stale tokens. k1 would pull nowhere
-    and is refused.
-
     Every rollout is trained on, whatever its advantage: the pull acts everywhere.
 
     Source: k3 as a penalty: GRPO, arXiv:2402.03300, eq. 4; the estimators: J. Schulman (2020);
     with importance weights: slime's unbiased KL.
-    Differs from the paper: the mean is over the batch's tokens; the weights, unless switched off.
-    Limits: tokens whose weight is at the cap are pulled with the gradient of k2 or not at all; k3
-    without weights is limited to 142 nats per token.
+    Differs from the paper: the mean is over the batch's tokens; the weights, without which neither
+    divergence is estimated from stale tokens.
+    Limits: tokens whose weight is at the cap are pulled with the gradient of k2 or not at all.
     """
 
     loss: Loss
@@ -59,7 +55,6 @@ class ReferenceKlLoss:
     coef: float
     """c, > 0."""
     estimator: KlEstimator = "k3"
-    importance_weighted: bool = True
 
     def __post_init__(self) -> None:
         if self.estimator not in KL_ESTIMATORS:
@@ -69,11 +64,6 @@ class ReferenceKlLoss:
             )
         if not 0.0 < self.coef < float("inf"):
             raise ConfigError(f"reference.kl_coef = {self.coef}: must be above 0 and finite")
-        if self.estimator == "k1" and not self.importance_weighted:
-            raise ConfigError(
-                'reference.kl_estimator = "k1" without importance weights has a gradient whose '
-                'expectation is 0; use "k2" or "k3", or reference.importance_weighted = true'
-            )
 
     @property
     def needs(self) -> LossNeeds:
@@ -95,7 +85,5 @@ class ReferenceKlLoss:
         mask = inputs.completion_mask
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)
         values = KL_ESTIMATORS[self.estimator](learner, torch.where(mask, reference, 0.0))
-        if not self.importance_weighted:
-            return values
         weights = masked_log_ratio(inputs).exp().clamp(max=MAX_KL_WEIGHT)
         return values * (weights.detach() if self.estimator == "k2" else weights)

@@ -12,7 +12,8 @@ from echo.config.describe import dry_run_text
 from echo.config.footprint import ModelFacts
 from echo.config.machine import read_machine, read_model_facts
 from echo.config.memory import Budget, memory_budget
-from echo.config.schema import Config, ModelSection, Role
+from echo.config.schema import Config, ModelSection
+from echo.config.section import Role
 from echo.errors import ConfigError, DataError, EchoError
 from echo.extras import import_extra
 from echo.runtime.listening_socket import listening_socket
@@ -52,11 +53,10 @@ def _model_facts(name: str, model: ModelSection) -> ModelFacts:
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return read_model_facts(path)
     hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {name} on the hub")
-    place = {"revision": model.revision, "cache_dir": model.cache_dir}
-    found = hub.try_to_load_from_cache(name, "config.json", **place)
+    found = hub.try_to_load_from_cache(name, "config.json", revision=model.revision)
     if not isinstance(found, str):
         try:
-            found = hub.hf_hub_download(name, "config.json", **place)
+            found = hub.hf_hub_download(name, "config.json", revision=model.revision)
         except (OSError, ValueError) as error:  # what the hub raises is one of the two
             raise DataError(
                 f"{name} is neither a directory here nor in the hub's cache, and the hub cannot "

@@ -81,7 +81,7 @@ def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
             wandb_project=section.wandb_project,
             config=resolved(config),
         ) as metrics,
-        LiveView(console, config.ui.refresh_per_s, mode=config.ui.live) as view,
+        LiveView(console, mode=config.ui.live) as view,
     ):
         code = run_loop(
             _run(config, resume=resume, metrics=metrics, show=_show_on(view, board), log=log), log

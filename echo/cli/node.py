@@ -12,12 +12,13 @@ from pathlib import Path
 from echo.cli import interrupts
 from echo.cli.dry_run import check_start, dry_run
 from echo.cli.output import fail, make_log, show
-from echo.cli.parsers import RENTAL, node_parser
+from echo.cli.parsers import node_parser
 from echo.cli.process import run_loop, run_node
 from echo.config.describe import schema_help
 from echo.config.diff import diff_configs
 from echo.config.load import load_config, load_resolved, parse_config
-from echo.config.schema import Config, Role
+from echo.config.schema import Config
+from echo.config.section import Role
 from echo.errors import ConfigError, EchoError
 from echo.extras import find_config
 from echo.runtime import wiring
@@ -64,7 +65,6 @@ def read_config(
         raise ConfigError(f"{option} is for the learner; a {role} joins whatever the learner runs")
     if arguments.yes and not arguments.resume:
         raise ConfigError("--yes accepts changes to a run that is resumed; it needs --resume")
-    overrides += rental_overrides(arguments)
     if arguments.init_from:
         overrides.append(f"learner.init_from={arguments.init_from}")
     join = environment.get(ECHO_JOIN) if role != "learner" else None
@@ -83,22 +83,6 @@ def read_config(
     if arguments.resume:
         _check_changes(config, accept_unsafe=arguments.yes)
     return config
-
-
-def rental_overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the options that say how long a machine is kept, as --set would have them.
-
-    Raises:
-        ConfigError: if the node is no worker.
-    """
-    overrides = []
-    for option in RENTAL:
-        value = getattr(arguments, option.replace("-", "_"))
-        if value is not None and arguments.role != "worker":
-            raise ConfigError(f"--{option} is for a worker; this is a {arguments.role}")
-        if value is not None:
-            overrides.append(f"worker.{option.replace('-', '_')}_s={value}")
-    return overrides
 
 
 def read_file(path: Path, overrides: Sequence[str], role: Role | None) -> tuple[Config, list[str]]:

@@ -14,13 +14,6 @@ from echo.extras import version
 ROLES = ("learner", "worker", "relay")
 CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
 """What the quickstart can learn, and the configuration of each."""
-RENTAL = {
-    "exit-when-parked-for": "give the machine back after so long on standby",
-    "max-lifetime": "give it back after so long in any case",
-    "exit-if-learner-gone": "give it back after so long without the learner",
-}
-"""Options of a worker on a rented machine; worker.on_release is the command that gives it back."""
-
 EXIT_CODES_HELP = (
     "Exit codes: 0 done; 1 failed, or a simulation did not finish; 2 wrong command line or "
     "configuration; 3 unusable data or model; 4 the network failed, or nobody answered; 5 refused "
@@ -75,10 +68,6 @@ def node_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-report", action="store_true", help="leave out the summary at the end (learner)"
     )
-    for option, meaning in RENTAL.items():
-        parser.add_argument(
-            f"--{option}", metavar="DURATION", help=f"{meaning}, such as 10min (worker)"
-        )
     parser.add_argument("--help-config", action="store_true", help="print every configuration key")
     parser.add_argument("--version", action="version", version=version())
     return parser

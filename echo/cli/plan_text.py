@@ -233,7 +233,6 @@ def _worker_settings(request: Request, row: OfferRow, name: str) -> list[str]:
         sets.append(f"worker.price_per_gb={row.price_per_gb:g}")
     if row.losses_per_h:
         sets.append(f"worker.losses_per_h={row.losses_per_h:g}")
-        sets.append(f"worker.restart_s={row.restart_s:g}")
     if row.can_listen:
         sets += ["worker.listen=tcp://0.0.0.0:7702", f"worker.advertise=tcp://{name}:7702"]
     return sets

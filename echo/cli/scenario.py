@@ -265,7 +265,7 @@ def _activation(section: ActivationSection) -> ActivationRule | None:
         return None
     numbers = section.model_dump(exclude={"mode"})
     unlimited = {name: math.inf for name, value in numbers.items() if value is None}
-    return ActivationRule(is_applied=section.mode == "on", **(numbers | unlimited))
+    return ActivationRule(**(numbers | unlimited))
 
 
 def _times(sim: SimRow) -> dict[str, float]:

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 from echo.config.fields import has_secret
 from echo.config.layers import Problem
-from echo.config.leaves import leaves, show
-from echo.config.losses import least_ratios, refusal_of
-from echo.config.profiles import DEFAULT_PROFILE, PROFILES
-from echo.config.schema import Config, Role
+from echo.config.leaves import kinds_of, leaves, show
+from echo.config.schema import Config
+from echo.config.section import Role
 from echo.units import format_bytes
 
 BYTES_PER_TOKEN = 17
@@ -36,7 +35,6 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
     """
     return [
         *_check_sync(config),
-        *_check_adaptive(config),
         *_check_rollout(config),
         *_check_network(config),
         *_check_security(config),
@@ -57,6 +55,12 @@ def _problem(text: str, *keys: str, is_idle: bool = False) -> Problem:
 
 def _check_sync(config: Config) -> Iterator[Problem]:
     bound, period = config.sync.max_staleness, config.sync.publish_period
+    if config.sync.min_staleness > bound:
+        yield _problem(
+            f"must be at most sync.max_staleness = {bound}",
+            "sync.min_staleness",
+            "sync.max_staleness",
+        )
     if config.sync.mode == "pull":
         text = 'with sync.mode = "pull" workers get new weights before every request'
         if bound:
@@ -85,35 +89,8 @@ def _check_sync(config: Config) -> Iterator[Problem]:
         )
 
 
-def _check_adaptive(config: Config) -> Iterator[Problem]:
-    adaptive = config.adaptive
-    most = config.sync.max_staleness
-    if adaptive.most is not None:
-        if adaptive.most > most:
-            yield _problem(
-                f"must be at most sync.max_staleness = {most}, which nothing passes",
-                "adaptive.most",
-                "sync.max_staleness",
-            )
-        most = min(most, adaptive.most)
-    if adaptive.least > most:
-        yield _problem(
-            f"must be at most {most}, the largest bound",
-            "adaptive.least",
-            "adaptive.most",
-            "sync.max_staleness",
-        )
-
-
 def _check_rollout(config: Config) -> Iterator[Problem]:
     rollout, bound = config.rollout, config.sync.max_staleness
-    age = rollout.max_partial_age
-    if age is not None and age > bound:
-        yield _problem(
-            f"must be at most sync.max_staleness = {bound}: older tokens are never trained on",
-            "rollout.max_partial_age",
-            "sync.max_staleness",
-        )
     if rollout.over_submission > 1 and not bound:
         yield _problem(
             "has no use with sync.max_staleness = 0: what the stop leaves unfinished would be too "
@@ -135,11 +112,9 @@ def _check_exact_version(config: Config) -> Iterator[Problem]:
     if config.agent.enabled:
         text = "cannot be with agent.enabled, newer weights would wait for as long as agents like"
         yield _problem(f"{text}; they may ask for exact_version themselves", key, "agent.enabled")
-    ages = (rollout.stale_tokens != "keep", rollout.max_partial_age is not None)
-    for name, is_set in zip(("stale_tokens", "max_partial_age"), ages, strict=True):
-        if is_set:
-            text = f"has no use with {key}, where no group has tokens of several versions"
-            yield _problem(text, f"rollout.{name}", key, is_idle=True)
+    if rollout.stale_tokens != "keep":
+        text = f"has no use with {key}, where no group has tokens of several versions"
+        yield _problem(text, "rollout.stale_tokens", key, is_idle=True)
 
 
 def _check_network(config: Config) -> Iterator[Problem]:
@@ -175,38 +150,8 @@ def _check_security(config: Config) -> Iterator[Problem]:
 
 
 def _check_loss(config: Config) -> Iterator[Problem]:
-    """Report options of [loss] that its kind would not read, and a buffer without room."""
+    """Report a buffer without room."""
     loss = config.loss
-    own, usual = (PROFILES[name]["loss.kind"] for name in (config.profile, DEFAULT_PROFILE))
-    origin = f", the default of the profile {config.profile}" if loss.kind == own != usual else ""
-    for (section, name), leaf in ((path, leaf) for path, leaf in leaves().items() if path[1:]):
-        if section != "loss" or getattr(loss, name) == leaf.defaults[config.profile]:
-            continue
-        reason = refusal_of(loss.kind, name)
-        if reason is not None:
-            key = f"options.{next(iter(loss.options))}" if name == "options" else name
-            yield _problem(
-                f"has no effect with loss.kind = {show(loss.kind)}{origin}: {reason}",
-                f"loss.{key}",
-                "loss.kind",
-                is_idle=True,
-            )
-    if loss.importance_floor and (loss.importance_weight or "token_tis").endswith("tis"):
-        yield _problem(
-            "has no effect: a truncated weight has no lower bound; use loss.importance_weight = "
-            '"token_mis" or "sequence_mis"',
-            "loss.importance_floor",
-            "loss.importance_weight",
-            is_idle=True,
-        )
-    reference = config.reference
-    if reference.kl_coef and reference.kl_estimator == "k1" and not reference.importance_weighted:
-        yield _problem(
-            "pulls nowhere without importance weights: its gradient has expectation 0; write "
-            '"k2" or "k3", or reference.importance_weighted = true',
-            "reference.kl_estimator",
-            "reference.importance_weighted",
-        )
     if loss.overlong_buffer_tokens > config.sampling.max_completion_tokens:
         yield _problem(
             "must be at most sampling.max_completion_tokens = "
@@ -221,7 +166,7 @@ def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
     if role != "learner":  # others do not know the loss
         return
     sampling, loss = config.sampling, config.loss
-    reached = least_ratios(loss.model_dump())
+    reached = loss.least_ratios()
     if not reached:
         return
     option = max(reached, key=lambda name: reached[name])
@@ -229,8 +174,7 @@ def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
         value = getattr(sampling, name)
         if value == off or reached[option] <= ratio + 1e-9:
             continue
-        own = getattr(loss, option)
-        given = f"loss.{option} {f'= {own:g}' if own is not None else 'unset'}"
+        given = f"loss.{option} = {getattr(loss, option):g}"
         yield _problem(
             f"truncates what workers sample, while the learner scores the whole distribution: "
             f"ratios are below 1 from the start, and {show(loss.kind)} with {given} learns nothing "
@@ -252,35 +196,8 @@ def _check_lora(config: Config) -> Iterator[Problem]:
 
 
 def _check_costs(config: Config) -> Iterator[Problem]:
-    """Report limits that contradict each other, and what needs a price that is missing."""
-    worker, activation, patience_s = (
-        config.worker,
-        config.activation,
-        config.network.reconnect_for_s,
-    )
-    gone_s, parked_s = worker.exit_if_learner_gone_s, worker.exit_when_parked_for_s
-    lifetime_s = worker.max_lifetime_s
-    if gone_s is not None and gone_s < config.network.dead_after_s:
-        yield _problem(
-            f"must be at least network.dead_after_s = {config.network.dead_after_s:g}, or a short "
-            "silence would end the worker",
-            "worker.exit_if_learner_gone_s",
-            "network.dead_after_s",
-        )
-    if gone_s is not None and gone_s >= patience_s:
-        yield _problem(
-            f"must be below network.reconnect_for_s = {patience_s:g}, after which the worker gives "
-            "up with an error and gives nothing back",
-            "worker.exit_if_learner_gone_s",
-            "network.reconnect_for_s",
-        )
-    if parked_s is not None and lifetime_s is not None and parked_s >= lifetime_s:
-        yield _problem(
-            f"has no effect: worker.max_lifetime_s = {lifetime_s:g} ends it before",
-            "worker.exit_when_parked_for_s",
-            "worker.max_lifetime_s",
-            is_idle=True,
-        )
+    """Report a budget that nothing keeps, and what needs a price that is missing."""
+    activation = config.activation
     if activation.mode != "off" and config.sync.mode == "pull" and activation.budget_per_h:
         yield _problem(
             'has no effect with sync.mode = "pull", where the learner waits for every worker\'s '
@@ -289,7 +206,7 @@ def _check_costs(config: Config) -> Iterator[Problem]:
             "sync.mode",
             is_idle=True,
         )
-    if config.worker.price_per_h is None and worker.losses_per_h:
+    if config.worker.price_per_h is None and config.worker.losses_per_h:
         yield _problem(
             "is of use only with worker.price_per_h, which is missing",
             "worker.losses_per_h",
@@ -329,34 +246,20 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
     no_hub = "model.name is a directory, not a hub id"
     no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")
-    is_off = config.attribution.interval_steps == 0
-    no_look = (is_off, "attribution.interval_steps = 0", "attribution.interval_steps")
     no_agent = (not config.agent.enabled, "agent.enabled is false", "agent.enabled")
     no_lora = (config.lora.rank == 0, "lora.rank = 0", "lora.rank")
     is_free = config.activation.mode == "off"
     no_choice = (is_free, 'activation.mode = "off"', "activation.mode")
-    no_release = (
-        config.worker.on_release is None,
-        "worker.on_release is not set",
-        "worker.on_release",
-    )
     idle = {
+        "sync.min_staleness": (not config.sync.adaptive, "sync.adaptive is false", "sync.adaptive"),
         "agent.max_session_tokens": no_agent,
         "lora.alpha": no_lora,
         "lora.target_modules": no_lora,
-        **{
-            f"activation.{name}": no_choice
-            for name in ("margin", "budget_per_h", "min_saving", "min_dwell_s", "review_s")
-        },
-        "worker.release_timeout_s": no_release,
-        "attribution.num_rollouts": no_look,
-        "attribution.retention_bytes": no_look,
+        "activation.margin": no_choice,
+        "activation.budget_per_h": no_choice,
         "reference.name": no_pull,
-        "reference.revision": no_pull,
         "reference.kl_estimator": no_pull,
-        "reference.importance_weighted": no_pull,
         "model.revision": (is_directory, no_hub, "model.name"),
-        "model.cache_dir": (is_directory, no_hub, "model.name"),
         "worker.advertise": (
             config.worker.listen is None,
             "worker.listen is not set, so nobody can dial this worker",
@@ -372,12 +275,12 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             "metrics.wandb is false",
             "metrics.wandb",
         ),
-        "ui.refresh_per_s": (config.ui.live == "off", 'ui.live is "off"', "ui.live"),
     }
+    known = leaves(kinds_of(config))
     for key, (is_idle, why, cause) in idle.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
-        if is_idle and value != leaves()[section, name].defaults[config.profile]:
+        if is_idle and value != known[section, name].defaults[config.profile]:
             text = f"has no effect: {why}; remove one of the two"
             yield _problem(text, key, cause, is_idle=True)
 

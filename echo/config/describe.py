@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from echo.config.leaves import Leaf, leaves, sections, show
+from echo.config.leaves import Leaf, every_leaf, kinds_of, leaves, sections, show
 from echo.config.memory import Budget
-from echo.config.schema import Config, Role
+from echo.config.schema import Config
+from echo.config.section import Role
 from echo.units import format_bytes, without_secrets
 
 _WIDTH = 96
@@ -18,11 +19,12 @@ def schema_help(role: Role | None = None) -> str:
     lines = [
         'Configuration keys (TOML). Durations take "30s", "5min", "2h"; sizes take "8GiB", "200MB".'
     ]
-    for name, group in _by_section(role).items():
+    for (name, kind), group in _by_section(every_leaf(), role).items():
         lines.append("")
         if name:
-            summary = (sections()[name].__doc__ or "").partition("\n")[0]
-            lines.append(f"[{name}]  {summary}")
+            summary = (sections()[name][kind].__doc__ or "").partition("\n")[0]
+            heading = f"[{name}] kind = {show(kind)}" if kind else f"[{name}]"
+            lines.append(f"{heading}  {summary}")
         for leaf in group:
             lines.append(f"  {leaf.path[-1]} = {_show_default(leaf)}")
             text = f"{leaf.help} Takes {leaf.expected}."
@@ -53,7 +55,7 @@ def dry_run_text(
 def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
     """Return the configuration as TOML, each line with where its value came from."""
     lines: list[str] = []
-    for name, group in _by_section(role).items():
+    for (name, _), group in _by_section(leaves(kinds_of(config)).values(), role).items():
         if name:
             lines += ["", f"[{name}]"]
         for leaf in group:
@@ -69,12 +71,13 @@ def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
     return lines
 
 
-def _by_section(role: Role | None) -> dict[str, list[Leaf]]:
-    """Return the keys that `role` reads by section, "" for the top level."""
-    groups: dict[str, list[Leaf]] = {}
-    for leaf in leaves().values():
+def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str], list[Leaf]]:
+    """Return the keys that `role` reads by section and kind, "" for the top level."""
+    groups: dict[tuple[str, str], list[Leaf]] = {}
+    for leaf in keys:
         if role is None or role in leaf.roles:
-            groups.setdefault(leaf.path[0] if len(leaf.path) == 2 else "", []).append(leaf)
+            place = leaf.path[0] if len(leaf.path) == 2 else ""
+            groups.setdefault((place, "".join(leaf.kinds)), []).append(leaf)
     return groups
 
 

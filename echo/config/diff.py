@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from echo.config.leaves import leaves, show
+from echo.config.leaves import kinds_of, leaves, show
 from echo.config.load import resolved
 from echo.config.schema import Config
 
@@ -51,13 +51,14 @@ _SAFE: Mapping[str, str] = {
     "profile": "the values that change with it are listed on their own lines",
     "run.max_steps": "only moves the end of the run",
     "model.attn_implementation": "the same function, rounded differently",
-    "model.cache_dir": "only where downloads are kept",
     "task.reward_timeout_s": "holds for groups leased from now on",
     "task.step_timeout_s": "holds for groups leased from now on",
     "reward": "who judges, not how; workers are told when they join",
     "sampling.max_completion_tokens": "holds for groups leased from now on",
     "sync.mode": "the bound and the period that go with it are listed on their own lines",
     "sync.max_staleness": "every group is checked against it when it is consumed",
+    "sync.adaptive": "gates the leases granted from now on",
+    "sync.min_staleness": "gates the leases granted from now on",
     "sync.publish_period": "holds from the next publication on",
     "batch.keep_zero_variance": "holds for groups that arrive from now on",
     "batch.max_barren_batches": "only when a run without gradients ends",
@@ -65,9 +66,7 @@ _SAFE: Mapping[str, str] = {
     "reference": "computed anew for every batch",
     "optimizer": "holds from the next step on; the moments are kept",
     "learner": "how the learner computes, not what",
-    "adaptive": "gates the leases granted from now on",
-    "dispatch": "holds for groups leased from now on",
-    "attribution": "only what is measured",
+    "leases": "holds for groups leased from now on",
     "activation": "decides from now on; what was spent before counts towards the budget of the run",
     "worker": "read by workers when they start",
     "agent": "read by workers when they start",
@@ -79,7 +78,7 @@ _SAFE: Mapping[str, str] = {
     "network": "holds for what is sent from now on",
     "security": "read by relays and workers when they start",
     "limits": "a bound on disk use",
-    "metrics": "only where metrics go",
+    "metrics": "only what is measured, and where it goes",
     "ui": "only what is shown",
 }
 """Why, by dotted key or section; a key of its own goes before its section."""
@@ -104,7 +103,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
     """Return the settings that differ, in the order of the schema."""
     before, after = resolved(old), resolved(new)
     changes = []
-    for path, leaf in leaves().items():
+    for path, leaf in {**leaves(kinds_of(old)), **leaves(kinds_of(new))}.items():
         was, now = _at(before, path), _at(after, path)
         if was != now:
             is_safe, why = classify(leaf.key)
@@ -121,6 +120,7 @@ def classify(key: str) -> tuple[bool, str]:
 
 
 def _at(table: Any, path: tuple[str, ...]) -> Any:
+    """Return the value of a key; None for one that the chosen kind of its section has not."""
     for part in path:
-        table = table[part]
+        table = table.get(part)
     return table

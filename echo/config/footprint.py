@@ -17,6 +17,10 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number, by type."""
 
 _BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) and mask (1)
+VOCAB_CHUNK = 8192
+"""Columns of logits that exist at one time; as in kernels/linear_logprob.py, which loads torch."""
+MAX_UNACKED_GROUPS = 64
+"""Groups that a relay holds until the learner has them; as in protocol/delivery.py."""
 _LOGPROB_CHUNK_COPIES = 2  # logits of a vocabulary chunk, and their gradient
 
 
@@ -96,7 +100,7 @@ class Footprint:
             Item(name="Adam moments", num_bytes=8 * num_trained, is_on_gpu=True),
             *([copies] if self._compute_bytes < 4 else []),
             *([reference] if self.config.reference.kl_coef else []),
-            *([scorer] if self.config.attribution.interval_steps else []),
+            *([scorer] if self.config.metrics.attribution_steps else []),
             *([last_version] if self.has_gpu and self.config.network.codec != "full" else []),
             Item(name="activations", num_bytes=self._activation_bytes(), is_on_gpu=True),
             Item(name="log-prob chunk", num_bytes=self._logprob_bytes(), is_on_gpu=True),
@@ -114,7 +118,7 @@ class Footprint:
     def relay_items(self) -> tuple[Item, ...]:
         """Return what a relay takes: the versions, and groups that wait to be acknowledged."""
         group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
-        num_bytes = self.config.network.max_unacked_groups * group_bytes
+        num_bytes = MAX_UNACKED_GROUPS * group_bytes
         return (
             self._versions(KEEP_VERSIONS),
             Item(name="groups under way", num_bytes=num_bytes, is_on_gpu=False),
@@ -178,5 +182,5 @@ class Footprint:
         return DTYPE_BYTES.get(self.config.learner.dtype, 4)
 
     def _logprob_bytes(self) -> int:
-        chunk = min(self.config.learner.vocab_chunk, self.facts.vocab_size)
+        chunk = min(VOCAB_CHUNK, self.facts.vocab_size)
         return 4 * _LOGPROB_CHUNK_COPIES * self.micro_batch_tokens * chunk

@@ -10,43 +10,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from echo.config.leaves import KeyPath, leaves, show
+from echo.config.leaves import inherited_keys, show
 from echo.config.load import parse_config, resolved
 from echo.config.schema import Config
 from echo.errors import ConfigError
 
-INHERITED_KEYS: tuple[str, ...] = (
-    "run.seed",
-    "model.dtype",
-    "model.chat_template",
-    "model.chat_template_kwargs",
-    "task.kind",
-    "task.options",
-    "task.reward_timeout_s",
-    "task.step_timeout_s",
-    "reward.where",
-    "reward.max_abs",
-    "reward.max_turns",
-    "sampling.temperature",
-    "sampling.top_p",
-    "sampling.top_k",
-    "sampling.max_completion_tokens",
-    "sync.max_staleness",
-    "batch.group_size",
-    "agent.enabled",
-    "agent.max_session_tokens",
-    "lora.rank",
-    "lora.alpha",
-    "lora.target_modules",
-    "rollout.over_submission",
-    "rollout.stale_tokens",
-    "rollout.max_partial_age",
-    "rollout.exact_version",
-    "rollout.partial_ship_s",
-)
-"""Dotted keys; model.chat_template travels as the file's text, all others as their value."""
-
 _TEMPLATE = "model.chat_template"
+"""Travels as the file's text; all others as their value."""
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:
@@ -55,7 +25,7 @@ def inherited_settings(config: Config) -> dict[str, Any]:
     Raises:
         ConfigError: if the chat template's file cannot be read.
     """
-    values = {key: _value(resolved(config), key) for key in INHERITED_KEYS}
+    values = {key: _value(resolved(config), key) for key in inherited_keys()}
     values[_TEMPLATE] = _template_text(config)
     return values
 
@@ -70,14 +40,14 @@ def check_inherited(
         keys_set_by_user: `load.keys_set_by_user(config)`; defaults contradict nothing.
         settings: what the learner sent.
     """
-    own = {key: _value(resolved(config), key) for key in INHERITED_KEYS if key != _TEMPLATE}
+    own = {key: _value(resolved(config), key) for key in inherited_keys() if key != _TEMPLATE}
     if config.model.chat_template is not None and Path(config.model.chat_template).exists():
         # One file serves all machines, and only the learner needs to have what it names.
         own[_TEMPLATE] = _template_text(config)
     return [
         f"{config.sources.get(key, 'configuration')}: {key} = {_brief(own[key])} contradicts the "
         f"learner, which uses {_brief(settings[key])}; remove it here, a worker gets it from there"
-        for key in INHERITED_KEYS
+        for key in inherited_keys()
         if key in keys_set_by_user and key in own and key in settings and own[key] != settings[key]
     ]
 
@@ -91,18 +61,18 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
         ConfigError: if a setting does not fit this version's schema.
     """
     table = resolved(config)
-    for key in INHERITED_KEYS:
+    for key in inherited_keys():
         if key in settings and key != _TEMPLATE:
             section, name = key.split(".")
             table[section][name] = settings[key]
     changed, _ = parse_config(table, source="the learner's settings")
-    inherited = {key: "learner" for key in INHERITED_KEYS if key in settings and key != _TEMPLATE}
+    inherited = {key: "learner" for key in inherited_keys() if key in settings and key != _TEMPLATE}
     return changed.with_sources({**config.sources, **inherited})
 
 
 def _value(table: Mapping[str, Any], key: str) -> Any:
-    path: KeyPath = leaves()[tuple(key.split("."))].path
-    return table[path[0]][path[1]]
+    section, name = key.split(".")
+    return table[section][name]
 
 
 def _template_text(config: Config) -> str | None:

@@ -1,4 +1,4 @@
-"""Settings before they are checked: flattened to paths, under this project's names, with sources.
+"""Settings before they are checked: flattened to paths, with their sources.
 
 A layer is one file or one `--set`. Later layers win, key by key. Of a table of the user's own keys
 `--set task.options.digits=3` sets one and leaves the others; `--set task.options={digits=3}` sets
@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from echo.config.aliases import canonical_name, explain_missing, resolve_alias
-from echo.config.leaves import KeyPath, find_leaf, leaves, sections, show
+from echo.config.leaves import KeyPath, every_leaf, find_leaf, sections
 
 OVERRIDE = "--set"
 """The source of settings from the command line."""
@@ -43,34 +42,25 @@ class Problem:
 
 @dataclass(slots=True)
 class Layer:
-    """What one source sets, under this project's names."""
+    """What one source sets."""
 
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
-    notices: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     replaced: KeyPath | None = None
     """A table that is set as a whole: what earlier layers have in it goes."""
 
 
 def read_layer(table: Mapping[str, Any], source: str) -> Layer:
-    """Return the settings of one source, its aliases resolved and its unknown keys reported."""
+    """Return the settings of one source, and its unknown keys as problems."""
     layer = Layer()
     for path, value in flatten(table):
         setting = Setting(value, source)
         if path[0] in sections() and len(path) == 1 and value == {}:
             continue  # an empty section sets nothing
-        target = path if find_leaf(path) else resolve_alias(path)
-        if target is None:
+        if find_leaf(path) is None:
             layer.problems.append(Problem((path,), _say_unknown(path), setting))
-            continue
-        if target != path:
-            layer.notices.append(f"{source}: {_dotted(path)} is read as {_dotted(target)}")
-        if target in layer.settings and layer.settings[target].value != value:
-            text = f"contradicts {_dotted(target)} = {show(layer.settings[target].value)} in the "
-            text += "same file, which is the same setting; keep one"
-            layer.problems.append(Problem((path,), text, setting))
-            continue
-        layer.settings[target] = setting
+        else:
+            layer.settings[path] = setting
     return layer
 
 
@@ -141,10 +131,8 @@ def _say_unknown(path: KeyPath) -> str:
         return f"this is a section, not a key; write [{section}] and its keys below it"
     if find_leaf(path[:1]) or find_leaf(path[:2]):
         return "this key takes a plain value, not a table"
-    explanation = explain_missing(path)
-    if explanation:
-        return f"there is no such key here: {explanation}"
-    names = [leaf[-1] for leaf in leaves() if leaf[0] == section and len(leaf) == 2]
+    paths = dict.fromkeys(leaf.path for leaf in every_leaf())
+    names = [path[-1] for path in paths if path[0] == section and len(path) == 2]
     near = nearest(name, names)
     if near:
         return f"unknown key; did you mean {near}?"
@@ -152,21 +140,14 @@ def _say_unknown(path: KeyPath) -> str:
         near = nearest(section, sections())
         if near:
             return f"unknown section; did you mean [{near}]?"
-    elsewhere = canonical_name(name) or canonical_name(nearest(name, _last_words()) or "")
-    if elsewhere:
-        return f"unknown key; did you mean {_dotted(elsewhere)}?"
+    alike = nearest(name, [path[-1] for path in paths])
+    elsewhere = [".".join(path) for path in paths if path[-1] == alike]
+    if len(elsewhere) == 1:
+        return f"unknown key; did you mean {elsewhere[0]}?"
     if names:
         return f"unknown key; [{section}] has {', '.join(names)}"
     return f"unknown {'section' if len(path) > 1 else 'key'}; there are {_list_sections()}"
 
 
-def _last_words() -> list[str]:
-    return [path[-1] for path in leaves()]
-
-
 def _list_sections() -> str:
     return ", ".join(f"[{name}]" for name in sections())
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(path)

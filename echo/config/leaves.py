@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from pydantic_core import PydanticUndefined
 
 from echo.config.profiles import PROFILES
-from echo.config.schema import Config, Role, Section
+from echo.config.schema import KINDS, Config
+from echo.config.section import INHERITED, OWN_KIND, Role, Section, kind_of
 from echo.units import without_secrets
 
 KeyPath = tuple[str, ...]
@@ -51,6 +52,10 @@ class Leaf:
     roles: tuple[Role, ...]
     defaults: Mapping[str, Any]
     """Default by profile."""
+    kinds: tuple[str, ...] = ()
+    """Of its section, where only these have it with this meaning."""
+    is_inherited: bool = False
+    """Whether the learner decides it for its workers."""
 
     @property
     def key(self) -> str:
@@ -64,34 +69,74 @@ class Leaf:
 
 
 @cache
-def leaves() -> Mapping[KeyPath, Leaf]:
-    """Return every key of the schema by path, in the order of the schema."""
-    schema = Config.model_json_schema()
-    found: dict[KeyPath, Leaf] = {}
-    for name, section in sections().items():
-        fragments = schema["$defs"][section.__name__]["properties"]
-        for field in section.model_fields:
-            found[(name, field)] = _leaf((name, field), fragments[field], section)
-    return {("profile",): _leaf(("profile",), schema["properties"]["profile"], Config), **found}
+def every_leaf() -> tuple[Leaf, ...]:
+    """Return every key of the schema in its order; one of several kinds once for each kind."""
+    definitions = Config.model_json_schema()
+    profile = _leaf(("profile",), definitions["properties"]["profile"], Config)
+    found = [profile]
+    for name, classes in sections().items():
+        for kind, section in classes.items():
+            fragments = definitions["$defs"][section.__name__]["properties"]
+            names = sorted(section.model_fields, key=lambda field: field != "kind")
+            for field in names:
+                leaf = _leaf((name, field), fragments[field], section)
+                if kind and field == "kind":
+                    leaf = _leaf_of_kind(leaf, classes)
+                found.append(replace(leaf, kinds=(kind,) if kind else ()))
+    return tuple(found)
 
 
 @cache
-def sections() -> Mapping[str, type[Section]]:
-    """Return every section of the schema by name."""
+def _leaves(kinds: frozenset[tuple[str, str]]) -> Mapping[KeyPath, Leaf]:
+    chosen = dict(kinds)
     return {
-        name: info.annotation
-        for name, info in Config.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+        leaf.path: leaf
+        for leaf in every_leaf()
+        if not leaf.kinds or chosen[leaf.path[0]] in leaf.kinds
     }
 
 
+def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
+    """Return the keys of a configuration by path, in the order of the schema.
+
+    Args:
+        kinds: of each section that has a class per kind, as `kinds_of` returns them.
+    """
+    return _leaves(frozenset(kinds.items()))
+
+
+def kinds_of(config: Config) -> dict[str, str]:
+    """Return which class each section with several is of, by the name of the section."""
+    return {name: kind_of(getattr(config, name)) for name in KINDS}
+
+
+@cache
+def sections() -> Mapping[str, Mapping[str, type[Section]]]:
+    """Return the classes of every section by name and kind; "" where there is one."""
+    return {
+        name: KINDS.get(name) or {"": cast("type[Section]", info.annotation)}
+        for name, info in Config.model_fields.items()
+        if name != "profile"
+    }
+
+
+@cache
+def _paths() -> Mapping[KeyPath, Leaf]:
+    return {leaf.path: leaf for leaf in every_leaf()}
+
+
 def find_leaf(path: KeyPath) -> Leaf | None:
-    """Return the key at `path`, or the table that `path` reaches into, or None."""
-    leaf = leaves().get(path)
+    """Return the key at `path`, or the table that `path` reaches into, of any kind; or None."""
+    leaf = _paths().get(path)
     if leaf is None:
-        table = leaves().get(path[:2])
+        table = _paths().get(path[:2])
         return table if table is not None and table.is_table else None
     return leaf
+
+
+def inherited_keys() -> tuple[str, ...]:
+    """Return the dotted keys that the learner decides for its workers."""
+    return tuple(leaf.key for leaf in _paths().values() if leaf.is_inherited)
 
 
 def show(value: object) -> str:
@@ -128,7 +173,19 @@ def _leaf(path: KeyPath, fragment: Mapping[str, Any], section: type[Section]) ->
         help=info.description or "",
         roles=section.roles,
         defaults=defaults,
+        is_inherited=INHERITED in info.metadata,
     )
+
+
+def _leaf_of_kind(leaf: Leaf, classes: Mapping[str, type[Section]]) -> Leaf:
+    """Return the key that chooses among classes."""
+    words = tuple(kind for kind in classes if kind != OWN_KIND)
+    expected = f"one of {', '.join(map(show, words))}"
+    if OWN_KIND in classes:
+        expected += f", or the import path of your own, {show(OWN_KIND)}"
+    profiles = {name: keys.get(leaf.key, words[0]) for name, keys in PROFILES.items()}
+    text = "Which one; the keys below are its own, and others have others."
+    return replace(leaf, choices=words, expected=expected, help=text, defaults=profiles)
 
 
 def _choices(fragment: Mapping[str, Any]) -> tuple[str, ...]:

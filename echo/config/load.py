@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from pydantic import ValidationError
 from echo.config.checks import check_config
 from echo.config.layers import (
     OVERRIDE,
-    Layer,
     Problem,
     Setting,
     nearest,
@@ -27,12 +27,14 @@ from echo.config.layers import (
     read_layer,
     read_override,
 )
-from echo.config.leaves import KeyPath, Leaf, find_leaf, leaves, show
+from echo.config.leaves import KeyPath, Leaf, every_leaf, kinds_of, leaves, show
 from echo.config.profiles import DEFAULT_PROFILE, PROFILES, PULL
-from echo.config.schema import ROLES, Config, Role
+from echo.config.schema import KINDS, Config
+from echo.config.section import OWN_KIND, ROLES, Role
 from echo.errors import ConfigError
 
 _FROM_DEFAULT = "default"
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def load_config(
@@ -85,6 +87,8 @@ def parse_config(
             place = layer.replaced
             user = {path: value for path, value in user.items() if path[: len(place)] != place}
         user.update(layer.settings)
+    if is_saved:
+        user = _without_old_defaults(layers[0].settings, user)
     settings, config, problems = _check(user, role)
     idle = [problem.paths[0][:2] for problem in problems if problem.is_idle] if is_saved else []
     if idle:
@@ -93,22 +97,100 @@ def parse_config(
     problems = [problem for layer in layers for problem in layer.problems] + problems
     if problems:
         raise ConfigError(_report([_describe(problem, settings, source) for problem in problems]))
-    return config.with_sources(_sources(settings)), _notices(layers)
+    return config.with_sources(_sources(settings, leaves(kinds_of(config)))), []
 
 
 def _check(
     user: Mapping[KeyPath, Setting], role: str | None
 ) -> tuple[dict[KeyPath, Setting], Config, list[Problem]]:
     """Return all settings, a valid configuration, and what is wrong with the user's."""
-    settings = {**_default_settings(user), **user}
-    config, problems = _validate(settings)
+    kinds, problems = _choose_kinds(user)
+    known = leaves(kinds)
+    own = {path: setting for path, setting in user.items() if _leaf_at(path, known)}
+    for problem in problems:
+        del own[problem.paths[0]]
+    settings = {**_default_settings(own, known), **own}
+    config, wrong = _validate(settings, known)
+    problems += wrong
     reported = {path for problem in problems for path in problem.paths}
-    problems += [
-        problem
-        for problem in check_config(config, cast("Role | None", role))
-        if reported.isdisjoint(problem.paths)
-    ]
+    found = [*_keys_of_other_kinds(user, kinds), *check_config(config, cast("Role | None", role))]
+    problems += [problem for problem in found if reported.isdisjoint(problem.paths)]
     return settings, config, problems
+
+
+def _choose_kinds(user: Mapping[KeyPath, Setting]) -> tuple[dict[str, str], list[Problem]]:
+    """Return which class each section with several has, and kinds that do not exist."""
+    kinds, problems = {}, []
+    for section, classes in KINDS.items():
+        path = (section, "kind")
+        leaf = next(leaf for leaf in every_leaf() if leaf.path == path)
+        kinds[section] = leaf.defaults[_profile_of(user)]
+        if path not in user:
+            continue
+        kind = user[path].value
+        if isinstance(kind, str) and kind != OWN_KIND and kind in classes:
+            kinds[section] = kind
+        elif isinstance(kind, str) and OWN_KIND in classes and _IMPORT_PATH.fullmatch(kind):
+            kinds[section] = OWN_KIND
+        else:
+            problems.append(Problem((path,), _say_expected(leaf, kind), user[path]))
+    return kinds, problems
+
+
+def _keys_of_other_kinds(
+    user: Mapping[KeyPath, Setting], kinds: Mapping[str, str]
+) -> Iterable[Problem]:
+    """Yield a problem for each key that the chosen class of its section does not have."""
+    known = leaves(kinds)
+    for path, setting in user.items():
+        if _leaf_at(path, known):
+            continue
+        section, name = path[:2]
+        kind = user.get((section, "kind"))
+        profile = _profile_of(user)
+        chosen = show(kinds[section] if kind is None else kind.value)
+        origin = "" if kind else ", the default"
+        if not kind and f"{section}.kind" in PROFILES[profile]:
+            origin += f" of the profile {profile}"
+        owners = [leaf.kinds[0] for leaf in every_leaf() if leaf.path == (section, name)]
+        names = [own[1] for own in known if own[0] == section and own[1:] != ("kind",)]
+        near = nearest(name, names)
+        yield Problem(
+            (path, (section, "kind")),
+            f"unknown key with {section}.kind = {chosen}{origin}: it belongs to "
+            f"{', '.join(owners)}; "
+            + (f"did you mean {near}?" if near else f"{chosen} has {', '.join(names)}"),
+            setting,
+            is_idle=True,
+        )
+
+
+def _without_old_defaults(
+    saved: Mapping[KeyPath, Setting], user: dict[KeyPath, Setting]
+) -> dict[KeyPath, Setting]:
+    """Return the settings without saved ones that were defaults of a kind that has gone."""
+    before, _ = _choose_kinds(saved)
+    after, _ = _choose_kinds(user)
+    known, profile = leaves(before), _profile_of(saved)
+    gone = {section for section in KINDS if before[section] != after[section]}
+    return {
+        path: setting
+        for path, setting in user.items()
+        if not (
+            path[0] in gone
+            and path[1:] != ("kind",)
+            and setting is saved.get(path)
+            and path in known
+            and setting.value == known[path].defaults[profile]
+        )
+    }
+
+
+def _leaf_at(path: KeyPath, known: Mapping[KeyPath, Leaf]) -> Leaf | None:
+    """Return the key at `path`, or the table that it reaches into, or None."""
+    leaf = known.get(path)
+    table = known.get(path[:2])
+    return leaf or (table if table is not None and table.is_table else None)
 
 
 def resolved(config: Config) -> dict[str, Any]:
@@ -166,13 +248,15 @@ def _profile_of(user: Mapping[KeyPath, Setting]) -> str:
     return cast("str", profile) if known else DEFAULT_PROFILE
 
 
-def _default_settings(user: Mapping[KeyPath, Setting]) -> dict[KeyPath, Setting]:
+def _default_settings(
+    user: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf]
+) -> dict[KeyPath, Setting]:
     """Return every key's default under the user's profile and mode."""
     profile = _profile_of(user)
     mode = user.get(("sync", "mode"))
     is_pull = mode is not None and mode.value == "pull"
     found = {}
-    for path, leaf in leaves().items():
+    for path, leaf in known.items():
         value = leaf.defaults[profile]
         source = f"profile {profile}" if leaf.key in PROFILES[profile] else _FROM_DEFAULT
         if is_pull and leaf.key in PULL:
@@ -181,23 +265,28 @@ def _default_settings(user: Mapping[KeyPath, Setting]) -> dict[KeyPath, Setting]
     return found
 
 
-def _validate(settings: Mapping[KeyPath, Setting]) -> tuple[Config, list[Problem]]:
+def _validate(
+    settings: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf]
+) -> tuple[Config, list[Problem]]:
     """Return a valid configuration and what had to be replaced by its default for that."""
     try:
         return Config.model_validate(nest(settings)), []
     except ValidationError as error:
-        problems = _value_problems(error)
+        problems = _value_problems(error, known)
     bad = {problem.paths[0] for problem in problems}
     kept = {path: setting for path, setting in settings.items() if path[:2] not in bad}
-    repaired = {**_default_settings(kept), **kept}
+    repaired = {**_default_settings(kept, known), **kept}
     return Config.model_validate(nest(repaired)), problems
 
 
-def _value_problems(error: ValidationError) -> list[Problem]:
+def _value_problems(error: ValidationError, known: Mapping[KeyPath, Leaf]) -> list[Problem]:
     """Return one problem per key; a union reports once for each of its members."""
     by_path: dict[KeyPath, Problem] = {}
     for detail in error.errors():
-        leaf = find_leaf(tuple(str(part) for part in detail["loc"])[:2])
+        place = [str(part) for part in detail["loc"]]
+        if place[0] in KINDS:
+            del place[1]  # which class of the section
+        leaf = _leaf_at(tuple(place[:2]), known)
         if leaf is None:  # every other path was refused before validation
             raise AssertionError(f"validation reports an unknown place: {detail}") from error
         own_words = detail.get("ctx", {}).get("error")
@@ -235,18 +324,14 @@ def _report(lines: Iterable[str]) -> str:
     return "\n  ".join([f"the configuration has {len(unique)} problems:", *unique])
 
 
-def _sources(settings: Mapping[KeyPath, Setting]) -> dict[str, str]:
+def _sources(settings: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf]) -> dict[str, str]:
     """Return where each key came from; a table of the user's keys may have several sources."""
-    found: dict[str, list[str]] = {leaf.key: [] for leaf in leaves().values()}
+    found: dict[str, list[str]] = {leaf.key: [] for leaf in known.values()}
     for path, setting in settings.items():
-        leaf = find_leaf(path)
+        leaf = _leaf_at(path, known)
         if leaf is not None and setting.source not in found[leaf.key]:
             found[leaf.key].append(setting.source)
     return {
         key: " + ".join(sorted(set(names) - {_FROM_DEFAULT}, key=OVERRIDE.__eq__) or names)
         for key, names in found.items()
     }
-
-
-def _notices(layers: Iterable[Layer]) -> list[str]:
-    return list(dict.fromkeys(notice for layer in layers for notice in layer.notices))

@@ -1,7 +1,7 @@
-"""Which options each policy loss takes, without the losses themselves: a relay has no torch.
+"""The keys of [loss]: a class per loss, with the keys and defaults of its equation and no others.
 
-A test holds these names to the fields of the classes in echo/algo. An option that is not set is
-left to its loss, whose defaults are its paper's unless it says otherwise.
+What the keys mean to the gradient stands with the losses in echo/algo, which a relay cannot load:
+it has no torch. A test holds names and defaults to the classes there.
 
 Truncated sampling. With top-p or top-k a worker's log-probabilities are of the distribution that
 is left, the learner's of the whole one, so a token's ratio of learner to sampler is Z, the
@@ -12,181 +12,260 @@ advantage, or leaves all rollouts out. `least_ratios` says where the ranges end.
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import Discriminator, Field, Tag
 
-_CLIPS = ("clip_low", "clip_high")
-CLIP_OPTIONS = (*_CLIPS, "dual_clip")
-"""Bounds on a ratio, which `false` switches off."""
-LOSS_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "grpo": (*_CLIPS, "dual_clip", "aggregation"),
-    "dr_grpo": (*_CLIPS, "dual_clip"),
-    "dapo": (*_CLIPS, "dual_clip", "aggregation"),
-    "gspo": _CLIPS,
-    "gepo": (*_CLIPS, "scope", "gate_kl", "sampler_kl_coef", "refuse_mixtures"),
-    "cispo": _CLIPS,
-    "decoupled_ppo": (
-        *_CLIPS,
-        "dual_clip",
-        "proximal",
-        "importance_weight",
-        "importance_floor",
-        "importance_cap",
-    ),
-    "m2po": ("max_second_moment",),
-    "sapo": ("tau_positive", "tau_negative", "aggregation"),
-    "dppo_tv": ("max_probability_gap", "sampler_kl_coef"),
-}
-"""By the loss's name; keys of [loss] that it reads."""
+from echo.config.fields import Off
+from echo.config.section import OWN_KIND, Section, kind_of
 
-MASK_OPTIONS = ("geometric_low", "geometric_high", "veto", "opsm")
-"""Keys that leave rollouts out, for any loss that is not defined over complete groups."""
-
-ADVANTAGE_OPTIONS = (
-    "normalize_by_std",
-    "leave_one_out",
-    "overlong_buffer_tokens",
-    "overlong_filter",
-)
-"""Keys that every loss has: how rewards become advantages."""
-
-WITHOUT_STD = frozenset({"dr_grpo", "gepo", "dppo_tv"})
-"""Losses whose papers do not divide advantages by the standard deviation."""
-
-RANGE_DEFAULTS: Mapping[str, Mapping[str, float]] = {
-    "grpo": {"clip_low": 0.2},
-    "dr_grpo": {"clip_low": 0.2},
-    "dapo": {"clip_low": 0.2},
-    "gspo": {"clip_low": 0.02},
-    "gepo": {"clip_low": 0.2},
-    "decoupled_ppo": {"clip_low": 0.2, "importance_floor": 0.0},
-    "m2po": {"max_second_moment": 0.04},
-    "dppo_tv": {"max_probability_gap": 0.2},
-}
-"""Options that end a loss's range of ratios below 1, with what they are when unset. A test holds
-them to the classes. cispo and sapo bound a weight, and keep the gradient of every token."""
-
-_LEAST_RATIO: Mapping[str, Callable[[float], float]] = {
-    "clip_low": lambda width: 1 - width,
-    "max_probability_gap": lambda gap: 1 - gap,  # of a token that the sampler was sure of
-    "max_second_moment": lambda moment: math.exp(-math.sqrt(moment)),
-    "importance_floor": lambda ratio: ratio,
-    "geometric_low": lambda ratio: ratio,
-    "veto": lambda ratio: ratio,
-    "opsm": lambda nats: math.exp(-nats),
-}
-"""The ratio at which an option ends the range, where it is that of every token."""
-
-_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+ClipLow = Annotated[
+    Annotated[float, Field(gt=0, le=1)] | Off,
+    Field(description="Clip the ratio below 1 - clip_low; false is off."),
+]
+ClipHigh = Annotated[
+    Annotated[float, Field(gt=0)] | Off,
+    Field(description="Clip the ratio above 1 + clip_high; false is off."),
+]
+Aggregation = Annotated[
+    Literal["token_mean", "sequence_mean"], Field(description="Mean over tokens, or over rollouts.")
+]
 
 
-def is_custom(kind: str) -> bool:
-    """Return whether `kind` is the import path of a loss of the user's own."""
-    return ":" in kind
+class LossSection(Section):
+    """The policy-gradient loss."""
+
+    normalize_by_std: bool = True
+    """Divide advantages by their group's spread."""
+    leave_one_out: bool = False
+    """Leave a rollout's own reward out of the mean it is compared with."""
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    """Tokens before the limit over which rewards fall by up to 1; 0 is off."""
+    overlong_filter: bool = False
+    """Do not train on completions cut off at the limit."""
+
+    def own_options(self) -> dict[str, Any]:
+        """Return the fields of the loss itself, with `false` as None."""
+        own = self.model_dump(exclude={"kind", *MaskedLossSection.model_fields})
+        return {name: None if value is False else value for name, value in own.items()}
+
+    def masks(self) -> dict[str, float | None]:
+        """Return the fields of the masks around it."""
+        return {}
+
+    def least_ratios(self) -> dict[str, float]:
+        """Return, by key, the ratio below which a bad rollout's tokens have no gradient."""
+        return {}
 
 
-def refusal_of(kind: str, option: str) -> str | None:
-    """Return why a loss cannot use an option, or None if it reads it.
+class MaskedLossSection(LossSection):
+    """A loss over rollouts, some of which may be left out."""
 
-    Args:
-        kind: a name of LOSS_OPTIONS or an import path.
-        option: a key of [loss].
-    """
-    if option == "kind" or option in ADVANTAGE_OPTIONS:
-        return None
-    if option in MASK_OPTIONS:
-        if kind != "gepo":
-            return None
-        return (
-            "it leaves single rollouts out, and the expectation of gepo is over the complete group"
-        )
-    if option == "options":
-        return None if is_custom(kind) else "only a loss of your own reads [loss.options]"
-    if is_custom(kind):
-        return "a loss of your own takes its options from [loss.options]"
-    if option in LOSS_OPTIONS[kind]:
-        return None
-    if option.startswith("importance_"):
-        return (
-            f"the ratio of {kind} is taken against the sampler already, so a truncated importance "
-            'weight would count it twice; use loss.kind = "decoupled_ppo", whose ratio starts at a '
-            "recomputed proximal policy"
-        )
-    return f"{kind} takes {', '.join(LOSS_OPTIONS[kind])}"
+    geometric_low: float | None = Field(default=None, ge=0, le=1)
+    """Leave out rollouts with a geometric mean ratio below; drops nearly all under staleness."""
+    geometric_high: float | None = Field(default=None, ge=1)
+    """The same above."""
+    veto: float | None = Field(default=None, ge=0, le=1)
+    """Leave out rollouts with a token whose ratio is below; 1e-4 is usual."""
+    opsm: float | None = Field(default=None, ge=0)
+    """Leave out bad rollouts further off-policy than this, nats per token; 1e-4 is usual."""
+
+    def masks(self) -> dict[str, float | None]:
+        """Return the four above."""
+        own = MaskedLossSection.model_fields.keys() - LossSection.model_fields.keys()
+        return self.model_dump(include=set(own))
+
+    def least_ratios(self) -> dict[str, float]:
+        """Return the lower ends of the masks that are on."""
+        ends = {
+            "geometric_low": self.geometric_low,
+            "veto": self.veto,
+            "opsm": None if self.opsm is None else math.exp(-self.opsm),
+        }
+        return {name: end for name, end in ends.items() if end is not None}
 
 
-def least_ratios(settings: Mapping[str, Any]) -> dict[str, float]:
-    """Return, by option, the ratio below which a loss learns nothing from a bad rollout's tokens.
+class ClippedSection(MaskedLossSection):
+    """A loss that clips the ratio of each token or rollout."""
 
-    Args:
-        settings: the section [loss], checked; what it would not read counts for nothing.
-    """
-    options = {
-        **RANGE_DEFAULTS.get(settings["kind"], {}),
-        **dict.fromkeys(MASK_OPTIONS),
-    }
-    if settings["kind"] == "decoupled_ppo" and settings["proximal"] != "loglinear":
-        del options["clip_low"]  # of the learner to itself: 1
-    values = {
-        name: default if settings[name] is None else settings[name]
-        for name, default in options.items()
-    }
-    found = {
-        name: _LEAST_RATIO[name](value)
-        for name, value in values.items()
-        if name in _LEAST_RATIO and value is not None and value is not False
-    }
-    if settings["importance_weight"] == "sequence_mis" and found.get("importance_floor"):
-        found["importance_floor"] = 1.0  # of a product over the rollout, which falls below any
-    return found
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.28
+
+    def least_ratios(self) -> dict[str, float]:
+        """Return the lower end of the clip, too."""
+        return super().least_ratios() | _end_of_clip(self.clip_low)
 
 
-def loss_options(settings: Mapping[str, Any], *, max_completion_tokens: int) -> dict[str, Any]:
-    """Return the keyword options of the loss: what is set, with `false` as None.
+class GrpoSection(ClippedSection):
+    """GRPO: clipped token ratios."""
 
-    Args:
-        settings: the section [loss], checked.
-        max_completion_tokens: of [sampling].
-    """
-    kind = settings["kind"]
-    names = MASK_OPTIONS if is_custom(kind) else (*LOSS_OPTIONS[kind], *MASK_OPTIONS)
-    options = {name: settings[name] for name in names if settings[name] is not None}
-    for name in CLIP_OPTIONS:
-        if options.get(name) is False:
-            options[name] = None
-    if kind == "dr_grpo":
-        options["max_completion_tokens"] = max_completion_tokens
-    return {**options, **settings["options"]}
+    kind: Literal["grpo"]
+    dual_clip: Annotated[float, Field(gt=1)] | Off = 3.0
+    """Bound on the ratio where the advantage is negative; false is off."""
+    aggregation: Aggregation = "token_mean"
 
 
-def advantage_options(settings: Mapping[str, Any], *, max_completion_tokens: int) -> dict[str, Any]:
-    """Return how rewards become advantages, as keyword options.
+class DrGrpoSection(ClippedSection):
+    """Dr. GRPO: neither divided by a rollout's length nor by its group's spread."""
 
-    Args:
-        settings: the section [loss], checked.
-        max_completion_tokens: of [sampling].
-    """
-    options = {name: settings[name] for name in ADVANTAGE_OPTIONS}
-    if options["normalize_by_std"] is None:
-        options["normalize_by_std"] = settings["kind"] not in WITHOUT_STD
-    return options | {"max_completion_tokens": max_completion_tokens}
+    kind: Literal["dr_grpo"]
+    normalize_by_std: bool = False
+    """Divide advantages by their group's spread; the paper does not."""
+    dual_clip: Annotated[float, Field(gt=1)] | Off = False
+    """Bound on the ratio where the advantage is negative; false is off."""
 
 
-def _check_loss_kind(kind: str) -> str:
-    if kind in LOSS_OPTIONS or _IMPORT_PATH.fullmatch(kind):
-        return kind
-    near = difflib.get_close_matches(kind, LOSS_OPTIONS, n=1)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
-    raise ValueError(
-        f'"{kind}" is not a loss{hint} Write one of {", ".join(LOSS_OPTIONS)}, or the import path '
-        'of your own, "package.module:function"'
+class DapoSection(ClippedSection):
+    """DAPO: GRPO without the dual clip."""
+
+    kind: Literal["dapo"]
+    dual_clip: Annotated[float, Field(gt=1)] | Off = False
+    """Bound on the ratio where the advantage is negative; false is off."""
+    aggregation: Aggregation = "token_mean"
+
+
+class GspoSection(ClippedSection):
+    """GSPO: one clipped ratio per rollout."""
+
+    kind: Literal["gspo"]
+    clip_low: ClipLow = 0.02
+    clip_high: ClipHigh = 0.03
+
+
+class GepoSection(LossSection):
+    """GEPO: the sampler's probability replaced by its expectation over the group."""
+
+    kind: Literal["gepo"]
+    normalize_by_std: bool = False
+    """Divide advantages by their group's spread; the paper does not."""
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+    gate_kl: float | None = Field(default=None, gt=0)
+    """KL in nats per token below which a rollout's own ratio is used (GEPO+ has 0.002)."""
+    sampler_kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the sampler."""
+
+    def least_ratios(self) -> dict[str, float]:
+        """Return the lower end of the clip."""
+        return _end_of_clip(self.clip_low)
+
+
+class CispoSection(MaskedLossSection):
+    """CISPO: clipped weights; every token keeps its gradient."""
+
+    kind: Literal["cispo"]
+    clip_low: ClipLow = 1.0
+    clip_high: ClipHigh = 4.0
+
+
+class DecoupledPpoSection(ClippedSection):
+    """Decoupled PPO: a proximal policy between learner and sampler."""
+
+    kind: Literal["decoupled_ppo"]
+    dual_clip: Annotated[float, Field(gt=1)] | Off = False
+    """Bound on the ratio where the advantage is negative; false is off."""
+    proximal: Literal["recompute", "loglinear"] = "recompute"
+    """Where the proximal policy comes from: the learner's at the step, or one version earlier."""
+    importance_weight: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"] = (
+        "token_tis"
     )
+    """How proximal / sampler is bounded: truncated or masked, by token or by rollout."""
+    importance_cap: float = Field(default=2.0, ge=1)
+    """Ratio at which the weight is cut or drops."""
+
+    def least_ratios(self) -> dict[str, float]:
+        """Return the lower ends; the ratio of the learner to itself is 1 and never clipped."""
+        ends = super().least_ratios()
+        if self.proximal == "recompute":
+            ends.pop("clip_low", None)
+        return ends
 
 
-LossKind = Annotated[str, AfterValidator(_check_loss_kind)]
-"""A registered loss's name or the import path of a function."""
+class M2poSection(MaskedLossSection):
+    """M2PO: a bound on the second moment of the batch's log-ratios."""
+
+    kind: Literal["m2po"]
+    max_second_moment: float = Field(default=0.04, ge=0)
+    """Bound on the mean squared log-ratio."""
+
+    def least_ratios(self) -> dict[str, float]:
+        """Return the ratio at which a token alone would be at the bound, too."""
+        end = math.exp(-math.sqrt(self.max_second_moment))
+        return super().least_ratios() | {"max_second_moment": end}
+
+
+class SapoSection(MaskedLossSection):
+    """SAPO: a soft gate in place of the clip; every token keeps some gradient."""
+
+    kind: Literal["sapo"]
+    tau_positive: float = Field(default=1.0, gt=0)
+    """How fast the gate closes for positive advantages."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """The same for negative ones."""
+    aggregation: Aggregation = "sequence_mean"
+
+
+class DppoTvSection(MaskedLossSection):
+    """DPPO-TV: a bound on the change of a token's probability."""
+
+    kind: Literal["dppo_tv"]
+    normalize_by_std: bool = False
+    """Divide advantages by their group's spread; the paper does not."""
+    max_probability_gap: float = Field(default=0.2, ge=0, le=1)
+    """Largest change of a token's probability."""
+    sampler_kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the distance to the sampler."""
+
+    def least_ratios(self) -> dict[str, float]:
+        """Return the lower end for a token that the sampler was sure of, too."""
+        end = 1 - self.max_probability_gap
+        return super().least_ratios() | {"max_probability_gap": end}
+
+
+class OwnLossSection(MaskedLossSection):
+    """A loss of your own."""
+
+    kind: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    def own_options(self) -> dict[str, Any]:
+        """Return the table as it is."""
+        return self.options
+
+
+LOSSES: Mapping[str, type[LossSection]] = {
+    "grpo": GrpoSection,
+    "dr_grpo": DrGrpoSection,
+    "dapo": DapoSection,
+    "gspo": GspoSection,
+    "gepo": GepoSection,
+    "cispo": CispoSection,
+    "decoupled_ppo": DecoupledPpoSection,
+    "m2po": M2poSection,
+    "sapo": SapoSection,
+    "dppo_tv": DppoTvSection,
+    OWN_KIND: OwnLossSection,
+}
+"""By kind; the last is for any import path."""
+
+AnyLoss = Annotated[
+    Annotated[GrpoSection, Tag("grpo")]
+    | Annotated[DrGrpoSection, Tag("dr_grpo")]
+    | Annotated[DapoSection, Tag("dapo")]
+    | Annotated[GspoSection, Tag("gspo")]
+    | Annotated[GepoSection, Tag("gepo")]
+    | Annotated[CispoSection, Tag("cispo")]
+    | Annotated[DecoupledPpoSection, Tag("decoupled_ppo")]
+    | Annotated[M2poSection, Tag("m2po")]
+    | Annotated[SapoSection, Tag("sapo")]
+    | Annotated[DppoTvSection, Tag("dppo_tv")]
+    | Annotated[OwnLossSection, Tag(OWN_KIND)],
+    Discriminator(kind_of),
+]
+
+
+def _end_of_clip(clip_low: float | Literal[False]) -> dict[str, float]:
+    return {} if clip_low is False else {"clip_low": 1 - clip_low}

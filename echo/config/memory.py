@@ -12,10 +12,9 @@ from typing import Any
 
 from echo.config.footprint import Footprint, Item, ModelFacts
 from echo.config.leaves import show
-from echo.config.schema import Config, Role
+from echo.config.schema import Config
+from echo.config.section import Role
 from echo.units import format_bytes
-
-_SMALLEST_VOCAB_CHUNK = 1024  # below, the matrix products are too small to be worth their launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,6 @@ def memory_budget(
 
 def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
     worker = footprint.config.worker
-    machine = _limit(machine, worker.memory_budget_bytes)
     dtype = worker.dtype
     if dtype == "auto":
         dtype = "float32" if machine.gpu_bytes is None else "bfloat16"
@@ -151,21 +149,12 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 
 def _learner_changes(footprint: Footprint, available: int) -> dict[str, Any]:
     """Return settings of [learner] that may save memory, each enough alone if it can be."""
-
-    def cut(key: str, value: int, smallest: int) -> int:
-        while value // 2 >= smallest:
-            value //= 2
-            if _model_bytes(footprint.with_learner({key: value})) <= available:
-                break
-        return value
-
-    tokens, chunk = footprint.micro_batch_tokens, footprint.config.learner.vocab_chunk
-    chunk = min(chunk, footprint.facts.vocab_size)
-    return {
-        "micro_batch_tokens": cut("micro_batch_tokens", tokens, footprint.rollout_tokens),
-        "gradient_checkpointing": True,
-        "vocab_chunk": cut("vocab_chunk", chunk, _SMALLEST_VOCAB_CHUNK),
-    }
+    tokens = footprint.micro_batch_tokens
+    while tokens // 2 >= footprint.rollout_tokens:
+        tokens //= 2
+        if _model_bytes(footprint.with_learner({"micro_batch_tokens": tokens})) <= available:
+            break
+    return {"micro_batch_tokens": tokens, "gradient_checkpointing": True}
 
 
 def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Remedy, ...], str]:
@@ -213,15 +202,6 @@ def _too_short(missing: int) -> str:
     return (
         f"; {format_bytes(missing)} are missing: take a machine with more memory or a smaller model"
     )
-
-
-def _limit(machine: Machine, max_bytes: int | None) -> Machine:
-    """Return the machine with no more than `max_bytes` of the memory that the model lies in."""
-    if max_bytes is None:
-        return machine
-    if machine.gpu_bytes is None:
-        return replace(machine, host_bytes=min(max_bytes, machine.host_bytes))
-    return replace(machine, gpu_bytes=min(max_bytes, machine.gpu_bytes))
 
 
 @dataclass(frozen=True, slots=True)

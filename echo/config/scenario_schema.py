@@ -26,8 +26,8 @@ class SimRow(Row):
     """Of a version in full, where job.version_bytes is a delta's; unset: all are sent in full."""
     checkpoint_steps: Count = 10
     """As checkpoint.interval_steps: where a learner that died goes on."""
-    exit_when_parked_for_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """As worker.exit_when_parked_for_s, with a command that gives the machine back."""
+    release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As worker.release_after_s, with a command that gives the machine back."""
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Nodes by offer; an offer that is not named here has all of its count."""
     profile: Literal["lan", "wan"] = "wan"
@@ -42,8 +42,6 @@ class SimRow(Row):
     """As network.reconnect_for_s."""
     window_bytes: Annotated[Bytes, Field(gt=0)] = 8 << 20
     """As network.window_bytes."""
-    max_unacked_groups: Count = 64
-    """As network.max_unacked_groups."""
     is_paced: bool = True
     """Whether leases hold workers back; without, whoever has room is given work."""
     queue_share: Amount = 1.0

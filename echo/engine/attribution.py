@@ -52,8 +52,8 @@ class MismatchProbe:
         is_canonical: Callable[[Sequence[int]], bool],
         num_rollouts: int,
         micro_batch_tokens: int,
-        vocab_chunk: int,
         seed: int,
+        vocab_chunk: int = 8192,
     ) -> None:
         """Take the model and where versions come from.
 
@@ -65,8 +65,8 @@ class MismatchProbe:
             is_canonical: completion ids -> whether their text encodes to the same ids.
             num_rollouts: sampled for each measurement.
             micro_batch_tokens: padded tokens that go through the model at once.
-            vocab_chunk: columns of logits held at a time.
             seed: of the choice of rollouts.
+            vocab_chunk: columns of logits held at a time.
         """
         self._policy = policy
         self._sampling = sampling

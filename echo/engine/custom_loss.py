@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput
-from echo.algo.losses import make_loss, split_options, with_masks
+from echo.algo.losses import make_loss
 from echo.errors import ConfigError
 
 
@@ -50,30 +50,28 @@ class CustomLoss:
 
 
 def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
-    """Return the loss that `kind` names.
+    """Return the loss that `kind` names, without masks.
 
     Args:
         kind: a name of `LOSSES`, or "package.module:function". Modules are looked for in the
             current directory too.
-        options: of the loss, and of the masks around it.
+        options: its fields, or the keyword arguments of the function.
 
     Raises:
-        ConfigError: if there is no such loss or it does not take these options.
+        ConfigError: if there is no such function or it does not take these options.
     """
     if ":" not in kind:
         return make_loss(kind, **options)
     module_name, _, name = kind.partition(":")
     function = _find_function(kind, module_name, name)
-    masks, own = split_options(options)
-    _check_options(kind, function, own)
+    _check_options(kind, function, options)
     needs: object = getattr(function, "needs", LossNeeds())
     if not isinstance(needs, LossNeeds):
         raise ConfigError(
             f"loss.kind = {kind!r}: its attribute needs is {needs!r}, expected "
             "echo.algo.loss.LossNeeds(...)"
         )
-    loss = CustomLoss(kind=kind, function=function, options=own, needs=needs)
-    return with_masks(loss, masks)
+    return CustomLoss(kind=kind, function=function, options=options, needs=needs)
 
 
 def _find_function(kind: str, module_name: str, name: str) -> Callable[..., LossOutput]:

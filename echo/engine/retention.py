@@ -81,9 +81,8 @@ class VersionRetention:
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
             raise StorageError(
-                f"cannot keep {manifest.version} in {self._directory}: {error}; free disk space, "
-                "lower attribution.retention_bytes, or switch the attribution off "
-                "(attribution.interval_steps = 0)"
+                f"cannot keep {manifest.version} in {self._directory}: {error}; free disk space "
+                "or switch the attribution off (metrics.attribution_steps = 0)"
             ) from error
         return True
 

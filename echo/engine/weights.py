@@ -246,13 +246,12 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
     return tensors
 
 
-def resolve_model(name: str, revision: str | None, cache_dir: str | None) -> Path:
+def resolve_model(name: str, revision: str | None = None) -> Path:
     """Return the directory of a model, downloading it from the hub where it is not local.
 
     Args:
         name: a directory, or the id of a model on the hub ("Qwen/Qwen3-0.6B").
         revision: branch, tag or commit on the hub; None for its default branch.
-        cache_dir: where downloads are kept; None for the Hugging Face default.
 
     Raises:
         ConfigError: if a revision is asked of a local directory.
@@ -268,19 +267,15 @@ def resolve_model(name: str, revision: str | None, cache_dir: str | None) -> Pat
         return path
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise DataError(f"model.name = {name!r}: no such directory (looked at {path.absolute()})")
-    return _download(name, revision, cache_dir)
+    return _download(name, revision)
 
 
-def _download(name: str, revision: str | None, cache_dir: str | None) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, cache_dir=cache_dir, allow_patterns=DOWNLOAD_PATTERNS
-            )
-        )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=DOWNLOAD_PATTERNS))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         # Offline, the hub's own message speaks of its cache and not of what to do.
         raise DataError(

@@ -39,6 +39,8 @@ RECOVERY = 0.2
 """By how much of the difference to 1 the correction of the rates returns with each question."""
 CORRECTED = 0.9
 """Below this correction the rates are asked about again once the learner waits no more."""
+RESTART_S = 300.0
+"""Until a lost machine is replaced: renting one, starting it and catching up take minutes."""
 MIN_STEPS = 3
 """Steps before T_train counts as known; the first ones contain start-up."""
 MAX_STEPS = 8
@@ -57,11 +59,14 @@ class ActivationSettings:
     group_size: int
     max_completion_tokens: int
     margin: float
-    min_saving: float
-    min_dwell_s: float
-    review_s: float
     budget_per_h: float
     """$ per hour for workers and traffic; infinite without a cap."""
+    min_saving: float = 0.05
+    """Share of the cost that another set must save: rates are measured to some 5 %."""
+    min_dwell_s: float = 120.0
+    """How long a worker stays active at least: some times what it needs for the weights."""
+    review_s: float = 10.0
+    """Between two questions at least: an answer takes seconds, and no fleet changes faster."""
     upload_bytes_per_token: float = BYTES_PER_TOKEN
 
 
@@ -102,19 +107,17 @@ class Activation:
         """What the last question for drift was asked about, by name."""
         self._asked_at = now
         self._num_idle_answers = 0
-        self._noted: frozenset[str] | None = None
         self._is_pending = False
         self._trust = 1.0
         """By what the rates are multiplied: below 1 if the learner waited more than predicted."""
 
     # --- measuring -------------------------------------------------------------------------------
 
-    def look(self, session: LearnerSession, *, is_applied: bool = True, now: float) -> list[Action]:
+    def look(self, session: LearnerSession, *, now: float) -> list[Action]:
         """Take what workers have done since the last call; call it at least with each heartbeat.
 
         Args:
             session: the learner's.
-            is_applied: whether one that would be too dear stands by from the beginning.
             now: the present.
         """
         members = session.roster.members("worker")
@@ -124,7 +127,7 @@ class Activation:
             if state is None or state.incarnation != member.incarnation:
                 capability = Capability(tokens_sampled=member.num_sampled, now=now)
                 self._states[member.node_id] = _State(member.incarnation, capability, now)
-                actions += self._welcome(session, member, now) if is_applied else []
+                actions += self._welcome(session, member, now)
                 continue
             slots = max(1, member.capacity // 2)
             state.capability.look(
@@ -300,7 +303,7 @@ class Activation:
             price_per_h=price.per_h or 0.0,
             price_per_gb=price.per_gb,
             losses_per_h=price.losses_per_h,
-            restart_s=price.restart_s,
+            restart_s=RESTART_S,
             region=member.region,
             can_listen=member.advertise is not None,
             down_bytes_per_s=down or UNLIMITED,
@@ -340,22 +343,19 @@ class Activation:
         question: Question,
         answer: Answer,
         *,
-        is_applied: bool = True,
         now: float,
     ) -> tuple[list[Action], Decision | None]:
         """Carry out an answer; return the actions, and the decision if anything changes.
 
-        Workers that came meanwhile stay active; of those that left nothing is said. What is not
-        applied is a decision once, until another set is found better.
+        Workers that came meanwhile stay active; of those that left nothing is said.
         """
         self.outlook = answer.after
         members = {m.node_id: m for m in session.roster.members("worker")}
         known = {worker.name for worker in question.workers} & members.keys()
         parked = sorted(n for n in known - answer.active if not members[n].is_standby)
         activated = sorted(n for n in known & answer.active if members[n].is_standby)
-        is_known = not is_applied and answer.active == self._noted
-        self._is_pending = answer.is_pending and not is_known
-        if is_known or (not parked and not activated):
+        self._is_pending = answer.is_pending
+        if not parked and not activated:
             self._num_idle_answers += 1
             return [], None
         self._num_idle_answers = 0
@@ -374,9 +374,6 @@ class Activation:
             slowdown=answer.choice.slowdown,
             is_exact=answer.choice.is_exact,
         )
-        if not is_applied:
-            self._noted = answer.active
-            return [], decision
         for name in [*parked, *activated]:
             state = self._states[name]
             if name in activated and now < state.since + 2 * self.settings.min_dwell_s:

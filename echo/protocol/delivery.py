@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from echo.protocol.codec import Frame
 from echo.protocol.messages import Message
 
+MAX_UNACKED_GROUPS = 64
+"""A full engine's groups, a few times over: so sampling does not pause for a slow disk, and what a
+relay or worker holds of them (2 MB each at 16 rollouts of 8192 tokens) stays small."""
+
 
 @dataclass(slots=True)
 class Parcel:

@@ -16,9 +16,6 @@ get all of it, for being ready a moment before its equals.
 So the leases are in proportion to the speeds, and a worker gets nothing that it would finish later
 than the others can finish everything that admission allows. That is no loss: such a group would
 come too late. Admission allows what the next S + 1 steps consume, and after those it is stale.
-
-`evenly` is the rule without speeds, to compare with: the worker with the smallest share of its
-capacity in use comes first, and none is passed over.
 """
 
 from __future__ import annotations
@@ -79,21 +76,6 @@ class Load:
         """Give it another group."""
         heapq.heapreplace(self.free_at, self.finish_at)
         self.num_held += 1
-
-
-def evenly(loads: Sequence[Load], *, num_promised: int) -> list[str]:
-    """Return who gets one group after the other, by the share of the capacity in use."""
-    granted: list[str] = []
-    heap = [(load.share, load.node_id, load) for load in loads]
-    heapq.heapify(heap)
-    while heap:
-        _, node_id, load = heapq.heappop(heap)
-        if load.has_room and load.most_promised > num_promised:
-            load.add()
-            num_promised += 1
-            granted.append(node_id)
-            heapq.heappush(heap, (load.share, node_id, load))
-    return granted
 
 
 def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:

@@ -20,7 +20,7 @@ import msgspec
 from echo.metrics import Counters
 from echo.protocol.accepted import AcceptedGroups
 from echo.protocol.actions import Action, Note, RecordEnd, RecordGrant
-from echo.protocol.dispatch import Load, by_finish, evenly, slowdown
+from echo.protocol.dispatch import Load, by_finish, slowdown
 from echo.protocol.forecast import MAX_WORKERS, Forecast, Speed
 from echo.protocol.handover import Handover
 from echo.protocol.hedging import Helper, Running, copies
@@ -172,9 +172,8 @@ class Granting:
         self.forecast.refresh(list(able))
         loads = self._loads(able.values(), bounds, now)
         foreseen = [self._outlook_of(member, now) for member in workers] if is_hedging else []
-        choose = by_finish if self.settings.dispatch == "speed" else evenly
         num_promised = self._num_promised
-        for node_id in choose(loads, num_promised=num_promised):
+        for node_id in by_finish(loads, num_promised=num_promised):
             record = self.leases.grant(self._next_group(records), node_id, now=now)
             made.append(record)
             record.min_version = self._oldest_version(num_promised)

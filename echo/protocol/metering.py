@@ -2,7 +2,7 @@
 
 A machine counts from its first Hello until the learner knows that it was given back: until a
 Goodbye that says so. A worker on standby counts, because its machine bills. One that fell silent,
-or left without giving its machine back, counts for `lost_counts_for_s` more, since nobody can tell
+or left without giving its machine back, counts for LOST_COUNTS_FOR_S more, since nobody can tell
 from here whether it still bills; if it comes back meanwhile it simply goes on.
 
 Traffic counts by the bytes that nodes report: weights in and out, and rollouts out. Their counters
@@ -21,6 +21,8 @@ GIGABYTE = 1e9
 """Providers bill traffic by 10^9 bytes."""
 BYTES_PER_TOKEN = 17
 """Id, log-probability, version and mask of one sampled token on the wire."""
+LOST_COUNTS_FOR_S = 3600.0
+"""The usual step of a bill: nobody is told that a machine which vanished bills no more."""
 _TRAFFIC_WINDOW_S = 300.0
 """Seconds over which traffic is averaged."""
 
@@ -67,7 +69,6 @@ class Meter:
         *,
         learner_per_h: float,
         learner_per_gb: float,
-        lost_counts_for_s: float,
         spent: float,
         now: float,
         bytes_per_token: float = BYTES_PER_TOKEN,
@@ -77,7 +78,6 @@ class Meter:
         Args:
             learner_per_h: $ per hour of the learner's own machine.
             learner_per_gb: $ per GB that the learner sends.
-            lost_counts_for_s: see the module.
             spent: $ before now, as before a resume.
             now: the present.
             bytes_per_token: what a sampled token takes on the wire.
@@ -87,7 +87,6 @@ class Meter:
         self._bytes_per_token = bytes_per_token
         self._learner_per_h = learner_per_h
         self._learner_per_gb = learner_per_gb
-        self._lost_counts_for_s = lost_counts_for_s
         self._machines: dict[str, _Machine] = {}
         self._sent_bytes = 0
         self._at = now
@@ -151,7 +150,7 @@ class Meter:
             if machine.gone_at is None:
                 machine.gone_at, machine.is_standby = now, False
             is_released = roster.released.get(name) == machine.incarnation
-            if is_released or now - machine.gone_at >= self._lost_counts_for_s:
+            if is_released or now - machine.gone_at >= LOST_COUNTS_FOR_S:
                 del self._machines[name]
 
     def bill(self) -> Bill:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from echo.protocol.bounds import Money, Seconds
+from echo.protocol.bounds import Money
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,8 +16,6 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     """$ per 1e9 bytes in and out of the machine."""
     losses_per_h: Money = 0.0
     """How often such a machine is taken away, as a spot machine is."""
-    restart_s: Seconds = 300.0
-    """Seconds until a lost machine is replaced."""
 
     def __post_init__(self) -> None:
         """Refuse what would turn costs into nonsense; a peer's message may hold anything."""

@@ -64,8 +64,6 @@ class LearnerSettings:
     price_per_gb: float = 0.0
     uplink_bytes_per_s: float | None = None
     """What to take its uplink for until transfers have shown it; None for a usual one."""
-    dispatch: str = "speed"
-    """Who gets the next group: "speed" or "even" (`dispatch.py`)."""
     hedge_factor: float | None = None
     """How many times sooner a copy must be expected (`hedging.py`); None for no copies."""
     exact_version: bool = False

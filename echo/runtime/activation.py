@@ -5,7 +5,7 @@
 
 Records in the journal:
 
-    activation  step, cause, activated, parked, applied, and the numbers before and after
+    activation  step, cause, activated, parked, and the numbers before and after
     cost        step, total, per_h            with each step, so that a resume goes on counting
 """
 
@@ -27,7 +27,7 @@ from echo.planner.review import Answer, Decision, Question
 from echo.protocol.actions import Action
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.metering import Meter
+from echo.protocol.metering import LOST_COUNTS_FOR_S, Meter
 from echo.runtime.history import read_records
 from echo.runtime.ledger import Ledger
 from echo.runtime.progress import Progress
@@ -53,7 +53,6 @@ class Activating:
         pace: PublishPace,
         progress: Progress,
         ledger: Ledger,
-        is_applied: bool,
         trains_on_all: bool,
         budget_per_run: float | None,
         log: logging.Logger,
@@ -67,7 +66,6 @@ class Activating:
             pace: is told when versions have arrived.
             progress: says whether the learner trains just now, or waits for groups.
             ledger: the journal, open.
-            is_applied: whether decisions are followed, and not only noted.
             trains_on_all: whether groups without a gradient count towards a step.
             budget_per_run: $ after which the run is to end; None for no limit.
             log: where to tell decisions.
@@ -78,7 +76,6 @@ class Activating:
         self._pace = pace
         self._progress = progress
         self._ledger = ledger
-        self._is_applied = is_applied
         self._trains_on_all = trains_on_all
         self._budget_per_run = budget_per_run
         self._log = log
@@ -138,7 +135,7 @@ class Activating:
 
     def _look(self, perform: Callable[[Iterable[Action]], None], now: float) -> None:
         if self._activation is not None and self._session.finish_reason is None:
-            perform(self._activation.look(self._session, is_applied=self._is_applied, now=now))
+            perform(self._activation.look(self._session, now=now))
 
     async def _review(
         self, perform: Callable[[Iterable[Action]], None], clock: Callable[[], float]
@@ -164,18 +161,15 @@ class Activating:
     def _decide(
         self, activation: Activation, question: Question, answer: Answer, now: float
     ) -> list[Action]:
-        actions, decision = activation.decide(
-            self._session, question, answer, is_applied=self._is_applied, now=now
-        )
+        actions, decision = activation.decide(self._session, question, answer, now=now)
         if decision is not None:
             self._tell(decision)
         return actions
 
     def _tell(self, decision: Decision) -> None:
-        would = "" if self._is_applied else "in shadow only: "
-        self._last_decision = f"{would}{decision}"
+        self._last_decision = str(decision)
         self._log.info("activation: %s", self._last_decision)
-        self._ledger.append("activation", applied=self._is_applied, **_json(asdict(decision)))
+        self._ledger.append("activation", **_json(asdict(decision)))
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -270,15 +264,14 @@ def _json(value: Any) -> Any:
     return value
 
 
-def spent_before(ledger: Path, *, lost_counts_for_s: float, now: float) -> float:
+def spent_before(ledger: Path, *, now: float) -> float:
     """Return $ that a run has cost before it is resumed.
 
     Machines went on billing while the learner was away; for how much of that time is not known,
-    and `lost_counts_for_s` of it count at most.
+    and LOST_COUNTS_FOR_S of it count at most.
 
     Args:
         ledger: the journal.
-        lost_counts_for_s: see there.
         now: unix time, seconds.
     """
     last: Mapping[str, Any] | None = None
@@ -287,7 +280,7 @@ def spent_before(ledger: Path, *, lost_counts_for_s: float, now: float) -> float
             last = record
     if last is None:
         return 0.0
-    away_s = min(max(0.0, now - last["at"]), lost_counts_for_s)
+    away_s = min(max(0.0, now - last["at"]), LOST_COUNTS_FOR_S)
     return float(last["total"] + last["per_h"] * away_s / 3600)
 
 
@@ -322,16 +315,12 @@ def make_activating(
             group_size=config.batch.group_size,
             max_completion_tokens=config.sampling.max_completion_tokens,
             margin=section.margin,
-            min_saving=section.min_saving,
-            min_dwell_s=section.min_dwell_s,
-            review_s=section.review_s,
             budget_per_h=math.inf if section.budget_per_h is None else section.budget_per_h,
         )
         activation = Activation(settings, now=now)
     meter = Meter(
         learner_per_h=config.learner.price_per_h or 0.0,
         learner_per_gb=config.network.price_per_gb,
-        lost_counts_for_s=section.lost_counts_for_s,
         spent=spent,
         now=now,
     )
@@ -344,16 +333,12 @@ def make_activating(
         pace=pace,
         progress=progress,
         ledger=ledger,
-        is_applied=section.mode == "on",
         trains_on_all=config.batch.keep_zero_variance,
         budget_per_run=section.budget_per_run,
         log=log,
     )
 
 
-def resumed_spending(config: Config, ledger: Ledger, *, resume: bool) -> float:
+def resumed_spending(ledger: Ledger, *, resume: bool) -> float:
     """Return $ that count before this start."""
-    if not resume:
-        return 0.0
-    seconds = config.activation.lost_counts_for_s
-    return spent_before(ledger.path, lost_counts_for_s=seconds, now=time.time())
+    return spent_before(ledger.path, now=time.time()) if resume else 0.0

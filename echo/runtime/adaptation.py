@@ -1,10 +1,10 @@
-"""What the learner makes of the staleness controller's decisions: notes them, or follows them.
+"""What the learner makes of the staleness controller's decisions.
 
-Followed, a lower bound gates new leases only, shortens the publish period and publishes at once;
-what is buffered or being sampled stays valid up to the hard bound. In shadow, every decision is
-noted and nothing else happens. Each goes to the journal with its cause:
+A lower bound gates new leases only, shortens the publish period and publishes at once;
+what is buffered or being sampled stays valid up to the hard bound. Each goes to the journal with
+its cause:
 
-    bound  step, before, bound, cause, applied
+    bound  step, before, bound, cause
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Adaptation:
         buffer: StalenessBuffer,
         pace: PublishPace,
         ledger: Ledger,
-        is_applied: bool,
         log: logging.Logger,
     ) -> None:
         """Join the parts.
@@ -39,14 +38,12 @@ class Adaptation:
             buffer: whose bound for new leases follows it.
             pace: whose period follows it.
             ledger: the journal, open.
-            is_applied: whether it is followed at all.
             log: where to tell decisions.
         """
         self._controller = controller
         self._buffer = buffer
         self._pace = pace
         self._ledger = ledger
-        self._is_applied = is_applied
         self._log = log
 
     def after_step(
@@ -71,8 +68,6 @@ class Adaptation:
         if decision is None:
             return False
         self._tell(decision)
-        if not self._is_applied:
-            return False
         self._buffer.admission_staleness = decision.bound
         self._pace.limit(decision.bound)
         return decision.bound < decision.before
@@ -84,21 +79,16 @@ class Adaptation:
             before=decision.before,
             bound=decision.bound,
             cause=decision.cause,
-            applied=self._is_applied,
         )
-        would = "" if self._is_applied else " would be"
         self._log.info(
-            "staleness bound%s %d -> %d: %s", would, decision.before, decision.bound, decision.cause
+            "staleness bound %d -> %d: %s", decision.before, decision.bound, decision.cause
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the bound that is proposed, and the one that new leases are granted for."""
+        """Return the bound that new leases are granted for."""
         if self._controller is None:
             return {}
-        return {
-            "staleness/proposed_bound": self._controller.bound,
-            "staleness/bound": self._buffer.admission_staleness,
-        }
+        return {"staleness/bound": self._buffer.admission_staleness}
 
 
 def make_adaptation(
@@ -110,23 +100,9 @@ def make_adaptation(
     log: logging.Logger,
 ) -> Adaptation:
     """Return the adaptation; it does nothing if it is off or there is nothing to choose."""
-    section, hard = config.adaptive, config.sync.max_staleness
-    most = hard if section.most is None else min(section.most, hard)
-    is_applied = section.mode == "on"
-    controller = None
-    if section.mode != "off" and section.least < most:
-        settings = ControlSettings(
-            least=section.least,
-            most=most,
-            ess_low=section.ess_low,
-            kl_high=section.kl_high,
-            clip_high=section.clip_high,
-            patience=section.patience_steps,
-        )
+    sync, controller = config.sync, None
+    if sync.adaptive and sync.min_staleness < sync.max_staleness:
+        settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
         controller = StalenessController(settings)
-    if is_applied:
-        buffer.admission_staleness = most
-        pace.limit(most)
-    return Adaptation(
-        controller, buffer=buffer, pace=pace, ledger=ledger, is_applied=is_applied, log=log
-    )
+        pace.limit(sync.max_staleness)
+    return Adaptation(controller, buffer=buffer, pace=pace, ledger=ledger, log=log)

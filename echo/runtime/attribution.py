@@ -18,6 +18,11 @@ from echo.runtime.publication import Publication
 from echo.runtime.worker_setup import make_sampling
 from echo.tasks import tokenization
 
+NUM_ROLLOUTS = 8
+"""Of a batch, scored under each version that sampled them: thousands of tokens for a variance, and
+a fraction of what a step costs."""
+MAX_BYTES = 4 << 30
+"""Published versions kept on the learner's disk for it; a larger model shows less of the past."""
 Publish = Callable[[Weights, PolicyVersion], Publication]
 
 
@@ -73,12 +78,12 @@ def make_attribution(
     Raises:
         StorageError: if the directory for versions cannot be made.
     """
-    section = config.attribution
-    if not section.interval_steps:
+    interval_steps = config.metrics.attribution_steps
+    if not interval_steps:
         return None
     retention = VersionRetention(
         config.run_dir / "versions",
-        max_bytes=section.retention_bytes,
+        max_bytes=MAX_BYTES,
         # One more than may be trained on: the newest is published before the oldest is used up.
         max_versions=config.sync.max_staleness + 2,
     )
@@ -104,9 +109,8 @@ def make_attribution(
         published_dtype=torch_dtype(config.model.dtype),
         load_version=retention.load,
         is_canonical=is_canonical,
-        num_rollouts=section.num_rollouts,
+        num_rollouts=NUM_ROLLOUTS,
         micro_batch_tokens=learner.micro_batch_tokens,
-        vocab_chunk=learner.vocab_chunk,
         seed=config.run.seed,
     )
-    return Attribution(trainer, probe, retention, interval_steps=section.interval_steps)
+    return Attribution(trainer, probe, retention, interval_steps=interval_steps)

@@ -67,7 +67,7 @@ class Data:
 def load_data(config: Config) -> Data:
     """Load task and tokenizer, and check that they go together."""
     model = config.model
-    model_dir = resolve_model(model.name or "", model.revision, model.cache_dir)
+    model_dir = resolve_model(model.name or "", model.revision)
     settings = inherited_settings(config)
     template: str | None = settings["model.chat_template"]
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)

@@ -19,5 +19,5 @@ class LearnerPlan:
     """Groups in a row from which nothing could be learned after which the run ends."""
     codec: str
     """In which forms versions go out (`parcels.py`)."""
-    refresh_s: float
+    refresh_s: float = 0.25
     """Seconds between snapshots for the display."""

@@ -48,6 +48,9 @@ from echo.runtime.worker_setup import (
 )
 from echo.tasks import tokenization
 
+EVALUATION_SEED = 1
+"""The same prompts and samples whatever run.seed is, so that runs compare."""
+
 
 async def build_learner(
     config: Config,
@@ -240,7 +243,7 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
         prompts=prompts,
         decode=data.decode,
         sampling=make_sampling(config, data.stop_ids),
-        seed=section.seed,
+        seed=EVALUATION_SEED,
         player=make_player(
             config,
             turns_of(config, data.task),
@@ -264,7 +267,6 @@ def _make_plan(config: Config) -> LearnerPlan:
         groups_per_step=config.batch.groups_per_step,
         max_barren_groups=config.batch.groups_per_step * config.batch.max_barren_batches,
         codec=config.network.codec,
-        refresh_s=1 / config.ui.refresh_per_s,
     )
 
 

@@ -73,7 +73,7 @@ def open_run(
         ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
         on_failure.callback(ledger.close)
         start = find_start(config, ledger, identity, resume=resume, log=log)
-        spent = resumed_spending(config, ledger, resume=resume)
+        spent = resumed_spending(ledger, resume=resume)
         trainer = build_trainer(config, data.model_dir, start, data.lora)
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
         buffer = StalenessBuffer(
@@ -177,8 +177,7 @@ def build_session(
             chunk_bytes=network.chunk_bytes,
             region=network.region,
             price_per_gb=network.price_per_gb,
-            dispatch=config.dispatch.policy,
-            hedge_factor=config.dispatch.hedge_factor or None,
+            hedge_factor=config.leases.hedge_factor or None,
             exact_version=config.rollout.exact_version,
         ),
         broadcast=wiring.make_broadcast(LEARNER_ID, network),

@@ -21,7 +21,7 @@ Records, in the order in which they happen (`kind` and its fields):
     discarded   group, reason, step
     published   version, root, image_hash
     checkpoint  lineage, step
-    bound       step, before, bound, cause, applied      a decision about the bound on staleness
+    bound       step, before, bound, cause               a decision about the bound on staleness
 
 `version_tokens` counts the trainable tokens that each of `versions` sampled, `tokens` all of the
 completions. Between acceptance and training tokens may grow too old in a group that newer weights

@@ -106,7 +106,7 @@ def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
         if name is None:
             continue
         try:
-            directory = resolve_model(name, revision, model.cache_dir)
+            directory = resolve_model(name, revision)
             if base_digest(directory) == settings[DIGEST]:
                 return make_lora(config, directory)
         except DataError as error:

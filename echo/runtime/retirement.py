@@ -1,9 +1,9 @@
 """A worker on a rented machine: when it leaves, and how its machine is given back.
 
-A worker on standby still bills. So a worker may leave by itself: after so long on standby, after so
-long in all, or after so long without the learner. It then takes no more leases, finishes and
-delivers what it has in hand, runs the user's command that gives the machine back, and says goodbye
-with the news of how that went: only a release that is confirmed ends the learner's counting.
+A worker on standby still bills. So with `worker.release_after_s` a worker leaves by itself: after
+so long on standby, or without the learner. It then takes no more leases, finishes and delivers what
+it has in hand, runs the user's command that gives the machine back, and says goodbye with the news
+of how that went: only a release that is confirmed ends the learner's counting.
 
 The command also runs when the learner says that the run is over. It does not run after Ctrl-C or an
 error: then somebody will want to look at the machine.
@@ -20,13 +20,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from echo.config.schema import WorkerSection
+from echo.config.schema import Config
 from echo.protocol.messages import Goodbye
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime.agent_worker import AgentWorkerNode
 from echo.units import format_duration
 
 CHECK_S = 0.25
+RELEASE_TIMEOUT_S = 60.0
+"""That worker.on_release may take: a provider answers within seconds, its retries within this."""
 MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
 """Of the release command's output that are logged, the last ones."""
 
@@ -35,43 +37,36 @@ MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
 class Terms:
     """For how long a machine is kept; None is for ever."""
 
-    parked_for_s: float | None
-    lifetime_s: float | None
-    learner_gone_for_s: float | None
+    standby_s: float | None
+    learner_gone_s: float | None
 
-    @property
-    def are_endless(self) -> bool:
-        """Whether the worker never leaves by itself."""
-        return self.parked_for_s is self.lifetime_s is self.learner_gone_for_s is None
-
-    def reason_to_leave(
-        self, session: WorkerSession, *, started_at: float, now: float
-    ) -> str | None:
+    def reason_to_leave(self, session: WorkerSession, *, now: float) -> str | None:
         """Return why the worker should leave now, or None.
 
         Args:
             session: the worker's.
-            started_at: when its process started.
             now: the present.
         """
         since = session.standby_since
-        if self.parked_for_s is not None and since is not None and now - since >= self.parked_for_s:
-            return f"on standby for {format_duration(now - since)} (exit_when_parked_for_s)"
-        if self.lifetime_s is not None and now - started_at >= self.lifetime_s:
-            return f"here for {format_duration(now - started_at)} (max_lifetime_s)"
+        if self.standby_s is not None and since is not None and now - since >= self.standby_s:
+            return f"on standby for {format_duration(now - since)} (worker.release_after_s)"
         gone_s = now - session.learner_heard_at
-        if self.learner_gone_for_s is not None and gone_s >= self.learner_gone_for_s:
-            return f"without the learner for {format_duration(gone_s)} (exit_if_learner_gone_s)"
+        if self.learner_gone_s is not None and gone_s >= self.learner_gone_s:
+            return f"without the learner for {format_duration(gone_s)} (worker.release_after_s)"
         return None
 
 
-def terms_of(section: WorkerSection) -> Terms:
-    """Return the terms that a configuration states."""
-    return Terms(
-        parked_for_s=section.exit_when_parked_for_s,
-        lifetime_s=section.max_lifetime_s,
-        learner_gone_for_s=section.exit_if_learner_gone_s,
-    )
+def terms_of(config: Config) -> Terms:
+    """Return the terms that a configuration states.
+
+    A short silence of the learner is no reason to leave; and after `reconnect_for_s` a worker would
+    give up with an error, and give nothing back.
+    """
+    after_s, network = config.worker.release_after_s, config.network
+    if after_s is None:
+        return Terms(standby_s=None, learner_gone_s=None)
+    gone_s = min(max(after_s, network.dead_after_s), network.reconnect_for_s)
+    return Terms(standby_s=after_s, learner_gone_s=gone_s)
 
 
 class RentedWorker(AgentWorkerNode):
@@ -82,8 +77,6 @@ class RentedWorker(AgentWorkerNode):
         *args: Any,
         terms: Terms,
         on_release: str | None,
-        release_timeout_s: float,
-        started_at: float,
         **kwargs: Any,
     ) -> None:
         """Join the parts.
@@ -92,20 +85,16 @@ class RentedWorker(AgentWorkerNode):
             *args: see `WorkerNode`.
             terms: when to leave.
             on_release: shell command that gives the machine back; None for none.
-            release_timeout_s: seconds that it may take.
-            started_at: when the process started, on the loop's clock.
             **kwargs: see `WorkerNode`.
         """
         super().__init__(*args, **kwargs)
         self._terms = terms
         self._on_release = on_release
-        self._release_timeout_s = release_timeout_s
-        self._started_at = started_at
         self._releasing: asyncio.Task[bool] | None = None
 
     async def work(self) -> None:
         """Work until it is time to leave."""
-        if not self._terms.are_endless:
+        if self._terms.standby_s is not None:
             self.spawn(self._retire(), name="retirement")
         await super().work()
 
@@ -121,9 +110,7 @@ class RentedWorker(AgentWorkerNode):
         reason: str | None = None
         while reason is None:
             await asyncio.sleep(CHECK_S)
-            reason = self._terms.reason_to_leave(
-                self.session, started_at=self._started_at, now=self.now
-            )
+            reason = self._terms.reason_to_leave(self.session, now=self.now)
         self.log.warning("leaving: %s", reason)
         await self.finish_work()
         self.session.activity = "releasing"
@@ -138,24 +125,24 @@ class RentedWorker(AgentWorkerNode):
         if self._on_release is None:
             return False
         if self._releasing is None:
-            work = release(
-                self._on_release, reason=reason, timeout_s=self._release_timeout_s, log=self.log
-            )
+            work = release(self._on_release, reason=reason, log=self.log)
             self._releasing = asyncio.create_task(work, name="release")
         return await asyncio.shield(self._releasing)
 
 
-async def release(command: str, *, reason: str, timeout_s: float, log: logging.Logger) -> bool:
+async def release(
+    command: str, *, reason: str, log: logging.Logger, timeout_s: float = RELEASE_TIMEOUT_S
+) -> bool:
     """Run a shell command within a time, log what it prints, and return whether it succeeded.
 
     Args:
         command: for the shell; finds the reason in ECHO_RELEASE_REASON.
         reason: why the machine is given back.
-        timeout_s: seconds after which it and its children are killed.
         log: where its output goes.
+        timeout_s: seconds after which it and its children are killed.
     """
     log.info("giving the machine back: running worker.on_release")
-    outcome = "did not end within its time (worker.release_timeout_s) and was killed"
+    outcome = f"did not end within {timeout_s:g} s and was killed"
     # A file and no pipe: what the command leaves in the background may hold a pipe open.
     with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_shell(

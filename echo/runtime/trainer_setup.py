@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.reference import ReferenceKlLoss
-from echo.config.losses import advantage_options, loss_options
 from echo.config.schema import Config
 from echo.engine.custom_loss import load_loss
 from echo.engine.device import pick_device, pick_dtype, set_num_threads
@@ -43,7 +43,11 @@ def build_trainer(
         ),
         temperature=config.sampling.temperature,
         advantages=AdvantageSettings(
-            **advantage_options(loss.model_dump(), max_completion_tokens=max_tokens),
+            normalize_by_std=loss.normalize_by_std,
+            leave_one_out=loss.leave_one_out,
+            max_completion_tokens=max_tokens,
+            overlong_buffer_tokens=loss.overlong_buffer_tokens,
+            overlong_filter=loss.overlong_filter,
             keep_zero_variance=config.batch.keep_zero_variance,
             max_abs_reward=config.reward.max_abs,
         ),
@@ -53,7 +57,6 @@ def build_trainer(
         init_tensors=tensors,
         lora=lora,
         micro_batch_tokens=learner.micro_batch_tokens,
-        vocab_chunk=learner.vocab_chunk,
         gradient_checkpointing=learner.gradient_checkpointing,
         attn_implementation=config.model.attn_implementation,
         seed=config.run.seed,
@@ -79,17 +82,19 @@ def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
 def build_loss(config: Config) -> Loss:
     """Return the policy loss, with the pull towards the reference if there is one."""
     section, reference = config.loss, config.reference
-    options = loss_options(
-        section.model_dump(), max_completion_tokens=config.sampling.max_completion_tokens
-    )
+    options = section.own_options()
+    if section.kind == "dr_grpo":
+        options["max_completion_tokens"] = config.sampling.max_completion_tokens
     loss = load_loss(section.kind, options)
+    masks = RolloutMasks(**section.masks())
+    if not masks.is_off:
+        loss = MaskedLoss(loss=loss, masks=masks)
     if not reference.kl_coef:
         return loss
     return ReferenceKlLoss(
         loss=loss,
         coef=reference.kl_coef,
         estimator=reference.kl_estimator,
-        importance_weighted=reference.importance_weighted,
     )
 
 
@@ -101,6 +106,4 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> Refere
     if section.name is None:
         tensors = initial_weights(config, lora)
         return ReferenceModel(model_dir=model_dir, tensors=tensors, lora=lora)
-    return ReferenceModel(
-        model_dir=resolve_model(section.name, section.revision, config.model.cache_dir)
-    )
+    return ReferenceModel(model_dir=resolve_model(section.name))

@@ -158,5 +158,4 @@ def stated_price(config: Config, role: str) -> Price:
         per_h=worker.price_per_h,
         per_gb=worker.price_per_gb,
         losses_per_h=worker.losses_per_h,
-        restart_s=worker.restart_s,
     )

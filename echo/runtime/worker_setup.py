@@ -17,7 +17,7 @@ from echo.config.inherit import apply_inherited, check_inherited
 from echo.config.layers import OVERRIDE
 from echo.config.load import keys_set_by_user
 from echo.config.machine import read_machine
-from echo.config.schema import Config
+from echo.config.schema import Config, VllmSection
 from echo.engine.device import pick_device
 from echo.engine.engine import Engine, Sampling
 from echo.engine.lora import Lora
@@ -25,7 +25,7 @@ from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.vllm_arguments import Process
 from echo.engine.weights import load_directory, publish_image, resolve_model
 from echo.errors import ConfigError, StorageError
-from echo.protocol.delivery import Outbox
+from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox
 from echo.protocol.worker_session import WorkerSession
 from echo.rollout import PolicyVersion
 from echo.runtime import wiring
@@ -84,7 +84,7 @@ def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger
     session = WorkerSession(
         settings,
         wiring.make_broadcast(node_id, network, arenas),
-        Outbox(max_parcels=network.max_unacked_groups, retry_s=max(2.0, 2 * network.heartbeat_s)),
+        Outbox(max_parcels=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * network.heartbeat_s)),
         now=now,
     )
     session.version_wait.max_s = config.engine.version_wait_s
@@ -96,10 +96,8 @@ def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger
     node = RentedWorker(
         session,
         transport,
-        terms=terms_of(section),
+        terms=terms_of(config),
         on_release=section.on_release,
-        release_timeout_s=section.release_timeout_s,
-        started_at=now,
         build=partial(build_parts, config, node_dir),
         on_installed=partial(record_installed, node_dir / "installed.jsonl"),
         log=log,
@@ -205,11 +203,10 @@ def _agent_parts(
 def make_rules(config: Config) -> PartialRules:
     """Return what becomes of unfinished rollouts."""
     rollout = config.rollout
-    age = rollout.max_partial_age
     return PartialRules(
         over_submission=rollout.over_submission,
         stale_tokens=rollout.stale_tokens,
-        max_age=config.sync.max_staleness if age is None else age,
+        max_age=config.sync.max_staleness,
         ship_s=rollout.partial_ship_s,
     )
 
@@ -220,7 +217,7 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
     device = pick_device(section.device)
     is_gpu = device.startswith("cuda")
     dtype = ("bfloat16" if is_gpu else "float32") if section.dtype == "auto" else section.dtype
-    if how.kind == "vllm":
+    if isinstance(how, VllmSection):
         # Only here: its modules are of use to nobody else.
         from echo.engine.vllm_engine import VllmEngine
 
@@ -231,17 +228,14 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
             dtype=dtype,
             process=by_device if how.process == "auto" else how.process,
             kv_cache=how.kv_cache,
-            arguments=how.vllm,
-            memory_budget_bytes=section.memory_budget_bytes,
+            arguments=how.options,
             num_threads=section.num_threads,
-            timeout_s=how.timeout_s,
             lora=lora,
         )
     return TransformersEngine(
         model_dir,
         device=device,
         dtype=dtype,
-        memory_budget_bytes=section.memory_budget_bytes,
         attn_implementation=config.model.attn_implementation,
         num_threads=section.num_threads,
         kv_cache=how.kv_cache,
@@ -336,7 +330,7 @@ def own_model(config: Config) -> Path | None:
     model = config.model
     if model.name is None or not has_own_model(config):
         return None
-    return resolve_model(model.name, model.revision, model.cache_dir)
+    return resolve_model(model.name, model.revision)
 
 
 def has_own_model(config: Config) -> bool:

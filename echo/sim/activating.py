@@ -11,7 +11,7 @@ from echo.planner.publish_pace import PublishPace
 from echo.protocol.actions import Action
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.metering import Meter
+from echo.protocol.metering import LOST_COUNTS_FOR_S, Meter
 from echo.sim.records import BillRecord, History
 from echo.sim.scenario import ActivationRule, Scenario
 
@@ -69,9 +69,9 @@ class Activating:
             waiting_s: how long the learner has been waiting for groups.
             now: the present.
         """
-        activation, session, is_applied = self._activation, self._session, self._rule.is_applied
+        activation, session = self._activation, self._session
         self._count(now)
-        actions = activation.look(session, is_applied=is_applied, now=now)
+        actions = activation.look(session, now=now)
         question = activation.question(
             session,
             publish_period=self._pace.period,
@@ -81,9 +81,7 @@ class Activating:
         )
         if question is None:
             return actions
-        changes, decision = activation.decide(
-            session, question, question.solve(), is_applied=is_applied, now=now
-        )
+        changes, decision = activation.decide(session, question, question.solve(), now=now)
         if decision is not None:
             self._history.decisions.append((now, decision))
         return [*actions, *changes]
@@ -154,16 +152,13 @@ def make_activating(
         group_size=job.group_size,
         max_completion_tokens=max(1, round(job.max_completion_tokens)),
         margin=rule.margin,
-        min_saving=rule.min_saving,
         min_dwell_s=rule.min_dwell_s,
-        review_s=rule.review_s,
         budget_per_h=rule.budget_per_h,
         upload_bytes_per_token=token_bytes,
     )
     meter = Meter(
         learner_per_h=job.learner_price_per_h,
         learner_per_gb=session.settings.price_per_gb,
-        lost_counts_for_s=rule.lost_counts_for_s,
         spent=spent,
         now=now,
         bytes_per_token=token_bytes,
@@ -172,6 +167,6 @@ def make_activating(
     return Activating(rule, activation, meter, session, pace=pace, history=history)
 
 
-def spent_before(meter: Meter, *, away_s: float, lost_counts_for_s: float) -> float:
+def spent_before(meter: Meter, *, away_s: float) -> float:
     """Return $ that count before the learner's next start: machines bill while it is away."""
-    return meter.total + min(away_s, lost_counts_for_s) / 3600 * meter.bill().per_h
+    return meter.total + min(away_s, LOST_COUNTS_FOR_S) / 3600 * meter.bill().per_h

@@ -47,15 +47,11 @@ class PriceChange:
 class ActivationRule:
     """Which workers generate and which stand by, as `[activation]` of a run's configuration."""
 
-    is_applied: bool = True
-    """Whether decisions are followed, and not only noted."""
     margin: float = 0.1
-    min_saving: float = 0.05
-    min_dwell_s: float = 120.0
-    review_s: float = 10.0
     budget_per_h: float = math.inf
     budget_per_run: float = math.inf
-    lost_counts_for_s: float = 3600.0
+    min_dwell_s: float = 120.0
+    """As the default of `ActivationSettings`; shorter where a run is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +65,13 @@ class Settings:
     """Of a version in full, where those of the job are deltas; None if each is sent in full."""
     checkpoint_steps: int = 10
     """Between checkpoints, from which a learner that died goes on."""
-    exit_when_parked_for_s: float | None = None
+    release_after_s: float | None = None
     """On standby, after which a worker leaves and gives its machine back; None for never."""
     heartbeat_s: float = 5.0
     dead_after_s: float = 45.0
     lease_timeout_s: float = 180.0
     reconnect_for_s: float = 3600.0
     window_bytes: float = 8 << 20
-    max_unacked_groups: int = 64
     is_paced: bool = True
     """Whether leases hold workers back; without, whoever has room is given work."""
     queue_share: float = 1.0

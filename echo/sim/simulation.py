@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.planner.fleet import Offer
 from echo.planner.publish_pace import PublishPace
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.delivery import Outbox
+from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox
 from echo.protocol.joining import NodeSettings
 from echo.protocol.price import Price
 from echo.protocol.relay_session import RelaySession
@@ -193,7 +193,6 @@ class Simulation:
             per_h=self.scenario.price_per_h(offer, self.clock.now),
             per_gb=offer.price_per_gb * self._versions.scale,
             losses_per_h=offer.losses_per_h,
-            restart_s=offer.restart_s,
         )
 
     def start_worker(self, site: Site) -> None:
@@ -203,9 +202,7 @@ class Simulation:
         has_relay = scenario.fleet.has_relay(offer)
         address = _relay_address(offer.region) if has_relay else LEARNER_ADDRESS
         node_settings = self._node_settings(site.port, "worker", address, self._price(offer))
-        outbox = Outbox(
-            max_parcels=settings.max_unacked_groups, retry_s=max(2.0, 2 * settings.heartbeat_s)
-        )
+        outbox = Outbox(max_parcels=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * settings.heartbeat_s))
         session = WorkerSession(node_settings, self._broadcast(site.name), outbox, now=now)
         engine = EngineModel(
             tokens_per_s=site.tokens_per_s,
@@ -225,7 +222,7 @@ class Simulation:
             setup_s=settings.setup_s,
             swap_s=settings.swap_s,
             is_pausing=job.has_pausing_workers,
-            parked_for_s=settings.exit_when_parked_for_s,
+            parked_for_s=settings.release_after_s,
             on_end=lambda worker: self._ended(site, worker),
         )
         if site.rental is None:
@@ -256,10 +253,9 @@ class Simulation:
             self.history.lost(reason, self.groups.length(group.group_id).num_tokens)
             self._journal.ended(group.group_id)
             self.groups.forget(group.group_id)
-        spent, rule = 0.0, self.scenario.activation
-        if self.learner.activating is not None and rule is not None:
-            meter = self.learner.activating.meter
-            spent = spent_before(meter, away_s=away_s, lost_counts_for_s=rule.lost_counts_for_s)
+        spent = 0.0
+        if self.learner.activating is not None:
+            spent = spent_before(self.learner.activating.meter, away_s=away_s)
         self.learner = self._make_learner(start, spent=spent)
         self.learner.start()
 

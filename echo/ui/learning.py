@@ -78,17 +78,10 @@ def _mismatch(train: Sequence[Row]) -> str:
 
 
 def _bound(train: Sequence[Row]) -> str:
-    proposed = [
-        row["staleness/proposed_bound"] for row in train if "staleness/proposed_bound" in row
-    ]
-    if not proposed or min(proposed) == max(proposed):
+    bounds = [row["staleness/bound"] for row in train if "staleness/bound" in row]
+    if not bounds or min(bounds) == max(bounds):
         return ""
-    followed = [row.get("staleness/bound") for row in train if "staleness/proposed_bound" in row]
-    how = "followed" if followed == proposed else "in shadow"
-    return (
-        f"proposed {min(proposed):g} to {max(proposed):g}, {proposed[-1]:g} in the end ({how}; "
-        "causes in the ledger)"
-    )
+    return f"{min(bounds):g} to {max(bounds):g}, {bounds[-1]:g} in the end (causes in the ledger)"
 
 
 def _reference(last: Sequence[Row]) -> str:

@@ -112,7 +112,6 @@ def pulled_grpo(
     estimator: str,
     coef: float,
     *,
-    is_weighted: bool = True,
     still: Sequence[SlowRollout] | None = None,
 ) -> float:
     """GRPO and its KL to a reference, k3 limited as documented.
@@ -129,7 +128,7 @@ def pulled_grpo(
                 "k2": log_r**2 / 2,
                 "k3": math.exp(log_r) - 1 - log_r,
             }[estimator]
-            total += penalty * (min(ratio, 2.0) if is_weighted else 1.0)
+            total += penalty * min(ratio, 2.0)
     return grpo(rollouts) + coef * total / num_tokens(rollouts)
 
 
@@ -202,16 +201,15 @@ def m2po(rollouts: Sequence[SlowRollout], bound: float = 0.04) -> float:
     return -total / len(tokens)
 
 
-def weight(ratio: float, kind: str, floor: float, cap: float) -> float:
+def weight(ratio: float, kind: str, cap: float) -> float:
     if kind.endswith("tis"):
         return min(ratio, cap)
-    return ratio if floor <= ratio <= cap else 0.0
+    return ratio if ratio <= cap else 0.0
 
 
 def decoupled_ppo(
     rollouts: Sequence[SlowRollout],
     kind: str = "token_tis",
-    floor: float = 0.0,
     cap: float = 2.0,
     *,
     loglinear: bool = False,
@@ -230,7 +228,7 @@ def decoupled_ppo(
         for p, x, delta in zip(rollout.learner, proximal, deltas, strict=True):
             ratio = math.exp(sum(deltas) if kind.startswith("sequence") else delta)
             surrogate = ppo_term(math.exp(p - x), rollout.advantage, 0.2, 0.28, None)
-            total += weight(ratio, kind, floor, cap) * surrogate
+            total += weight(ratio, kind, cap) * surrogate
     return -total / num_tokens(rollouts)
 
 
@@ -254,13 +252,11 @@ def gepo(
     clip: float | None = 0.2,
     kl: float = 0.0,
     gate: float | None = None,
-    *,
-    one_group: bool = False,
 ) -> float:
     """Listing 1 of the paper, in probabilities as there."""
     values = []
     for rollout in rollouts:
-        group = [other for other in rollouts if one_group or other.group == rollout.group]
+        group = [other for other in rollouts if other.group == rollout.group]
         q = [math.exp(mean(other.sampler)) for other in group]
         denominator = sum(value / sum(q) * value for value in q)
         divergence = mean(

@@ -26,27 +26,27 @@ EVERYTHING = torch.ones(1, 3, dtype=torch.bool)
     [
         ("token_tis", [0.5, 2.0, 2.0]),
         ("sequence_tis", [2.0, 2.0, 2.0]),
-        ("token_mis", [0.0, 2.0, 0.0]),
+        ("token_mis", [0.5, 2.0, 0.0]),
         ("sequence_mis", [0.0, 0.0, 0.0]),
     ],
 )
 def test_weights_by_hand(kind: Any, expected: list[float]) -> None:
-    """Ratios 1/2, 2 and 8, in all 8; in range are those from .75 to 2."""
+    """Ratios 1/2, 2 and 8, in all 8; in range are those up to 2."""
     log_ratio = doubles([[0.5, 2.0, 8.0]]).log()
-    found = importance_weights(log_ratio, EVERYTHING, kind, floor=0.75, cap=2.0 + 1e-9)
+    found = importance_weights(log_ratio, EVERYTHING, kind, cap=2.0 + 1e-9)
     assert found.flatten().tolist() == pytest.approx(expected)
 
 
 def test_a_rollout_in_range_keeps_its_product() -> None:
     log_ratio = doubles([[0.5, 4.0, 1.0]]).log()
-    found = importance_weights(log_ratio, EVERYTHING, "sequence_mis", floor=0.5, cap=3.0)
+    found = importance_weights(log_ratio, EVERYTHING, "sequence_mis", cap=3.0)
     assert found.flatten().tolist() == pytest.approx([2.0, 2.0, 2.0])
 
 
 def test_weights_are_data_and_ignore_padding() -> None:
     log_ratio = torch.tensor([[0.5, math.nan, math.inf]], requires_grad=True)
     mask = torch.tensor([[True, False, False]])
-    found = importance_weights(log_ratio, mask, "sequence_tis", floor=0.0, cap=9.0)
+    found = importance_weights(log_ratio, mask, "sequence_tis", cap=9.0)
     assert not found.requires_grad
     assert found.tolist()[0] == pytest.approx([math.exp(0.5), 1.0, 1.0])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo.algo.gepo import GepoLoss, group_log_expectation
 from echo.algo.gspo import GspoLoss
-from tests.algo.batches import counts, doubles, gradient, make_inputs, random_inputs, rows_of
+from tests.algo.batches import counts, doubles, gradient, make_inputs, random_inputs
 
 torch.set_num_threads(1)
 
@@ -102,20 +102,10 @@ def test_groups_do_not_mix() -> None:
     assert not torch.allclose(gradient(loss, changed)[:4], gradient(loss, inputs)[:4])
 
 
-def test_the_scope_of_a_micro_batch_mixes_groups() -> None:
-    inputs = random_inputs()
-    loss = GepoLoss(scope="micro_batch", **NO_CLIP)
-    alone = gradient(loss, rows_of(inputs, torch.arange(4)))
-    assert not torch.allclose(gradient(loss, inputs)[:4], alone)
-    assert loss.needs.every_rollout
-    assert not loss.needs.group_expectation
-
-
 def test_what_it_asks_for() -> None:
     assert GepoLoss().needs.group_expectation
     assert not GepoLoss().needs.every_rollout
     assert GepoLoss(sampler_kl_coef=0.005).needs.every_rollout
-    assert GepoLoss(refuse_mixtures=True).needs.single_policy
 
 
 @given(st.lists(st.floats(-30, 0), min_size=2, max_size=12))

@@ -79,11 +79,6 @@ def test_published_vector_uncorrected() -> None:
     ("options", "expected", "num_dropped"),
     [
         ({"importance_weight": "token_mis", "importance_cap": 5.0}, -1.1701426635, 1),
-        (
-            {"importance_weight": "token_mis", "importance_cap": 5.0, "importance_floor": 0.5},
-            -1.1701426635,
-            1,
-        ),
         ({"importance_weight": "token_tis", "importance_cap": 2.0}, -1.4170227613, 0),
         # The whole rollout's ratio is exp(2.8): 2 times the uncorrected loss, or nothing.
         ({"importance_weight": "sequence_tis", "importance_cap": 2.0}, 2 * -0.9832760840, 0),

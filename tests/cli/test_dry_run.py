@@ -10,7 +10,7 @@ import pytest
 from echo.cli.dry_run import check_start, dry_run
 from echo.cli.node import main
 from echo.config.load import parse_config
-from echo.config.schema import ROLES, Role
+from echo.config.section import ROLES, Role
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "tcp://10.0.0.1:7700"
@@ -47,9 +47,12 @@ def hub_cache(directory: Path, model_dir: Path) -> Path:
     return directory / "hub"
 
 
-def test_a_model_in_the_hubs_cache_has_its_budget(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_model_in_the_hubs_cache_has_its_budget(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = hub_cache(tmp_path, tiny_model_dir)
-    table = {"model": {"name": "org/model", "cache_dir": str(cache)}, "learner": {"device": "cpu"}}
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    table = {"model": {"name": "org/model"}, "learner": {"device": "cpu"}}
     config, _ = parse_config(table, role="learner")
     here, _ = parse_config({**table, "model": {"name": str(tiny_model_dir)}}, role="learner")
     needs = "memory: learner needs "
@@ -69,11 +72,11 @@ def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(
         return str(tmp_path / "config.json")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    table = {"model": {"name": "org/model", "revision": "v2", "cache_dir": str(tmp_path)}}
+    table = {"model": {"name": "org/model", "revision": "v2"}}
     text = dry_run(parse_config(table, role="learner")[0], "learner")
     assert "memory: learner needs " in text
     assert calls == [
-        ("org/model", "config.json", {"revision": "v2", "cache_dir": str(tmp_path)}),
+        ("org/model", "config.json", {"revision": "v2"}),
     ]
 
 
@@ -84,7 +87,7 @@ def test_without_the_hub_the_file_to_fetch_is_named(
         raise OSError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    table = {"model": {"name": "org/model", "cache_dir": str(tmp_path)}}
+    table = {"model": {"name": "org/model"}}
     text = dry_run(parse_config(table, role="learner")[0], "learner")
     assert "memory budget: not known here: org/model is neither" in text
     assert "no connection); fetch the model's config.json" in text

@@ -46,8 +46,6 @@ def run(*arguments: object) -> int:
         (["--role", "relay", "--init-from", "x"], "--init-from is for the learner; a relay"),
         (["--role", "learner", "--yes"], "--yes accepts changes to a run that is resumed"),
         (["--role", "learner"], "--config FILE is missing"),
-        (["--role", "learner", "--max-lifetime", "1h"], "--max-lifetime is for a worker"),
-        (["--role", "relay", "--exit-when-parked-for", "9s"], "--exit-when-parked-for is for a"),
         (["--role", "learner", "--config", "missing.toml"], "missing.toml: cannot be read"),
     ],
 )
@@ -93,24 +91,6 @@ def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[st
     assert run("--role", "worker", "--config", config, "--dry-run") == 0
     assert "tcp://a:1" in capsys.readouterr().out
     assert list(config.parent.iterdir()) == before
-
-
-def test_a_rented_worker_is_told_when_to_leave(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--exit-when-parked-for", "10min", "--max-lifetime", "12h"]
-    options += ["--exit-if-learner-gone", "1min"]
-    assert run("--role", "worker", "--config", config, "--dry-run", *options) == 0
-    shown = capsys.readouterr().out
-    for key, seconds in (
-        ("exit_when_parked_for_s", 600),
-        ("max_lifetime_s", 43200),
-        ("exit_if_learner_gone_s", 60),
-    ):
-        assert any(key in line and str(seconds) in line for line in shown.splitlines()), key
-    wrong = run("--role", "worker", "--config", config, "--max-lifetime", "soon", "--dry-run")
-    assert wrong == 2
-    assert "worker.max_lifetime_s" in capsys.readouterr().err
 
 
 def test_there_must_be_something_to_resume(

@@ -93,7 +93,7 @@ def test_spot_machines_state_their_losses(tmp_path: Path) -> None:
     with contextlib.redirect_stdout(output):
         assert main([str(fleet), "--out", str(tmp_path)]) == 0
     [line, *_] = [line for line in output.getvalue().splitlines() if "ore-4090-spot-1" in line]
-    assert "--set worker.losses_per_h=0.15 --set worker.restart_s=300" in line
+    assert "--set worker.losses_per_h=0.15" in line
 
 
 def test_a_change_that_rounds_to_nothing_has_no_sign() -> None:

@@ -100,7 +100,7 @@ def test_prices_and_a_death_of_the_learner_take_part(
 ) -> None:
     scenario.write_text(
         SMALL.replace("num_steps = 6", "num_steps = 12\ncheckpoint_steps = 4")
-        + "[activation]\nmin_dwell_s = 20\n"
+        + "[activation]\nmargin = 0.1\n"
         + '[[faults]]\nat_s = 75\nkind = "kill"\ntarget = "learner"\nfor_s = 10\n'
     )
     assert main([str(scenario), "--out", str(tmp_path / "out")]) == 0

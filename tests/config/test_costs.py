@@ -22,13 +22,6 @@ from echo.errors import ConfigError
         (["activation.margin=-0.1"], "activation.margin"),
         (["activation.mode=off", "activation.budget_per_h=2"], 'activation.mode = "off"'),
         (["sync.mode=pull", "activation.budget_per_h=2"], "sync.mode"),
-        (["worker.exit_if_learner_gone_s=2h"], "must be below network.reconnect_for_s = 300"),
-        (["worker.exit_if_learner_gone_s=1s"], "must be at least network.dead_after_s = 10"),
-        (
-            ["worker.exit_when_parked_for_s=2h", "worker.max_lifetime_s=1h"],
-            "worker.max_lifetime_s = 3600 ends it before",
-        ),
-        (["worker.release_timeout_s=5"], "worker.on_release is not set"),
     ],
 )
 def test_what_contradicts_itself_is_refused(overrides: list[str], complaint: str) -> None:

@@ -7,10 +7,10 @@ import tomllib
 import pytest
 
 from echo.config.describe import dry_run_text, resolved_lines, schema_help
-from echo.config.leaves import leaves
+from echo.config.leaves import every_leaf
 from echo.config.load import parse_config, resolved
 from echo.config.memory import Machine, memory_budget
-from echo.config.schema import ROLES, Role
+from echo.config.section import ROLES, Role
 
 
 @pytest.mark.parametrize("role", [*ROLES, None])
@@ -22,7 +22,7 @@ def test_help_has_every_key_of_the_role_and_no_other(role: Role | None) -> None:
             section = line[1:].partition("]")[0] + "."
         elif line.startswith("  ") and line[2] != " ":
             keys.add(section + line.split()[0])
-    assert keys == {leaf.key for leaf in leaves().values() if role is None or role in leaf.roles}
+    assert keys == {leaf.key for leaf in every_leaf() if role is None or role in leaf.roles}
 
 
 def test_help_shows_values_defaults_and_profiles() -> None:
@@ -32,7 +32,7 @@ def test_help_shows_values_defaults_and_profiles() -> None:
     assert 'dtype = "bfloat16"' in text
     assert 'Takes one of "bfloat16", "float16", "float32".' in flowing
     assert "max_grad_norm = 1.0" in text
-    assert "clip_low = unset" in text
+    assert "clip_low = 0.02" in text
     assert "Takes a number, above 0, at most 1 or false." in flowing
     assert max(len(line) for line in text.splitlines()) <= 100
 
@@ -55,15 +55,15 @@ def test_each_line_says_where_its_value_came_from() -> None:
 
 
 def test_a_dry_run_says_what_would_start() -> None:
-    table = {"model": {"name": "org/model"}, "lr": 1e-4, "profile": "wan"}
-    config, notices = parse_config(table, role="learner")
+    table = {"model": {"name": "org/model"}, "profile": "wan"}
+    config, _ = parse_config(table, role="learner")
     budget = memory_budget(config, "learner", None, Machine(host_bytes=2**30))
-    text = dry_run_text(config, "learner", budget=budget, notices=notices)
+    text = dry_run_text(config, "learner", budget=budget, notices=["look"])
     first, memory, notice, profile = text.splitlines()[:4]
     assert "a learner of org/model on tcp://127.0.0.1:7700, 100 steps of 512 rollouts" in first
     assert "publish period auto, 5 until measured" in first
     assert memory == f"memory: {budget.line}"
-    assert notice == "notice: configuration: lr is read as optimizer.learning_rate"
+    assert notice == "notice: look"
     assert profile == 'profile: "wan"'
     assert "[worker]" not in text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo.config.diff import _SAFE, _UNSAFE, classify, diff_configs
-from echo.config.leaves import find_leaf, leaves, sections
+from echo.config.leaves import every_leaf, find_leaf, sections
 from echo.config.load import parse_config
 
 
@@ -39,7 +39,7 @@ def test_a_change_is_classed_with_its_reason(override: str, is_safe: bool) -> No
 def test_a_line_shows_both_values() -> None:
     old, new = parse_config({})[0], parse_config({}, ["loss.dual_clip=false"])[0]
     (change,) = diff_configs(old, new)
-    assert str(change) == "safe   loss.dual_clip: unset -> false (computed anew for every batch)"
+    assert str(change) == "safe   loss.dual_clip: 3.0 -> false (computed anew for every batch)"
 
 
 def test_a_profile_lists_what_it_changes() -> None:
@@ -50,7 +50,7 @@ def test_a_profile_lists_what_it_changes() -> None:
 
 
 def test_every_key_is_classed_and_no_other() -> None:
-    for leaf in leaves().values():
+    for leaf in every_leaf():
         assert classify(leaf.key)[1]
     for key in (*_UNSAFE, *_SAFE):
         assert key in sections() or find_leaf(tuple(key.split("."))), key

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from echo.algo.corrections import MaskedLoss
 from echo.algo.loss import LossNeeds, needs_of
 from echo.algo.ppo_losses import GrpoLoss
 from echo.engine.custom_loss import load_loss
@@ -58,9 +57,8 @@ def test_a_function_of_the_users_trains() -> None:
     assert needs_of(loss) == LossNeeds()
 
 
-def test_it_may_declare_needs_and_wear_masks() -> None:
+def test_it_may_declare_needs() -> None:
     assert needs_of(load_loss("own_losses:grouped", {})).whole_groups
-    assert isinstance(load_loss("own_losses:reinforce", {"veto": 1e-4}), MaskedLoss)
 
 
 def test_a_registered_name_still_works() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, LossInputs, LossOutput
 from echo.algo.losses import make_loss
 from echo.engine.trainer import Trainer
@@ -88,7 +89,11 @@ def test_the_fused_operation_is_used_where_the_loss_has_that_form(
     assert calls == ["token_losses"]
     calls.clear()
     # Without a bound, with masks around it, or of another kind: log-probabilities first.
-    for loss in (make_loss("grpo", clip_low=None), make_loss("grpo", veto=0.1), make_loss("gspo")):
+    for loss in (
+        make_loss("grpo", clip_low=None),
+        MaskedLoss(loss=make_loss("grpo"), masks=RolloutMasks(veto=0.1)),
+        make_loss("gspo"),
+    ):
         make_trainer(tiny_model_dir, loss).step(make_groups())
     assert calls == ["logprobs"] * 3
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput
 from echo.algo.losses import make_loss
 from echo.engine.trainer import Trainer
@@ -43,7 +44,7 @@ LOSSES: dict[str, Loss] = {
     "m2po": make_loss("m2po"),
     "sapo": make_loss("sapo"),
     "dppo_tv": make_loss("dppo_tv", sampler_kl_coef=0.01),
-    "masked": make_loss("grpo", veto=0.3),
+    "masked": MaskedLoss(loss=make_loss("grpo"), masks=RolloutMasks(veto=0.3)),
 }
 
 
@@ -218,7 +219,6 @@ def test_a_group_that_lost_a_member_is_left_out_whole(tiny_model_dir: Path) -> N
     metrics = make_trainer(tiny_model_dir, LOSSES["gepo"]).step([whole, broken]).metrics
     lost = sum(rollout.num_tokens for rollout in broken.rollouts[:2])
     assert metrics["dropped/lost_member"] == pytest.approx(lost / (lost + whole.num_tokens))
-    assert metrics["dropped/mixed_policies"] == 0.0
 
 
 def test_a_filtered_member_stays_in_the_expectation_and_leaves_the_sum(
@@ -247,16 +247,10 @@ def test_a_filtered_member_stays_in_the_expectation_and_leaves_the_sum(
     assert trainer.refusal(masked_out(group, 2)) == "lost_member"
 
 
-def test_mixtures_are_measured_and_refused_on_demand(tiny_model_dir: Path) -> None:
+def test_mixtures_are_measured(tiny_model_dir: Path) -> None:
     mixed, pure = versioned(make_group([1, 0, 0], 0), 1, 1), make_group([1, 0, 0], 1)
     metrics = make_trainer(tiny_model_dir, LOSSES["gepo"]).step([mixed, pure]).metrics
     assert metrics["groups/mixed"] == 0.5
-    assert metrics["dropped/mixed_policies"] == 0.0
-    strict = make_trainer(tiny_model_dir, make_loss("gepo", refuse_mixtures=True))
-    assert strict.refusal(mixed) == "mixed_policies"
-    metrics = strict.step([mixed, pure]).metrics
-    share = mixed.num_tokens / (mixed.num_tokens + pure.num_tokens)
-    assert metrics["dropped/mixed_policies"] == pytest.approx(share)
 
 
 def damaged(group: Group, **changes: Any) -> Group:
@@ -337,7 +331,13 @@ def test_a_batch_refused_throughout_changes_nothing(tiny_model_dir: Path) -> Non
 
 
 def test_masks_report_what_they_drop(tiny_model_dir: Path) -> None:
-    metrics = make_trainer(tiny_model_dir, make_loss("grpo", veto=1.0)).step(make_groups()).metrics
+    metrics = (
+        make_trainer(
+            tiny_model_dir, MaskedLoss(loss=make_loss("grpo"), masks=RolloutMasks(veto=1.0))
+        )
+        .step(make_groups())
+        .metrics
+    )
     assert 0 < metrics["dropped/veto"] <= 1
 
 

@@ -223,7 +223,7 @@ def test_a_small_memory_budget_makes_waves_and_changes_nothing(tiny_model_dir: P
 
 def test_a_budget_that_holds_nothing_is_refused_with_the_numbers(tiny_model_dir: Path) -> None:
     engine = loaded(tiny_model_dir, memory_budget_bytes=500_000)
-    with pytest.raises(EngineError, match=r"budget of 500000 bytes.*402944.*memory_budget_bytes"):
+    with pytest.raises(EngineError, match=r"budget of 500000 bytes.*402944.*max_completion_tokens"):
         engine.max_concurrent_rollouts(100, 1000)
 
 

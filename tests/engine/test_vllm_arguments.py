@@ -94,8 +94,8 @@ def test_arguments_are_passed_through_or_refused(
         arguments(tiny_model_dir, max_num_seq=7, dtype="half", nonsense=1, tensor_parallel_size=2)
     message = str(caught.value)
     assert "max_num_seq: vLLM 0.32.0 has no such argument; did you mean max_num_seqs?" in message
-    assert "engine.vllm.dtype is decided by worker.dtype; remove it" in message
-    assert "engine.vllm.nonsense: vLLM 0.32.0 has no such argument\n" in message
+    assert "engine.options.dtype is decided by worker.dtype; remove it" in message
+    assert "engine.options.nonsense: vLLM 0.32.0 has no such argument\n" in message
     assert 'tensor_parallel_size above 1 needs engine.process = "engine"' in message
     assert "takes heads of 32, 64," in message
     assert "this model has 16" in message

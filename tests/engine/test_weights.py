@@ -200,11 +200,11 @@ def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_a_local_directory_is_the_model(tmp_path: Path) -> None:
-    assert resolve_model(str(tmp_path), None, None) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match=r"model\.revision = 'main' has no effect"):
-        resolve_model(str(tmp_path), "main", None)
+        resolve_model(str(tmp_path), "main")
     with pytest.raises(DataError, match="no such directory"):
-        resolve_model(str(tmp_path / "absent"), None, None)
+        resolve_model(str(tmp_path / "absent"))
 
 
 def test_offline_the_hub_is_refused_with_the_remedy(
@@ -212,6 +212,6 @@ def test_offline_the_hub_is_refused_with_the_remedy(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"'nobody/nothing' is neither.*set model\.name to a local"):
-        resolve_model("nobody/nothing", "abc", str(tmp_path))
+        resolve_model("nobody/nothing", "abc")
     with pytest.raises(DataError, match="is neither a directory here"):
-        resolve_model("not a valid id!", None, str(tmp_path))
+        resolve_model("not a valid id!")

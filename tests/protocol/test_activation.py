@@ -19,7 +19,6 @@ SETTINGS = {
     "group_size": 2,
     "max_completion_tokens": 3,
     "margin": 0.1,
-    "min_saving": 0.05,
     "min_dwell_s": 20.0,
     "review_s": 5.0,
     "budget_per_h": math.inf,
@@ -39,7 +38,6 @@ class Play:
         self.decisions: list[tuple[float, Decision]] = []
         self.waited_s = 0.0
         self.step_s = 5.0
-        self.is_applied = True
         self._stepped_at = 0.0
         for number, price in enumerate(prices, start=1):
             self.join(f"w{number}", price)
@@ -69,7 +67,7 @@ class Play:
             if question is None:
                 continue
             actions, decision = self.activation.decide(
-                self.session, question, question.solve(), is_applied=self.is_applied, now=now
+                self.session, question, question.solve(), now=now
             )
             world.perform(self.learner, actions)
             if decision is not None:
@@ -150,15 +148,6 @@ def test_a_dead_worker_is_made_up_for_at_once(tmp_path: Path) -> None:
     play.run.world.kill(play.run.world.process("w2"))
     play.waited_s = 2.0
     play.until(90.0)
-    assert play.standby == []
-
-
-def test_in_shadow_a_decision_is_told_once_and_nobody_is_put_on_standby(tmp_path: Path) -> None:
-    play = Play(tmp_path, [0.3, 0.1])
-    play.is_applied = False
-    play.until(120.0)
-    assert len(play.decisions) == 1
-    assert play.decisions[0][1].parked == ("w1",)
     assert play.standby == []
 
 

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.dispatch import Load, by_finish, evenly
+from echo.protocol.dispatch import Load, by_finish
 from tests.protocol.unequal import Unequal
 
 
@@ -84,11 +85,6 @@ def test_a_slow_worker_that_may_have_become_faster_is_tried_with_one_group() -> 
     assert granted([fast, slow], 16) == {"fast": 15, "slow": 1}
 
 
-def test_without_speeds_all_are_given_their_share() -> None:
-    loads = [load("fast", speed=10.0, most=6), load("slow", speed=1.0, most=6)]
-    assert Counter(evenly(loads, num_promised=0)) == {"fast": 3, "slow": 3}
-
-
 workers = st.lists(
     st.tuples(
         st.floats(0.01, 100.0),  # speed
@@ -111,13 +107,12 @@ def test_admission_and_capacity_are_never_passed(
             for n, (speed, places, held, most) in enumerate(drawn)
         ]
 
-    for rule in (by_finish, evenly):
-        before = {each.node_id: each for each in make()}
-        given_to = rule(make(), num_promised=num_promised)
-        for index, name in enumerate(given_to):
-            assert num_promised + index < before[name].most_promised
-        for name, count in Counter(given_to).items():
-            assert before[name].num_held + count <= before[name].capacity
+    before = {each.node_id: each for each in make()}
+    given_to = by_finish(make(), num_promised=num_promised)
+    for index, name in enumerate(given_to):
+        assert num_promised + index < before[name].most_promised
+    for name, count in Counter(given_to).items():
+        assert before[name].num_held + count <= before[name].capacity
 
 
 @given(workers)
@@ -140,17 +135,31 @@ def test_whoever_would_be_done_first_is_given_the_first_group(
 FAST, BOTH = {"fast": 100.0}, {"fast": 100.0, "slow": 10.0}
 
 
+def equal_shares(loads: Sequence[Load], *, num_promised: int) -> list[str]:
+    """Give each group to the worker with the smallest share of its places in use: what to beat."""
+    given_to: list[str] = []
+    while True:
+        able = [w for w in loads if w.has_room and w.most_promised > num_promised + len(given_to)]
+        if not able:
+            return given_to
+        chosen = min(able, key=lambda each: (each.share, each.node_id))
+        chosen.add()
+        given_to.append(chosen.node_id)
+
+
 def mean_step(
     speeds: dict[str, float],
     *,
-    dispatch: str,
+    by_speed: bool = True,
     max_staleness: int,
     seed: int,
     places: int = 4,
     alone: float = 1.0,
     apart_s: float = 0.0,
 ) -> float:
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        if not by_speed:
+            patch.setattr("echo.protocol.granting.by_finish", equal_shares)
         run = Unequal(
             Path(directory),
             tail=1.0,
@@ -162,12 +171,7 @@ def mean_step(
             alone=alone,
             apart_s=apart_s,
         )
-        run.start(
-            speeds,
-            places=places,
-            dispatch=dispatch,
-            hedge_factor=2.0 if dispatch == "speed" else None,
-        )
+        run.start(speeds, places=places, hedge_factor=2.0 if by_speed else None)
         run.play(20, within_s=2000.0)
         figures = run.figures()
     assert figures["steps"] == 15
@@ -176,8 +180,8 @@ def mean_step(
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_worker_ten_times_slower_delays_no_batch(max_staleness: int) -> None:
-    alone = mean_step(FAST, dispatch="speed", max_staleness=max_staleness, seed=3)
-    both = mean_step(BOTH, dispatch="speed", max_staleness=max_staleness, seed=3)
+    alone = mean_step(FAST, max_staleness=max_staleness, seed=3)
+    both = mean_step(BOTH, max_staleness=max_staleness, seed=3)
     assert both <= 1.08 * alone, "the slow worker makes it worse than none"
 
 
@@ -197,10 +201,10 @@ def test_a_worker_ten_times_slower_delays_no_batch(max_staleness: int) -> None:
 def test_equal_workers_share_a_batch_though_they_install_it_one_after_the_other(
     places: int, alone: float, at_most: float, seed: int
 ) -> None:
-    def seconds(dispatch: str) -> float:
+    def seconds(*, by_speed: bool) -> float:
         return mean_step(
             {f"w{number}": 100.0 for number in range(4)},
-            dispatch=dispatch,
+            by_speed=by_speed,
             max_staleness=0,
             seed=seed,
             places=places,
@@ -208,20 +212,18 @@ def test_equal_workers_share_a_batch_though_they_install_it_one_after_the_other(
             apart_s=0.1,
         )
 
-    assert seconds("speed") <= at_most * seconds("even")
+    assert seconds(by_speed=True) <= at_most * seconds(by_speed=False)
 
 
 @pytest.mark.parametrize("speed", [10.0, 50.0])
 def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(speed: float) -> None:
     def seconds(speeds: dict[str, float]) -> float:
-        return mean_step(
-            speeds, dispatch="speed", max_staleness=0, seed=3, places=16, alone=2.0, apart_s=0.1
-        )
+        return mean_step(speeds, max_staleness=0, seed=3, places=16, alone=2.0, apart_s=0.1)
 
     assert seconds({"fast": 100.0, "slow": speed}) <= 1.05 * seconds({"fast": 100.0})
 
 
-def test_the_even_dispatch_is_delayed_by_it() -> None:
-    alone = mean_step(FAST, dispatch="even", max_staleness=0, seed=3)
-    both = mean_step(BOTH, dispatch="even", max_staleness=0, seed=3)
+def test_with_equal_shares_it_does() -> None:
+    alone = mean_step(FAST, by_speed=False, max_staleness=0, seed=3)
+    both = mean_step(BOTH, by_speed=False, max_staleness=0, seed=3)
     assert both > 2 * alone, "there is nothing to improve on: the test above shows nothing"

@@ -18,7 +18,6 @@ def make(**changes: Any) -> Meter:
     given = {
         "learner_per_h": 2.0,
         "learner_per_gb": 0.0,
-        "lost_counts_for_s": HOUR,
         "spent": 0.0,
         "now": 0.0,
     }
@@ -130,7 +129,7 @@ def test_without_a_price_there_is_nothing_to_show(roster: Roster) -> None:
     assert meter.total == 0.0
 
 
-@pytest.mark.parametrize("field", ["per_h", "per_gb", "losses_per_h", "restart_s"])
+@pytest.mark.parametrize("field", ["per_h", "per_gb", "losses_per_h"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_a_price_that_is_none_is_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"price.{field}"):

@@ -1,14 +1,16 @@
-"""Decisions of the staleness controller: noted in shadow, followed when switched on."""
+"""Decisions of the staleness controller, and what follows them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from echo.algo.staleness_control import ControlSettings
 from echo.buffer import StalenessBuffer
 from echo.config.load import parse_config
 from echo.rollout import Lineage
@@ -47,6 +49,12 @@ class Parts:
 MakeParts = Callable[..., Parts]
 
 
+def quick(patch: pytest.MonkeyPatch, **limits: float) -> None:
+    """Let the controller decide within the steps of a test."""
+    settings = partial(ControlSettings, **limits)
+    patch.setattr("echo.runtime.adaptation.ControlSettings", settings)
+
+
 @pytest.fixture
 def make_parts(tmp_path: Path) -> Iterator[MakeParts]:
     made: list[Parts] = []
@@ -60,25 +68,24 @@ def make_parts(tmp_path: Path) -> Iterator[MakeParts]:
         parts.ledger.close()
 
 
-def test_in_shadow_a_decision_is_noted_and_nothing_else_happens(make_parts: MakeParts) -> None:
-    parts = make_parts()
-    assert not parts.step(1, ess=0.1)
+def test_a_decision_is_noted_with_its_cause(make_parts: MakeParts) -> None:
+    parts = make_parts("sync.adaptive=true")
+    assert parts.step(1, ess=0.1)
     [record] = parts.records
-    assert {name: record[name] for name in ("step", "before", "bound", "applied")} == {
+    assert {name: record[name] for name in ("step", "before", "bound", "cause")} == {
         "step": 1,
         "before": 6,
         "bound": 3,
-        "applied": False,
+        "cause": "ess 0.1 below 0.8",
     }
-    assert record["cause"] == "ess 0.1 below 0.8"
-    assert (parts.buffer.admission_staleness, parts.pace.period) == (6, 5)
-    assert parts.made.metrics() == {"staleness/proposed_bound": 3, "staleness/bound": 6}
+    assert parts.made.metrics() == {"staleness/bound": 3}
 
 
-def test_followed_it_gates_leases_and_publishes_at_once_and_more_often(
-    make_parts: MakeParts,
+def test_it_gates_leases_and_publishes_at_once_and_more_often(
+    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = make_parts("adaptive.mode=on", "adaptive.patience_steps=1")
+    quick(monkeypatch, patience=1)
+    parts = make_parts("sync.adaptive=true")
     assert parts.step(1, ess=0.1)
     assert (parts.buffer.admission_staleness, parts.pace.period) == (3, 4)
     assert parts.buffer.max_staleness == 6
@@ -88,34 +95,35 @@ def test_followed_it_gates_leases_and_publishes_at_once_and_more_often(
     assert published == [r["step"] for r in parts.records[1:] if r["bound"] < r["before"]]
     assert (parts.buffer.admission_staleness, parts.pace.period) == (6, 5)
     assert [r["bound"] for r in parts.records][-4:] == [3, 4, 5, 6]
-    assert all(r["applied"] for r in parts.records)
 
 
-def test_limits_of_its_own(make_parts: MakeParts) -> None:
-    parts = make_parts("adaptive.mode=on", "adaptive.most=4", "adaptive.least=3")
-    assert (parts.buffer.admission_staleness, parts.pace.period) == (4, 5)
+def test_it_stays_above_the_least_bound(make_parts: MakeParts) -> None:
+    parts = make_parts("sync.adaptive=true", "sync.min_staleness=3")
     for step in range(40):
         parts.step(step, ess=0.1)
     assert parts.buffer.admission_staleness == 3
 
 
-@pytest.mark.parametrize("override", ["adaptive.mode=off", "adaptive.least=6"])
+@pytest.mark.parametrize("overrides", [[], ["sync.adaptive=true", "sync.min_staleness=6"]])
 def test_nothing_happens_where_there_is_nothing_to_choose(
-    override: str, make_parts: MakeParts
+    overrides: list[str], make_parts: MakeParts
 ) -> None:
-    parts = make_parts(override)
+    parts = make_parts(*overrides)
     assert not parts.step(1, ess=0.1)
     assert parts.made.metrics() == {}
     assert parts.records == []
 
 
-def test_a_run_that_follows_it_grants_for_the_lower_bound(play: Play) -> None:
+def test_a_run_that_follows_it_grants_for_the_lower_bound(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch, ess_low=0.999, kl_high=1e-5, patience=2)
+
     async def scenario(run: Run) -> None:
         learner = await run.learner(
             run={"max_steps": 40},
-            sync={"max_staleness": 4, "publish_period": 3},
+            sync={"max_staleness": 4, "publish_period": 3, "adaptive": True},
             optimizer={"learning_rate": 3e-2, "warmup_steps": 0},
-            adaptive={"mode": "on", "ess_low": 0.999, "kl_high": 1e-5, "patience_steps": 2},
             task={"kind": "tests.runtime.rewards:SometimesEqual"},
         )
         async with running(learner, await run.worker("w1")) as (learning, _):
@@ -133,6 +141,6 @@ def test_a_run_that_follows_it_grants_for_the_lower_bound(play: Play) -> None:
         lowest = min(record["bound"] for record in bounds)
         assert min(lags[step] for step in list(lags)[-10:]) <= max(lowest, 2)
         row = [row for _, row in run.rows if "staleness/bound" in row][-1]
-        assert row["staleness/bound"] == bounds[-1]["bound"] == row["staleness/proposed_bound"]
+        assert row["staleness/bound"] == bounds[-1]["bound"]
 
     play(scenario)

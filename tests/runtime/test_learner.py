@@ -339,7 +339,7 @@ def test_the_mismatch_is_attributed_and_what_it_needs_is_kept_for_a_while(play: 
             run={"max_steps": 6},
             sync={"max_staleness": 2},
             optimizer={"learning_rate": 1e-2, "warmup_steps": 0},
-            attribution={"interval_steps": 2},
+            metrics={"attribution_steps": 2},
             task={"kind": f"{REWARDS}:SometimesEqual"},
         )
         async with running(learner, await run.worker("w1")) as (learning, _):

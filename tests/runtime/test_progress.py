@@ -158,7 +158,6 @@ def test_the_learner_says_that_what_comes_is_of_no_use(play: Play) -> None:
             run={"max_steps": 1000},
             task={"kind": "tests.runtime.rewards:AlwaysRight"},
             batch={"keep_zero_variance": False, "max_barren_batches": 30},
-            ui={"refresh_per_s": 30},
         )
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from echo.runtime.retirement import Terms, release
+from echo.config.load import parse_config
+from echo.runtime.retirement import Terms, release, terms_of
 from tests.runtime.harness import Play, Run, running
-from tests.runtime.test_activation import QUICK, slow_learner, until
+from tests.runtime.test_activation import slow_learner, until
 
 LOG = logging.getLogger("test.retirement")
+AT_ONCE = Terms(standby_s=0.0, learner_gone_s=0.0)
 
 
 def run_release(command: str, *, timeout_s: float = 30.0) -> bool:
@@ -59,31 +60,35 @@ class Session:
     learner_heard_at = 100.0
 
 
-def reason(terms: dict[str, float], *, now: float, **facts: float) -> str | None:
-    given: dict[str, Any] = {"parked_for_s": None, "lifetime_s": None, "learner_gone_for_s": None}
+def reason(*, now: float, **facts: float) -> str | None:
     session: Any = Session()
     for name, value in facts.items():
         setattr(session, name, value)
-    return Terms(**given | terms).reason_to_leave(session, started_at=0.0, now=now)
+    return Terms(standby_s=60.0, learner_gone_s=30.0).reason_to_leave(session, now=now)
 
 
 def test_the_terms() -> None:
-    parked = {"parked_for_s": 60.0}
-    assert reason(parked, now=1000.0) is None
-    assert reason(parked, now=1000.0, standby_since=950.0) is None
-    assert "exit_when_parked_for_s" in str(reason(parked, now=1010.0, standby_since=950.0))
-    assert reason({"lifetime_s": 600.0}, now=599.0) is None
-    assert "max_lifetime_s" in str(reason({"lifetime_s": 600.0}, now=600.0))
-    assert reason({"learner_gone_for_s": 30.0}, now=129.0) is None
-    assert "exit_if_learner_gone_s" in str(reason({"learner_gone_for_s": 30.0}, now=130.0))
+    assert reason(now=120.0) is None
+    assert reason(now=120.0, standby_since=70.0) is None
+    assert "on standby for" in str(reason(now=130.0, standby_since=70.0))
+    assert "without the learner for" in str(reason(now=130.0))
+    session: Any = Session()
+    endless = Terms(standby_s=None, learner_gone_s=None)
+    assert endless.reason_to_leave(session, now=1e6) is None
+
+
+@pytest.mark.parametrize(("after_s", "gone_s"), [(60, 60), (1, 10), (7200, 300)])
+def test_a_short_silence_is_no_reason_and_giving_up_comes_later(after_s: int, gone_s: int) -> None:
+    config, _ = parse_config({}, [f"worker.release_after_s={after_s}"])
+    assert terms_of(config) == Terms(standby_s=after_s, learner_gone_s=gone_s)
 
 
 def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
     play: Play, tmp_path: Path
 ) -> None:
     async def scenario(run: Run) -> None:
-        learner = await slow_learner(run, activation=QUICK)
-        terms = {"exit_when_parked_for_s": 0.3, "on_release": f"touch {tmp_path}/released"}
+        learner = await slow_learner(run)
+        terms = {"release_after_s": 0.3, "on_release": f"touch {tmp_path}/released"}
         needed = await run.worker("w1", worker={"price_per_h": 0.2})
         spare = await run.worker("w2", worker={"price_per_h": 5.0, **terms})
         async with running(learner, needed, spare) as (_, working, leaving):
@@ -98,14 +103,14 @@ def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
 
 def test_a_release_that_fails_goes_on_counting(play: Play) -> None:
     async def scenario(run: Run) -> None:
-        learner = await slow_learner(run, activation=QUICK)
-        terms = {"max_lifetime_s": 3600.0, "on_release": "exit 1"}
+        learner = await slow_learner(run)
+        terms = {"release_after_s": 3600.0, "on_release": "exit 1"}
         stays = await run.worker("w1", worker={"price_per_h": 0.2})
         leaves = await run.worker("w2", worker={"price_per_h": 5.0, **terms})
         async with running(learner, stays, leaves) as (_, _, leaving):
             await until(lambda: run.rows and run.rows[-1][1].get("cost/per_hour") == 5.2)
-            leaves._terms = dataclasses.replace(leaves._terms, lifetime_s=0.0)
-            assert "max_lifetime_s" in await leaving
+            leaves._terms = AT_ONCE
+            assert "without the learner" in await leaving
             await until(
                 lambda: run.rows and run.rows[-1][1].get("cost/unconfirmed_per_hour") == 5.0
             )
@@ -121,7 +126,7 @@ def test_the_machine_is_given_back_once_though_the_run_ends_while_its_worker_lea
     async def scenario(run: Run) -> None:
         learner = await run.learner()
         command = f"echo begun >> {tmp_path}/released; sleep 0.5; echo done >> {tmp_path}/released"
-        terms = {"max_lifetime_s": 3600.0, "on_release": command}
+        terms = {"release_after_s": 3600.0, "on_release": command}
         worker = await run.worker("w1", worker=terms)
         is_leaving = asyncio.Event()
 
@@ -134,7 +139,7 @@ def test_the_machine_is_given_back_once_though_the_run_ends_while_its_worker_lea
         learner.session.is_granting = False
         async with running(learner, worker) as (_, working):
             await until(lambda: worker.session.is_admitted)
-            worker._terms = dataclasses.replace(worker._terms, lifetime_s=0.0)
+            worker._terms = AT_ONCE
             await is_leaving.wait()
             if where == "within":
                 await until((tmp_path / "released").exists)
@@ -149,11 +154,11 @@ def test_a_release_that_has_begun_is_not_left_by_an_interrupt(play: Play, tmp_pa
     async def scenario(run: Run) -> None:
         learner = await run.learner()
         command = f"echo begun >> {tmp_path}/released; sleep 0.5; echo done >> {tmp_path}/released"
-        worker = await run.worker("w1", worker={"max_lifetime_s": 3600.0, "on_release": command})
+        worker = await run.worker("w1", worker={"release_after_s": 3600.0, "on_release": command})
         learner.session.is_granting = False
         async with running(learner, worker) as (_, working):
             await until(lambda: worker.session.is_admitted)
-            worker._terms = dataclasses.replace(worker._terms, lifetime_s=0.0)
+            worker._terms = AT_ONCE
             await until((tmp_path / "released").exists)
             worker.interrupt()
             assert await working == "interrupted"
@@ -183,8 +188,9 @@ def test_the_machine_is_given_back_at_the_end_of_the_run_and_not_after_an_interr
 
 def test_a_worker_without_its_learner_gives_its_machine_back(play: Play, tmp_path: Path) -> None:
     async def scenario(run: Run) -> None:
-        terms = {"exit_if_learner_gone_s": 1.1, "on_release": f"touch {tmp_path}/released"}
-        async with running(await run.worker("w1", worker=terms)) as (working,):
+        terms = {"release_after_s": 1.1, "on_release": f"touch {tmp_path}/released"}
+        network = {"heartbeat_s": 0.2, "dead_after_s": 0.5}
+        async with running(await run.worker("w1", worker=terms, network=network)) as (working,):
             assert "without the learner for" in await working
         assert (tmp_path / "released").exists()
 

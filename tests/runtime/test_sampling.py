@@ -380,7 +380,7 @@ def test_with_drop_no_rollout_goes_on_under_other_weights(play: Play) -> None:
         learner = await run.learner(
             run={"max_steps": 8},
             rollout={"over_submission": 2.0, "stale_tokens": "drop"},
-            loss={"kind": "gepo", "refuse_mixtures": True},
+            loss={"kind": "gepo"},
             **LONG,
         )
         worker = await run.worker("w1", worker={"max_concurrent_rollouts": 8})

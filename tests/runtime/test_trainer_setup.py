@@ -48,7 +48,7 @@ def test_there_is_no_reference_unless_it_is_asked_for(model_dir: Path) -> None:
 def test_the_reference_stays_at_the_start_also_after_a_resume(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    config = make_config(model_dir, reference={"kl_coef": 0.1, "importance_weighted": False})
+    config = make_config(model_dir, reference={"kl_coef": 0.1})
     trainer = build_trainer(config, model_dir, START)
     assert pull(trainer) == pytest.approx(0.0, abs=1e-9)
     moved = pull(trainer)

@@ -17,6 +17,10 @@ from tests.runtime.harness import Play, Run, read_jsonl, running
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 
+OPTIONS = {"max_num_seqs": 16, "kv_cache_memory_bytes": 48 << 20}
+"""A small engine: without the second it would take a quarter of the memory."""
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runtime") / "model"
@@ -36,8 +40,7 @@ def test_rollouts_go_on_while_versions_are_installed(
         )
         worker = await run.worker(
             "w1",
-            worker={"memory_budget_bytes": 64 << 20},
-            engine={"kind": "vllm", "vllm": {"max_num_seqs": 16}},
+            engine={"kind": "vllm", "options": OPTIONS},
         )
         async with running(learner, worker) as (learning, working):
             assert await learning == "finished"
@@ -70,8 +73,7 @@ def test_agents_sample_with_it_too(play: Play) -> None:
             "w1",
             agent=agent,
             network={"dead_after_s": 60, "reconnect_for_s": 60},  # while vLLM is imported
-            worker={"memory_budget_bytes": 64 << 20},
-            engine={"kind": "vllm", "vllm": {"max_num_seqs": 16}},
+            engine={"kind": "vllm", "options": OPTIONS},
         )
         path = run.run_dir / "workers" / "w1" / "endpoint.json"
         async with running(learner, worker) as (learning, working):

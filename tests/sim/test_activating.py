@@ -12,5 +12,5 @@ from echo.sim.activating import spent_before
 def test_machines_bill_while_the_learner_is_away_as_long_as_lost_ones_count(
     away_s: float, expected: float
 ) -> None:
-    meter = Meter(learner_per_h=4.0, learner_per_gb=0.0, lost_counts_for_s=1.0, spent=10.0, now=0.0)
-    assert spent_before(meter, away_s=away_s, lost_counts_for_s=3600.0) == pytest.approx(expected)
+    meter = Meter(learner_per_h=4.0, learner_per_gb=0.0, spent=10.0, now=0.0)
+    assert spent_before(meter, away_s=away_s) == pytest.approx(expected)
