@@ -69,11 +69,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """Show what keeps Python from its end, and fail, where a test left a thread that never ends.
 
-    No limit of a test holds after the last one, and Python joins the threads of every pool.
+    No limit of a test holds after the last one, and Python joins the threads of every pool. Those
+    of pytest-xdist have to wait for the slowest, which then ends them.
     """
+    if hasattr(config, "workerinput"):
+        return
     faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True, file=sys.__stderr__)
 
 
