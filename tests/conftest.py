@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
+import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +18,12 @@ pytest_plugins = ["tests.cpu_time"]
 
 EXIT_TIMEOUT_S = 120
 
-# A busy machine takes its time, and what one run finds the next one has to find again.
-hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("tests")
+# Tests run beside each other, and so does what they start: more threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Each run tries other examples; the seed in its head makes it try the same ones again.
+hypothesis.settings.register_profile("ordinary", deadline=None, max_examples=20)
+hypothesis.settings.register_profile("all", deadline=None, max_examples=300)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,30 +32,52 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plant", type=int, help="break the product as this promise's plant says")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples hypothesis tries, and which: the same ones in every process."""
+    hypothesis.settings.load_profile("all" if config.getoption("--all") else "ordinary")
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(1 << 32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Tell how to try the same examples again."""
+    return f"examples: --hypothesis-seed={config.option.hypothesis_seed}"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Tell it once more beside what failed."""
+    if terminalreporter.getreports("failed"):
+        terminalreporter.write_line(pytest_report_header(config))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only `--all` runs."""
-    if config.getoption("--all"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("matrix")]
-    if left_out:
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("matrix")]
+        if left_out:
+            items[:] = [item for item in items if item not in left_out]
+            config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Spare every full collection of garbage what has been imported, which takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """Show what keeps Python from its end, and fail, where a test left a thread that never ends.
 
-    No limit of a test holds after the last one, and Python joins the threads of every pool.
+    No limit of a test holds after the last one, and Python joins the threads of every pool. Those
+    of pytest-xdist have to wait for the slowest, which then ends them.
     """
+    if hasattr(config, "workerinput"):
+        return
     faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True, file=sys.__stderr__)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show why a test failed that bin/echo-test ran once more, though it passed then."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.section(f"failed at first: {report.nodeid}")
-        terminalreporter.write_line(report.longreprtext)
 
 
 @pytest.fixture(scope="session")
@@ -60,11 +88,10 @@ def make_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     embeddings, token ids <pad> 0, <bos> 1, <eos> 2. Keyword arguments override Qwen3Config fields;
     `seed` fixes the weights. torch is imported only when a test asks for a model.
     """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     def make(*, seed: int = 0, **overrides: object) -> Path:
-        import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
         settings: dict[str, object] = {
             "vocab_size": 32,
             "hidden_size": 64,

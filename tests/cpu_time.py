@@ -1,18 +1,28 @@
-"""CPU seconds of the suite by package, children included, at the end of pytest's output.
+"""CPU seconds of the suite by package, children included, beside tests/budget.toml.
 
 Wall time says how busy a machine was, CPU seconds what a test costs on any. A test is charged with
 all that its process and the children of it used between its first fixture and the end of its last
 one; so what a fixture of the session costs is charged to the test that had it made. Of a child's
-own children those count that it has waited for; without /proc, of children too. A test that is run
-again is charged with both runs.
+own children those count that it has waited for; without /proc, of children too. The figure travels
+with the report of a test's teardown, so it arrives from the processes of pytest-xdist, too.
 
-The figure travels with the report of a test's teardown, so it would arrive from the workers of
-pytest-xdist, too. The lines are those of a table in TOML, to be compared with tests/budget.toml.
+A CPU second is worth less on a slower or a crowded processor. So every process measures a fixed
+piece of work every `PACE_S` seconds: as many times as it takes longer than where the budgets were
+measured, as many times larger is every limit (never smaller). The limits:
+
+- In continuous integration (`CI=true`) a package over its budget by more than `MARGIN` fails the
+  run. The budgets are measured seconds plus a tenth; --all has none.
+- What a test uses by itself, its fixtures apart, is at most `MOST_S`, or `MOST_SLOW_S` where it is
+  marked `slow`. Tests of processes (`e2e`) and those that only --all runs (`matrix`) have no limit.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
+import sys
+import time
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,7 +31,14 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 PROPERTY = "cpu_s"
+SLOWNESS = "slowness"
 STARTED = pytest.StashKey[float]()
+BUDGET = Path(__file__).with_name("budget.toml")
+MARGIN = 1.25
+"""What the piece of work does not tell: other work has other needs of caches and memory."""
+MOST_S, MOST_SLOW_S = 0.5, 10.0
+UNLIMITED = {"e2e", "matrix"}
+PACE_S = 20.0
 
 
 def used_s() -> float:
@@ -45,9 +62,25 @@ def _living_s(pid: int) -> float:
     return 0.0
 
 
+def piece_of_work_s() -> float:
+    """Return the CPU seconds of this thread for work that is always the same.
+
+    Python's own, as most of what the suite does.
+    """
+    started_s = time.thread_time()
+    counts: dict[str, int] = {}
+    for number in range(60_000):
+        key = str(number % 977)
+        counts[key] = counts.get(key, 0) + number
+    return time.thread_time() - started_s
+
+
 def package_of(node_id: str) -> str:
-    """Return the directory of tests/ that a test is in, or "top" if it is in none."""
-    folders = PurePosixPath(node_id.partition("::")[0]).parent.parts
+    """Return the directory of tests/ that a test is in, "top" if it is in none, or "vllm"."""
+    path = PurePosixPath(node_id.partition("::")[0])
+    if path.name.startswith("test_vllm_"):
+        return "vllm"
+    folders = path.parent.parts
     inside = folders[1:] if folders[:1] == ("tests",) else folders
     return inside[0] if inside else "top"
 
@@ -55,14 +88,49 @@ def package_of(node_id: str) -> str:
 class CpuTime:
     """Charge every test, and tell at the end what each package has used."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        budget = tomllib.loads(BUDGET.read_text())
+        self._limits_s: dict[str, float] = (
+            {} if config.getoption("--all", False) else budget["cpu_s"]
+        )
+        self._piece_s: float = budget["piece_of_work_s"]
+        # As they are now: tests of this file set them.
+        self._used_s, self._piece_of_work_s = used_s, piece_of_work_s
+        self._is_binding = os.environ.get("CI") == "true"
         self._seconds: Counter[str] = Counter()
         self._tests: defaultdict[str, set[str]] = defaultdict(set)
+        self._slowness: list[float] = []
+        self._last, self._measure_at = 1.0, 0.0
+
+    def slowness(self) -> float:
+        """Return how many times longer work takes here than where the budgets were measured."""
+        if time.monotonic() >= self._measure_at:
+            self._last = max(1.0, self._piece_of_work_s() / self._piece_s)
+            self._measure_at = time.monotonic() + PACE_S
+        return self._last
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        item.stash[STARTED] = used_s()
+        self.slowness()
+        item.stash[STARTED] = self._used_s()
         return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        before = self._used_s()
+        result = yield
+        own_s = self._used_s() - before
+        is_slow = item.get_closest_marker("slow") is not None
+        most_s = MOST_SLOW_S if is_slow else MOST_S
+        if own_s > most_s * self.slowness() and not any(map(item.get_closest_marker, UNLIMITED)):
+            pytest.fail(
+                f"it used {own_s:.2f} s of CPU by itself, and {most_s:g} s are what a test "
+                f"{'marked `slow`' if is_slow else 'without the mark `slow`'} may use (times "
+                f"{self.slowness():.2f} on this machine): make it cheaper"
+                f"{', or keep one case of it and mark the others `matrix`' if is_slow else ''}",
+                pytrace=False,
+            )
+        return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -70,16 +138,32 @@ class CpuTime:
     ) -> Iterator[None]:
         report = yield
         if call.when == "teardown":
-            now = used_s()
+            now = self._used_s()
             seconds, item.stash[STARTED] = now - item.stash[STARTED], now
-            report.user_properties = [*report.user_properties, (PROPERTY, seconds)]
+            told = [(PROPERTY, seconds), (SLOWNESS, self._last)]
+            report.user_properties = [*report.user_properties, *told]
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            package = package_of(report.nodeid)
+            package, told = package_of(report.nodeid), dict(report.user_properties)
             self._tests[package].add(report.nodeid)
-            self._seconds[package] += dict(report.user_properties).get(PROPERTY, 0.0)
+            self._seconds[package] += told.get(PROPERTY, 0.0)
+            self._slowness.append(told.get(SLOWNESS, 1.0))
+
+    def over_budget(self) -> list[str]:
+        """Return what is over its budget, worded for whoever has to find out why."""
+        scale = statistics.fmean(self._slowness or [1.0]) * MARGIN
+        return [
+            f"{package} used {seconds:.1f} s of CPU, and its budget is {limit:g} s "
+            f"(times {scale:.2f} on this machine): see --durations=20"
+            for package, seconds in self._seconds.items()
+            if (limit := self._limits_s.get(package, sys.maxsize)) * scale < seconds
+        ]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._is_binding and self.over_budget() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._tests:
@@ -87,13 +171,17 @@ class CpuTime:
         terminalreporter.section("CPU seconds by package")
         width = max(map(len, self._seconds))
         for package, seconds in self._seconds.most_common():
+            of = f" of {limit:g}," if (limit := self._limits_s.get(package)) else ""
             tests = f"{len(self._tests[package])} tests"
-            terminalreporter.write_line(f"{package:{width}} = {seconds:7.1f}  # {tests}")
-        inside, everything = self._seconds.total(), used_s()
+            terminalreporter.write_line(f"{package:{width}} = {seconds:7.1f}  #{of} {tests}")
+        inside, everything = self._seconds.total(), self._used_s()
         terminalreporter.write_line(
-            f"# {everything:.1f} in all, {max(everything - inside, 0.0):.1f} of them outside tests"
+            f"# {everything:.1f} in all, {max(everything - inside, 0.0):.1f} outside tests, "
+            f"on a machine {statistics.fmean(self._slowness):.2f} times as slow as the budgets'"
         )
+        for text in self.over_budget():
+            terminalreporter.write_line(f"OVER BUDGET: {text}", red=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(CpuTime())
+    config.pluginmanager.register(CpuTime(config))

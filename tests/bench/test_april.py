@@ -136,6 +136,7 @@ def test_the_papers_stop_gains_nothing_where_there_is_no_tail(lab: ModuleType) -
     assert early["rows_idle"] < waiting["rows_idle"], "twice as many rows"
 
 
+@pytest.mark.matrix
 def test_a_real_model_is_sampled_and_trained_in_the_time_of_long_rollouts(
     lab: ModuleType, tmp_path: Path
 ) -> None:

@@ -36,8 +36,7 @@ def smoke(*options: str) -> dict[str, list[str]]:
     return {line[:18].strip(): line[18:].split() for line in done.stdout.splitlines()}
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
+@pytest.mark.matrix
 def test_every_receiver_of_the_smoke_run_ends_with_the_right_bytes() -> None:
     rows = smoke("--curve", "on", "off")
     assert rows["raw TCP"][-1] == "1/1"
@@ -45,8 +44,7 @@ def test_every_receiver_of_the_smoke_run_ends_with_the_right_bytes() -> None:
         assert rows[name][-1] == "2/2"
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
+@pytest.mark.matrix
 def test_behind_proxies_no_transfer_is_faster_than_its_theory() -> None:
     rows = smoke("--path", "proxy", "--rate-mbit", "50", "--latency-ms", "30")
     for name in ("echo chain", "echo star"):
@@ -56,8 +54,7 @@ def test_behind_proxies_no_transfer_is_faster_than_its_theory() -> None:
     assert float(rows["raw TCP"][-3]) > 0.95, "it did not pass the proxy"
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
+@pytest.mark.matrix
 def test_receivers_that_are_started_elsewhere_take_part() -> None:
     """In whatever order they join and whatever their stdin is; the learner's end is theirs."""
     script, environment = "bench/bench_broadcast.py", {"PYTHONPATH": str(REPOSITORY), "PATH": ""}

@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_smoke_run_measures_every_case() -> None:
     done = subprocess.run(
         [sys.executable, "bench/bench_delta.py", "--smoke"],

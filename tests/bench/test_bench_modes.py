@@ -25,7 +25,7 @@ def bench_modes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bench_modes
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_colocated_loop_learns_what_it_is_told_to(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", build_model(seed=0))
     settings = [

@@ -88,7 +88,7 @@ def test_a_policy_without_any_useful_group_is_not_sampled_for_ever(
     assert 3 * colocated.MAX_TRIES <= len(tried) < 3 * colocated.MAX_TRIES * 2
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(400)  # starts processes that import torch, on loaded machines too
 def test_runs_add_rows_and_the_report_makes_results_of_them(
     bench: ModuleType,

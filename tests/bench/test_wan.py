@@ -137,7 +137,7 @@ def seconds_for(num_bytes: int, nodes: list[list[str]]) -> float:
 
 
 @needs_root
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("way", "loss"), [("up", "0"), ("down", "0"), ("up", "0.01")])
 def test_a_link_has_the_rate_that_it_was_given(way: str, loss: str) -> None:
     with started("--latency-ms=5", "--rate-mbit=0", "--congestion=bbr") as (process, nodes):

@@ -109,8 +109,7 @@ class Site:
         return self.hear(process, "hash")
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", ["killed", "dead"])
 def test_versions_reach_all_others_when_a_receiver_is_lost(
     way: str, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.delta import blocks as blocks_module
@@ -73,7 +73,6 @@ def blocks(draw: st.DrawFn) -> tuple[bytes, bytes, WordBytes]:
 
 
 @given(blocks())
-@settings(deadline=None, max_examples=300)
 def test_a_block_comes_back_bit_for_bit(drawn: tuple[bytes, bytes, WordBytes]) -> None:
     base, new, word_bytes = drawn
     delta = coded(base, new, word_bytes)
@@ -87,7 +86,6 @@ def test_a_block_comes_back_bit_for_bit(drawn: tuple[bytes, bytes, WordBytes]) -
 
 @pytest.mark.parametrize("codec", [CHANGES, DIFFERENCE, XOR, PLANES])
 @given(drawn=blocks())
-@settings(deadline=None)
 def test_each_codec_brings_any_block_back(
     codec: int, drawn: tuple[bytes, bytes, WordBytes]
 ) -> None:
@@ -260,7 +258,6 @@ def test_a_difference_without_its_base_is_refused(codec: int, base: bytes | None
 
 
 @given(st.binary(max_size=300), st.integers(0, 3000))
-@settings(deadline=None, max_examples=300)
 def test_noise_from_the_network_is_refused_or_decoded(noise: bytes, size: int) -> None:
     for base in (None, bytes(size)):
         with contextlib.suppress(RemoteProtocolError):
@@ -268,7 +265,6 @@ def test_noise_from_the_network_is_refused_or_decoded(noise: bytes, size: int) -
 
 
 @given(blocks(), st.data())
-@settings(deadline=None, max_examples=500)
 def test_a_damaged_block_is_refused_or_decoded(
     drawn: tuple[bytes, bytes, WordBytes], data: st.DataObject
 ) -> None:

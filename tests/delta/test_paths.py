@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.delta.paths import Offer, cheapest_path, path_bytes
@@ -53,7 +53,6 @@ def every_cost(
 
 
 @given(st.sets(VERSIONS, max_size=3), OFFERS, VERSIONS)
-@settings(deadline=None, max_examples=200)
 def test_no_way_is_cheaper(
     held: set[PolicyVersion], offers: list[Offer], target: PolicyVersion
 ) -> None:

@@ -130,6 +130,15 @@ class Watched:
             self._pool.shutdown()
 
 
+tied_first = pytest.mark.parametrize(
+    "model_dirs",
+    ["tied", pytest.param("untied", marks=pytest.mark.matrix)],
+    indirect=True,
+    scope="class",
+)
+"""Leaves a head of its own to --all, of whoever has sampled with one elsewhere."""
+
+
 class Models:
     """Fixtures: two sets of weights for one model, as a directory, as a model, as tensors."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.delta.blocks import CHANGES, DIFFERENCE, UNCHANGED, decode_block, encode_block
@@ -61,7 +61,6 @@ def images(draw: st.DrawFn) -> tuple[list[Image], list[TensorSpec]]:
 
 
 @given(images(), st.sampled_from([1 << 12, 1 << 14, 3 << 12]))
-@settings(deadline=None, max_examples=150)
 def test_blocks_are_those_of_the_host(
     drawn: tuple[list[Image], list[TensorSpec]], block_bytes: int
 ) -> None:

@@ -27,6 +27,7 @@ from tests.engine.engine_contract import (
     EngineLifeContract,
     Models,
     Watched,
+    tied_first,
     versions_of,
 )
 from tests.engine.engine_contract import reference_logprobs as contract_logprobs
@@ -364,6 +365,7 @@ class Torn(dict[str, Tensor]):
             yield item
 
 
+@tied_first
 class TestTransactions(Models):
     """A swap that fails half way leaves the version before, every bit of it."""
 
@@ -446,6 +448,7 @@ class TestContract(EngineContract):
         return TransformersEngine
 
 
+@tied_first
 class TestLifeContract(EngineLifeContract):
     """Its part for engines of their own."""
 

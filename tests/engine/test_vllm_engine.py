@@ -35,11 +35,12 @@ from tests.engine.engine_contract import (
     reference_logprobs,
     request,
     run,
+    tied_first,
     versions_of,
 )
 
 # Third parties; and vLLM, which warns of its own parts.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 SMALL = {"memory_budget_bytes": 64 << 20, "num_threads": 1}
 
@@ -62,6 +63,7 @@ def _steps_that_can_be_slow() -> Iterator[None]:
         yield
 
 
+@tied_first
 class TestContract(EngineContract):
     """The suite that every engine passes."""
 
@@ -71,6 +73,7 @@ class TestContract(EngineContract):
         return partial(VllmEngine, **SMALL)
 
 
+@pytest.mark.matrix
 class TestLifeContract(EngineLifeContract):
     """Its part for engines of their own."""
 
@@ -93,6 +96,7 @@ class BrokenWeights(dict[str, Tensor]):
             yield item
 
 
+@tied_first
 class TestTransactions(Models):
     """What becomes of swaps and of rollouts under way when something goes wrong."""
 
@@ -168,6 +172,7 @@ class TestTransactions(Models):
         assert engine.current()[0] is not before
         assert self.check(engine, watched, models) == [400] * 4
 
+    @pytest.mark.matrix
     def test_a_death_costs_no_rollout(
         self, engine: VllmEngine, models: list[torch.nn.Module]
     ) -> None:
@@ -175,7 +180,13 @@ class TestTransactions(Models):
         engine.current()[0].die("killed by the test")
         assert self.check(engine, watched, models) == [400] * 4
 
-    @pytest.mark.parametrize("waits", [True, False], ids=["swap-waits", "swap-follows"])
+    @pytest.mark.parametrize(
+        "waits",
+        [
+            pytest.param(True, id="swap-waits"),
+            pytest.param(False, id="swap-follows", marks=pytest.mark.matrix),
+        ],
+    )
     def test_a_step_that_fails_is_no_fault_of_the_next_swap(
         self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights], waits: bool
     ) -> None:
@@ -196,6 +207,7 @@ class TestTransactions(Models):
         engine.load(weights[0], V1)
         assert self.check(engine, watched, models) == [400] * 4
 
+    @pytest.mark.matrix
     def test_an_abort_that_nobody_asked_for_is_not_taken_for_an_end(
         self, engine: VllmEngine, models: list[torch.nn.Module]
     ) -> None:
@@ -216,6 +228,13 @@ class TestTransactions(Models):
             expected = reference_logprobs(models[0], prompt, completion, how)
             np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
         assert engine.current()[0] is before
+
+    def test_vllm_that_dies_again_and_again_is_given_up(
+        self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine, "_num_restarts", MAX_RESTARTS)
+        with pytest.raises(EngineError, match="vLLM died 4 times without a swap that worked"):
+            engine.revive(engine.current()[0])
 
     def test_a_group_larger_than_the_cache_runs_in_waves(
         self, model_dirs: list[Path], weights: list[Weights], shared_engine: VllmEngine
@@ -243,7 +262,8 @@ class TestTransactions(Models):
             engine.close()
 
 
-def test_vllm_that_dies_again_and_again_is_given_up(
+@pytest.mark.matrix
+def test_each_death_is_counted(
     make_tiny_model: Callable[..., Path],
 ) -> None:
     engine = VllmEngine(make_tiny_model(head_dim=32), **SMALL)
@@ -256,7 +276,7 @@ def test_vllm_that_dies_again_and_again_is_given_up(
         engine.close()
 
 
-@pytest.mark.parametrize("num_held", [3, 0])
+@pytest.mark.parametrize("num_held", [3, pytest.param(0, marks=pytest.mark.matrix)])
 def test_out_of_memory_makes_it_start_anew_for_fewer_at_one_time(
     make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, num_held: int
 ) -> None:
@@ -324,6 +344,7 @@ def test_a_start_that_fails_of_something_else_is_not_tried_again(
     assert num_tries == 1
 
 
+@pytest.mark.matrix
 def test_a_smaller_cache_still_holds_the_longest_rollout(
     make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +379,7 @@ def test_a_smaller_cache_still_holds_the_longest_rollout(
         engine.close()
 
 
+@pytest.mark.matrix
 def test_memory_that_runs_out_while_nothing_is_sampled_is_not_laid_to_the_rollouts(
     make_tiny_model: Callable[..., Path],
 ) -> None:
@@ -376,6 +398,7 @@ def test_memory_that_runs_out_while_nothing_is_sampled_is_not_laid_to_the_rollou
         engine.close()
 
 
+@pytest.mark.matrix
 def test_memory_that_runs_out_at_the_start_makes_it_try_with_fewer(
     make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

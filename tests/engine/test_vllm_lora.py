@@ -28,7 +28,7 @@ from tests.engine.engine_contract import (
 from tests.engine.lora_models import adapted_policy, published
 
 # Third parties; and vLLM, which warns of its own parts.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 MakeTinyModel = Callable[..., Path]
 

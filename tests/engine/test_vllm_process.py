@@ -34,7 +34,7 @@ from tests.engine.engine_contract import (
     versions_of,
 )
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("model_dirs", ["tied"], indirect=True, scope="class")
@@ -100,6 +100,7 @@ class TestProcess(Models):
             assert len(completion.token_ids) == 400
 
 
+@pytest.mark.matrix
 def test_a_process_whose_memory_runs_out_is_started_anew_for_half_as_many(
     make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """One optimizer step with the Triton backend against the PyTorch one.
 
-TRITON_INTERPRET=1 python -m tests.engine.triton_step         anywhere
-python -m tests.engine.triton_step                            on an NVIDIA GPU
+TRITON_INTERPRET=1 python -m tests.engine.triton_step float32             anywhere
+python -m tests.engine.triton_step float32 bfloat16                       on an NVIDIA GPU
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         model_dir = Path(directory) / "model"
         save_tiny_model(model_dir, build_model(seed=0))
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (getattr(torch, name) for name in sys.argv[1:]):
             found, expected = (gradient(model_dir, dtype, name) for name in ("triton", "torch"))
             cosine = float(torch.nn.functional.cosine_similarity(found, expected, dim=0))
             print(f"{str(dtype).removeprefix('torch.')} cosine {cosine:.6f}")

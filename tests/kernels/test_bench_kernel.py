@@ -13,7 +13,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [[], ["--entropy", "--live", "0.5"]])
+@pytest.mark.parametrize(
+    "option",
+    [[], pytest.param(["--entropy", "--live", "0.5"], marks=pytest.mark.matrix)],
+)
 def test_the_smoke_run_measures_ours_and_names_who_is_absent(
     option: list[str], tmp_path: Path
 ) -> None:

@@ -29,6 +29,11 @@ KERNELS = ("scores", "grad_logits")
 MAX_SPILLS = {"scores": 8, "grad_logits": 16}
 
 
+def more(case: Any) -> Any:
+    """Mark a case of what has another in the ordinary run: each is two seconds of compiling."""
+    return pytest.param(case, marks=pytest.mark.matrix)
+
+
 def config_for(**changes: Any) -> LaunchConfig:
     arguments = {"triton_version": "3.7.1", "capability": (9, 0), "element_bytes": 2, **changes}
     return launch_config("scores", **arguments)
@@ -181,8 +186,10 @@ ENTRIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_entropy", [False, True])
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("with_entropy", [more(False), True])
+@pytest.mark.parametrize(
+    "name", [name if name.startswith("3.6 ") else more(name) for name in ENTRIES]
+)
 def test_every_entry_compiles_for_hopper(name: str, *, with_entropy: bool, tmp_path: Path) -> None:
     _version, kernel, config = ENTRIES[name]
     code = compile_entry(kernel, config, tmp_path, with_entropy=with_entropy)
@@ -204,7 +211,7 @@ def test_every_entry_compiles_for_hopper(name: str, *, with_entropy: bool, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("capability", [80, 89, 100, 120])
+@pytest.mark.parametrize("capability", [more(80), more(89), more(100), 120])
 def test_the_portable_entry_fits_every_other_gpu(
     capability: int, kernel: str, tmp_path: Path
 ) -> None:
@@ -216,7 +223,7 @@ def test_the_portable_entry_fits_every_other_gpu(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("names", [["num_rows"], ["num_rows", "num_columns", "num_splits"]])
+@pytest.mark.parametrize("names", [more(["num_rows"]), ["num_rows", "num_columns", "num_splits"]])
 def test_numbers_of_one_which_triton_makes_constants(
     names: list[str], kernel: str, tmp_path: Path
 ) -> None:
@@ -236,7 +243,7 @@ def test_float32_is_multiplied_exactly(kernel: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dual_clip", [3.0, None])
+@pytest.mark.parametrize("dual_clip", [3.0, more(None)])
 @pytest.mark.parametrize("kernel", ["combine", "policy"])
 def test_the_kernels_of_single_rows_compile(
     kernel: str, dual_clip: float | None, tmp_path: Path

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -155,7 +155,6 @@ def test_gradcheck_in_float64(inv_temperature: float | Tensor) -> None:
     )
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     rows=st.integers(1, 9),
     width=st.integers(1, 6),

@@ -24,9 +24,9 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_cases(*, interpreted: bool) -> str:
+def run_cases(*options: str, interpreted: bool) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES), *options],
         env={**os.environ, "TRITON_INTERPRET": str(int(interpreted))},
         cwd=REPOSITORY,
         capture_output=True,
@@ -39,8 +39,14 @@ def run_cases(*, interpreted: bool) -> str:
 
 @needs_triton
 @pytest.mark.slow
+def test_a_case_of_everything_under_the_interpreter() -> None:
+    assert " passed" in run_cases(interpreted=True)
+
+
+@needs_triton
+@pytest.mark.matrix
 def test_all_cases_under_the_interpreter() -> None:
-    summary = re.search(r"(\d+) passed in", run_cases(interpreted=True))
+    summary = re.search(r"(\d+) passed in", run_cases("--all", interpreted=True))
     assert summary is not None
     assert int(summary[1]) > 40
 
@@ -50,4 +56,4 @@ def test_all_cases_under_the_interpreter() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_all_cases_on_the_gpu() -> None:
-    assert " passed in" in run_cases(interpreted=False)
+    assert " passed in" in run_cases("--all", interpreted=False)

@@ -39,6 +39,11 @@ SMALL = LaunchConfig(32, 64, 32, num_warps=4, num_stages=2, group_rows=2)
 TABLE = triton_kernels._config
 
 
+def more(*case: Any) -> Any:
+    """Mark a case of what has another in the ordinary run."""
+    return pytest.param(*case, marks=pytest.mark.matrix)
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "_config", lambda *_: SMALL)
@@ -87,7 +92,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["ragged rows, width and vocabulary", *map(more, list(CASES)[1:])])
 def test_float32_agrees_with_float64(name: str) -> None:
     case, value_error, gradient_error = CASES[name]
     check(case, value_error=value_error, gradient_error=gradient_error)
@@ -96,16 +101,16 @@ def test_float32_agrees_with_float64(name: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "gradient_error"),
     # The interpreter truncates to bfloat16 where a GPU rounds.
-    [(torch.float16, 1e-3), (torch.bfloat16, 1.2e-2 if DEVICE == "cpu" else 2.5e-3)],
+    [more(torch.float16, 1e-3), (torch.bfloat16, 1.2e-2 if DEVICE == "cpu" else 2.5e-3)],
 )
-@pytest.mark.parametrize("gain", [1.0, 5.0])
+@pytest.mark.parametrize("gain", [more(1.0), 5.0])
 def test_16_bit_inputs_lose_nothing_but_the_rounding_of_gradients(
     dtype: torch.dtype, gradient_error: float, gain: float
 ) -> None:
     check(make_case(gain=gain, dtype=dtype), value_error=1e-5, gradient_error=gradient_error)
 
 
-@pytest.mark.parametrize("max_splits", [1, 3, 16])
+@pytest.mark.parametrize("max_splits", [more(1), 3, more(16)])
 def test_any_number_of_splits_gives_the_same(
     monkeypatch: pytest.MonkeyPatch, max_splits: int
 ) -> None:
@@ -113,12 +118,13 @@ def test_any_number_of_splits_gives_the_same(
     check(make_case(vocab=700), value_error=3e-6, gradient_error=1e-6)
 
 
-@pytest.mark.parametrize("vocab_chunk", [1, 7, 64, 8192])
+@pytest.mark.parametrize("vocab_chunk", [more(1), 7, more(64), more(8192)])
 def test_any_chunk_of_the_backward_gives_the_same(vocab_chunk: int) -> None:
     vocab = 9 if vocab_chunk == 1 else 211
     check(make_case(vocab=vocab), value_error=3e-6, gradient_error=1e-6, vocab_chunk=vocab_chunk)
 
 
+@pytest.mark.matrix
 def test_the_tiles_of_the_table_agree_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "_config", TABLE)
     case = make_case(rows=140, width=72, vocab=1031, dtype=torch.bfloat16)
@@ -316,7 +322,7 @@ def policy_case(dtype: torch.dtype) -> tuple[torch.Tensor, PolicyRows]:
     return logprobs.to(DEVICE), PolicyRows(sampler.to(DEVICE), advantages.to(DEVICE), RatioClip())
 
 
-@pytest.mark.parametrize("dual_clip", [3.0, 1.4, None])
+@pytest.mark.parametrize("dual_clip", [3.0, more(1.4), more(None)])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_the_policy_kernel_agrees_with_its_reference(
     dtype: torch.dtype, error: float, dual_clip: float | None
@@ -343,7 +349,7 @@ def test_a_nan_comes_out_of_the_policy_kernel() -> None:
     assert terms.coefficients.isnan().tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("has_ignored_rows", [False, True])
+@pytest.mark.parametrize("has_ignored_rows", [more(False), True])
 def test_the_fused_loss_is_that_of_its_parts(*, has_ignored_rows: bool) -> None:
     case = make_case(gain=2.0)
     ids = case.ids.masked_fill(torch.arange(37) % 5 == 1, IGNORE_INDEX if has_ignored_rows else 0)

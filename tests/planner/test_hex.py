@@ -24,9 +24,10 @@ def try_all(scheduler: Scheduler) -> Schedule:
 
 
 @pytest.mark.slow
-def test_small_clusters_equal_brute_force() -> None:
+@pytest.mark.parametrize("num_clusters", [16, pytest.param(80, marks=pytest.mark.matrix)])
+def test_small_clusters_equal_brute_force(num_clusters: int) -> None:
     rng = random.Random(0)
-    for _ in range(80):
+    for _ in range(num_clusters):
         counts = {"H20": rng.randint(0, 8), "H800": rng.randint(0, 8)}
         job = HexJob(
             model=MODELS[rng.choice(["Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"])],
@@ -54,7 +55,13 @@ def test_three_types_equal_brute_force() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "Qwen2.5-1.5B",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("Qwen2.5-7B", "Qwen2.5-14B")),
+    ],
+)
 def test_56_gpus_take_few_tries(model: str) -> None:
     job = replace(JOB, model=MODELS[model], rollouts_per_step=8192, completion_tokens=8000)
     scheduler = Scheduler(cluster(H800=24, H20=32), job)

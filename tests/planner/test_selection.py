@@ -74,10 +74,11 @@ def test_nothing_is_chosen_where_nothing_suffices() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_random_fleets_equal_brute_force() -> None:
+@pytest.mark.parametrize("num_fleets", [200, pytest.param(1000, marks=pytest.mark.matrix)])
+def test_random_fleets_equal_brute_force(num_fleets: int) -> None:
     num_feasible = num_missed = 0
     gaps = []
-    for seed in range(1000):
+    for seed in range(num_fleets):
         fleet, job = random_case(seed)
         best = select_by_brute_force(fleet, job)
         exact = select_exactly(fleet, job, time_limit_s=10)
@@ -93,7 +94,7 @@ def test_a_thousand_random_fleets_equal_brute_force() -> None:
             continue
         assert is_sufficient(fleet, job, greedy)
         gaps.append(fleet.cost_per_h(job, greedy) / least - 1)
-    assert num_feasible > 300
+    assert num_feasible > 0.3 * num_fleets
     # What greedy with local improvement gives away; it is used only where HiGHS runs out of time.
     assert num_missed <= 0.02 * num_feasible
     assert sum(gaps) / len(gaps) < 0.001

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.errors import LocalProtocolError, RemoteProtocolError
@@ -664,7 +664,6 @@ class Storm:
                 self.adopt(other)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_in_any_weather_all_live_nodes_end_with_the_newest_version_bit_for_bit(seed: int) -> None:
     storm = Storm(random.Random(seed))

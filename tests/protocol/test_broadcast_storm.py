@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.errors import RemoteProtocolError
@@ -451,7 +451,6 @@ def describe(net: Net, name: str) -> str:
     return f"fetches {node.pulling.item}, {node.progress()}, {sorted(node.store)}, {lanes}"
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_in_any_weather_all_live_nodes_end_with_the_newest_version(seed: int) -> None:
     weather(seed, 500)

@@ -26,7 +26,7 @@ from echo.protocol.codec import (
 from echo.rollout import Group, Rollout
 from tests.protocol.schema import instances
 
-fast = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+fast = settings(suppress_health_check=[HealthCheck.too_slow])
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 KINDS = list(messages.AnyMessage.__args__)
@@ -34,7 +34,6 @@ KINDS = list(messages.AnyMessage.__args__)
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_of_message_survives_the_wire(kind: Any) -> None:
-    @settings(max_examples=15, deadline=None)
     @given(
         message=instances(kind),
         target=st.just("") | NAMES,

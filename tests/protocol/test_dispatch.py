@@ -178,6 +178,7 @@ def mean_step(
     return figures["step_mean_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_worker_ten_times_slower_delays_no_batch(max_staleness: int) -> None:
     alone = mean_step(FAST, max_staleness=max_staleness, seed=3)
@@ -185,7 +186,8 @@ def test_a_worker_ten_times_slower_delays_no_batch(max_staleness: int) -> None:
     assert both <= 1.08 * alone, "the slow worker makes it worse than none"
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("places", "alone", "at_most"),
     [
@@ -215,7 +217,8 @@ def test_equal_workers_share_a_batch_though_they_install_it_one_after_the_other(
     assert seconds(by_speed=True) <= at_most * seconds(by_speed=False)
 
 
-@pytest.mark.parametrize("speed", [10.0, 50.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("speed", [10.0, pytest.param(50.0, marks=pytest.mark.matrix)])
 def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(speed: float) -> None:
     def seconds(speeds: dict[str, float]) -> float:
         return mean_step(speeds, max_staleness=0, seed=3, places=16, alone=2.0, apart_s=0.1)

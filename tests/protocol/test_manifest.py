@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.errors import RemoteProtocolError
@@ -62,7 +62,6 @@ def test_no_prefix_is_enough() -> None:
             check(FRAME[:length])
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_a_remote_error(frame: bytes) -> None:
     with pytest.raises(RemoteProtocolError):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.errors import RemoteProtocolError
@@ -168,7 +168,6 @@ def put(
 
 
 @pytest.mark.parametrize("base", [0, None])
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_each_block_is_decoded_once_in_any_order_of_chunks(base: int | None, seed: int) -> None:
     chance = random.Random(seed)

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.errors import RemoteProtocolError
@@ -370,7 +370,6 @@ class Life:
         return [*self.drafts.queue, *self.drafts.running, *self.drafts.parked]
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), stale_tokens=st.sampled_from(["keep", "mask", "drop"]))
 def test_nothing_is_lost_nothing_too_old_is_trained_and_every_lease_is_counted(
     seed: int, stale_tokens: StaleTokens

@@ -5,7 +5,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.protocol.topology import Site, Topology, plan_parents, plan_topology
@@ -229,7 +229,6 @@ def fleets(draw: st.DrawFn) -> list[Site]:
 PAYLOADS = st.sampled_from([1, 3 << 20, 143 * 10**6, 16 * 10**9])
 
 
-@settings(max_examples=150, deadline=None)
 @given(fleets(), st.sampled_from([None, 20.0, 1000.0]), PAYLOADS)
 def test_every_plan_hangs_from_the_learner(
     nodes: list[Site], mbit: float | None, payload_bytes: int
@@ -254,7 +253,6 @@ def test_every_plan_hangs_from_the_learner(
     assert again == found
 
 
-@settings(max_examples=100, deadline=None)
 @given(fleets(), fleets(), st.sets(st.integers(0, 23)), PAYLOADS)
 def test_every_plan_that_follows_another_hangs_from_the_learner(
     before: list[Site], after: list[Site], moved: set[int], payload_bytes: int

@@ -268,4 +268,4 @@ class Recycling(RuleBasedStateMachine):
 
 
 TestRecycling = Recycling.TestCase
-TestRecycling.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRecycling.settings = settings(stateful_step_count=30)

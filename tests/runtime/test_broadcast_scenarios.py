@@ -12,7 +12,11 @@ from echo.runtime.arenas import MemoryArenas
 from echo.runtime.arenas_files import FileArenas
 from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NUM_CHUNKS, Fleet, play
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("kind", ["memory", "zmq"])]
+pytestmark = [
+    pytest.mark.slow,
+    # What both transports do alike is a contract of their own (test_transport_contract.py).
+    pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.matrix)]),
+]
 
 SLACK_BYTES = 2 * CHUNK_BYTES
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 from echo.engine.tiny_model import VLLM_HEAD_DIM, build_model, save_tiny_model
 from tests.runtime.harness import Play, Run, read_jsonl, running
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
 OPTIONS = {"max_num_seqs": 16, "kv_cache_memory_bytes": 48 << 20}
@@ -59,6 +59,7 @@ def test_rollouts_go_on_while_versions_are_installed(
     assert "cannot install" not in caplog.text
 
 
+@pytest.mark.matrix
 def test_agents_sample_with_it_too(play: Play) -> None:
     async def scenario(run: Run) -> None:
         agent = {"enabled": True, "listen": "tcp://127.0.0.1:0", "max_session_tokens": 100}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -12,13 +13,15 @@ import pytest
 
 from echo.planner.fleet import Region
 from echo.planner.overlap import predict
+from echo.sim.records import History
 from echo.sim.scenario import ActivationRule, Fault, PriceChange
 from echo.sim.simulation import Simulation
-from echo.sim.summary import summarise
+from echo.sim.summary import Summary, summarise
 from tests.protocol.harness import note_ways
 from tests.sim.scenarios import MB, make_job, make_offer, make_scenario, simulate
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_enough_never_waits() -> None:
     summary, history = simulate(make_scenario(num_steps=20))
     assert summary.is_complete
@@ -35,6 +38,7 @@ def test_the_way_is_planned_before_a_version_goes_out(monkeypatch: pytest.Monkey
     assert ready == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_too_slow_a_fleet_makes_the_learner_wait_as_the_model_says() -> None:
     # Four nodes of .28 rollouts per second need 14.3 s for the 16 rollouts of a step of 10 s.
     offer = make_offer(tokens_per_s=28.0, concurrency=4, can_listen=True)
@@ -51,6 +55,7 @@ def test_too_slow_a_fleet_makes_the_learner_wait_as_the_model_says() -> None:
     assert summary.idle_share == pytest.approx(expected.idle_share, abs=0.05)
 
 
+@pytest.mark.slow
 def test_no_token_is_ever_older_than_the_bound() -> None:
     for bound in (0, 1, 3):
         summary, _ = simulate(make_scenario(job=make_job(max_staleness=bound)))
@@ -59,11 +64,14 @@ def test_no_token_is_ever_older_than_the_bound() -> None:
 
 
 HISTORY = """
-import hashlib, sys
-from tests.sim.test_simulation import troubled
-from echo.sim.simulation import Simulation
-print(hashlib.sha256(repr(Simulation(troubled(int(sys.argv[1]))).run()).encode()).hexdigest())
+from tests.sim.test_simulation import digest
+print(digest(5))
 """
+
+
+def digest(seed: int) -> str:
+    """Return the hash of all that happens to a fleet in trouble."""
+    return hashlib.sha256(repr(Simulation(troubled(seed)).run()).encode()).hexdigest()
 
 
 def troubled(seed: int):
@@ -100,23 +108,22 @@ def troubled(seed: int):
     )
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_history_in_every_process() -> None:
     root = Path(__file__).parents[2]
-    digests = []
-    for hash_seed, seed in (("1", 5), ("2", 5), ("1", 6)):
-        done = subprocess.run(
-            [sys.executable, "-c", HISTORY, str(seed)],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=root,
-            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)},
-        )
-        digests.append(done.stdout)
-    assert digests[0] == digests[1]
-    assert digests[0] != digests[2]
+    hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    done = subprocess.run(
+        [sys.executable, "-c", HISTORY],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=root,
+        env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)},
+    )
+    assert digest(5) == done.stdout.strip() != digest(6)
 
 
+@pytest.mark.slow
 def test_a_fleet_in_trouble_trains_on_and_keeps_the_promises() -> None:
     summary, history = simulate(troubled(1))
     assert summary.is_complete
@@ -129,6 +136,7 @@ def test_a_fleet_in_trouble_trains_on_and_keeps_the_promises() -> None:
     assert 0 < summary.tokens_trained + useless < summary.tokens_made
 
 
+@pytest.mark.slow
 def test_a_dead_worker_costs_its_rollouts_and_comes_back() -> None:
     quiet = make_scenario(num_steps=12)
     hurt = replace(
@@ -143,6 +151,7 @@ def test_a_dead_worker_costs_its_rollouts_and_comes_back() -> None:
     assert after.thrown_away > 0
 
 
+@pytest.mark.slow
 def test_a_cut_stops_those_behind_it_until_it_is_mended() -> None:
     scenario = make_scenario(num_steps=12, heartbeat_s=1.0, dead_after_s=5.0)
     cut = replace(scenario, faults=[Fault(at_s=40.0, kind="cut", target="near", for_s=40.0)])
@@ -154,6 +163,7 @@ def test_a_cut_stops_those_behind_it_until_it_is_mended() -> None:
     assert after.duration_s == pytest.approx(before.duration_s + max(waits), rel=0.2)
 
 
+@pytest.mark.slow
 def test_without_pacing_rollouts_are_thrown_away() -> None:
     job = make_job(max_staleness=1)
     paced, _ = simulate(make_scenario(job=job, num_steps=20))
@@ -163,6 +173,7 @@ def test_without_pacing_rollouts_are_thrown_away() -> None:
     assert unpaced.max_staleness <= 1
 
 
+@pytest.mark.slow
 def test_pausing_workers_make_nothing_while_weights_arrive() -> None:
     # 80 MB at 8 MB/s: 10 s of each 10 s step.
     slow = Region(name="near", bytes_per_s=8 * MB, latency_s=0.02)
@@ -199,6 +210,7 @@ def test_a_measured_period_that_changes_stops_no_run(seed: int) -> None:
     assert len({step.publish_period for step in history.steps}) > 2
 
 
+@pytest.mark.slow
 def test_machines_are_paid_for_while_they_are_rented_at_the_price_of_the_time() -> None:
     scenario = make_scenario(make_offer(count=1, can_listen=True), num_steps=6)
     summary, history = simulate(scenario)
@@ -228,12 +240,14 @@ def test_weights_take_their_true_size_on_the_links_whatever_the_grain() -> None:
         assert history.steps[-1].broadcast_s is not None
 
 
+@pytest.mark.slow
 def test_images_are_held_once_for_all_nodes_and_let_go() -> None:
     simulation = Simulation(make_scenario(num_steps=10))
     simulation.run()
     assert len(simulation.arenas) <= 4
 
 
+@pytest.mark.slow
 def test_a_learner_that_dies_goes_on_from_its_checkpoint_in_a_new_lineage() -> None:
     quiet = make_scenario(num_steps=12, checkpoint_steps=4)
     # Between the seventh and the eighth step: three steps are lost.
@@ -254,6 +268,7 @@ def test_a_learner_that_dies_goes_on_from_its_checkpoint_in_a_new_lineage() -> N
     assert after.tokens_made < 1.5 * before.tokens_made
 
 
+@pytest.mark.slow
 def test_a_fault_of_a_learner_that_is_away_changes_nothing() -> None:
     faults = [
         Fault(at_s=at_s, kind="kill", target="learner", for_s=for_s)
@@ -272,6 +287,7 @@ def test_a_learner_that_does_not_come_back_ends_the_run() -> None:
     assert history.ended_at == 45.0
 
 
+@pytest.mark.slow
 def test_deltas_travel_where_they_can_and_images_where_they_must() -> None:
     job = make_job(version_bytes=8 * MB)
     offer = make_offer(count=2)
@@ -290,63 +306,77 @@ def test_deltas_travel_where_they_can_and_images_where_they_must() -> None:
 def crowded(**rule: float):
     """A fleet of five times what is needed, of a cheap and a dear kind."""
     scenario = make_scenario(
-        make_offer("cheap", tokens_per_s=100.0, price_per_h=1.0, can_listen=True),
-        make_offer("dear", tokens_per_s=100.0, price_per_h=5.0, can_listen=True),
-        num_steps=30,
+        make_offer("cheap", count=2, tokens_per_s=200.0, price_per_h=1.0, can_listen=True),
+        make_offer("dear", count=2, tokens_per_s=200.0, price_per_h=5.0, can_listen=True),
+        num_steps=20,
     )
     return replace(scenario, activation=ActivationRule(min_dwell_s=20.0, **rule))
 
 
-def test_workers_that_are_not_needed_stand_by_all_the_dear_ones() -> None:
-    scenario = crowded()
-    summary, history = simulate(scenario)
+@pytest.fixture(scope="module")
+def crowd() -> tuple[Summary, History]:
+    """What becomes of a fleet that is too large, if nothing else happens."""
+    return simulate(crowded())
+
+
+@pytest.mark.slow
+def test_workers_that_are_not_needed_stand_by_all_the_dear_ones(
+    crowd: tuple[Summary, History],
+) -> None:
+    summary, history = crowd
     assert summary.is_complete
-    assert summary.num_standby >= 3
+    assert summary.num_standby >= 2
     standby: set[str] = set()
     for _, made in history.decisions:
         standby = (standby - set(made.activated)) | set(made.parked)
     assert len(standby) == summary.num_standby
-    assert standby >= {f"dear-{number}" for number in range(1, 5)}
+    assert standby >= {"dear-1", "dear-2"}
     assert summary.idle_share < 0.1
-    assert len(history.broadcasts) == 30, "those on standby are not waited for"
+    assert len(history.broadcasts) == 20, "those on standby are not waited for"
     # They bill all the same: what the learner counts is what the machines cost.
     assert summary.cost_as_counted == pytest.approx(summary.cost, rel=0.02)
-    assert len(history.bills) == 30
+    assert len(history.bills) == 20
     prices = [5.0 if name.startswith("dear") else 1.0 for name in standby]
     assert history.bills[-1].standby_per_h == pytest.approx(sum(prices))
 
 
-def test_a_worker_that_was_parked_for_long_gives_its_machine_back() -> None:
+@pytest.mark.slow
+def test_a_worker_that_was_parked_for_long_gives_its_machine_back(
+    crowd: tuple[Summary, History],
+) -> None:
     scenario = crowded()
-    settings = replace(scenario.settings, release_after_s=60.0)
-    without, _ = simulate(scenario)
+    settings = replace(scenario.settings, release_after_s=30.0)
+    without, _ = crowd
     summary, history = simulate(replace(scenario, settings=settings))
     ended = {rental.name for rental in history.rentals if rental.until_s is not None}
-    assert ended >= {f"dear-{number}" for number in range(1, 5)}
+    assert ended >= {"dear-1", "dear-2"}
     assert summary.is_complete
     assert summary.cost < 0.9 * without.cost
     # The learner knows that they are released, and counts them no more.
     assert summary.cost_as_counted == pytest.approx(summary.cost, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_given_back_is_never_rented_again() -> None:
     scenario = crowded()
     settings = replace(scenario.settings, release_after_s=30.0)
-    death = Fault(at_s=250.0, kind="preempt", target="dear", for_s=5.0)
+    death = Fault(at_s=150.0, kind="preempt", target="dear", for_s=5.0)
     _, history = simulate(replace(scenario, settings=settings, faults=[death]))
-    gone = [rental.name for rental in history.rentals if (rental.until_s or 250.0) < 250.0]
-    assert len(gone) >= 3
+    gone = [rental.name for rental in history.rentals if (rental.until_s or 150.0) < 150.0]
+    assert len(gone) == 2
     for name in gone:
         assert [rental.name for rental in history.rentals].count(name) == 1
 
 
+@pytest.mark.slow
 def test_what_was_spent_before_the_learners_death_counts_after_it() -> None:
-    death = Fault(at_s=150.0, kind="kill", target="learner", for_s=40.0)
+    death = Fault(at_s=100.0, kind="kill", target="learner", for_s=40.0)
     summary, _ = simulate(replace(crowded(), faults=[death]))
     assert summary.is_complete
     assert summary.cost_as_counted == pytest.approx(summary.cost, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_share_of_useful_groups_is_what_the_activation_reckons_with() -> None:
     scenario = replace(crowded(), job=make_job(useful_share=0.5))
     simulation = Simulation(scenario)
@@ -356,8 +386,9 @@ def test_the_share_of_useful_groups_is_what_the_activation_reckons_with() -> Non
     assert sum(shares) / len(shares) == pytest.approx(0.5, abs=0.15)
 
 
-def test_a_run_ends_when_its_budget_is_spent() -> None:
-    full, _ = simulate(crowded())
+@pytest.mark.slow
+def test_a_run_ends_when_its_budget_is_spent(crowd: tuple[Summary, History]) -> None:
+    full, _ = crowd
     summary, _ = simulate(crowded(budget_per_run=full.cost / 2))
     assert not summary.is_complete
     assert summary.end == "the budget of the run is spent"

@@ -82,7 +82,10 @@ def complete_lines(path: Path) -> list[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="the GSM8K files are not beside the repository")
-@pytest.mark.parametrize(("name", "num_published"), [("train.jsonl", 7473), ("test.jsonl", 1319)])
+@pytest.mark.parametrize(
+    ("name", "num_published"),
+    [pytest.param("train.jsonl", 7473, marks=pytest.mark.matrix), ("test.jsonl", 1319)],
+)
 def test_all_references_of_the_data_set_are_right_and_perturbed_ones_wrong(
     tmp_path: Path, name: str, num_published: int
 ) -> None:

@@ -111,7 +111,7 @@ def test_older_notices_are_left_out_as_a_whole(make_snapshot) -> None:
         assert all("new" in row.plain for row in shown[-3:])
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     width=st.integers(1, 220),
     height=st.integers(0, 70),
