@@ -38,6 +38,7 @@ from echo.runtime.lora_setup import worker_lora
 from echo.runtime.retirement import RentedWorker, terms_of
 from echo.runtime.sampling import PartialRules
 from echo.runtime.task_setup import Judge, check_inherited_code, make_judge, make_player
+from echo.runtime.threads import Threads
 from echo.runtime.transport import Transport
 from echo.runtime.worker import WorkerNode
 from echo.runtime.worker_parts import WorkerParts
@@ -65,7 +66,9 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
         raise
 
 
-def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger) -> WorkerNode:
+def assemble_worker(
+    config: Config, transport: Transport, *, threads: Threads | None = None, log: logging.Logger
+) -> WorkerNode:
     """Join a worker on a transport that has been started; otherwise as `build_worker`."""
     Faults(config.faults.kill_at, role="worker")
     section, network = config.worker, config.network
@@ -106,6 +109,7 @@ def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger
         started_at=now,
         build=partial(build_parts, config, node_dir, node_id),
         on_installed=partial(record_installed, node_dir / "installed.jsonl"),
+        threads=threads,
         log=log,
     )
     node.arenas = arenas
