@@ -71,6 +71,7 @@ class Publisher(Node):
         self._next: Publication | None = None
         self._codec = "full"
         self._coder = Coder(identity.key)
+        self._pool = self.threads.pool("coder")
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         return self.session.disconnected(peer, now=self.now)
@@ -117,6 +118,7 @@ class Publisher(Node):
             codec=codec,
             perform=self.perform,
             spawn=functools.partial(self.spawn, name="parcels"),
+            pool=self._pool,
             now=lambda: self.now,
         )
 

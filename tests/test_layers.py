@@ -76,6 +76,18 @@ IMPURE = {
     "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "time", "uuid",
 }  # fmt: skip
 
+# Who blocks the caller or takes threads in runtime/ beside its port, and why the loop never waits.
+BLOCKING: dict[str, str] = {
+    "threads.py": "the port itself",
+    "transport_zmq.py": "ends libzmq's context: sockets are never part of a simulation",
+    "arenas_thread.py": "writes what nobody waits for, in order",
+    "arenas_scan.py": "hashes on all cores within one blocking call",
+    "parcels.py": "codes on all cores within one blocking call",
+    "episodes.py": "plays on all threads within one blocking call of an engine",
+}
+THREAD_CALLS = {"to_thread", "run_in_executor", "submit"}
+CLOCK_CALLS = {"monotonic", "perf_counter", "sleep"}
+
 # What a relay's process imports, as far as it is written.
 RELAY_ROOTS = ("protocol/*", "config/*", "runtime/relay.py", "cli/main.py", "cli/node.py")
 
@@ -160,6 +172,31 @@ def impurities(tree: SourceTree) -> list[str]:
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id == "open"
+        ]
+    return found
+
+
+def threads_beside_the_port(tree: SourceTree) -> list[str]:
+    """Return every call of runtime/ into a thread, or for the time, that virtual time cannot see.
+
+    Threads go through `runtime/threads.py`, and the only clock is the loop's.
+    """
+    found = []
+    for module in tree.paths:
+        folder, _, file = tree.place(module).partition("/")
+        if folder != "runtime" or file in BLOCKING:
+            continue
+        for node in ast.walk(tree.trees[module]):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            name, owner = node.func.attr, node.func.value
+            is_time = isinstance(owner, ast.Name) and owner.id == "time"
+            if name in THREAD_CALLS or (is_time and name in CLOCK_CALLS):
+                found.append(f"{tree.place(module)}:{node.lineno}: {name} goes past the port")
+        found += [
+            f"{tree.place(module)}:{line}: threads come from the port"
+            for line, target in tree.imports(module)
+            if is_within(target, "concurrent.futures")
         ]
     return found
 
@@ -252,6 +289,12 @@ def test_pure_layers_do_not_reach_outside(tree: SourceTree) -> None:
     assert "\n".join(impurities(tree)) == ""
 
 
+def test_threads_and_time_come_from_the_port_and_the_loop(tree: SourceTree) -> None:
+    assert "\n".join(threads_beside_the_port(tree)) == ""
+    files = {tree.place(module) for module in tree.paths}
+    assert {f"runtime/{file}" for file in BLOCKING} <= files
+
+
 def test_every_foreign_import_is_a_declared_dependency(tree: SourceTree) -> None:
     assert "\n".join(undeclared_imports(tree, declared_modules())) == ""
 
@@ -326,6 +369,22 @@ def test_a_planted_trespass_is_found(tmp_path: Path, module: str, line: str) -> 
 def test_a_planted_impurity_is_found(tmp_path: Path, line: str) -> None:
     [found] = impurities(plant(tmp_path, {"protocol/codec": line, "runtime/relay": line}))
     assert found.startswith("protocol/codec.py:1: a pure layer may not ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "asyncio.to_thread(f)",
+        "loop.run_in_executor(None, f)",
+        "pool.submit(f)",
+        "x = time.monotonic()",
+        "from concurrent.futures import ThreadPoolExecutor",
+    ],
+)
+def test_a_planted_way_past_the_port_is_found(tmp_path: Path, line: str) -> None:
+    files = {"runtime/worker": line, "runtime/parcels": line, "tasks/host": line}
+    [found] = threads_beside_the_port(plant(tmp_path, files))
+    assert found.startswith("runtime/worker.py:1: ")
 
 
 def test_a_planted_undeclared_import_is_found(tmp_path: Path) -> None:

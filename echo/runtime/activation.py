@@ -16,7 +16,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from echo.runtime.history import read_records
 from echo.runtime.ledger import Ledger
 from echo.runtime.progress import Progress
 from echo.runtime.publication import PublishPace
+from echo.runtime.threads import Pool
 
 LOOK_S = 0.1
 """Seconds between looks at who holds the newest version: how finely a broadcast is timed."""
@@ -79,7 +79,6 @@ class Activating:
         self._trains_on_all = trains_on_all
         self._budget_per_run = budget_per_run
         self._log = log
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="activation")
         self.train_s: float | None = None
         """Seconds of the last optimizer step."""
         self._waiting_since: float | None = None
@@ -97,6 +96,7 @@ class Activating:
         clock: Callable[[], float],
         *,
         wake: Callable[[], None],
+        pool: Pool,
     ) -> None:
         """Look again and again, until the node ends.
 
@@ -104,30 +104,28 @@ class Activating:
             perform: carries out the session's actions.
             clock: the loop's, seconds.
             wake: ends the learner's waiting, for when the budget is spent.
+            pool: where questions are answered.
         """
-        try:
-            while True:
-                await asyncio.sleep(LOOK_S)
-                now = clock()
-                if self._progress.activity:
-                    self._waiting_since = None
-                elif self._waiting_since is None:
-                    self._waiting_since = now
-                workers = self._session.roster.active("worker")
-                installed = [member.installed for member in workers]
-                self._pace.received(installed, now=now, train_s=self.train_s)
-                if now >= self._looked_at + len(workers) / LOOKS_PER_S:
-                    self._looked_at = now
-                    self._look(perform, now)
-                if now < self._metered_at + METER_S:
-                    continue
-                self._metered_at = now
-                self._meter_now(now)
-                if self.is_spent:
-                    wake()
-                await self._review(perform, clock)
-        finally:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = clock()
+            if self._progress.activity:
+                self._waiting_since = None
+            elif self._waiting_since is None:
+                self._waiting_since = now
+            workers = self._session.roster.active("worker")
+            installed = [member.installed for member in workers]
+            self._pace.received(installed, now=now, train_s=self.train_s)
+            if now >= self._looked_at + len(workers) / LOOKS_PER_S:
+                self._looked_at = now
+                self._look(perform, now)
+            if now < self._metered_at + METER_S:
+                continue
+            self._metered_at = now
+            self._meter_now(now)
+            if self.is_spent:
+                wake()
+            await self._review(perform, clock, pool)
 
     def _meter_now(self, now: float) -> None:
         session = self._session
@@ -138,7 +136,10 @@ class Activating:
             perform(self._activation.look(self._session, now=now))
 
     async def _review(
-        self, perform: Callable[[Iterable[Action]], None], clock: Callable[[], float]
+        self,
+        perform: Callable[[Iterable[Action]], None],
+        clock: Callable[[], float],
+        pool: Pool,
     ) -> None:
         activation, session, now = self._activation, self._session, clock()
         if activation is None or session.finish_reason is not None:
@@ -153,8 +154,7 @@ class Activating:
         )
         if question is None:
             return
-        loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._thread, question.solve)
+        answer = await pool.run(question.solve)
         if session.finish_reason is None:
             perform(self._decide(activation, question, answer, clock()))
 

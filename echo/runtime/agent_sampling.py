@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from echo.engine.engine import Completion, Engine, Request, Sampling
 from echo.errors import EchoError
 from echo.rollout import PolicyVersion
+from echo.runtime.threads import Threads
 
 MAX_CALLS = 64
 """Threads that wait for an engine that takes requests at any time."""
@@ -41,18 +41,21 @@ class _Waiting:
 class CallSampler:
     """Samples single requests."""
 
-    def __init__(self, engine: Engine, *, should_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self, engine: Engine, *, threads: Threads, should_stop: Callable[[], bool]
+    ) -> None:
         """Start without requests; `run` has to run beside the callers.
 
         Args:
             engine: samples.
+            threads: the node's.
             should_stop: asked again and again; once true, unfinished completions are cut short.
         """
         self._engine = engine
         self._should_stop = should_stop
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
         num_threads = MAX_CALLS if engine.is_continuous else 1
-        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="agent-call")
+        self._pool = threads.pool("agent-call", num_threads)
 
     async def sample(self, request: Request, sampling: Sampling, bounds: Bounds) -> Completion:
         """Return what is sampled for a request.
@@ -96,8 +99,7 @@ class CallSampler:
     async def _generate(
         self, requests: Sequence[Request], sampling: Sampling, bounds: Bounds
     ) -> list[Completion]:
-        return await asyncio.get_running_loop().run_in_executor(
-            self.threads,
+        return await self._pool.run(
             lambda: self._engine.generate(
                 requests,
                 sampling,

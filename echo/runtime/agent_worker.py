@@ -29,10 +29,16 @@ class AgentWorkerNode(WorkerNode):
         parts = self._parts
         if parts is None or parts.agents is None:
             return
-        sampler = CallSampler(parts.engine, should_stop=lambda: self.has_ended)
-        self._executors.append(sampler.threads)
+        sampler = CallSampler(
+            parts.engine, threads=self.threads, should_stop=lambda: self.has_ended
+        )
         self._agents = Agents(
-            parts.agents, self.session, sampler, perform=self.perform, clock=lambda: self.now
+            parts.agents,
+            self.session,
+            sampler,
+            reward_pool=self._reward_pool,
+            perform=self.perform,
+            clock=lambda: self.now,
         )
         self.spawn(sampler.run(), name="agent-calls")
         self.spawn(self._agents.watch(), name="agent-sessions")

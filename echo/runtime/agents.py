@@ -26,6 +26,7 @@ from echo.protocol.messages import Lease
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime.agent_sampling import ANY_VERSION, Bounds, CallSampler
 from echo.runtime.agent_sessions import Episodes, Session, SessionError, Turn, make_group
+from echo.runtime.threads import Pool
 from echo.tasks.dialogue import Dialogue
 from echo.tasks.task import Example
 
@@ -101,6 +102,7 @@ class Agents:
         session: WorkerSession,
         sampler: CallSampler,
         *,
+        reward_pool: Pool,
         perform: Callable[[Iterable[Action]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -110,12 +112,14 @@ class Agents:
             parts: what agents get.
             session: the worker's.
             sampler: of single requests.
+            reward_pool: where the task judges.
             perform: carries out what the session decides.
             clock: the loop's, seconds.
         """
         self.parts = parts
         self.session = session
         self._sampler = sampler
+        self._reward_pool = reward_pool
         self._perform = perform
         self._clock = clock
         self._episodes = Episodes(group_size=parts.group_size, timeout_s=parts.session_timeout_s)
@@ -205,7 +209,7 @@ class Agents:
         if reward is None:
             text = self.parts.dialogue.answer_of(leaf.completion.token_ids)
             example = Example(**session.lease.example)
-            reward = await asyncio.to_thread(self.parts.reward, example, text)
+            reward = await self._reward_pool.run(self.parts.reward, example, text)
         if not math.isfinite(reward):
             raise SessionError(f"a reward of {reward} is no finite number")
         bound = self.parts.max_abs_reward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -31,6 +30,7 @@ class EngineCall:
         has_others: Callable[[], bool],
         has_ended: Callable[[], bool],
         on_whole: Callable[[Draft], None],
+        clock: Callable[[], float],
     ) -> None:
         """Take the groups; nothing is sampled before the engine asks.
 
@@ -41,6 +41,7 @@ class EngineCall:
             has_others: whether others wait.
             has_ended: whether nobody wants any of this any more.
             on_whole: told each group that has come to its end.
+            clock: the loop's, seconds.
         """
         self.drafts = list(drafts)
         self.num_tokens = 0
@@ -52,7 +53,8 @@ class EngineCall:
         """Where one is wanted, the call goes on to its end: newer weights wait for it, and what it
         left unfinished they could not continue."""
         max_s = math.inf if max_s is None or self.exact_version else max_s
-        self._ends_at = time.monotonic() + max_s
+        self._clock = clock
+        self._ends_at = clock() + max_s
         self._has_others = has_others
         self._has_ended = has_ended
         self._on_whole = on_whole
@@ -94,7 +96,7 @@ class EngineCall:
             self.is_recalled
             or self._has_ended()
             # With something to show for it, or a slow start would be repeated for ever.
-            or (time.monotonic() >= self._ends_at and self.num_tokens > 0)
+            or (self._clock() >= self._ends_at and self.num_tokens > 0)
             or (self._num_whole >= self._num_awaited and self._has_others())
         )
 

@@ -6,9 +6,7 @@ is parked, shipped or continued here: a group that was begun is played to its en
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from echo.engine.engine import Sampling
@@ -19,6 +17,7 @@ from echo.protocol.worker_session import WorkerSession
 from echo.rollout import Rollout
 from echo.runtime.engine_call import exact_version_of
 from echo.runtime.episodes import EpisodePlayer, openings_of
+from echo.runtime.threads import Threads
 from echo.tasks.faults import RewardError
 
 
@@ -39,6 +38,7 @@ class EpisodeLoop:
         deliver: Callable[[Lease, Sequence[Rollout] | RewardError], None],
         wake: Callable[[], None],
         spawn: Callable[..., Any],
+        threads: Threads,
         has_ended: Callable[[], bool],
     ) -> None:
         """Join the parts.
@@ -55,6 +55,7 @@ class EpisodeLoop:
             deliver: takes what came of a group.
             wake: has `sample_more` called soon.
             spawn: runs a coroutine until the node's end.
+            threads: the node's.
             has_ended: whether the node is over; asked from the player's threads.
         """
         self._session = session
@@ -71,7 +72,7 @@ class EpisodeLoop:
         self._has_ended = has_ended
         self._num_playing = 0
         num_threads = groups_per_batch if is_continuous else 1
-        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="play")
+        self._pool = threads.pool("play", num_threads)
 
     @property
     def is_busy(self) -> bool:
@@ -101,8 +102,7 @@ class EpisodeLoop:
                 draft.num_progress += number
 
         try:
-            results = await asyncio.get_running_loop().run_in_executor(
-                self.threads,
+            results = await self._pool.run(
                 lambda: self._player.play(
                     openings,
                     self._sampling,

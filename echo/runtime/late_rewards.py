@@ -8,7 +8,6 @@ have at a worker.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 from echo.protocol.actions import StoreGroup
 from echo.protocol.codec import encode_group
 from echo.rollout import Group
+from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.faults import RewardError
 from echo.tasks.host import TaskHost
 from echo.tasks.task import Example
@@ -39,6 +39,7 @@ class LateRewards:
         example_of: Callable[[int], Example],
         decode: Callable[[Sequence[int]], str],
         spawn: Spawn,
+        threads: Threads,
     ) -> None:
         """Join the parts.
 
@@ -47,11 +48,13 @@ class LateRewards:
             example_of: group id -> its example.
             decode: token ids -> text.
             spawn: see there.
+            threads: the node's.
         """
         self._host = host
         self._example_of = example_of
         self._decode = decode
         self._spawn = spawn
+        self._pool = threads.pool("reward", MAX_BLOCKING)
         self._counts: Counter[str] = Counter()
 
     def counts(self) -> dict[str, int]:
@@ -70,7 +73,7 @@ class LateRewards:
 
         async def work() -> None:
             try:
-                rewards = await asyncio.to_thread(self._rewards, action.group)
+                rewards = await self._pool.run(self._rewards, action.group)
             except RewardError as error:
                 on_fault(action.group, error)
                 return

@@ -52,6 +52,7 @@ from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.progress import Progress
 from echo.runtime.publication import Publication, PublishPace
 from echo.runtime.reporting import Reporting
+from echo.runtime.threads import Threads
 from echo.runtime.transport import Transport
 from echo.runtime.waiting import Waiting
 from echo.tasks.faults import RewardError
@@ -86,6 +87,7 @@ class LearnerNode(Node):
         export: Callable[[Path, Weights], None],
         write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
         show: Callable[[Snapshot], None],
+        threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
         """Join the parts; `run` starts them.
@@ -111,9 +113,10 @@ class LearnerNode(Node):
             export: writes a Hugging Face directory.
             write_metrics: appends one row of metrics.
             show: draws a snapshot.
+            threads: see `Node`.
             log: where to tell what happens.
         """
-        super().__init__(session, transport, log=log)
+        super().__init__(session, transport, threads=threads, log=log)
         self.session: LearnerSession = session
         self._plan = plan
         self._buffer = buffer
@@ -135,6 +138,7 @@ class LearnerNode(Node):
             codec=plan.codec,
             perform=self.perform,
             spawn=partial(self.spawn, name="parcels"),
+            pool=self.threads.pool("coder"),
             now=lambda: self.now,
         )
         self._tensors_of = tensors_of
@@ -150,9 +154,9 @@ class LearnerNode(Node):
             show=show,
             clock=lambda: self.now,
         )
-        self._model_thread = self.new_thread("trainer")
-        self._disk_thread = self.new_thread("disk")
-        self._eval_thread = self.new_thread("evaluation")
+        self._model_pool = self.threads.pool("trainer")
+        self._disk_pool = self.threads.pool("disk")
+        self._eval_pool = self.threads.pool("evaluation")
         self.arrivals = Arrivals(
             session,
             ledger=ledger,
@@ -161,7 +165,7 @@ class LearnerNode(Node):
             refusal=trainer.refusal,
             max_barren_groups=plan.max_barren_groups,
             perform=self.perform,
-            sync=lambda: self.in_thread(self._disk_thread, ledger.sync),
+            sync=lambda: self._disk_pool.run(ledger.sync),
             clock=lambda: self.now,
         )
         self._store_task: asyncio.Task[None] | None = None
@@ -213,7 +217,12 @@ class LearnerNode(Node):
         """Train until the last step, then tell everybody and end."""
         self._store_task = self.spawn(self.arrivals.run(), name="store")
         self.spawn(self._reporting.show_loop(), name="display")
-        watch = self._activating.run(self.perform, lambda: self.now, wake=self.arrivals.wake)
+        watch = self._activating.run(
+            self.perform,
+            lambda: self.now,
+            wake=self.arrivals.wake,
+            pool=self.threads.pool("activation"),
+        )
         self.spawn(watch, name="activation")
         if len(self.session.lineages) > 1:  # a run that goes on
             self._farewell.expect()
@@ -244,7 +253,7 @@ class LearnerNode(Node):
             started_at = self.now
             self._progress.begin("training", now=self.now)
             try:
-                result = await self.in_thread(self._model_thread, partial(self._train_on, groups))
+                result = await self._model_pool.run(self._train_on, groups)
             except StepError as error:
                 await self._set_aside(groups, error)
                 continue
@@ -276,9 +285,7 @@ class LearnerNode(Node):
         step, counters = self.session.step, self.session.counters
         self._num_failed_steps += 1
         counters.add(f"steps_failed/{error.reason}")
-        faulty = await self.in_thread(
-            self._model_thread, partial(self._trainer.find_faulty, groups)
-        )
+        faulty = await self._model_pool.run(self._trainer.find_faulty, groups)
         # None of them alone: then it is all of them together.
         faulty = faulty or {group.group_id: error.reason for group in groups}
         for group_id, reason in faulty.items():
@@ -350,8 +357,8 @@ class LearnerNode(Node):
         session = self.session
         self._progress.begin("publishing", now=self.now)
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
-        publication = await self.in_thread(
-            self._model_thread, lambda: self._publish_version(self._trainer.tensors(), version)
+        publication = await self._model_pool.run(
+            lambda: self._publish_version(self._trainer.tensors(), version)
         )
         manifest, root = publication.manifest, publication.signed.root
         self._ledger.published(version, root=root, image_hash=manifest.image_hash)
@@ -367,8 +374,7 @@ class LearnerNode(Node):
     async def _evaluate(self, version: PolicyVersion, tensors: Weights) -> None:
         assert self._evaluations is not None
         evaluate = self._evaluations.evaluate
-        result = await self.in_thread(
-            self._eval_thread,
+        result = await self._eval_pool.run(
             lambda: evaluate(
                 version, tensors, should_stop=lambda: self._is_stopping or self.has_ended
             ),
@@ -387,8 +393,8 @@ class LearnerNode(Node):
     async def _evaluate_present(self) -> None:
         """Evaluate the present weights, as where a run ends before its last step."""
         version = PolicyVersion(self.session.lineages[-1].lineage, self.session.step)
-        publication = await self.in_thread(
-            self._model_thread, lambda: self._publish_version(self._trainer.tensors(), version)
+        publication = await self._model_pool.run(
+            lambda: self._publish_version(self._trainer.tensors(), version)
         )
         await self._evaluate(version, self._tensors_of(publication.manifest, publication.image))
 
@@ -407,8 +413,7 @@ class LearnerNode(Node):
             self._trainer.save_state(directory)
 
         try:
-            oldest_step = await self.in_thread(
-                self._model_thread,
+            oldest_step = await self._model_pool.run(
                 lambda: checkpoints.save(
                     lineage=lineage, step=step, write_state=write_state, now=now
                 ),
@@ -435,11 +440,11 @@ class LearnerNode(Node):
         for group in self._buffer.clear():
             self._ledger.discarded(group.group_id, "run_finished", step=self.session.step)
         await self._checkpoint()
-        tensors = await self.in_thread(self._model_thread, self._trainer.snapshot)
+        tensors = await self._model_pool.run(self._trainer.snapshot)
         final = self._plan.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
-        await self.in_thread(self._disk_thread, lambda: self._export(final, tensors))
-        await self.in_thread(self._disk_thread, self._ledger.close)
+        await self._disk_pool.run(self._export, final, tensors)
+        await self._disk_pool.run(self._ledger.close)
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
         self._reporting.display()
@@ -465,7 +470,7 @@ class LearnerNode(Node):
     async def _close_records(self) -> None:
         await self._take_no_more_groups()
         await self._checkpoint()
-        await self.in_thread(self._disk_thread, self._ledger.close)
+        await self._disk_pool.run(self._ledger.close)
 
     async def drain(self) -> None:
         """Let the running step come to its end and the state be saved."""

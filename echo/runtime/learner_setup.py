@@ -40,6 +40,7 @@ from echo.runtime.parcels import Coder
 from echo.runtime.progress import Progress
 from echo.runtime.publication import PublishPace, make_images, make_publication
 from echo.runtime.task_setup import make_player, turns_of
+from echo.runtime.threads import Threads
 from echo.runtime.transport import Transport
 from echo.runtime.waiting import Waiting
 from echo.runtime.worker_setup import (
@@ -123,6 +124,7 @@ def assemble_learner(
     show: Callable[[Snapshot], None],
     log: logging.Logger,
     earlier: LearningCurve | None = None,
+    threads: Threads | None = None,
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
     evaluations = build_evaluations(config, data, log=log)
@@ -199,12 +201,17 @@ def assemble_learner(
         export=partial(_export, config, data),
         write_metrics=write_metrics,
         show=show,
+        threads=threads,
         log=log,
     )
     node.at_release.append(data.host.close)
     if config.reward.where == "learner":
         node.arrivals.late_rewards = LateRewards(
-            data.host, example_of=data.prompts.example, decode=data.decode, spawn=node.spawn
+            data.host,
+            example_of=data.prompts.example,
+            decode=data.decode,
+            spawn=node.spawn,
+            threads=node.threads,
         )
     return node
 

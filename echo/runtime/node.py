@@ -3,11 +3,11 @@
     transport events, timer, results of model work  ->  session  ->  actions  ->  perform
 
 The session is called from the event loop only, so it needs no locks; model work runs in threads
-and its results come back to the loop. There is one timer, armed for the session's deadline after
-everything that may have changed it. An unexpected exception ends the node with that exception: a
-node that limps on with half its parts would be worse. Only while a peer's message is handled it
-ends that peer instead, or whoever can make one up could end every node: the session has decided
-nothing then that it does not return, and the peer may begin anew.
+(`threads.py`) and its results come back to the loop. There is one timer. It is armed anew only for
+a deadline that comes earlier: one that fires too early looks again. An unexpected exception ends
+the node with that exception: a node that limps on with half its parts would be worse. Only while a
+peer's message is handled it ends that peer instead, or whoever can make one up could end every
+node: the session has decided nothing then that it does not return, and the peer may begin anew.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from echo.errors import EchoError, ProtocolError, TransportError
 from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
@@ -27,10 +26,9 @@ from echo.protocol.pacing import OncePerMinute
 from echo.protocol.parcel import DecodeBlock
 from echo.protocol.session import Session
 from echo.protocol.writing import WriteChunk
+from echo.runtime.threads import ThreadPools, Threads
 from echo.runtime.transport import Connected, Disconnected, Received, Transport
 from echo.units import one_line
-
-Result = TypeVar("Result")
 
 REPEAT_S = 60.0
 """Seconds between two lines of one topic."""
@@ -41,6 +39,8 @@ STALL_S = 0.5
 """A timer that fires this late means that the loop did not run."""
 CATCH_UP_S = 0.2
 """Seconds to read what arrived during a stall before anything is declared late."""
+LEAST_WAIT_S = 0.001
+"""A timer fires no sooner than this."""
 MAX_WORKERS = 8
 """Threads that decode deltas and write chunks; each takes some GB of weights per second."""
 LINGER_S = 2.0
@@ -85,8 +85,23 @@ class Topics:
 class Node:
     """One process's node: a session, a transport, and the threads in which models work."""
 
-    def __init__(self, session: Session, transport: Transport, *, log: logging.Logger) -> None:
-        """Join the parts; the transport has been started, so that its address is known."""
+    def __init__(
+        self,
+        session: Session,
+        transport: Transport,
+        *,
+        threads: Threads | None = None,
+        log: logging.Logger,
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            session: decides.
+            transport: has been started, so that its address is known.
+            threads: where blocking calls are made; None for a process's own. They end with the
+                node.
+            log: where to tell what happens.
+        """
         self.transport = transport
         self.log = log
         self._session = session
@@ -97,8 +112,8 @@ class Node:
         self._stopped: asyncio.Future[str] | None = None
         self._num_interrupts = 0
         self._reports = OncePerMinute()
-        self._executors: list[ThreadPoolExecutor] = []
-        self._workers: ThreadPoolExecutor | None = None
+        self.threads = ThreadPools() if threads is None else threads
+        self._weights_pool = self.threads.pool("weights", min(MAX_WORKERS, os.cpu_count() or 1))
         self._tasks: set[asyncio.Task[None]] = set()
         self.at_release: list[Callable[[], None]] = []
         """What else is called at the end, whatever ended the node."""
@@ -158,8 +173,7 @@ class Node:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-            for executor in self._executors:
-                executor.shutdown(wait=False, cancel_futures=True)
+            self.threads.close()
             self.release()
             for let_go in self.at_release:
                 let_go()
@@ -273,14 +287,8 @@ class Node:
 
     def _work(self, work: Work) -> None:
         """Decode a block or write a chunk in a thread, and tell the session what came of it."""
-        if self._workers is None:
-            num_threads = min(MAX_WORKERS, os.cpu_count() or 1)
-            self._workers = ThreadPoolExecutor(num_threads, thread_name_prefix="worker")
-            self._executors.append(self._workers)
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(self._workers, work.run).add_done_callback(
-            functools.partial(self._on_finished, work)
-        )
+        finished = self._weights_pool.run(work.run)
+        finished.add_done_callback(functools.partial(self._on_finished, work))
 
     def _on_finished(self, work: Work, future: asyncio.Future[str]) -> None:
         if self.has_ended or future.cancelled():
@@ -294,24 +302,27 @@ class Node:
             self.stop("failed", error)
 
     def _arm(self) -> None:
+        deadline = self._session.deadline
+        if deadline is None or self._stopped is None or self.has_ended:
+            return
+        # Never sooner than a millisecond: a deadline that stays in the past must not spin.
+        at = max(deadline, self.now + LEAST_WAIT_S)
+        if self._timer is None or at < self._timer_at:
+            self._set_timer(at)
+
+    def _set_timer(self, at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        deadline = self._session.deadline
-        if deadline is not None and self._stopped is not None and not self.has_ended:
-            loop = asyncio.get_running_loop()
-            # Never sooner than a millisecond: a deadline that stays in the past must not spin. The
-            # instant is kept because uvloop returns handles without `when` if it passes meanwhile.
-            self._timer_at = max(deadline, loop.time() + 0.001)
-            self._timer = loop.call_at(self._timer_at, self._on_timer)
+        # Kept because uvloop returns handles without `when` if the instant passes meanwhile.
+        self._timer_at = at
+        self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
 
     def _on_timer(self) -> None:
-        loop = asyncio.get_running_loop()
-        if loop.time() - self._timer_at > STALL_S:
+        self._timer = None
+        if self.now - self._timer_at > STALL_S:
             # The loop was held up (a heavy import, a suspended laptop): what has arrived meanwhile
             # is read first, or this node would take its own absence for that of the others.
-            self._timer_at = loop.time() + CATCH_UP_S
-            self._timer = loop.call_at(self._timer_at, self._on_timer)
+            self._set_timer(self.now + CATCH_UP_S)
             return
         try:
             self.perform(self._session.expire(now=self.now))
@@ -320,20 +331,6 @@ class Node:
         except Exception as error:
             self.log.exception("internal error")
             self.stop("failed", error)
-
-    # --- threads ---------------------------------------------------------------------------------
-
-    def new_thread(self, name: str) -> ThreadPoolExecutor:
-        """Return an executor of one thread that ends with the node."""
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._executors.append(executor)
-        return executor
-
-    async def in_thread(
-        self, executor: ThreadPoolExecutor, function: Callable[[], Result]
-    ) -> Result:
-        """Run model work off the loop."""
-        return await asyncio.get_running_loop().run_in_executor(executor, function)
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
         """Look every few milliseconds until `is_done`; return False if it takes too long.

@@ -35,6 +35,7 @@ from echo.protocol.manifest import HASH_BYTES, Form, Manifest, encode_signed, si
 from echo.protocol.parcel import SegmentTable, split_blocks
 from echo.rollout import PolicyVersion
 from echo.runtime.publication import Publication
+from echo.runtime.threads import Pool
 
 _log = logging.getLogger(__name__)
 
@@ -164,6 +165,7 @@ class Parcels:
         codec: str,
         perform: Callable[[Sequence[Action]], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        pool: Pool,
         now: Callable[[], float],
     ) -> None:
         """Publish through a broadcast.
@@ -174,6 +176,7 @@ class Parcels:
             codec: "auto", "full" (never a parcel) or "delta" (always one, whatever its size).
             perform: carries out the broadcast's actions, on the loop.
             spawn: runs a coroutine beside the others; its failure ends the node.
+            pool: waits for the coder.
             now: the loop's clock.
         """
         self._broadcast = broadcast
@@ -181,6 +184,7 @@ class Parcels:
         self._codec = codec
         self._perform = perform
         self._spawn = spawn
+        self._pool = pool
         self._now = now
         self._plan: AnchorPlan | None = None
         self._last: asyncio.Task[None] | None = None
@@ -264,7 +268,7 @@ class Parcels:
         is_fallback_due = base is not None
         segments = self._coder.segments(publication, base)
         total = image_bytes = 0
-        while (segment := await asyncio.to_thread(next, segments, None)) is not None:
+        while (segment := await self._pool.run(next, segments, None)) is not None:
             table = segment.table
             total += table.num_bytes
             image_bytes += len(table.block_sizes) * table.block_bytes

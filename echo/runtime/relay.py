@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from echo.errors import LocalProtocolError, RemoteProtocolError, StorageError
@@ -12,6 +11,7 @@ from echo.protocol.relay_session import RelaySession
 from echo.runtime.arenas import ArenaStore
 from echo.runtime.arenas_parcels import SavedParcel
 from echo.runtime.node import Node
+from echo.runtime.threads import Pool, Threads
 from echo.runtime.transport import Transport
 
 
@@ -27,10 +27,11 @@ class DialingNode(Node):
         arenas, broadcast = self.arenas, self.session.broadcast
         if arenas is None:
             return
-        for saved in await asyncio.to_thread(arenas.recover, broadcast.run_id):
+        files = self.threads.pool("recovery")
+        for saved in await files.run(arenas.recover, broadcast.run_id):
             try:
                 manifest = broadcast.manifest(saved.version, saved.signed_manifest)
-                has_chunk = await asyncio.to_thread(arenas.verify_held, manifest, saved.arena)
+                has_chunk = await files.run(arenas.verify_held, manifest, saved.arena)
             except (RemoteProtocolError, StorageError) as error:
                 self.log.warning("dropped %s, which was left here: %s", saved.version, error)
                 arenas.drop(saved.version)
@@ -38,14 +39,14 @@ class DialingNode(Node):
             text = "found %s: %d of %d chunks are right"
             self.log.info(text, saved.version, sum(has_chunk), manifest.num_chunks)
             self.perform(broadcast.recover(saved.version, saved.arena, has_chunk, now=self.now))
-        for parcel in await asyncio.to_thread(arenas.recover_parcels):
-            await self._resume(parcel)
+        for parcel in await files.run(arenas.recover_parcels):
+            await self._resume(parcel, files)
 
-    async def _resume(self, saved: SavedParcel) -> None:
+    async def _resume(self, saved: SavedParcel, files: Pool) -> None:
         """Go on with an anchor that was on its way."""
         broadcast, journal = self.session.broadcast, saved.journal
         try:
-            parcel = await asyncio.to_thread(broadcast.rebuild, saved.version, journal.records())
+            parcel = await files.run(broadcast.rebuild, saved.version, journal.records())
             journal.open()
         except OSError as error:
             self.log.warning("dropped %s, which was left here: %s", journal.path, error)
@@ -92,10 +93,11 @@ class RelayNode(DialingNode):
         transport: Transport,
         *,
         arenas: ArenaStore | None = None,
+        threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
         """Join the parts; `run` starts them."""
-        super().__init__(session, transport, log=log)
+        super().__init__(session, transport, threads=threads, log=log)
         self.session: RelaySession = session
         self.arenas = arenas
 

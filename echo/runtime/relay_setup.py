@@ -12,6 +12,7 @@ from echo.runtime import wiring
 from echo.runtime.arenas_files import open_arenas
 from echo.runtime.join import dial_addresses, node_keys
 from echo.runtime.relay import RelayNode
+from echo.runtime.threads import Threads
 from echo.runtime.transport import Transport
 
 
@@ -31,7 +32,9 @@ async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:
         raise
 
 
-def assemble_relay(config: Config, transport: Transport, *, log: logging.Logger) -> RelayNode:
+def assemble_relay(
+    config: Config, transport: Transport, *, threads: Threads | None = None, log: logging.Logger
+) -> RelayNode:
     """Join a relay on a transport that has been started; otherwise as `build_relay`."""
     section = config.relay
     node_id = wiring.node_name("relay", section.name)
@@ -48,4 +51,4 @@ def assemble_relay(config: Config, transport: Transport, *, log: logging.Logger)
         wiring.make_broadcast(node_id, config.network, arenas),
         now=asyncio.get_running_loop().time(),
     )
-    return RelayNode(session, transport, arenas=arenas, log=log)
+    return RelayNode(session, transport, arenas=arenas, threads=threads, log=log)

@@ -21,7 +21,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from echo.protocol.partials import Draft, StaleTokens, freshen
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime.durable import write_file
 from echo.runtime.engine_call import EngineCall
+from echo.runtime.threads import Threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,7 @@ class RolloutLoop:
         wake: Callable[[], None],
         perform: Callable[[Sequence[Action]], None],
         spawn: Callable[..., asyncio.Task[None]],
+        threads: Threads,
         clock: Callable[[], float],
         has_ended: Callable[[], bool],
         log: logging.Logger,
@@ -89,6 +90,7 @@ class RolloutLoop:
             wake: has `sample_more` called soon.
             perform: carries out actions.
             spawn: runs a coroutine until the node's end.
+            threads: the node's.
             clock: the loop's, seconds.
             has_ended: whether the node is over; asked from the engine's threads.
             log: where to tell what happens.
@@ -120,7 +122,8 @@ class RolloutLoop:
         """Groups to have at one time, so that the engine never waits for the network."""
         self._max_rollouts = None if engine.is_continuous else groups_per_batch * group_size
         num_threads = self.num_places if engine.is_continuous else 1
-        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix="sample")
+        self._pool = threads.pool("sample", num_threads)
+        self._file_pool = threads.pool("partials")
 
     @property
     def is_busy(self) -> bool:
@@ -204,6 +207,7 @@ class RolloutLoop:
             has_others=lambda: bool(places.queue or places.parked),
             has_ended=self._has_ended,
             on_whole=on_whole,
+            clock=loop.time,
         )
         self._calls.add(call)
         self._spawn(self._run(call), name="sample")
@@ -213,8 +217,7 @@ class RolloutLoop:
         session = self._session
         requests = call.requests()
         try:
-            completions = await asyncio.get_running_loop().run_in_executor(
-                self.threads,
+            completions = await self._pool.run(
                 lambda: self._engine.generate(
                     requests,
                     self._sampling,
@@ -283,7 +286,7 @@ class RolloutLoop:
             StorageError: if the file is there and cannot be read.
         """
         try:
-            data = await asyncio.to_thread(self._path.read_bytes)
+            data = await self._file_pool.run(self._path.read_bytes)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -311,7 +314,7 @@ class RolloutLoop:
             return
         self._saved = data
         try:
-            await asyncio.to_thread(write_file, self._path, data)
+            await self._file_pool.run(write_file, self._path, data)
         except OSError as error:
             self._session.counters.add("partials_unsaved")
             text = "cannot keep unfinished rollouts in %s: %s; a restart would sample them anew"

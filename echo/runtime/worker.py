@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from echo.rollout import Group, PolicyVersion, Rollout
 from echo.runtime.episode_loop import EpisodeLoop
 from echo.runtime.relay import DialingNode
 from echo.runtime.sampling import RolloutLoop
+from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.runtime.transport import Transport
 from echo.runtime.worker_parts import WorkerParts, install
 from echo.tasks.faults import RewardError
@@ -61,6 +62,7 @@ class WorkerNode(DialingNode):
         *,
         build: Callable[[Mapping[str, Any], Mapping[str, bytes]], WorkerParts],
         on_installed: Callable[[PolicyVersion, str], None],
+        threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
         """Join the parts; `run` starts them.
@@ -70,13 +72,15 @@ class WorkerNode(DialingNode):
             transport: its links.
             build: (inherited settings, inherited files) -> parts; slow, called in a thread.
             on_installed: called with each installed version and the hash of its image.
+            threads: see `Node`.
             log: where to tell what happens.
         """
-        super().__init__(session, transport, log=log)
+        super().__init__(session, transport, threads=threads, log=log)
         self.session: WorkerSession = session
         self._build = build
         self._on_installed = on_installed
-        self._engine_thread = self.new_thread("engine")
+        self._engine_pool = self.threads.pool("engine")
+        self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
         self._rollouts: RolloutLoop | None = None
         self._episodes: EpisodeLoop | None = None
         self._wake = asyncio.Event()
@@ -133,10 +137,10 @@ class WorkerNode(DialingNode):
 
     async def _set_up(self, configure: Configure) -> None:
         settings, assets = configure.settings, configure.assets
-        parts = await self.in_thread(self._engine_thread, lambda: self._build(settings, assets))
+        parts = await self._engine_pool.run(self._build, settings, assets)
         self._parts = parts
         await self.recover()
-        image = await self.in_thread(self._engine_thread, parts.read_local_image)
+        image = await self._engine_pool.run(parts.read_local_image)
         if image is not None:
             self.session.broadcast.offer(image, blake3(image).digest())
         rollouts = self._make_rollouts(parts)
@@ -163,11 +167,11 @@ class WorkerNode(DialingNode):
             wake=self._wake.set,
             perform=self.perform,
             spawn=self.spawn,
+            threads=self.threads,
             clock=lambda: self.now,
             has_ended=lambda: self.has_ended,
             log=self.log,
         )
-        self._executors.append(rollouts.threads)
         if parts.player is not None:
             self._episodes = EpisodeLoop(
                 self.session,
@@ -181,9 +185,9 @@ class WorkerNode(DialingNode):
                 deliver=partial(self._on_played, parts),
                 wake=self._wake.set,
                 spawn=self.spawn,
+                threads=self.threads,
                 has_ended=lambda: self.has_ended,
             )
-            self._executors.append(self._episodes.threads)
         return rollouts
 
     def _sample_more(self, rollouts: RolloutLoop) -> None:
@@ -246,9 +250,7 @@ class WorkerNode(DialingNode):
         if not rollouts.is_busy:
             session.activity = f"installing {version}"
         try:
-            digest = await self.in_thread(
-                self._engine_thread, lambda: install(parts.engine, transfer)
-            )
+            digest = await self._engine_pool.run(install, parts.engine, transfer)
         except EngineError as error:
             self._refused_version = version
             session.counters.add("engine/installs_failed")
@@ -291,7 +293,7 @@ class WorkerNode(DialingNode):
         example = Example(**lease.example)
         try:
             rewards = await self._while_progressing(
-                draft, asyncio.to_thread(self._score_all, parts, example, draft)
+                draft, self._reward_pool.run(self._score_all, parts, example, draft)
             )
         except RewardError as error:
             self._give_up(lease, error)
@@ -310,20 +312,19 @@ class WorkerNode(DialingNode):
         self._finish(lease, rollouts)
 
     async def _while_progressing(
-        self, draft: Draft, scoring: Coroutine[Any, Any, list[float]]
+        self, draft: Draft, scoring: asyncio.Future[list[float]]
     ) -> list[float]:
         """Wait for rewards, and keep the lease meanwhile.
 
         Every call of a task's code is bounded, also one that hangs or waits for a free thread: its
         end, and not that of its lease, tells what was wrong.
         """
-        task = asyncio.create_task(scoring)
         try:
-            while not (await asyncio.wait({task}, timeout=TICK_S))[0]:
+            while not (await asyncio.wait({scoring}, timeout=TICK_S))[0]:
                 draft.num_progress += 1
-            return task.result()
+            return scoring.result()
         finally:
-            task.cancel()
+            scoring.cancel()
 
     def _on_played(
         self, parts: WorkerParts, lease: Lease, result: Sequence[Rollout] | RewardError

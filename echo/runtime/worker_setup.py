@@ -36,6 +36,7 @@ from echo.runtime.lora_setup import worker_lora
 from echo.runtime.retirement import RentedWorker, terms_of
 from echo.runtime.sampling import PartialRules
 from echo.runtime.task_setup import Judge, check_inherited_code, make_judge, make_player
+from echo.runtime.threads import Threads
 from echo.runtime.transport import Transport
 from echo.runtime.worker import WorkerNode
 from echo.runtime.worker_parts import WorkerParts
@@ -62,7 +63,9 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
         raise
 
 
-def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger) -> WorkerNode:
+def assemble_worker(
+    config: Config, transport: Transport, *, threads: Threads | None = None, log: logging.Logger
+) -> WorkerNode:
     """Join a worker on a transport that has been started; otherwise as `build_worker`."""
     section, network = config.worker, config.network
     node_id = wiring.node_name("worker", section.name)
@@ -100,6 +103,7 @@ def assemble_worker(config: Config, transport: Transport, *, log: logging.Logger
         on_release=section.on_release,
         build=partial(build_parts, config, node_dir),
         on_installed=partial(record_installed, node_dir / "installed.jsonl"),
+        threads=threads,
         log=log,
     )
     node.arenas = arenas

@@ -2,14 +2,21 @@
 
 Calls of one instant happen in the order in which they were asked for, so that the same calls give
 the same history.
+
+`VirtualLoop` is the same for asyncio: tasks, timers and timeouts run as they are, and time jumps to
+the next timer once nothing is ready. It has no sockets and no threads. What a node would do in a
+thread is done in the loop (`InlineThreads`), and takes as long as it is said to take.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Clock:
@@ -47,3 +54,114 @@ class Clock:
     def stop(self) -> None:
         """End `run` after the present call."""
         self.is_stopped = True
+
+
+class StandstillError(RuntimeError):
+    """Nothing will ever happen any more on a loop that has not come to its end."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop whose time passes only while nothing is ready, and then at once."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        super().__init__()
+        self._now = 0.0
+        # What a loop asks for ready sockets, and for how long: here time passes instead.
+        self._selector = self
+
+    def time(self) -> float:
+        """Return seconds since the start."""
+        return self._now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Jump to the next timer, as the loop has nothing to do before it.
+
+        Raises:
+            StandstillError: if there is no timer either.
+        """
+        if timeout is None:
+            waiting = ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self)))
+            raise StandstillError(
+                f"nothing will ever happen: at {self._now:.3f} s no timer is set and nothing is "
+                f"ready, and these tasks wait: {waiting or 'none'}"
+            )
+        if timeout > 0:
+            self._now = max(self._now, self._scheduled[0].when())
+        return []
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:
+        """Refuse: how long a thread takes, virtual time does not know.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{func!r} was to run in a thread: hand InlineThreads to its owner")
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """Do nothing: there are no sockets."""
+
+    def _write_to_self(self) -> None:
+        """Do nothing: nobody calls from another thread."""
+
+
+def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine to its end on a loop of its own, in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class InlineThreads:
+    """A node's threads on virtual time: each call is made in the loop, when it would have ended.
+
+    Args:
+        takes: (name of a pool) -> seconds that its next call takes.
+    """
+
+    def __init__(self, takes: Callable[[str], float] = lambda pool: 0.0) -> None:
+        self.takes = takes
+        self.is_closed = False
+
+    def pool(self, name: str, num_threads: int = 1) -> InlinePool:
+        """Return a new pool, which makes so many calls at a time."""
+        return InlinePool(self, name, num_threads)
+
+    def close(self) -> None:
+        """Make no more calls, those under way included."""
+        self.is_closed = True
+
+
+class InlinePool:
+    """Calls of one purpose, in the order in which they were asked for."""
+
+    def __init__(self, threads: InlineThreads, name: str, num_threads: int) -> None:
+        """Start with all threads free."""
+        self._threads = threads
+        self._name = name
+        self._free_at = [-math.inf] * num_threads
+
+    def run(self, function: Callable[..., Result], *arguments: Any) -> asyncio.Future[Result]:
+        """Make a call once a thread has been free for as long as it takes."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        begins_at = max(loop.time(), self._free_at[0])
+        ends_at = begins_at + self._threads.takes(self._name)
+        heapq.heapreplace(self._free_at, ends_at)
+
+        def call() -> None:
+            if self._threads.is_closed or future.cancelled():
+                return
+            try:
+                result = function(*arguments)
+            except BaseException as error:  # noqa: BLE001 -- the caller's, as from a thread
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():  # the call may have ended its own node
+                    future.set_result(result)
+
+        if ends_at > loop.time():
+            loop.call_at(ends_at, call)
+        else:
+            loop.call_soon(call)
+        return future

@@ -236,6 +236,7 @@ class Fleet:
             codec=self._codec,
             perform=node.perform,
             spawn=lambda work: node.spawn(work, name="coder"),
+            pool=node.threads.pool("coder"),
             now=lambda: node.now,
         )
         self._tasks.append(asyncio.create_task(node.run()))

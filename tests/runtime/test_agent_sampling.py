@@ -13,6 +13,7 @@ from echo.engine.version_fence import VersionError
 from echo.engine.weights import load_directory
 from echo.rollout import PolicyVersion
 from echo.runtime.agent_sampling import ANY_VERSION, Bounds, CallSampler
+from echo.runtime.threads import ThreadPools
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 HOW = Sampling(1.0, 1.0, 0, 4, ())
@@ -24,7 +25,8 @@ def test_each_request_is_sampled_within_its_own_bounds(tiny_model_dir: Path) -> 
     wanted = [ANY_VERSION, Bounds(exact_version=V1), Bounds(min_version=V2), Bounds(V1, V2)]
 
     async def main() -> list[Completion | BaseException]:
-        sampler = CallSampler(engine, should_stop=lambda: False)
+        threads = ThreadPools()
+        sampler = CallSampler(engine, threads=threads, should_stop=lambda: False)
         requests = [Request(f"r{n}", np.array([1, 5], np.int32), n) for n in range(len(wanted))]
         # All are there before the first batch is made.
         calls = [sampler.sample(r, HOW, b) for r, b in zip(requests, wanted, strict=True)]
@@ -33,7 +35,7 @@ def test_each_request_is_sampled_within_its_own_bounds(tiny_model_dir: Path) -> 
         async with asyncio.timeout(60):
             found = await answers
         running.cancel()
-        sampler.threads.shutdown()
+        threads.close()
         return found
 
     first, second, third, fourth = asyncio.run(main())

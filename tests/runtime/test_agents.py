@@ -13,6 +13,7 @@ from echo.metrics import Counters
 from echo.rollout import PolicyVersion
 from echo.runtime.agent_sampling import Bounds
 from echo.runtime.agents import Agents, CallOptions
+from echo.runtime.threads import ThreadPools
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
@@ -22,7 +23,11 @@ def make_agents(clock: Any) -> Agents:
     session = SimpleNamespace(max_groups=0, installed_version=V1, counters=Counters())
     parts: Any = SimpleNamespace(group_size=1, session_timeout_s=60.0)
     sampler: Any = None
-    return Agents(parts, session, sampler, perform=lambda actions: None, clock=clock)  # type: ignore[arg-type]
+    pool = ThreadPools().pool("reward")
+    return Agents(
+        parts, session, sampler,  # type: ignore[arg-type]
+        reward_pool=pool, perform=lambda actions: None, clock=clock,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("bounds", [Bounds(min_version=V2), Bounds(exact_version=V2)])

@@ -14,6 +14,7 @@ from echo.protocol.parcel import DecodeBlock
 from echo.rollout import PolicyVersion
 from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.publication import Publication
+from echo.runtime.threads import ThreadPools
 from tests.protocol.harness import message_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -65,6 +66,7 @@ class Pair:
             codec=codec,
             perform=lambda actions: self.perform("learner", actions),
             spawn=asyncio.ensure_future,
+            pool=ThreadPools().pool("coder"),
             now=lambda: 0.0,
         )
 

@@ -24,6 +24,7 @@ from echo.protocol.partials import Draft, PartialRollout
 from echo.rollout import Lineage, PolicyVersion
 from echo.runtime.engine_call import EngineCall
 from echo.runtime.sampling import PartialRules, RolloutLoop
+from echo.runtime.threads import ThreadPools
 from tests.e2e.audit import audit
 from tests.runtime.harness import Play, Run, ends, running
 
@@ -148,13 +149,14 @@ class Loop:
         self.wake = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
         self.path = tmp_path / "partials.bin"
+        self.threads = ThreadPools()
         clock = asyncio.get_running_loop().time
         self.rollouts = RolloutLoop(
             self.session, self.engine, SAMPLING,  # type: ignore[arg-type]
             rules=PartialRules(**rules), group_size=2, groups_per_batch=groups_per_batch,
             path=self.path, admit=lambda draft: True, refuse=self._refuse, deliver=self._deliver,
             wake=self.wake.set,
-            perform=lambda actions: None, spawn=self._spawn, clock=clock,
+            perform=lambda actions: None, spawn=self._spawn, threads=self.threads, clock=clock,
             has_ended=lambda: False, log=logging.getLogger("test"),
         )  # fmt: skip
 
@@ -190,7 +192,7 @@ class Loop:
 
     async def close(self) -> None:
         await asyncio.gather(*self.tasks)
-        self.rollouts.threads.shutdown()
+        self.threads.close()
 
 
 LENGTHS = {0: (2, 50), 1: (2, 3), 2: (60, 2), 3: (3, 3), 4: (2, 2), 5: (4, 4)}
@@ -314,10 +316,10 @@ def test_a_damaged_file_is_dropped_and_a_full_disk_survived(
         loop.session.counters = type("C", (), {"add": lambda self, name: None})()  # type: ignore[attr-defined]
         await loop.turns(4)
         await loop.rollouts.leave()
-        await loop.close()
         loop.path.parent.mkdir()
         loop.path.write_bytes(b"not a file of drafts")
         await loop.rollouts.recover()
+        await loop.close()
 
     asyncio.run(scenario())
     assert "cannot keep unfinished rollouts in" in caplog.text
