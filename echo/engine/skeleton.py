@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.modeling_utils  # noqa: F401 -- what all architectures share, and early
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from echo.errors import EngineError
 
@@ -20,13 +23,24 @@ BUILDING = threading.Lock()
 process meanwhile, so a model built in another thread at that moment would come out untied."""
 
 
+def import_architecture(directory: Path) -> None:
+    """Import the code of the model that config.json describes, which building it would do.
+
+    Raises:
+        EngineError: if there is no config.json, or not of a causal language model.
+    """
+    with _explaining(directory):
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
 def build_skeleton(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
     """Build the model that config.json describes, weights uninitialised and tied as it says.
 
     Raises:
         EngineError: if there is no config.json, or not of a causal language model.
     """
-    try:
+    with _explaining(directory):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with BUILDING, no_init_weights():
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -35,14 +49,20 @@ def build_skeleton(directory: Path, dtype: torch.dtype, attn_implementation: str
                 attn_implementation=attn_implementation,
                 trust_remote_code=False,
             )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise EngineError(
-            f"{directory}: no causal language model can be built from its config.json: {error}"
-        ) from error
     model.tie_weights()
     model.requires_grad_(False)
     model.eval()
     return model
+
+
+@contextmanager
+def _explaining(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EngineError(
+            f"{directory}: no causal language model can be built from its config.json: {error}"
+        ) from error
 
 
 def check_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,28 @@ def check_installation() -> None:
         raise EngineError(
             f"{name} {version} is installed, Echo needs {VERSION}: pip install {name}=={VERSION}"
         )
+
+
+def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
+    """Import vLLM in the environment that it is to run in; a second call changes nothing.
+
+    Args:
+        is_cpu: whether it will run without a GPU.
+        passed: engine arguments as the user gave them.
+        num_threads: CPU threads of one operation; 0 for vLLM's choice.
+
+    Raises:
+        EngineError: if it is not installed, or not as it should be.
+    """
+    check_installation()
+    prepare_environment(
+        is_cpu=is_cpu,
+        num_workers=int(passed.get("tensor_parallel_size", 1)),
+        num_threads=num_threads,
+    )
+    importlib.import_module("vllm.v1.engine.async_llm")
+    if is_cpu:  # on a GPU it has a process, and so descriptors, of its own
+        importlib.import_module("vllm.v1.worker.cpu_worker")
 
 
 def prepare_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:

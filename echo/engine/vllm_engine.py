@@ -36,10 +36,9 @@ from echo.engine.lora import Lora
 from echo.engine.version_fence import VersionFence
 from echo.engine.vllm_arguments import (
     Process,
-    check_installation,
+    import_vllm,
     kv_cache_bytes,
     make_arguments,
-    prepare_environment,
 )
 from echo.engine.vllm_backend import Backend, Death, EngineDeadError, EngineWasDeadError, Facts
 from echo.engine.vllm_call import Call, Room, make_params
@@ -104,7 +103,6 @@ class VllmEngine(Engine):
         timeout_s: float = TIMEOUT_S,
         lora: Lora | None = None,
     ) -> None:
-        check_installation()
         if device not in ("cpu", "cuda"):
             raise EngineError(
                 f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
@@ -112,11 +110,7 @@ class VllmEngine(Engine):
             )
         passed = dict(arguments or {})
         is_cpu = device == "cpu"
-        prepare_environment(
-            is_cpu=is_cpu,
-            num_workers=int(passed.get("tensor_parallel_size", 1)),
-            num_threads=num_threads,
-        )
+        import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
         self.timeout_s = timeout_s
         self._device = device
         self._process: Process = process

@@ -12,6 +12,7 @@ from echo.config.schema import Config
 from echo.engine.device import pick_device
 from echo.engine.lora import export_adapter
 from echo.engine.policy import float32_attention
+from echo.engine.skeleton import import_architecture
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.weights import (
     Weights,
@@ -76,6 +77,8 @@ async def build_learner(
         EchoError: if something is missing or does not fit; the message is for the user.
     """
     data = load_data(config)
+    # Before strangers can take the descriptors that it needs.
+    import_architecture(data.model_dir if data.lora is None else data.lora.base_dir)
     keys, secret = load_or_create_keys(config.run_dir) if config.security.curve else (None, b"")
     # Bound before more is written: a port that is taken must not open a lineage.
     transport = await wiring.start_transport(config.network, config.learner.listen, keys)

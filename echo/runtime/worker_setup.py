@@ -21,6 +21,7 @@ from echo.config.schema import Config, VllmSection
 from echo.engine.device import pick_device
 from echo.engine.engine import Engine, Sampling
 from echo.engine.lora import Lora
+from echo.engine.skeleton import import_architecture
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.vllm_arguments import Process
 from echo.engine.weights import load_directory, publish_image, resolve_model
@@ -54,6 +55,7 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
         EchoError: if something does not fit; the message is for the user.
     """
     keys = node_keys(config, "worker")
+    import_engine(config)  # before strangers can take the descriptors that it needs
     transport = await wiring.start_transport(config.network, config.worker.listen, keys)
     wiring.warn_of_kernel(config.worker.listen, *dial_addresses(config, "worker"))
     try:
@@ -213,6 +215,25 @@ def make_rules(config: Config) -> PartialRules:
         max_age=config.sync.max_staleness,
         ship_s=rollout.partial_ship_s,
     )
+
+
+def import_engine(config: Config) -> None:
+    """Import the engine's code, and the model's where it is this worker's own.
+
+    Of a model that it inherits it does not know the architecture yet: one more module then.
+    """
+    model_dir = own_model(config)
+    if model_dir is not None:
+        import_architecture(model_dir)
+    if config.engine.kind == "vllm":
+        from echo.engine.vllm_arguments import import_vllm
+
+        section = config.worker
+        import_vllm(
+            is_cpu=pick_device(section.device) == "cpu",
+            passed=config.engine.vllm,
+            num_threads=section.num_threads,
+        )
 
 
 def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> Engine:
