@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
+from tests.e2e.audit import Audit
 from tests.e2e.cluster import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+MAX_STEPS = 12
 MIDDLE = 20
-"""Group at which the gate holds a run of 12 steps, so that it does not come beyond step 5."""
+"""Group at which the gate holds a run, so that it does not come beyond step 5."""
 
 
 def count_links(cluster: Cluster, name: str) -> int:
@@ -23,119 +27,146 @@ def newest_installed(cluster: Cluster, name: str) -> int:
     return max((record["version"][1] for record in cluster.installed(name)), default=-1)
 
 
-def test_a_killed_worker_is_replaced_by_the_other(cluster: Cluster) -> None:
-    cluster.hold_from(MIDDLE)
-    learner = cluster.start("learner", settings={"run.max_steps": 12})
-    first, second = (cluster.start("worker", name=name) for name in ("w1", "w2"))
-    cluster.wait_for(
-        lambda: max(cluster.open_groups("w1"), default=0) >= MIDDLE,
-        "w1 holds a group that it cannot finish",
-        alive=learner,
-    )
-    lost = cluster.open_groups("w1")
-
-    first.kill()
-
-    cluster.wait_for(
-        lambda: "w1 is silent" in cluster.log("learner"), "w1 is missed", alive=learner
-    )
-    cluster.let_go()
-    cluster.finish(learner, second)
-    result = cluster.audit()
-    assert result.num_steps == 12
-    assert lost <= result.accepted.keys()
-    # What it delivered with its last breath was not lost.
-    lost -= {group for group in lost if result.accepted[group]["worker"] == "w1"}
-    assert lost, "it held nothing any more"
-    granted_again = {r["group"] for r in cluster.records("granted") if r["attempt"] > 0}
-    assert lost <= granted_again
+# --- with a way to the learner -------------------------------------------------------------------
 
 
-def test_workers_of_a_killed_relay_go_on_with_the_learner(cluster: Cluster) -> None:
-    """They are told the relay's address only: the learner's they have from its plan."""
+@dataclass
+class Deaths:
+    """A finished run in which a worker was killed, and then the relay."""
+
+    cluster: Cluster
+    audit: Audit
+    lost: set[int]
+    """Groups that the worker held."""
+
+
+@pytest.fixture(scope="module")
+def deaths(make_cluster: Callable[[], Cluster]) -> Deaths:
+    """Return a run that went on after both.
+
+    Its workers are told the relay's address only: the learner's they have from its plan.
+    """
+    cluster = make_cluster()
     via_relay = {"worker.connect": [cluster.relay_address]}
     cluster.hold_from(MIDDLE)
-    learner = cluster.start("learner", settings={"run.max_steps": 12})
+    learner = cluster.start("learner", settings={"run.max_steps": MAX_STEPS})
     relay = cluster.start("relay", name="r1")
     workers = [cluster.start("worker", name=name, settings=via_relay) for name in ("w1", "w2")]
+    killed = cluster.start("worker", name="killed", settings=via_relay)
+    cluster.wait_for(
+        lambda: max(cluster.open_groups("killed"), default=0) >= MIDDLE,
+        "the worker holds a group that it cannot finish",
+        alive=learner,
+    )
     cluster.wait_for_step(3, learner)
-    for name in ("w1", "w2"):
-        cluster.wait_for(lambda name=name: count_links(cluster, name), f"{name} is there")
+    lost = cluster.open_groups("killed")
+    killed.kill()
+    cluster.wait_for(
+        lambda: "killed is silent" in cluster.log("learner"), "it is missed", alive=learner
+    )
 
     relay.kill()
 
     direct = f"through {cluster.learner_address}#"  # with the key that the plan says
-    for name in ("w1", "w2"):  # one alone could end the run before the other is back
-        cluster.wait_for(lambda name=name: direct in cluster.log(name), f"{name} is back")
-    cluster.let_go()
-    cluster.finish(learner, *workers)
-    result = cluster.audit()
-    assert result.num_steps == 12
-    for name in ("w1", "w2"):
-        log = cluster.log(name)
-        assert f"through {cluster.relay_address} (r1)" in log
-        assert log.index("(r1)") < log.index("(learner)")
-
-
-def test_a_restarted_relay_serves_again(cluster: Cluster) -> None:
-    """The learner tells nobody its address, so its workers have no way but the relay."""
-    cluster.hold_from(MIDDLE)
-    port = cluster.learner_address.rpartition(":")[2]
-    via_relay = {"worker.connect": [cluster.relay_address]}
-    learner = cluster.start(
-        "learner", settings={"run.max_steps": 12, "learner.listen": f"tcp://0.0.0.0:{port}"}
-    )
-    relay = cluster.start("relay", name="r1")
-    workers = [cluster.start("worker", name=name, settings=via_relay) for name in ("w1", "w2")]
-    cluster.wait_for_step(3, learner)
-    for name in ("w1", "w2"):
-        cluster.wait_for(lambda name=name: count_links(cluster, name), f"{name} is there")
-
-    relay.kill()
-    relay = cluster.start("relay", name="r1")
-
-    for name in ("w1", "w2"):
-        cluster.wait_for(lambda name=name: count_links(cluster, name) >= 2, f"{name} is back")
-    num_steps = len(cluster.records("trained"))
-    cluster.hold_from(40)
-    for name in ("w1", "w2"):
+    for node in workers:  # one alone could end the run before the other is back
         cluster.wait_for(
-            lambda name=name: newest_installed(cluster, name) > num_steps + 1,
-            f"{name} has weights that came through the restarted relay",
+            lambda name=node.name: direct in cluster.log(name),
+            f"{node.name} is back",
             alive=learner,
         )
     cluster.let_go()
-    cluster.finish(learner, *workers, relay)
-    assert cluster.audit().num_steps == 12
+    cluster.finish(learner, *workers)
+    return Deaths(cluster, cluster.audit(), lost)
 
 
-def test_a_restarted_relay_finds_what_it_held(cluster: Cluster) -> None:
-    """It asks for nothing of what lies in its files, and serves it."""
+def test_a_run_goes_on_without_the_dead(deaths: Deaths) -> None:
+    assert deaths.audit.num_steps == MAX_STEPS
+
+
+def test_groups_of_a_killed_worker_are_granted_again_and_accepted(deaths: Deaths) -> None:
+    accepted = deaths.audit.accepted
+    assert deaths.lost <= accepted.keys()
+    # What it delivered with its last breath was not lost.
+    lost = {group for group in deaths.lost if accepted[group]["worker"] != "killed"}
+    assert lost, "it held nothing any more"
+    records = deaths.cluster.records("granted")
+    assert lost <= {record["group"] for record in records if record["attempt"] > 0}
+
+
+def test_workers_of_a_killed_relay_go_on_with_the_learner(deaths: Deaths) -> None:
+    for name in ("w1", "w2"):
+        log = deaths.cluster.log(name)
+        assert f"through {deaths.cluster.relay_address} (r1)" in log
+        assert log.index("(r1)") < log.index("(learner)")
+
+
+# --- with no way but the relay -------------------------------------------------------------------
+
+
+@dataclass
+class Restart:
+    """A finished run in which the relay was killed and came back."""
+
+    cluster: Cluster
+    num_held: int
+    """Newest version that the relay held when it was killed."""
+    num_steps: int
+    """Steps that had been made when both workers were back."""
+
+
+@pytest.fixture(scope="module")
+def restart(make_cluster: Callable[[], Cluster]) -> Restart:
+    """Return a run that went on; the learner tells nobody its address."""
+    cluster = make_cluster()
+    cluster.hold_from(MIDDLE)
+    port = cluster.learner_address.rpartition(":")[2]
     via_relay = {"worker.connect": [cluster.relay_address]}
     with_files = {"network.arena_dir": str(cluster.directory / "arenas")}
-    cluster.hold_from(MIDDLE)
-    learner = cluster.start("learner", settings={"run.max_steps": 12})
+    learner = cluster.start(
+        "learner", settings={"run.max_steps": MAX_STEPS, "learner.listen": f"tcp://0.0.0.0:{port}"}
+    )
     relay = cluster.start("relay", name="r1", settings=with_files)
-    worker = cluster.start("worker", name="w1", settings=via_relay)
+    workers = [cluster.start("worker", name=name, settings=via_relay) for name in ("w1", "w2")]
 
     def held() -> int:
         return max(map(int, re.findall(r"holds v(\d+)", cluster.log("r1"))), default=-1)
 
     cluster.wait_for(lambda: held() >= 3, "r1 holds v3 or newer", alive=learner)
+    for node in workers:
+        cluster.wait_for(lambda name=node.name: count_links(cluster, name), f"{node.name} is there")
 
     relay.kill()
-    num_held, num_joined = held(), cluster.log("r1").count("joined run")
+    num_held = held()
     relay = cluster.start("relay", name="r1", settings=with_files)
-    cluster.wait_for(
-        lambda: cluster.log("r1").count("joined run") > num_joined, "r1 is back", alive=learner
-    )
-    num_steps = len(cluster.records("trained"))
-    cluster.let_go()
 
-    cluster.finish(learner, worker, relay)
-    assert cluster.audit().num_steps == 12
-    found = re.findall(r"found v(\d+): (\d+) of (\d+) chunks are right", cluster.log("r1"))
+    for node in workers:
+        cluster.wait_for(
+            lambda name=node.name: count_links(cluster, name) >= 2, f"{node.name} is back"
+        )
+    num_steps = len(cluster.records("trained"))
+    cluster.hold_from(2 * MIDDLE)
+    for node in workers:
+        cluster.wait_for(
+            lambda name=node.name: newest_installed(cluster, name) > num_steps + 1,
+            f"{node.name} has weights that came through the restarted relay",
+            alive=learner,
+        )
+    cluster.let_go()
+    cluster.finish(learner, *workers, relay)
+    return Restart(cluster, num_held, num_steps)
+
+
+def test_a_restarted_relay_serves_again(restart: Restart) -> None:
+    assert restart.cluster.audit().num_steps == MAX_STEPS
+    for name in ("w1", "w2"):
+        assert newest_installed(restart.cluster, name) > restart.num_steps + 1
+        assert restart.cluster.learner_address not in restart.cluster.log(name)
+
+
+def test_a_restarted_relay_finds_what_it_held(restart: Restart) -> None:
+    """It asks for nothing of what lies in its files, and serves it."""
+    log = restart.cluster.log("r1")
+    found = re.findall(r"found v(\d+): (\d+) of (\d+) chunks are right", log)
     whole = [int(step) for step, num_right, num_chunks in found if num_right == num_chunks]
     assert len(whole) >= max(1, len(found) - 1), "only the newest may have been on its way"
-    assert max(whole) >= num_held
-    assert newest_installed(cluster, "w1") > num_steps + 1
+    assert max(whole) >= restart.num_held
