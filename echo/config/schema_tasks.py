@@ -25,6 +25,10 @@ class TaskSection(Section):
     """Seconds that one reward may take before its group is refused."""
     step_timeout_s: Inherited[Seconds] = Field(default=60.0, gt=0)
     """Seconds that one call of an environment (a tool, a turn) may take."""
+    max_reward: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
+    """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
+    max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
+    """Turns of the policy after which an environment that goes on is ended."""
 
 
 class RewardSection(Section):
@@ -43,7 +47,3 @@ class RewardSection(Section):
     """Bytes that the task may take in one process, beside its imports."""
     retries: Inherited[int] = Field(default=2, ge=0, le=100)
     """How often a call is repeated that failed for want of a connection or asks for it."""
-    max_abs: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
-    """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
-    max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
-    """Turns of the policy after which an environment that goes on is ended."""

@@ -73,9 +73,9 @@ class Disk:
         return [
             Note(
                 "warning",
-                "the disk under network.arena_dir is slower than the network: it takes "
+                "the disk under network.store_dir is slower than the network: it takes "
                 f"{format_bytes(disk)}/s, the links bring {more}; versions arrive at its pace. "
-                "Point network.arena_dir to a tmpfs such as /dev/shm/echo or to a faster disk, or "
+                "Point network.store_dir to a tmpfs such as /dev/shm/echo or to a faster disk, or "
                 "raise vm.dirty_ratio",
             )
         ]

@@ -112,7 +112,7 @@ def test_a_restarted_relay_serves_again(cluster: Cluster) -> None:
 def test_a_restarted_relay_finds_what_it_held(cluster: Cluster) -> None:
     """It asks for nothing of what lies in its files, and serves it."""
     via_relay = {"worker.connect": [cluster.relay_address]}
-    with_files = {"network.arena_dir": str(cluster.directory / "arenas")}
+    with_files = {"network.store_dir": str(cluster.directory / "arenas")}
     cluster.hold_from(MIDDLE)
     learner = cluster.start("learner", settings={"run.max_steps": 12})
     relay = cluster.start("relay", name="r1", settings=with_files)

@@ -304,7 +304,7 @@ def test_the_operator_reads_once_that_the_disk_is_the_limit() -> None:
     net = fetching()
     wait_for_disk(net, LIMIT_S / 4)
     (note,) = net.notes
-    assert "the disk under network.arena_dir is slower than the network" in note
+    assert "the disk under network.store_dir is slower than the network" in note
     assert "it takes 2 KiB/s" in note, "a chunk of 1 KiB in half a second"
     assert "/dev/shm/echo" in note
     assert "vm.dirty_ratio" in note

@@ -124,7 +124,7 @@ def test_a_version_comes_at_the_pace_of_the_disk_and_the_operator_reads_it_once(
         assert pulse.largest_gap_s < took_s / 2
         assert slow.parent == "learner"
         assert slow.broadcast.bytes_received == 2 * IMAGE_BYTES
-        assert caplog.text.count("the disk under network.arena_dir is slower") == 1
+        assert caplog.text.count("the disk under network.store_dir is slower") == 1
 
     play("zmq", starred(scenario), codec="full")
     assert NUM_CHUNKS * WRITE_S > 4.0, "or the disk is too fast to tell"
