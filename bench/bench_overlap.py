@@ -93,7 +93,7 @@ def run(share: float, steps: int, where: Path) -> dict[str, Any]:
                     raise SystemExit((where / "output.txt").read_text()[-3000:])
             for number in range(WORKERS):
                 own = ["--set", f"worker.name=w{number}"]
-                own += ["--set", f"security.join_file={join_file}"]
+                own += ["--set", f"security.join={join_file}"]
                 processes.append(
                     subprocess.Popen(
                         [*program, "worker", *common, *own], stdout=output, stderr=output

@@ -84,7 +84,7 @@ def _port_problems(config: Config, role: Role) -> list[str]:
         "worker": config.worker.listen,
     }
     addresses = [listens[role]]
-    if role == "worker" and config.agent.enabled:
+    if role == "worker":
         addresses.append(config.agent.listen)
     problems = []
     for address in filter(None, addresses):

@@ -76,8 +76,7 @@ def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
         interrupts.unwinding(),
         MetricsWriter(
             run_dir,
-            tensorboard=section.tensorboard,
-            wandb=section.wandb,
+            sinks=section.sinks,
             wandb_project=section.wandb_project,
             config=resolved(config),
         ) as metrics,

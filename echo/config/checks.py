@@ -41,7 +41,6 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
         *_check_group_bytes(config),
         *_check_loss(config),
         *_check_truncation(config, role),
-        *_check_lora(config),
         *_check_costs(config),
         *_check_agent(config),
         *_check_without_effect(config),
@@ -109,9 +108,9 @@ def _check_exact_version(config: Config) -> Iterator[Problem]:
     if rollout.over_submission > 1:
         text = f"must be 1 with {key}: what a stop leaves unfinished would begin anew each time"
         yield _problem(text, "rollout.over_submission", key)
-    if config.agent.enabled:
-        text = "cannot be with agent.enabled, newer weights would wait for as long as agents like"
-        yield _problem(f"{text}; they may ask for exact_version themselves", key, "agent.enabled")
+    if config.agent.listen is not None:
+        text = "cannot be with agent.listen, newer weights would wait for as long as agents like"
+        yield _problem(f"{text}; they may ask for exact_version themselves", key, "agent.listen")
     if rollout.stale_tokens != "keep":
         text = f"has no use with {key}, where no group has tokens of several versions"
         yield _problem(text, "rollout.stale_tokens", key, is_idle=True)
@@ -186,15 +185,6 @@ def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
         )
 
 
-def _check_lora(config: Config) -> Iterator[Problem]:
-    if config.lora.dropout:
-        yield _problem(
-            "must be 0: the learner would compute other probabilities than were sampled, and its "
-            "ratio would not be 1 where both have the same weights; remove it",
-            "lora.dropout",
-        )
-
-
 def _check_costs(config: Config) -> Iterator[Problem]:
     """Report a budget that nothing keeps, and what needs a price that is missing."""
     activation = config.activation
@@ -217,7 +207,7 @@ def _check_costs(config: Config) -> Iterator[Problem]:
 def _check_group_bytes(config: Config) -> Iterator[Problem]:
     """Refuse groups that no message could carry, before a worker has sampled one."""
     key, tokens = "sampling.max_completion_tokens", config.sampling.max_completion_tokens
-    if config.agent.enabled and config.agent.max_session_tokens > tokens:
+    if config.agent.listen is not None and config.agent.max_session_tokens > tokens:
         key, tokens = "agent.max_session_tokens", config.agent.max_session_tokens
     size = config.batch.group_size
     num_bytes = size * tokens * BYTES_PER_TOKEN
@@ -232,12 +222,12 @@ def _check_group_bytes(config: Config) -> Iterator[Problem]:
 
 
 def _check_agent(config: Config) -> Iterator[Problem]:
-    if config.agent.enabled and config.loss.overlong_buffer_tokens:
+    if config.agent.listen is not None and config.loss.overlong_buffer_tokens:
         yield _problem(
             "has no meaning for conversations of agents, where the limit on one answer is not the "
             "limit on a rollout; remove it",
             "loss.overlong_buffer_tokens",
-            "agent.enabled",
+            "agent.listen",
         )
 
 
@@ -246,7 +236,7 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
     no_hub = "model.name is a directory, not a hub id"
     no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")
-    no_agent = (not config.agent.enabled, "agent.enabled is false", "agent.enabled")
+    no_agent = (config.agent.listen is None, "agent.listen is not set", "agent.listen")
     no_lora = (config.lora.rank == 0, "lora.rank = 0", "lora.rank")
     is_free = config.activation.mode == "off"
     no_choice = (is_free, 'activation.mode = "off"', "activation.mode")
@@ -271,9 +261,9 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             "eval.interval_steps",
         ),
         "metrics.wandb_project": (
-            not config.metrics.wandb,
-            "metrics.wandb is false",
-            "metrics.wandb",
+            "wandb" not in config.metrics.sinks,
+            'metrics.sinks has no "wandb"',
+            "metrics.sinks",
         ),
     }
     known = leaves(kinds_of(config))
@@ -296,7 +286,7 @@ def _check_role(config: Config, role: Role | None) -> Iterator[Problem]:
         return
     node = config.worker if role == "worker" else config.relay
     security = config.security
-    has_join = security.curve and (security.join is not None or security.join_file is not None)
+    has_join = security.curve and security.join is not None
     if not node.connect and not has_join:
         yield _problem(
             f"the {role} needs at least one address of the learner or a relay, tried in order, "

@@ -95,22 +95,14 @@ def _check_connect(address: str) -> str:
 
 
 def _check_join(text: str) -> str:
-    _check_connect(text)
-    if not has_secret(text):
-        raise ValueError(
-            "is not a join string; write tcp://host:port#KEY.SECRET.FINGERPRINT as it stands in "
-            "keys/join in the learner's run directory"
-        )
+    if has_secret(text) or text.startswith("tcp://"):
+        _check_connect(text)
+        if not has_secret(text):
+            raise ValueError(
+                "is not a join string; write tcp://host:port#KEY.SECRET.FINGERPRINT as it stands "
+                "in keys/join in the learner's run directory, or the name of a file that holds it"
+            )
     return text
-
-
-def _check_join_file(name: str) -> str:
-    if has_secret(name):
-        raise ValueError(
-            "is a join string and not the name of a file; set security.join to it, or the "
-            "environment's ECHO_JOIN"
-        )
-    return name
 
 
 def has_secret(address: str) -> bool:
@@ -171,16 +163,24 @@ DialAddress = Annotated[
 DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_list)]
 """Addresses to try in order; one may stand alone without brackets."""
 
+Sinks = Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_one_is_a_list)]
+"""Where metrics go; one may stand alone without brackets."""
+
+Betas = Annotated[
+    tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+    BeforeValidator(_one_is_a_list),
+]
+"""Two numbers from 0 to below 1."""
+
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_is_a_list)]
 """A list of names; one may stand alone without brackets."""
 
-JoinFile = Annotated[str, AfterValidator(_check_join_file)]
-"""The name of a file with a join string."""
-
 JoinString = Annotated[
-    str, AfterValidator(_check_join), PlainSerializer(lambda _: None, return_type=None)
+    str,
+    AfterValidator(_check_join),
+    PlainSerializer(lambda text: None if has_secret(text) else text, return_type=str | None),
 ]
-"""tcp://host:port#KEY.SECRET; in no dump of the model."""
+"""tcp://host:port#KEY.SECRET.FINGERPRINT, in no dump of the model; or a file that holds it."""
 
 Device = Annotated[str, AfterValidator(_check_device)]
 """Where torch computes: auto, cpu, cuda or cuda:N."""

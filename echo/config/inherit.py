@@ -17,6 +17,8 @@ from echo.errors import ConfigError
 
 _TEMPLATE = "model.chat_template"
 """Travels as the file's text; all others as their value."""
+_AGENTS = "agent.listen"
+"""Whether there is one is for the learner to say; a worker may have an address of its own."""
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:
@@ -48,7 +50,11 @@ def check_inherited(
         f"{config.sources.get(key, 'configuration')}: {key} = {_brief(own[key])} contradicts the "
         f"learner, which uses {_brief(settings[key])}; remove it here, a worker gets it from there"
         for key in inherited_keys()
-        if key in keys_set_by_user and key in own and key in settings and own[key] != settings[key]
+        if key in keys_set_by_user
+        and key in own
+        and key in settings
+        and own[key] != settings[key]
+        and not (key == _AGENTS and settings[key] is not None)
     ]
 
 
@@ -64,7 +70,8 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
     for key in inherited_keys():
         if key in settings and key != _TEMPLATE:
             section, name = key.split(".")
-            table[section][name] = settings[key]
+            if key != _AGENTS or table[section][name] is None:
+                table[section][name] = settings[key]
     changed, _ = parse_config(table, source="the learner's settings")
     inherited = {key: "learner" for key in inherited_keys() if key in settings and key != _TEMPLATE}
     return changed.with_sources({**config.sources, **inherited})

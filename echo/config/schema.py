@@ -21,13 +21,13 @@ from echo.config.fields import (
     Bytes,
     Device,
     DialAddresses,
-    JoinFile,
     JoinString,
     ListenAddress,
     Off,
     OptionalSeconds,
     RunName,
     Seconds,
+    Sinks,
 )
 from echo.config.losses import LOSSES, AnyLoss
 from echo.config.profiles import preset_publish_period
@@ -128,7 +128,7 @@ class BatchSection(Section):
     """Groups (prompts) per optimizer step; rollouts per step = groups_per_step x group_size."""
     keep_zero_variance: bool = False
     """Count groups without a gradient (all rewards equal) towards a step; else others come."""
-    max_barren_batches: int = Field(default=20, ge=1)
+    max_zero_signal_batches: int = Field(default=20, ge=1)
     """Batches' worth of groups without a gradient in a row after which the run ends."""
 
 
@@ -281,9 +281,9 @@ class NetworkSection(Section):
     """Where this node stands, any name: versions enter each region once, where that is not slow."""
     price_per_gb: float = Field(default=0.0, ge=0)
     """Price of 1e9 bytes that leave this node's region, in any currency."""
-    arena_dir: str | None = Field(default=None, min_length=1)
+    store_dir: str | None = Field(default=None, min_length=1)
     """Directory for versions, one per node: a restart fetches what is missing; unset: memory."""
-    arena_bytes: Bytes | None = Field(default=None, ge=1)
+    store_bytes: Bytes | None = Field(default=None, ge=1)
     """Bytes that versions may take together; unset: nine tenths of what is free at the start."""
     sockets_per_link: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
     """Connections to one parent for weights; auto decides by what the kernel allows."""
@@ -296,9 +296,7 @@ class SecuritySection(Section):
     curve: bool = True
     """Encrypt all links and admit only who knows the run's join string."""
     join: JoinString | None = None
-    """The join string, tcp://host:port#KEY.SECRET.FINGERPRINT; better in ECHO_JOIN or join_file."""
-    join_file: JoinFile | None = None
-    """File with the join string, such as a copy of the learner's runs/NAME/keys/join."""
+    """File with the run's join string, a copy of the learner's keys/join, or the string itself."""
 
 
 class LimitsSection(Section):
@@ -313,10 +311,8 @@ class LimitsSection(Section):
 class MetricsSection(Section):
     """Where metrics go besides metrics.jsonl."""
 
-    tensorboard: bool = False
-    """Write TensorBoard files into the run directory."""
-    wandb: bool = False
-    """Log to Weights & Biases; WANDB_MODE=offline keeps it on this disk."""
+    sinks: Sinks = ()
+    """"tensorboard": files in the run directory; "wandb": WANDB_MODE=offline keeps it here."""
     wandb_project: str = Field(default="echo", min_length=1)
     """Project on Weights & Biases."""
     attribution_steps: int = Field(default=0, ge=0)

@@ -12,10 +12,8 @@ class AgentSection(Section):
     """Programs outside that sample through workers and are trained; needs the extra agents."""
 
     roles = ("learner", "worker")
-    enabled: Inherited[bool] = False
-    """Whether rollouts come from agents, which talk to an OpenAI-compatible endpoint per worker."""
-    listen: ListenAddress = "tcp://127.0.0.1:0"
-    """A worker's address for agents; port 0 takes any free one, its endpoint.json tells which."""
+    listen: Inherited[ListenAddress | None] = None
+    """Each worker's address for agents, such as tcp://127.0.0.1:0; unset: no agents."""
     max_session_tokens: Inherited[int] = Field(default=4096, ge=2, le=2**24)
     """Tokens of one session's longest conversation, everything in it."""
     session_timeout_s: Seconds = Field(default=600.0, gt=0)

@@ -9,26 +9,21 @@ from typing import Literal
 
 from pydantic import Field
 
+from echo.config.fields import Betas
 from echo.config.section import Section
 
 
 class OptimizerSection(Section):
-    """The optimizer."""
+    """AdamW: Adam with decoupled weight decay."""
 
-    kind: Literal["adamw"] = "adamw"
-    """adamw: Adam with decoupled weight decay."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Step size after the warm-up, constant."""
     warmup_steps: int = Field(default=10, ge=0)
     """Optimizer steps over which the learning rate rises linearly."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator of the update."""
+    betas: Betas = (0.9, 0.95)
+    """Decay of the first moment and of the second."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm to which the gradient is clipped."""
 

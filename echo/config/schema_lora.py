@@ -18,5 +18,3 @@ class LoraSection(Section):
     """Their product counts alpha / rank times; unset: twice the rank."""
     target_modules: Inherited[Names] = ("all-linear",)
     """Last parts of the names of linear layers, such as q_proj; all-linear: all but the head."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Must stay 0: with dropout the learner would not see the probabilities that were sampled."""

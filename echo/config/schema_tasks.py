@@ -25,6 +25,10 @@ class TaskSection(Section):
     """Seconds that one reward may take before its group is refused."""
     step_timeout_s: Inherited[Seconds] = Field(default=60.0, gt=0)
     """Seconds that one call of an environment (a tool, a turn) may take."""
+    max_reward: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
+    """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
+    max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
+    """Turns of the policy after which an environment that goes on is ended."""
 
 
 class RewardSection(Section):
@@ -37,7 +41,3 @@ class RewardSection(Section):
     """Calls at a time, each in a process of its own; auto: the cores, at most 4."""
     memory_limit_bytes: Bytes | None = Field(default=2 * 2**30, ge=2**20)
     """Bytes that the task may take in one process, beside its imports."""
-    max_abs: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
-    """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
-    max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
-    """Turns of the policy after which an environment that goes on is ended."""

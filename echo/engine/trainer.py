@@ -155,8 +155,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
+            betas=optimizer.betas,
             weight_decay=optimizer.weight_decay,
             fused=True,
         )

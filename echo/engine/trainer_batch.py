@@ -168,7 +168,7 @@ def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[
         return "bad_reward", f": rewards are not all finite: {group.rewards}"
     if max(map(abs, group.rewards)) > max_abs_reward:
         return "reward_too_large", (
-            f": rewards lie beyond reward.max_abs = {max_abs_reward:g}: {group.rewards}"
+            f": rewards lie beyond task.max_reward = {max_abs_reward:g}: {group.rewards}"
         )
     ids = [("prompt", group.prompt_ids)]
     for index, rollout in enumerate(group.rollouts):

@@ -19,9 +19,8 @@ class OptimizerSettings:
     warmup_steps: int = 10
     """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
     weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first moment and of the second."""
     max_grad_norm: float = 1.0
     """Bound on the norm of the whole gradient; infinity for none."""
 

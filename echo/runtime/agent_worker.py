@@ -49,7 +49,7 @@ class AgentWorkerNode(WorkerNode):
             from echo.runtime.agent_http import Endpoint
         except ImportError as error:
             raise ConfigError(
-                f"agent.enabled needs aiohttp, which cannot be imported here ({error}): run "
+                f"agent.listen needs aiohttp, which cannot be imported here ({error}): run "
                 + install_command("worker", "agents")
             ) from error
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)

@@ -214,7 +214,7 @@ class Agents:
             raise SessionError(f"a reward of {reward} is no finite number")
         bound = self.parts.max_abs_reward
         if abs(reward) > bound:
-            raise SessionError(f"a reward of {reward:g} lies beyond reward.max_abs = {bound:g}")
+            raise SessionError(f"a reward of {reward:g} lies beyond task.max_reward = {bound:g}")
         session = self._episodes.find(session_id, now=self._clock())  # it may be over by now
         outcomes = self._episodes.finish(session, reward)
         if outcomes is not None:

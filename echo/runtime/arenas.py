@@ -5,7 +5,7 @@ of its chunks are right and whom they are sent to is the protocol's business; a 
 room, counts it against one limit, and takes it back.
 
 * `MemoryArenas` is the default. What it holds is gone with the process.
-* `FileArenas` (arenas_files.py, network.arena_dir) maps files, so that a relay or worker that was
+* `FileArenas` (arenas_files.py, network.store_dir) maps files, so that a relay or worker that was
   killed in mid-transfer finds its chunks again and asks for the missing ones only.
 
 A dropped arena may still be on its way out: libzmq sends slices of it without a copy, long after
@@ -258,7 +258,7 @@ class ArenaStore(abc.ABC):
             raise StorageError(
                 f"{self.where}: {version} needs {format_bytes(num_bytes)}, but "
                 f"{format_bytes(self.bytes_held)} of {format_bytes(self.limit_bytes)} are taken by "
-                f"{_names(list(self._live))}; raise network.arena_bytes"
+                f"{_names(list(self._live))}; raise network.store_bytes"
             )
         while self._spares and sum(map(len, self._spares)) + num_bytes > room:
             self._free(self._spares.pop())
@@ -287,7 +287,7 @@ class MemoryArenas(ArenaStore):
         except OSError as error:
             raise StorageError(
                 f"{self.where}: no {format_bytes(num_bytes)} for {version}: {error.strerror}; "
-                "use a machine with more, or set network.arena_dir to a directory on a disk"
+                "use a machine with more, or set network.store_dir to a directory on a disk"
             ) from error
 
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:

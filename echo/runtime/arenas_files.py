@@ -1,6 +1,6 @@
 """Versions of the weights in mapped files, so that a killed node continues where it was.
 
-Layout of the directory (network.arena_dir), all names this module's own:
+Layout of the directory (network.store_dir), all names this module's own:
 
     v12-L1-<run>.arena       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
@@ -17,15 +17,15 @@ What happens when
 * **Disk full**: room is preallocated before the file is mapped, because a mapped file without room
   kills the process (SIGBUS) at some later write. Where the disk has too little, spares go first;
   then the version is kept in memory if that has room for it, with one warning: the node works as
-  without network.arena_dir, and only its restart costs a transfer. If memory has no room either,
+  without network.store_dir, and only its restart costs a transfer. If memory has no room either,
   `create` raises StorageError.
-* **Limit** (network.arena_bytes): counts every version that was not dropped, wherever it lies.
+* **Limit** (network.store_bytes): counts every version that was not dropped, wherever it lies.
 * **Slow disk**: a write into the mapping is a write into the page cache; the kernel writes it back
   in the background. Only when more than vm.dirty_ratio (20 % of memory) is dirty does it make the
   writer wait, within a page fault. So chunks are written in threads (`write`, without the GIL) and
   credit for them is given when they are written: on a disk slower than the link the transfer falls
   to the disk's pace, and the node does everything else as before (`echo/protocol/writing.py`).
-  Where that is too slow, point arena_dir to a tmpfs such as /dev/shm/echo (survives the process,
+  Where that is too slow, point store_dir to a tmpfs such as /dev/shm/echo (survives the process,
   not the machine), or raise vm.dirty_ratio.
   Manifests and journals are written, and files removed, in a thread of their own, in order. On the
   loop remain what an image needs before its first chunk: its file is made, given its room and
@@ -66,7 +66,7 @@ from echo.runtime.arenas_thread import DiskThread
 from echo.units import format_bytes
 
 DEFAULT_SHARE = 0.9
-"""Share of the free memory or disk that versions may take, where network.arena_bytes is unset."""
+"""Share of the free memory or disk that versions may take, where network.store_bytes is unset."""
 _LOCK = "echo-arena.lock"
 _OWN = re.compile(
     r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>arena|manifest)"
@@ -80,8 +80,8 @@ def open_arenas(directory: str | None, limit_bytes: int | None) -> ArenaStore:
     """Return the store that the configuration asks for.
 
     Args:
-        directory: network.arena_dir; None for memory.
-        limit_bytes: network.arena_bytes; None for DEFAULT_SHARE of what is free now.
+        directory: network.store_dir; None for memory.
+        limit_bytes: network.store_bytes; None for DEFAULT_SHARE of what is free now.
 
     Raises:
         StorageError: if the directory cannot be used.
@@ -123,7 +123,7 @@ class FileArenas(ArenaStore):
     @property
     def where(self) -> str:
         """The place, for messages."""
-        return f"network.arena_dir = {self.directory}"
+        return f"network.store_dir = {self.directory}"
 
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
         """Write a manifest beside its arena; if that fails the version is just not recovered."""
@@ -208,7 +208,7 @@ class FileArenas(ArenaStore):
                 f"no {format_bytes(num_bytes)} for {version}: {error.strerror} "
                 f"({format_bytes(self._free_bytes())} free)"
             )
-            remedy = "free some, or point network.arena_dir to a larger disk"
+            remedy = "free some, or point network.store_dir to a larger disk"
             if num_bytes > DEFAULT_SHARE * read_machine().host_bytes:
                 raise StorageError(f"{self.where}: {fault}; {remedy}") from error
             self._warn(f"{fault}; it is kept in memory and lost with this process: {remedy}")
@@ -233,7 +233,7 @@ class FileArenas(ArenaStore):
             raise StorageError(
                 f"{self.where}: no {format_bytes(num_bytes)} for {version}, neither there "
                 f"({cause.strerror}) nor in memory ({error.strerror}); point "
-                "network.arena_dir to a larger disk"
+                "network.store_dir to a larger disk"
             ) from error
 
     def _map_new(self, num_bytes: int) -> Pages:

@@ -14,7 +14,7 @@ def lock_directory(directory: Path, name: str) -> int:
     """Make a directory this process's own until the descriptor is closed, or the process ends.
 
     Args:
-        directory: network.arena_dir; made if it does not exist.
+        directory: network.store_dir; made if it does not exist.
         name: of the file that is locked, and bears the pid.
 
     Raises:
@@ -26,7 +26,7 @@ def lock_directory(directory: Path, name: str) -> int:
         descriptor = os.open(directory / name, flags, 0o600)
     except OSError as error:
         raise StorageError(
-            f"network.arena_dir = {directory} cannot be used: {error.strerror}; choose a directory "
+            f"network.store_dir = {directory} cannot be used: {error.strerror}; choose a directory "
             "that this user may write to"
         ) from error
     try:
@@ -36,11 +36,11 @@ def lock_directory(directory: Path, name: str) -> int:
         os.close(descriptor)
         if not isinstance(error, BlockingIOError):
             raise StorageError(
-                f"network.arena_dir = {directory} cannot be locked: {error.strerror}; choose a "
+                f"network.store_dir = {directory} cannot be locked: {error.strerror}; choose a "
                 "directory on a local file system"
             ) from error
         raise StorageError(
-            f"network.arena_dir = {directory} is in use by process {owner}; give each node on a "
+            f"network.store_dir = {directory} is in use by process {owner}; give each node on a "
             "machine a directory of its own"
         ) from error
     with contextlib.suppress(OSError):  # the pid is for people; a full disk must not stop us here

@@ -12,7 +12,7 @@ which tables and chunks are appended as they have been verified:
   synced; after a power failure a lost page fails its hash or its signature
   (`echo/protocol/resuming.py`), and what follows a lost header is not read.
 * **Limit and full disk**: a journal only spares a later process a transfer. So all of them together
-  take what versions leave of network.arena_bytes, the oldest give way first, and one that cannot be
+  take what versions leave of network.store_bytes, the oldest give way first, and one that cannot be
   written is removed. Chunks are in memory besides, so nothing else changes.
 * **Slow disk**: files are made, added to and removed in a thread of their own (`arenas_thread.py`),
   and what is queued for it are views of chunks that are held in memory anyway. A journal that has

@@ -113,7 +113,7 @@ class Arrivals:
         """End a group whose rewards are no numbers to count with."""
         largest = max(group.rewards, key=abs)
         text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
-        text += "reward.max_abs"
+        text += "task.max_reward"
         self._perform([Note("warning", text)])
         self._count_failed(group.worker_id, reason, text)
         self._end(group, reason)

@@ -28,10 +28,11 @@ def find_join(config: Config, role: str) -> Join | None:
     connect = config.relay.connect if role == "relay" else config.worker.connect
     for address in filter(has_secret, connect):
         return Join.parse(address, source=f"{role}.connect")
-    if config.security.join is not None:
-        return Join.parse(config.security.join, source="security.join")
-    if config.security.join_file is not None:
-        path, key = Path(config.security.join_file).expanduser(), "security.join_file = "
+    given = config.security.join
+    if given is not None and has_secret(given):
+        return Join.parse(given, source="security.join")
+    if given is not None:
+        path, key = Path(given).expanduser(), "security.join = "
     else:
         path, key = config.run_dir / "keys" / "join", ""
         if not path.exists():
@@ -87,7 +88,7 @@ def node_keys(config: Config, role: str) -> CurveKeys | None:
         raise ConfigError(
             f"this {role} has no join string, and links are encrypted: copy the line in "
             "runs/NAME/keys/join on the learner's machine and set the environment's ECHO_JOIN to "
-            "it, or name a file that holds it with security.join_file (a run that shall not be "
+            "it, or name a file that holds it with security.join (a run that shall not be "
             "encrypted: security.curve=false on all its nodes)"
         )
     return CurveKeys.of_node(role, join, *dial_addresses(config, role))

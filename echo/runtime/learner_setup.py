@@ -275,7 +275,7 @@ def _make_plan(config: Config) -> LearnerPlan:
         task_name=config.task.kind.rpartition(":")[2],
         max_steps=config.run.max_steps,
         groups_per_step=config.batch.groups_per_step,
-        max_barren_groups=config.batch.groups_per_step * config.batch.max_barren_batches,
+        max_barren_groups=config.batch.groups_per_step * config.batch.max_zero_signal_batches,
         codec=config.network.codec,
     )
 

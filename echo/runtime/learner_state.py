@@ -164,7 +164,7 @@ def build_session(
             groups_per_step=config.batch.groups_per_step,
             group_size=config.batch.group_size,
             max_completion_tokens=_max_rollout_tokens(config),
-            prompts_are_free=config.agent.enabled,
+            prompts_are_free=config.agent.listen is not None,
             vocab_size=data.vocab_size,
             trims_stale=trims_stale(config),
             heartbeat_s=network.heartbeat_s,
@@ -193,5 +193,5 @@ def build_session(
 
 def _max_rollout_tokens(config: Config) -> int:
     """Return the tokens of the longest rollout: an agent's counts its whole conversation."""
-    longest = config.sampling.max_completion_tokens
-    return max(longest, config.agent.max_session_tokens) if config.agent.enabled else longest
+    longest, agent = config.sampling.max_completion_tokens, config.agent
+    return longest if agent.listen is None else max(longest, agent.max_session_tokens)

@@ -245,7 +245,7 @@ class Progress:
             return f"{what}: the task is solved, and the run ends at step {step}"
         return (
             f"{what}: the run ends at step {step}; choose easier prompts, or raise "
-            "batch.group_size, sampling.temperature or batch.max_barren_batches"
+            "batch.group_size, sampling.temperature or batch.max_zero_signal_batches"
         )
 
     def describe_failing(self, step: int) -> str | None:

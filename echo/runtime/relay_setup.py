@@ -45,7 +45,7 @@ def assemble_relay(
         advertise=wiring.advertised(transport.listen_address, section.advertise),
         max_image_bytes=int(wiring.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
-    arenas = open_arenas(config.network.arena_dir, config.network.arena_bytes)
+    arenas = open_arenas(config.network.store_dir, config.network.store_bytes)
     session = RelaySession(
         settings,
         wiring.make_broadcast(node_id, config.network, arenas),

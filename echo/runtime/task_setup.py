@@ -83,9 +83,9 @@ def make_task_host(config: Config, task: Task) -> TaskHost:
     Raises:
         ConfigError: if an environment is to run where it cannot.
     """
-    if config.reward.where == "learner" and config.agent.enabled:
+    if config.reward.where == "learner" and config.agent.listen is not None:
         raise ConfigError(
-            'reward.where = "learner": agents, which agent.enabled asks for, are rewarded where '
+            'reward.where = "learner": agents, which agent.listen asks for, are rewarded where '
             "they are served; remove one of the two"
         )
     if config.reward.where == "learner" and task.has_turns:
@@ -102,7 +102,7 @@ def make_local_host(config: Config, task: Task) -> TaskHost:
         score_s=config.task.reward_timeout_s,
         step_s=config.task.step_timeout_s,
         memory_bytes=config.reward.memory_limit_bytes,
-        max_abs_reward=config.reward.max_abs,
+        max_abs_reward=config.task.max_reward,
     )
     if task.is_bounded:
         return InlineHost(task, limits)
@@ -115,7 +115,7 @@ def turns_of(config: Config, task: Task) -> int | None:
     """Return how many turns an episode may have; None where an answer is one turn."""
     if not isinstance(task, Environment) or not task.has_turns:
         return None
-    return task.max_turns or config.reward.max_turns
+    return task.max_turns or config.task.max_turns
 
 
 def make_player(

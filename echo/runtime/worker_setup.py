@@ -84,7 +84,7 @@ def assemble_worker(
         advertise=wiring.advertised(transport.listen_address, section.advertise),
         max_image_bytes=int(wiring.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
-    arenas = open_arenas(network.arena_dir, network.arena_bytes)
+    arenas = open_arenas(network.store_dir, network.store_bytes)
     now = asyncio.get_running_loop().time()
     session = WorkerSession(
         settings,
@@ -150,7 +150,7 @@ def build_parts(
         config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS,
     )
     agents = None
-    if config.agent.enabled:
+    if config.agent.listen is not None:
         agents = _agent_parts(
             config,
             tokenizer,
@@ -202,7 +202,7 @@ def _agent_parts(
         listen=config.agent.listen,
         endpoint_path=node_dir / "endpoint.json",
         reward=judge.host.score,
-        max_abs_reward=config.reward.max_abs,
+        max_abs_reward=config.task.max_reward,
     )
 
 

@@ -72,7 +72,7 @@ class Environment(Task):
 
     has_turns = True
     max_turns: int | None = None
-    """Turns of the policy in one episode; None leaves it to reward.max_turns."""
+    """Turns of the policy in one episode; None leaves it to task.max_turns."""
 
     @abc.abstractmethod
     def begin(self, example: Example) -> Any:

@@ -11,7 +11,7 @@ class RewardError(EchoError):
     `reason` is one word for counters and for the group's end in the ledger:
 
         reward_error     it raised, or returned anything but a finite number
-        reward_too_large it returned a number beyond reward.max_abs
+        reward_too_large it returned a number beyond task.max_reward
         reward_timeout   it did not return in time; its process was killed
         reward_memory    it wanted more memory than it may have
         reward_lost      its process is gone

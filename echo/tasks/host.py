@@ -194,7 +194,7 @@ class TaskHost(abc.ABC):
             return value
         self.count("env/errors")
         raise RewardError(
-            f"{self.name}.{call} returned {value!r}, beyond reward.max_abs = {bound:g}; scale the "
+            f"{self.name}.{call} returned {value!r}, beyond task.max_reward = {bound:g}; scale the "
             "task's rewards, or raise it",
             reason="reward_too_large",
         )

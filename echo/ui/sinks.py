@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,8 +43,7 @@ class MetricsWriter:
         self,
         run_dir: Path,
         *,
-        tensorboard: bool = False,
-        wandb: bool = False,
+        sinks: Collection[str] = (),
         wandb_project: str = "echo",
         config: Mapping[str, object] | None = None,
     ) -> None:
@@ -52,8 +51,8 @@ class MetricsWriter:
 
         Args:
             run_dir: directory of the run, made if missing; its name names the run in wandb.
-            tensorboard: whether to write event files to `run_dir`/tensorboard.
-            wandb: whether to log to wandb; WANDB_MODE and the like apply.
+            sinks: "tensorboard" for event files in `run_dir`/tensorboard, "wandb" for Weights &
+                Biases; WANDB_MODE and the like apply.
             wandb_project: project to log to.
             config: resolved configuration, shown by wandb.
 
@@ -63,9 +62,9 @@ class MetricsWriter:
         """
         # The mirrors first: a refusal must not leave an open file behind.
         self._mirrors: list[_Mirror] = []
-        if tensorboard:
+        if "tensorboard" in sinks:
             self._mirrors.append(_TensorBoard(run_dir / "tensorboard"))
-        if wandb:
+        if "wandb" in sinks:
             self._mirrors.append(_Wandb(run_dir, wandb_project, config or {}))
         self.path = run_dir / "metrics.jsonl"
         try:
@@ -152,7 +151,7 @@ class _TensorBoard:
 
     def __init__(self, directory: Path) -> None:
         summary: Any = import_extra(
-            "tensorboard.summary", extra="tensorboard", wanted_by="metrics.tensorboard"
+            "tensorboard.summary", extra="tensorboard", wanted_by='metrics.sinks = "tensorboard"'
         )
         self._writer = summary.Writer(str(directory))
 
@@ -171,7 +170,7 @@ class _Wandb:
     """A wandb run; the same run again after a resume."""
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, object]) -> None:
-        wandb: Any = import_extra("wandb", extra="wandb", wanted_by="metrics.wandb")
+        wandb: Any = import_extra("wandb", extra="wandb", wanted_by='metrics.sinks = "wandb"')
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=project,

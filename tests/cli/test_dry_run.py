@@ -128,6 +128,6 @@ def test_what_is_free_and_there_is_no_problem(tmp_path: Path, role: Role) -> Non
         "learner": {"listen": "tcp://127.0.0.1:0"},
         "relay": {"listen": "tcp://127.0.0.1:0", "connect": ADDRESS},
         "worker": {"listen": "tcp://127.0.0.1:0", "connect": ADDRESS},
-        "agent": {"enabled": True, "listen": "tcp://127.0.0.1:0"},
+        "agent": {"listen": "tcp://127.0.0.1:0"},
     }
     check_start(parse_config(table, role=role)[0], role)

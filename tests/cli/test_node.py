@@ -142,7 +142,7 @@ def test_a_worker_without_a_join_string_is_told_where_it_is(
     assert "this worker has no join string, and links are encrypted" in err
     assert "runs/NAME/keys/join on the learner's machine" in err
     assert "ECHO_JOIN" in err
-    assert "security.join_file" in err
+    assert "security.join" in err
 
 
 def test_a_damaged_join_string_is_not_repeated(

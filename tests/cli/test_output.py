@@ -79,8 +79,8 @@ def test_a_join_string_given_as_the_name_of_a_file_is_not_printed(
     join = f"tcp://10.0.0.5:7700#{'k' * 43}.{secret}"
     assert main(["--role", "worker", "--config", join]) == 2
     config = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
-    override = f"security.join_file={join}"
+    override = f"security.join={join}"
     assert main(["--role", "worker", "--config", config, "--set", override]) == 2
     printed = "".join(capsys.readouterr())
-    assert "is a join string and not the name of a file; set security.join" in printed
+    assert "is a join string of an earlier release" in printed
     assert secret not in printed

@@ -55,7 +55,7 @@ def test_an_exact_version_and_what_cannot_be_with_it() -> None:
     assert "must be 1 with rollout.exact_version" in problems_of(
         exact, "sync.max_staleness=3", "rollout.over_submission=2"
     )
-    assert "newer weights would wait" in problems_of(exact, "agent.enabled=true")
+    assert "newer weights would wait" in problems_of(exact, "agent.listen=tcp://127.0.0.1:0")
     assert "has no use" in problems_of(exact, "rollout.stale_tokens=mask")
 
 
@@ -88,7 +88,7 @@ def test_a_join_string_is_for_encrypted_runs() -> None:
     assert "." + SECRET not in text
 
 
-@pytest.mark.parametrize("key", ["security.join_file=keys/join", f"security.join={JOIN}"])
+@pytest.mark.parametrize("key", ["security.join=keys/join", f"security.join={JOIN}"])
 def test_a_join_string_says_where_to_connect(key: str) -> None:
     parse_config({}, [key], "worker")
     with pytest.raises(ConfigError, match=r"at least one address.*ECHO_JOIN"):
@@ -106,7 +106,7 @@ def test_a_group_fits_into_a_message() -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["metrics.wandb_project=demo"], "metrics.wandb is false"),
+        (["metrics.wandb_project=demo"], 'metrics.sinks has no "wandb"'),
         (["worker.advertise=tcp://a:1"], "worker.listen is not set"),
         (["eval.interval_steps=0", "eval.num_prompts=64"], "eval.interval_steps = 0 switches"),
         (["model.name=./model", "model.revision=main"], "model.name is a directory"),
@@ -119,7 +119,7 @@ def test_an_option_without_effect_is_refused(overrides: list[str], why: str) -> 
 
 
 def test_options_with_effect_and_defaults_are_not_refused() -> None:
-    parse_config({}, ["metrics.wandb=true", "metrics.wandb_project=demo"])
+    parse_config({}, ["metrics.sinks=wandb", "metrics.wandb_project=demo"])
     parse_config({}, ["metrics.wandb_project=echo", "ui.live=off"])
     parse_config({}, ["model.name=org/model", "model.revision=main"])
     parse_config({}, ["worker.listen=tcp://0.0.0.0:1", "worker.advertise=tcp://a:1"])

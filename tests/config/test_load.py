@@ -211,9 +211,9 @@ def test_types_are_strict(value: object) -> None:
 
 
 def test_numbers_must_be_finite() -> None:
-    table = {"optimizer": {"eps": float("inf"), "learning_rate": float("nan")}}
+    table = {"optimizer": {"max_grad_norm": float("inf"), "learning_rate": float("nan")}}
     text = problems_of(table)
-    assert "optimizer.eps = inf: must be a number, above 0" in text
+    assert "optimizer.max_grad_norm = inf: must be a number, above 0" in text
     assert "optimizer.learning_rate = nan: must be a number, above 0" in text
 
 

@@ -65,7 +65,6 @@ MAX_STEPS = 12
 def test_a_program_outside_trains_a_policy(cluster: Cluster, tmp_path: Path) -> None:
     cluster.settings = {
         "run.max_steps": MAX_STEPS,
-        "agent.enabled": True,
         "agent.max_session_tokens": 40,
         "agent.listen": "tcp://127.0.0.1:0",
         "optimizer.learning_rate": 1e-2,

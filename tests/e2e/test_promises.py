@@ -125,7 +125,7 @@ def test_a_new_run_starts_from_the_weights_of_another(off_policy: Cluster) -> No
     worker = off_policy.start(
         "worker",
         name="w3",
-        settings={"run.name": "second", "security.join_file": str(join_path)},
+        settings={"run.name": "second", "security.join": str(join_path)},
         env={ECHO_JOIN: ""},
     )
     off_policy.finish(learner, worker)

@@ -40,7 +40,7 @@ def test_an_anchor_is_gone_on_with_after_a_kill(cluster: Cluster, link: SlowLink
     }
     arenas = cluster.directory / "arenas"
     key = cluster.join.partition("#")[2]
-    of_relay = {"network.arena_dir": str(arenas), "relay.connect": [f"{address}#{key}"]}
+    of_relay = {"network.store_dir": str(arenas), "relay.connect": [f"{address}#{key}"]}
     learner = cluster.start("learner", settings={"learner.advertise": address})
     cluster.wait_for(lambda: cluster.records("published"), "a version", alive=learner)
     link.hold_after(HELD_AFTER)

@@ -46,8 +46,8 @@ TEMPLATE = (
     "<bos>{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
-AGENT = {"enabled": True, "max_session_tokens": 60}
 LISTEN = {"listen": "tcp://127.0.0.1:0"}
+AGENT = {**LISTEN, "max_session_tokens": 60}
 
 Json = dict[str, Any]
 
@@ -313,7 +313,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(play: Play, template: str)
             assert (await here.reward(name, {"reward": 1e999}))[0] == 400
             status, body = await here.reward(name, {"reward": 1e38})
             assert status == 409
-            assert "lies beyond reward.max_abs = 1e+06" in body["error"]["message"]
+            assert "lies beyond task.max_reward = 1e+06" in body["error"]["message"]
             assert (await here.reward(name, {"reward": 1}))[0] == 200
             assert (await here.reward(name, {"reward": 1}))[0] == 404
 
@@ -425,9 +425,9 @@ def test_an_address_that_is_taken_ends_the_worker(play: Play, template: str) -> 
 def test_a_worker_for_agents_in_a_run_without_them_is_refused(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner()
-        worker = await run.worker("w1", agent={"enabled": True})
+        worker = await run.worker("w1", agent=LISTEN)
         async with running(learner, worker) as (_, working):
-            with pytest.raises(ConfigError, match=r"agent\.enabled = true contradicts") as caught:
+            with pytest.raises(ConfigError, match=r"agent\.listen = .* contradicts") as caught:
                 await working
         assert exit_code(caught.value) == 2
 

@@ -199,7 +199,7 @@ def test_a_new_run_drops_the_versions_of_the_old_one(store: ArenaStore) -> None:
 
 def test_no_memory_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     too_much = 1 << 60
-    with pytest.raises(StorageError, match=r"no 1024 PiB for v1: .*set network.arena_dir"):
+    with pytest.raises(StorageError, match=r"no 1024 PiB for v1: .*set network.store_dir"):
         MemoryArenas(too_much).create(version(1), None, too_much)
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert len(MemoryArenas(SIZE).create(version(1), None, SIZE)) == SIZE

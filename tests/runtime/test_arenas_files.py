@@ -279,7 +279,7 @@ def test_a_full_disk_falls_back_on_memory_with_one_warning(
     store.create(version(3), b"manifest", 768 << 10)
     assert caplog.text.count("it is kept in memory and lost with this process: free some") == 1
     assert (
-        f"network.arena_dir = {disk}: no 768 KiB for v2: No space left on device (" in caplog.text
+        f"network.store_dir = {disk}: no 768 KiB for v2: No space left on device (" in caplog.text
     )
     assert names(disk) == ["echo-arena.lock", "v1-L1.arena", "v1-L1.manifest"]
     assert store.bytes_held == 2 << 20
@@ -301,7 +301,7 @@ def test_a_full_disk_and_no_memory_is_an_error_that_names_everything(
     with pytest.raises(StorageError) as caught:
         store.create(version(1), b"manifest", 2 << 20)
     assert str(caught.value).startswith(
-        f"network.arena_dir = {disk}: no 2 MiB for v1: No space left on device ("
+        f"network.store_dir = {disk}: no 2 MiB for v1: No space left on device ("
     )
     assert " free); free some, or point" in str(caught.value)
     assert names(disk) == ["echo-arena.lock"]
@@ -398,7 +398,7 @@ def test_two_processes_never_share_a_directory(opened: Opened, tmp_path: Path) -
         cwd=REPOSITORY,
     )
     assert done.stdout == (
-        f"network.arena_dir = {tmp_path / 'arenas'} is in use by process {os.getpid()}; give each "
+        f"network.store_dir = {tmp_path / 'arenas'} is in use by process {os.getpid()}; give each "
         "node on a machine a directory of its own\n"
     )
 

@@ -176,7 +176,7 @@ def test_a_node_without_room_keeps_what_it_has_and_goes_on_later(
         await fleet.publish(arrive=False)
         await fleet.arrived("a")
         await fleet.until(lambda: "keeping the versions" in caplog.text, "b says so")
-        assert "network.arena_bytes" in caplog.text
+        assert "network.store_bytes" in caplog.text
         full = fleet.relays["b"].broadcast
         assert full.newest_complete.step == 1
         assert full.store[full.newest_complete].arena == fleet.published[1]

@@ -31,10 +31,8 @@ def make(*overrides: str, connect: list[str] | None = None) -> Config:
 def test_an_address_goes_before_the_setting_and_that_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "join"
     path.write_text(f"{OTHER}\n")
-    in_file = f"security.join_file={path}"
     assert find_join(make(), "worker") is None
-    assert find_join(make(in_file), "worker") == OTHER
-    assert find_join(make(in_file, f"security.join={LEARNER}"), "worker") == LEARNER
+    assert find_join(make(f"security.join={path}"), "worker") == OTHER
     both = make(f"security.join={OTHER}", connect=["tcp://a:1", str(LEARNER)])
     assert find_join(both, "worker") == LEARNER
     assert find_join(both, "relay") == OTHER
@@ -57,8 +55,8 @@ def test_a_file_without_a_join_string_is_named(tmp_path: Path, text: bytes | Non
     path = tmp_path / "join"
     if text is not None:
         path.write_bytes(text)
-    with pytest.raises(ConfigError, match=f"security.join_file = '{path}'.*runs/NAME/keys/join"):
-        node_keys(make(f"security.join_file={path}"), "worker")
+    with pytest.raises(ConfigError, match=f"security.join = '{path}'.*runs/NAME/keys/join"):
+        node_keys(make(f"security.join={path}"), "worker")
 
 
 def test_who_names_no_address_dials_that_of_the_join_string() -> None:

@@ -125,7 +125,7 @@ def test_a_run_from_which_nothing_is_learned_ends_and_says_why(
         learner = await run.learner(
             run=MANY,
             task={"kind": f"{REWARDS}:AlwaysRight"},
-            batch={"keep_zero_variance": False, "max_barren_batches": 3},
+            batch={"keep_zero_variance": False, "max_zero_signal_batches": 3},
         )
         async with running(learner, await run.worker("w1")) as (learning, working):
             assert await learning == "finished"
@@ -148,7 +148,7 @@ def test_a_fast_worker_with_equal_rewards_ends_no_run_that_others_work_for(
     async def scenario(run: Run) -> None:
         learner = await run.learner(
             task={"kind": f"{REWARDS}:NeverEqual"},
-            batch={"keep_zero_variance": False, "max_barren_batches": 3},
+            batch={"keep_zero_variance": False, "max_zero_signal_batches": 3},
         )
         bad, honest = await run.worker("bad"), await run.worker("honest")
         finished, at_once, deliver = bad.session.finished, bad._deliver, honest._deliver
@@ -189,7 +189,7 @@ def test_a_run_that_ends_early_evaluates_its_last_weights(play: Play) -> None:
         learner = await run.learner(
             run=MANY,
             task={"kind": f"{REWARDS}:RightLater"},
-            batch={"keep_zero_variance": False, "max_barren_batches": 3},
+            batch={"keep_zero_variance": False, "max_zero_signal_batches": 3},
             eval={"interval_steps": 500},
         )
         async with running(learner, await run.worker("w1")) as (learning, _):
@@ -287,7 +287,7 @@ def test_steps_that_fail_one_after_the_other_end_the_run_with_the_cause(play: Pl
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"loss": FAILING}, "step_error"), ({"reward": {"max_abs": 10}}, "reward_too_large")],
+    [({"loss": FAILING}, "step_error"), ({"task": {"max_reward": 10}}, "reward_too_large")],
 )
 def test_a_group_handed_back_by_the_ledger_that_no_step_can_bear_ends(
     play: Play, change: dict[str, dict[str, object]], reason: str
@@ -301,7 +301,8 @@ def test_a_group_handed_back_by_the_ledger_that_no_step_can_bear_ends(
             learner.interrupt()
             await learning
         assert ends(run.ledger())[1] == []
-        learner = await run.learner(resume=True, task=task, **change)
+        sections: dict[str, dict[str, object]] = {**change, "task": task | change.get("task", {})}
+        learner = await run.learner(resume=True, **sections)
         async with running(learner, await run.worker("w2")) as (learning, _):
             assert await learning == "finished"
         assert ends(run.ledger())[1] == [reason]

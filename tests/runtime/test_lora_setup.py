@@ -135,10 +135,3 @@ def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None
     pulls = [trainer.step([make_group([1, 0], 2)]).metrics["kl/reference"] for _ in range(3)]
     assert pulls[0] == pytest.approx(0.0, abs=1e-7)
     assert pulls[2] > 1e-6
-
-
-def test_dropout_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"lora\.dropout.*must be 0: the learner would compute"):
-        parse_config({}, ["lora.rank=4", "lora_dropout=0.1"])
-    with pytest.raises(ConfigError, match=r"lora\.alpha.*has no effect: lora\.rank = 0"):
-        parse_config({}, ["lora_alpha=16"])

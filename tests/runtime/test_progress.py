@@ -157,7 +157,7 @@ def test_the_learner_says_that_what_comes_is_of_no_use(play: Play) -> None:
         learner = await run.learner(
             run={"max_steps": 1000},
             task={"kind": "tests.runtime.rewards:AlwaysRight"},
-            batch={"keep_zero_variance": False, "max_barren_batches": 30},
+            batch={"keep_zero_variance": False, "max_zero_signal_batches": 30},
         )
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"

@@ -131,7 +131,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(
 
     async def scenario(run: Run) -> None:
         settings: dict[str, Any] = {"task": {"kind": "broken_task:Raises"}, "run": {"max_steps": 9}}
-        learner = await run.learner(**settings, batch={"max_barren_batches": 3})
+        learner = await run.learner(**settings, batch={"max_zero_signal_batches": 3})
         async with running(learner, await run.worker("w1")) as (learning, working):
             with pytest.raises(RewardError) as caught:
                 await learning
@@ -166,7 +166,7 @@ def test_a_hanging_reward_is_named_as_such_and_not_as_an_expired_lease(
         learner = await run.learner(
             task={"kind": "broken_task:Hangs", "reward_timeout_s": 1.5},
             reward={"where": where},
-            batch={"max_barren_batches": 1},
+            batch={"max_zero_signal_batches": 1},
             network={"lease_timeout_s": 0.5},
         )
         async with running(learner, await run.worker("w1")) as (learning, _):
@@ -211,9 +211,9 @@ def test_an_environment_is_played_masked_trained_on_and_evaluated(
 ) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(
-            task={"kind": guess},
+            task={"kind": guess, "max_turns": 3},
             sampling={"max_completion_tokens": 24},
-            reward={"max_turns": 3, "max_concurrent": 2},
+            reward={"max_concurrent": 2},
             network={"lease_timeout_s": 30.0},
         )
         groups: list[Group] = []

@@ -62,12 +62,12 @@ def test_rollouts_go_on_while_versions_are_installed(
 @pytest.mark.matrix
 def test_agents_sample_with_it_too(play: Play) -> None:
     async def scenario(run: Run) -> None:
-        agent = {"enabled": True, "listen": "tcp://127.0.0.1:0", "max_session_tokens": 100}
+        agent = {"listen": "tcp://127.0.0.1:0", "max_session_tokens": 100}
         learner = await run.learner(
             run={"max_steps": 2},
             sampling={"max_completion_tokens": 40},
             batch={"group_size": 2, "groups_per_step": 1},
-            agent={"enabled": True, "max_session_tokens": 100},
+            agent=agent,
             network={"dead_after_s": 60, "lease_timeout_s": 60},
         )
         worker = await run.worker(

@@ -100,9 +100,9 @@ def test_a_sink_that_is_not_installed_is_refused(
     for module in [m for m in sys.modules if m.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # what Python itself does to block an import
-    expected = rf"metrics.{name} needs {name}, which .*{re.escape(install_command(name))}"
+    expected = rf"metrics.sinks = .{name}. needs {name}, which .*{re.escape(install_command(name))}"
     with pytest.raises(ConfigError, match=expected):
-        MetricsWriter(tmp_path / "run", **{name: True})
+        MetricsWriter(tmp_path / "run", sinks=[name])
     assert not (tmp_path / "run").exists()
 
 
@@ -111,7 +111,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with MetricsWriter(tmp_path, sinks=["tensorboard"]) as writer:
         for step in (1, 2):
             writer.write(
                 step, {"reward/mean": step / 4, "staleness/hist": {"0": 1}}, at=float(step)
@@ -132,7 +132,9 @@ def test_wandb_works_offline_and_goes_on_after_a_resume(
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
     for step in (2, 1):
-        with MetricsWriter(tmp_path / "run", wandb=True, config={"run": {"seed": 0}}) as writer:
+        with MetricsWriter(
+            tmp_path / "run", sinks=["wandb"], config={"run": {"seed": 0}}
+        ) as writer:
             writer.write(step, {"reward/mean": 0.5})
         ids.append((tmp_path / "run" / "wandb_id").read_text())
     assert ids[0] == ids[1]
