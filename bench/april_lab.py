@@ -36,7 +36,7 @@ from echo.runtime.sampling import PartialRules
 from echo.runtime.transport import TransportOptions
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker import WorkerNode, WorkerParts
-from echo.tasks.host import InlineHost, Limits, TaskHost
+from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
 
 ADDRESS = "tcp://learner:7700"

@@ -36,7 +36,7 @@ from echo.runtime.learner_setup import build_evaluations
 from echo.runtime.recovery import StartingPoint
 from echo.runtime.trainer_setup import build_trainer
 from echo.runtime.worker_setup import make_sampling
-from echo.tasks.host import TaskHost
+from echo.tasks.rewards import TaskHost
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"
 MEAN_TOKENS = 16

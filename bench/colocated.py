@@ -51,7 +51,7 @@ from echo.runtime.learner_setup import build_evaluations
 from echo.runtime.recovery import StartingPoint
 from echo.runtime.trainer_setup import build_trainer
 from echo.runtime.worker_setup import make_sampling
-from echo.tasks.host import InlineHost
+from echo.tasks.rewards import InlineHost
 from echo.tasks.task import Example
 
 MAX_TRIES = 4

@@ -44,7 +44,7 @@ from echo.runtime.agent_wire import (
     read_body,
 )
 from echo.runtime.agents import Agents, StoppingError
-from echo.tasks.faults import RewardError
+from echo.tasks.rewards import RewardError
 from echo.units import one_line
 
 MAX_BODY_BYTES = 16 << 20

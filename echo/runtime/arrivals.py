@@ -22,7 +22,7 @@ from echo.runtime.late_rewards import LateRewards
 from echo.runtime.ledger import Ledger
 from echo.runtime.progress import Progress
 from echo.runtime.task_metrics import TaskMetrics
-from echo.tasks.faults import RewardError
+from echo.tasks.rewards import RewardError
 
 
 class Arrivals:

@@ -20,7 +20,7 @@ from echo.runtime.task_setup import make_task_host
 from echo.runtime.worker_setup import context_window, model_digests
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
-from echo.tasks.host import TaskHost
+from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Example, Task, load_task, task_digests
 from echo.units import format_bytes
 

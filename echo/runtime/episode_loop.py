@@ -18,7 +18,7 @@ from echo.rollout import Rollout
 from echo.runtime.engine_call import exact_version_of
 from echo.runtime.episodes import EpisodePlayer, openings_of
 from echo.runtime.threads import Threads
-from echo.tasks.faults import RewardError
+from echo.tasks.rewards import RewardError
 
 
 class EpisodeLoop:

@@ -34,8 +34,7 @@ from echo.errors import DataError
 from echo.protocol.messages import Lease
 from echo.rollout import PolicyVersion, Rollout
 from echo.tasks.environment import Message
-from echo.tasks.faults import RewardError
-from echo.tasks.host import MAX_RETRIES, TICK_S, Episode, TaskHost
+from echo.tasks.rewards import MAX_RETRIES, TICK_S, Episode, RewardError, TaskHost
 from echo.tasks.task import Example
 
 MAX_THREADS = 64

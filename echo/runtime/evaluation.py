@@ -16,8 +16,7 @@ from echo.engine.engine import Engine, Request, Sampling
 from echo.engine.weights import Weights
 from echo.rollout import PolicyVersion
 from echo.runtime.episodes import EpisodePlayer, Opening
-from echo.tasks.faults import RewardError
-from echo.tasks.host import TaskHost
+from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
 
 

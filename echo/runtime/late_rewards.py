@@ -17,8 +17,7 @@ from echo.protocol.actions import StoreGroup
 from echo.protocol.codec import encode_group
 from echo.rollout import Group
 from echo.runtime.threads import MAX_BLOCKING, Threads
-from echo.tasks.faults import RewardError
-from echo.tasks.host import TaskHost
+from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
 
 
@@ -89,4 +88,4 @@ class LateRewards:
     def _rewards(self, group: Group) -> list[float]:
         texts = [self._decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
         example = self._example_of(group.group_id)
-        return self._host.score_all(example, texts, on_progress=lambda _: None)
+        return list(self._host.score_all(example, texts))

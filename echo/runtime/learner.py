@@ -55,7 +55,7 @@ from echo.runtime.reporting import Reporting
 from echo.runtime.threads import Threads
 from echo.runtime.transport import Transport
 from echo.runtime.waiting import Waiting
-from echo.tasks.faults import RewardError
+from echo.tasks.rewards import RewardError
 
 MAX_FAILED_STEPS = 5
 """Batches in a row of which no step could be made, after which the run ends with the cause."""

@@ -15,8 +15,7 @@ from echo.errors import ConfigError
 from echo.runtime.episodes import EpisodePlayer
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
-from echo.tasks.host import InlineHost, LaterHost, Limits, TaskHost
-from echo.tasks.pool import PoolHost
+from echo.tasks.rewards import InlineHost, LaterHost, Limits, PoolHost, TaskHost
 from echo.tasks.task import Task, check_code, code_of, load_task, task_digests
 
 MAX_AUTO_PROCESSES = 4

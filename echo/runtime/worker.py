@@ -39,8 +39,7 @@ from echo.runtime.sampling import RolloutLoop
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.runtime.transport import Transport
 from echo.runtime.worker_parts import WorkerParts, install
-from echo.tasks.faults import RewardError
-from echo.tasks.host import TICK_S
+from echo.tasks.rewards import TICK_S, RewardError
 from echo.tasks.task import Example
 
 DRAIN_S = 30.0
@@ -360,16 +359,14 @@ class WorkerNode(DialingNode):
 
     def _score_all(self, parts: WorkerParts, example: Example, draft: Draft) -> list[float]:
         """Return one reward per completion, fewer once nobody waits; runs in another thread."""
-
-        def on_progress(number: int) -> None:
-            draft.num_progress += number
-
-        return parts.host.score_all(
-            example,
-            [parts.decode(member.token_ids.tolist()) for member in draft.members],
-            on_progress=on_progress,
-            should_stop=lambda: self.has_ended or self.session.is_cancelled(draft.lease),
-        )
+        texts = [parts.decode(member.token_ids.tolist()) for member in draft.members]
+        rewards: list[float] = []
+        for reward in parts.host.score_all(example, texts):
+            rewards.append(reward)
+            draft.num_progress += 1
+            if self.has_ended or self.session.is_cancelled(draft.lease):
+                break
+        return rewards
 
     # --- stopping --------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from echo.protocol.broadcast import Transfer
 from echo.runtime.agents import AgentParts
 from echo.runtime.episodes import EpisodePlayer
 from echo.runtime.sampling import PartialRules
-from echo.tasks.host import TaskHost
+from echo.tasks.rewards import TaskHost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,58 +1,343 @@
-"""The child's end of a task's process: build the task, then answer one call after the other."""
+"""A task's side of its calls: the messages, carrying them out, and the process that does so.
+
+    Score(example, completion)   -> float                  a whole answer
+    Begin(episode, example)      -> None                   an episode of several turns
+    Reply(episode, text)         -> messages, or None      what the environment says to a turn
+    CallOutcome(episode)         -> float                  what the episode was worth
+    End(episode)                 -> None                   it is forgotten
+
+Every call is answered by a CallAnswer: a value, or a fault. The process loads the task and nothing
+of what starts, watches and kills it (rewards.py). Both talk over a socket pair, one call at a time,
+msgpack behind a length; the process reads data only, and so does its parent.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import signal
 import socket
+import struct
+import time
+import traceback
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from echo.errors import EchoError
-from echo.tasks.calls import Answer, Fault, Performer
-from echo.tasks.process import Channel, Request, TaskSpec
-from echo.tasks.task import load_task
+from echo.tasks.environment import Environment, Message
+from echo.tasks.task import Example, RetryCall, Task, load_task
+
+TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
+"""What a task's code raises where the same call may work a moment later."""
+
+MAX_TRACEBACK_LENGTH = 2000
+"""Characters of a traceback that are told, the last ones."""
+
+MAX_MESSAGE_BYTES = 64 << 20
 
 GRACE_S = 5.0
 """Seconds after a call's time limit in which the parent kills this process, if there is one."""
 
+_LENGTH = struct.Struct("<I")
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+class Score(msgspec.Struct, frozen=True, tag_field="do", tag="score"):
+    """Ask what an answer is worth."""
+
+    example: dict[str, Any]
+    completion: str
+
+    def __str__(self) -> str:
+        return f"reward on {Example(**self.example)}"
+
+
+class Begin(msgspec.Struct, frozen=True, tag_field="do", tag="begin"):
+    """Open an episode."""
+
+    episode: str
+    """Chosen by the caller, unique; it begins with what messages call the example."""
+    example: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"begin on {Example(**self.example)}"
+
+
+class Reply(msgspec.Struct, frozen=True, tag_field="do", tag="reply"):
+    """Ask what the environment says to a turn."""
+
+    episode: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"reply on {self.episode.partition('#')[0]}"
+
+
+class CallOutcome(msgspec.Struct, frozen=True, tag_field="do", tag="outcome"):
+    """Ask what an episode that is over was worth."""
+
+    episode: str
+
+    def __str__(self) -> str:
+        return f"outcome on {self.episode.partition('#')[0]}"
+
+
+class End(msgspec.Struct, frozen=True, tag_field="do", tag="end"):
+    """Forget an episode; it may be unknown."""
+
+    episode: str
+
+    def __str__(self) -> str:
+        return f"end on {self.episode.partition('#')[0]}"
+
+
+Call = Score | Begin | Reply | CallOutcome | End
+
+
+class CallFault(msgspec.Struct, frozen=True):
+    """What went wrong, as `rewards.RewardError` has it."""
+
+    reason: str
+    text: str
+    is_transient: bool = False
+    """Whether the same call may work a moment later."""
+    traceback: str = ""
+
+
+class CallAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a call came to."""
+
+    value: Any = None
+    fault: CallFault | None = None
+
+
+class TaskSpec(msgspec.Struct, frozen=True):
+    """What a process needs to build its task."""
+
+    kind: str
+    options: dict[str, Any]
+    memory_bytes: int | None = None
+
+
+class CallRequest(msgspec.Struct, frozen=True):
+    """A call, and how long it may take."""
+
+    call: Call
+    timeout_s: float
+
+
+class Pipe:
+    """Messages over one end of a socket pair."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: Any, *, within_s: float | None = None) -> None:
+        """Send a message whole.
+
+        Raises:
+            TimeoutError: if the other end does not take it.
+            OSError: if it is gone.
+        """
+        data = msgspec.msgpack.encode(message)
+        self._socket.settimeout(within_s)
+        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self, kind: type[Any], *, within_s: float | None = None) -> Any:
+        """Return the next message.
+
+        Raises:
+            TimeoutError: if it does not come.
+            OSError: if the other end is gone.
+            msgspec.DecodeError: if it is none.
+        """
+        give_up_at = None if within_s is None else time.monotonic() + within_s
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, give_up_at))
+        if length > MAX_MESSAGE_BYTES:
+            raise ConnectionError(f"a message of {length} bytes; {MAX_MESSAGE_BYTES} are allowed")
+        return msgspec.msgpack.decode(self._read(length, give_up_at), type=kind)
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+    def _read(self, count: int, give_up_at: float | None) -> bytes:
+        parts = []
+        while count:
+            left_s = None if give_up_at is None else max(1e-3, give_up_at - time.monotonic())
+            self._socket.settimeout(left_s)
+            part = self._socket.recv(min(count, 1 << 20))
+            if not part:
+                raise ConnectionError("the other end is closed")
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+
+# --- carrying out calls --------------------------------------------------------------------------
+
+
+class Performer:
+    """Carries out calls on one task, and holds the state of its episodes."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._states: dict[str, Any] = {}
+
+    def answer(self, call: Call) -> CallAnswer:
+        """Carry out a call, whatever it does; only what ends a process ends this one."""
+        where = f"{type(self._task).__name__}.{call}"
+        try:
+            return CallAnswer(self._perform(call, where))
+        except MemoryError:
+            text = f"{where} ran out of memory; raise reward.memory_limit_bytes"
+            return CallAnswer(fault=CallFault("reward_memory", text))
+        except _Refused as refused:
+            return CallAnswer(fault=refused.fault)
+        except BaseException as error:  # noqa: BLE001 -- the caller learns of it, whatever it is
+            text = f"{where} raised {type(error).__name__}: {error}{_place(error)}"
+            is_transient = isinstance(error, TRANSIENT_ERRORS)
+            return CallAnswer(
+                fault=CallFault("reward_error", text, is_transient, _traceback(error))
+            )
+
+    def _perform(self, call: Call, where: str) -> Any:
+        match call:
+            case Score():
+                example = Example(**call.example)
+                return _finite(self._task.reward(example, call.completion), where)
+            case Begin():
+                self._states[call.episode] = self._environment.begin(Example(**call.example))
+                return None
+            case Reply():
+                said = self._environment.reply(self._state(call.episode), call.text)
+                return None if said is None else _messages(said, where)
+            case CallOutcome():
+                return _finite(self._environment.outcome(self._state(call.episode)), where)
+            case End():
+                state = self._states.pop(call.episode, None)
+                if state is not None:
+                    self._environment.end(state)
+                return None
+
+    @property
+    def _environment(self) -> Environment:
+        if not isinstance(self._task, Environment):
+            raise _Refused(
+                f"{type(self._task).__name__} has no episodes: it is not an "
+                "echo.tasks.environment.Environment"
+            )
+        return self._task
+
+    def _state(self, episode: str) -> Any:
+        if episode not in self._states:
+            raise _Refused(
+                f"the episode {episode} is not known here; its process was started anew",
+                reason="reward_lost",
+            )
+        return self._states[episode]
+
+
+class _Refused(Exception):  # noqa: N818 -- it carries the fault that the caller is told
+    """A call or its result is refused here."""
+
+    def __init__(self, text: str, *, reason: str = "reward_error") -> None:
+        super().__init__(text)
+        self.fault = CallFault(reason, text)
+
+
+def _finite(value: object, where: str) -> float:
+    """Return a reward as a float; refuse anything but a finite number."""
+    try:
+        reward = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        reward = math.nan
+    if isinstance(value, str | bytes) or not math.isfinite(reward):
+        raise _Refused(f"{where} returned {value!r}; it must return a finite number")
+    return reward
+
+
+def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
+    """Return what an environment says as messages; text is one message of the user's."""
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    messages = [said] if isinstance(said, dict) else said
+    for message in messages:
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise _Refused(
+                f"{where} returned {message!r}; it must return text, messages with the texts "
+                "`role` and `content`, or None when the episode is over"
+            )
+    return messages
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the traceback of a task's code, without the frames of this module that called it."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    return "".join(lines).rstrip()[-MAX_TRACEBACK_LENGTH:]
+
+
+def _place(error: BaseException) -> str:
+    """Return the file and line where a task's code raised an error, where that is known."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<")
+    ]
+    if not frames:
+        return ""
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+
+
+# --- the process ---------------------------------------------------------------------------------
+
 
 def main(fd: int) -> None:
-    """Serve the parent until it closes its end.
+    """Build the task, then answer one call after the other until the parent closes its end.
 
     Args:
         fd: the file descriptor of this end of the socket pair.
     """
-    channel = Channel(socket.socket(fileno=fd))
+    pipe = Pipe(socket.socket(fileno=fd))
     # The kernel's own handling: what keeps the interpreter busy for ever ends even so.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
-        spec: TaskSpec = channel.receive(TaskSpec)
-        performer, fault = _build(spec)
-        channel.send(Answer(fault=fault))
-        while performer is not None:
-            request: Request = channel.receive(Request)
+        spec: TaskSpec = pipe.receive(TaskSpec)
+        try:
+            task = load_task(spec.kind, spec.options)
+            task.prepare()
+        except EchoError as error:
+            text = f"the task's process cannot build it: {error}"
+            pipe.send(CallAnswer(fault=CallFault("reward_lost", text)))
+            return
+        _limit_memory(spec.memory_bytes)
+        pipe.send(CallAnswer())
+        performer = Performer(task)
+        while True:
+            request: CallRequest = pipe.receive(CallRequest)
             signal.setitimer(signal.ITIMER_REAL, request.timeout_s + GRACE_S)
             answer = performer.answer(request.call)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            _send(channel, answer, request)
+            _send(pipe, answer, request)
 
 
-def _build(spec: TaskSpec) -> tuple[Performer | None, Fault | None]:
-    try:
-        task = load_task(spec.kind, spec.options)
-        task.prepare()
-    except EchoError as error:
-        return None, Fault("reward_lost", f"the task's process cannot build it: {error}")
-    if spec.memory_bytes is not None:
+def _limit_memory(memory_bytes: int | None) -> None:
+    if memory_bytes is not None:
         # What it has by now is not counted against the task: imports differ between machines.
-        used = _data_bytes()
-        limit = spec.memory_bytes + used
+        limit = memory_bytes + _data_bytes()
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    return Performer(task), None
 
 
 def _data_bytes() -> int:
@@ -65,9 +350,9 @@ def _data_bytes() -> int:
         return 0
 
 
-def _send(channel: Channel, answer: Answer, request: Request) -> None:
+def _send(pipe: Pipe, answer: CallAnswer, request: CallRequest) -> None:
     try:
-        channel.send(answer)
+        pipe.send(answer)
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         text = f"{request.call} returned what cannot be sent: {error}; return texts and numbers"
-        channel.send(Answer(fault=Fault("reward_error", text)))
+        pipe.send(CallAnswer(fault=CallFault("reward_error", text)))

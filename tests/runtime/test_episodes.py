@@ -14,8 +14,7 @@ from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Samplin
 from echo.rollout import PolicyVersion, Rollout
 from echo.runtime.episodes import EpisodePlayer, Opening
 from echo.tasks.environment import Environment
-from echo.tasks.faults import RewardError
-from echo.tasks.host import InlineHost, Limits
+from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import Example
 
 STOP = 0

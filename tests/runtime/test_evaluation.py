@@ -11,7 +11,7 @@ from torch import Tensor
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
 from echo.rollout import PolicyVersion
 from echo.runtime.evaluation import Evaluations, Evaluator
-from echo.tasks.host import InlineHost, Limits
+from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
 
 

@@ -13,8 +13,7 @@ from echo.protocol.actions import StoreGroup
 from echo.rollout import Group
 from echo.runtime.transport_memory import MemoryNetwork
 from echo.tasks.builtin import Gsm8kTask
-from echo.tasks.host import Limits
-from echo.tasks.pool import PoolHost
+from echo.tasks.rewards import Limits, PoolHost
 from echo.tasks.tokenization import decode, load_tokenizer, stop_ids
 from tests.runtime.harness import Run, running
 
@@ -107,7 +106,7 @@ def test_references_are_right_and_others_wrong_in_the_workers_process(tmp_path: 
             example = task.example(index, split="train")
             wrong = f"#### {float(example.answer) + 1:g}"
             texts = [row["answer"], wrong, row["answer"].rpartition("####")[0] + wrong]
-            rewards = host.score_all(example, texts, on_progress=lambda _: None)
+            rewards = list(host.score_all(example, texts))
             assert rewards == [1.0, 0.0, 0.0], example
     finally:
         host.close()

@@ -22,7 +22,7 @@ from echo.runtime.checkpoint import find_whole
 from echo.runtime.learner import LearnerNode
 from echo.runtime.worker_parts import WorkerParts
 from echo.sim.network import Link
-from echo.tasks.host import TaskHost
+from echo.tasks.rewards import TaskHost
 from tests.protocol.harness import note_ways
 from tests.runtime.harness import LEARNER, RELAY, Play, Run, ends, read_jsonl, running
 

@@ -12,7 +12,7 @@ from echo.protocol.actions import StoreGroup
 from echo.rollout import Group
 from echo.runtime import task_setup, worker
 from echo.runtime.data_plane import load_data
-from echo.tasks.faults import RewardError
+from echo.tasks.rewards import RewardError
 from echo.tasks.tokenization import load_tokenizer
 from tests.runtime.harness import Play, Run, ends, running
 
@@ -144,7 +144,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(
         assert int(match[1]) >= 6
         assert "on w1: Raises.reward on train example" in text
         assert 'raise KeyError("answer")' in text, "the traceback of the task's own code"
-        assert "calls.py" not in text, "and of nothing else"
+        assert "process_main.py" not in text, "and of nothing else"
         assert run.ledger("checkpoint")[-1]["step"] == 0, "it may be resumed"
         assert not (run.run_dir / "final").exists()
 

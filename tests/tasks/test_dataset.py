@@ -1,17 +1,382 @@
+"""Rows of every form, what they are worth, and mixtures of tasks."""
+
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from echo.errors import ConfigError, DataError
-from echo.tasks.dataset import DatasetTask
+from echo.extras import install_command
+from echo.tasks.dataset import (
+    CYCLE,
+    NO_PATH,
+    DatasetTask,
+    MixtureTask,
+    RowsTask,
+    extract_answer,
+    is_equal,
+    is_local,
+    is_plain_number,
+    read_rows,
+    spread,
+)
+from echo.tasks.environment import Environment
 from echo.tasks.task import Example, load_task, task_digests
+
+# --- forms on disk and on the hub -----------------------------------------------------------------
+
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "one", "answer": "1", "info": {"level": 1}},
+    {"prompt": "two", "answer": "2", "info": {"level": 2}},
+    {"prompt": "three", "answer": "3", "info": {"level": 3}},
+]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def write_saved(directory: Path, rows: list[dict[str, Any]]) -> str:
+    """Write what `datasets.Dataset.save_to_disk` writes, as far as it is read."""
+    pyarrow = pytest.importorskip("pyarrow")
+    directory.mkdir(parents=True)
+    table = pyarrow.Table.from_pylist(rows)
+    names = []
+    for number in range(2):
+        names.append(f"data-{number:05d}-of-00002.arrow")
+        part = table.slice(2 * number, 2)
+        with pyarrow.ipc.new_stream(str(directory / names[-1]), table.schema) as stream:
+            stream.write_table(part)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (directory / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [(write_jsonl, "rows.jsonl"), (write_parquet, "rows.parquet"), (write_saved, "saved")],
+)
+def test_every_form_gives_the_same_rows(tmp_path: Path, write: Any, name: str) -> None:
+    rows = list(read_rows(write(tmp_path / name, ROWS)))
+    assert [row.columns for row in rows] == ROWS
+    assert len({row.text for row in rows}) == 3
+
+
+def test_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", ROWS)
+    assert [row.source for row in read_rows(path)] == [f"{path}:{n}" for n in (1, 2, 3)]
+
+
+def test_a_directory_is_all_of_its_files_in_order(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", ROWS[1:])
+    write_jsonl(tmp_path / "a.jsonl", ROWS[:1])
+    assert [row.columns["prompt"] for row in read_rows(str(tmp_path))] == ["one", "two", "three"]
+
+
+def test_a_directory_of_splits_asks_for_one(tmp_path: Path) -> None:
+    write_saved(tmp_path / "train", ROWS)
+    with pytest.raises(DataError, match=r"name one of its splits: .*/train"):
+        list(read_rows(str(tmp_path)))
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.parquet: cannot read the dataset: No such file"):
+        list(read_rows(str(tmp_path / "absent.parquet")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty: no dataset files in this directory; a dataset is"):
+        list(read_rows(str(tmp_path / "empty")))
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(DataError, match=r"rows\.parquet: not readable as Parquet"):
+        list(read_rows(str(path)))
+
+
+def test_typed_values_become_json_and_bytes_are_refused(tmp_path: Path) -> None:
+    when = datetime.datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001 -- what a file without zone has
+    row = {"prompt": "x", "when": when, "price": decimal.Decimal("1.50")}
+    path = write_parquet(tmp_path / "typed.parquet", [row])
+    [read] = read_rows(path)
+    assert read.columns == {"prompt": "x", "when": "2026-01-02T03:04:05", "price": 1.5}
+    path = write_parquet(tmp_path / "bytes.parquet", [{"prompt": "x", "image": b"\x89PNG"}])
+    with pytest.raises(DataError, match=r"bytes\.parquet:1: .*column 'image' holds bytes.*drop"):
+        list(read_rows(path))
+
+
+def test_without_pyarrow_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=re.escape(install_command("parquet") + "; or convert")):
+        list(read_rows(str(path)))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A hub that has openai/gsm8k, config main, split train; the calls that it got."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    calls: list[dict[str, Any]] = []
+
+    def snapshot_download(repository: str, **settings: Any) -> Any:
+        calls.append({"repository": repository, **settings})
+        if repository != "openai/gsm8k":
+            raise OSError("no connection")
+        if settings.get("dry_run"):
+            return [SimpleNamespace(filename=str(settings["allow_patterns"]))]
+        if settings.get("local_files_only") and not (tmp_path / "snapshot").is_dir():
+            raise OSError("not in the cache")
+        folder = tmp_path / "snapshot" / "main" / "train"
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            write_parquet(folder / "0000.parquet", ROWS)
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_a_split_comes_from_the_hub_as_parquet(hub: list[dict[str, Any]]) -> None:
+    rows = list(read_rows("hf://openai/gsm8k/main/train"))
+    assert [row.columns for row in rows] == ROWS
+    assert hub[0] == {
+        "repository": "openai/gsm8k",
+        "repo_type": "dataset",
+        "revision": "refs/convert/parquet",
+        "allow_patterns": "main/train/*.parquet",
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "message"),
+    [
+        ("hf://openai/gsm8k", ConfigError, "hf://ORG/NAME/CONFIG/SPLIT"),
+        ("hf://openai/gsm8k/main/dev", DataError, "has no split 'main/dev'"),
+        (
+            "hf://openai/gsm9k/main/dev",
+            DataError,
+            r"no connection\. Without a network.*\n  hf download openai/gsm9k --repo-type dataset "
+            r"--revision refs/convert/parquet --include 'main/dev/\*\.parquet' --local-dir DIR\n"
+            "copy DIR here and write DIR/main/dev in place of",
+        ),
+    ],
+)
+def test_what_the_hub_has_not_is_explained(
+    hub: list[dict[str, Any]], path: str, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        list(read_rows(path))
+
+
+def test_what_is_on_the_hub_is_asked_for_and_not_downloaded(hub: list[dict[str, Any]]) -> None:
+    path = "hf://openai/gsm8k/main/train"
+    assert not is_local(path)
+    assert [call.get("dry_run") for call in hub] == [None, True]
+    list(read_rows(path))
+    assert is_local(path)
+    assert is_local("rows.jsonl")
+    with pytest.raises(DataError, match="no connection"):
+        is_local("hf://openai/gsm9k/main/train")
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+class Contains(RowsTask):
+    def reward(self, example: Example, completion: str) -> float:
+        return float(example.answer in completion)
+
+
+class Capitals(Contains):
+    def read_row(self, row: Any) -> Example:
+        return Example(index=0, split="train", prompt=row["country"], answer=row["capital"])
+
+
+def write_rows(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def rows(num_rows: int, tag: str = "q") -> list[object]:
+    return [{"prompt": f"{tag}{index}", "answer": f"a{index}"} for index in range(num_rows)]
+
+
+def test_rows_are_served_in_order_and_wrap_around(tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", rows(3))
+    task = Contains(path=train, heldout_path=write_rows(tmp_path / "held.jsonl", rows(2, "h")))
+    examples = [task.example(index, split="train") for index in range(4)]
+    assert [example.prompt for example in examples] == ["q0", "q1", "q2", "q0"]
+    assert [example.index for example in examples] == [0, 1, 2, 3]
+    assert examples[3].source == f"{train}:1"
+    heldout = task.example(1, split="heldout")
+    assert (heldout.prompt, heldout.split) == ("h1", "heldout")
+    assert task.reward(heldout, "it is a1") == 1.0
+    assert (task.num_examples(split="train"), task.num_examples(split="heldout")) == (3, 2)
+
+
+def test_one_file_is_split_by_the_hash_of_its_lines(tmp_path: Path) -> None:
+    task = Contains(path=write_rows(tmp_path / "all.jsonl", rows(400)))
+    numbers = {split: task.num_examples(split=split) for split in ("train", "heldout")}
+    assert numbers["train"] + numbers["heldout"] == 400
+    assert 20 <= numbers["heldout"] <= 60
+    sides = [
+        {task.example(index, split=split).prompt for index in range(number)}
+        for split, number in numbers.items()
+    ]
+    assert not sides[0] & sides[1]
+
+
+def test_messages_and_info_are_taken(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages, "info": {"level": 2}}])
+    example = Contains(path=path, heldout_path=path).example(0, split="train")
+    assert (example.prompt, example.info, example.answer) == (messages, {"level": 2}, None)
+
+
+def test_the_constructor_reads_nothing(tmp_path: Path) -> None:
+    task = Contains(path=str(tmp_path / "absent.jsonl"))
+    assert task.reward(Example(index=0, split="train", prompt="", answer="x"), "x") == 1.0
+    with pytest.raises(DataError, match=r"absent\.jsonl: cannot read the dataset: No such file"):
+        task.example(0, split="train")
+    with pytest.raises(DataError, match=r"set task\.options\.path"):
+        Contains().example(0, split="train")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"prompt": "x"', "Expecting"),
+        (b"[1, 2]", "must be a JSON object, not list"),
+        (b'{"question": "x"}', "needs `prompt`.*it has the columns question"),
+        (b'{"prompt": ""}', "needs `prompt`"),
+        (b'{"prompt": " \\n"}', "needs `prompt`"),
+        (b'{"prompt": 3}', "needs `prompt`"),
+        (b'{"prompt": [{"role": "user"}]}', "needs `prompt`"),
+        (b'{"prompt": "x", "info": 3}', "`info` must be an object, not int"),
+        (b'{"prompt": "\xff"}', "can't decode byte 0xff"),
+    ],
+)
+def test_a_malformed_row_is_named_by_file_and_line(
+    tmp_path: Path, line: bytes, problem: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "good"}\n\n' + line + b"\n")
+    with pytest.raises(DataError, match=rf"rows\.jsonl:3: malformed row: .*{problem}"):
+        Contains(path=str(path)).example(0, split="train")
+
+
+def test_a_column_missed_by_a_subclass_is_named(tmp_path: Path) -> None:
+    path = write_rows(
+        tmp_path / "c.jsonl", [{"country": "Chad", "capital": "N'Djamena"}, {"land": 1}]
+    )
+    with pytest.raises(DataError, match=r"c\.jsonl:2: malformed row: no column 'country'"):
+        Capitals(path=path).example(0, split="train")
+
+
+def test_an_empty_file_and_an_empty_split_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is empty"):
+        Contains(path=write_rows(tmp_path / "empty.jsonl", [])).example(0, split="train")
+    one_row = write_rows(tmp_path / "one.jsonl", rows(1))
+    with pytest.raises(DataError, match=r"set.*heldout_path|heldout_path"):
+        Contains(path=one_row).example(0, split="heldout")
+
+
+def test_bad_rows_are_skipped_counted_and_the_first_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [b'{"prompt": "a"}', b'{"prompt": " "}', b"{", b'{"prompt": 3}', b'{"prompt": "b"}']
+    path.write_bytes(b"\n".join(lines))
+    task = Contains(path=str(path), heldout_path=str(path), skip_bad=True)
+    assert task.num_examples(split="train") == 2
+    assert task.example(1, split="train").source == f"{path}:5"
+    text = f"{path}: skipped 3 of 5 rows (task.options.skip_bad); the first: {path}:2: malformed"
+    assert text in caplog.text
+
+
+def test_a_dataset_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
+    task = Contains(path=write_rows(tmp_path / "bad.jsonl", [{"question": "x"}, {}]), skip_bad=True)
+    with pytest.raises(DataError, match=r"all rows are malformed; the first: .*bad\.jsonl:1: "):
+        task.example(0, split="train")
+
+
+def test_a_glance_at_the_data_finds_what_is_wrong_with_each_file(tmp_path: Path) -> None:
+    bad, none = write_rows(tmp_path / "bad.jsonl", [{}, *rows(2)]), str(tmp_path / "none.jsonl")
+    first, second = Contains(path=bad, heldout_path=none).data_problems()
+    assert f"{bad}:1: malformed row" in first
+    assert f"{none}: cannot read the dataset" in second
+    assert Contains(path=bad, skip_bad=True).data_problems() == []
+    assert Contains().data_problems() == [NO_PATH]
+
+
+# --- mathematical answers -------------------------------------------------------------------------
+
+
+pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("6 * 7 = 42\n#### 42", "42"),
+        ("#### 41\nNo, wait.\n#### $42.00.", "42.00"),
+        ("####\n1,234,567", "1234567"),
+        (r"So \boxed{\frac{1}{2}} it is, 3 times", r"\frac{1}{2}"),
+        (r"\boxed{12} then \boxed{\text{about } 13}", "13"),
+        ("first 3, then 4.5 apples.", "4.5"),
+        ("**-17**", "-17"),
+        ("7 - 12 = -5", "-5"),
+        ("between 10-12", "12"),
+        ("half: .5", ".5"),
+        ("it costs $1,250.", "1250"),
+        ("#### ", None),
+        ("ends with 8 ####", "8"),
+        ("nothing here", None),
+        (r"\boxed{unclosed", None),
+    ],
+)
+def test_the_final_answer_is_found(completion: str, answer: str | None) -> None:
+    assert extract_answer(completion) == answer
+
+
+def test_equality_is_of_values() -> None:
+    assert is_equal("3", "3.000")
+    assert not is_equal("3", "3.001")
+    assert not is_equal("3", "")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("-3.50", True), ("3e2", False), ("x", False)])
+def test_plain_numbers_are_told_from_expressions(text: str, expected: bool) -> None:
+    assert is_plain_number(text) is expected
+
+
+# --- any reward function --------------------------------------------------------------------------
+
 
 FUNCTIONS = """
 def all_columns(prompt, completion, **row):
@@ -132,3 +497,101 @@ def test_the_digest_follows_the_functions_file(functions: Path) -> None:
     before = task_digests(load_task("dataset", options))
     functions.write_text(FUNCTIONS + "# another\n", encoding="utf-8")
     assert task_digests(load_task("dataset", options))["task_source"] != before["task_source"]
+
+
+# --- mixtures -------------------------------------------------------------------------------------
+
+
+HERE = "tests.tasks.pool_tasks"
+
+
+def dataset(path: Path, num_rows: int) -> dict[str, Any]:
+    rows = [{"prompt": f"q{number}", "answer": f"a{number}"} for number in range(num_rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {"kind": "dataset", "options": {"path": str(path), "heldout_path": str(path)}}
+
+
+def make(*tables: dict[str, Any]) -> MixtureTask:
+    task = load_task("mixture", {"tasks": list(tables)})
+    assert isinstance(task, MixtureTask)
+    return task
+
+
+@pytest.mark.parametrize("shares", [[1.0], [0.5, 0.5], [0.75, 0.2, 0.05], [0.999, 0.001]])
+def test_every_stretch_is_mixed_as_the_weights_say(shares: list[float]) -> None:
+    parts = [part for part, _ in spread(shares)]
+    for length in (1, 7, 50, 333, CYCLE):
+        counts = Counter(parts[:length])
+        assert all(abs(counts[k] - share * length) <= 1 for k, share in enumerate(shares))
+    assert spread(shares)[-1][1] == Counter(parts)[parts[-1]] - 1
+
+
+def test_examples_go_to_their_own_task(tmp_path: Path) -> None:
+    task = make({"kind": "addition", "weight": 3}, dataset(tmp_path / "a.jsonl", 4))
+    examples = [task.example(index, split="train") for index in range(40)]
+    assert [example.index for example in examples] == list(range(40))
+    assert Counter(example.task for example in examples) == {"addition": 30, "dataset": 10}
+    for example in examples:
+        right = f"1+1>{example.answer}" if example.task == "addition" else example.answer
+        assert task.reward(example, right) == 1.0
+        assert task.reward(example, "?") == 0.0
+    assert examples == [task.example(index, split="train") for index in range(40)]
+
+
+def test_a_dataset_is_visited_whole_before_it_is_visited_again(tmp_path: Path) -> None:
+    task = make({"kind": "addition"}, dataset(tmp_path / "a.jsonl", 7))
+    prompts = [
+        example.prompt
+        for index in range(2 * CYCLE)
+        if (example := task.example(index, split="train")).task == "dataset"
+    ]
+    assert len(prompts) == CYCLE
+    epochs = [tuple(prompts[start : start + 7]) for start in range(0, 7 * 100, 7)]
+    assert all(len(set(epoch)) == 7 for epoch in epochs)
+    assert len(set(epochs)) > 50, "in another order each time"
+
+
+def test_tasks_of_one_and_of_several_turns(tmp_path: Path) -> None:
+    task = make({"kind": f"{HERE}:Counting"}, dataset(tmp_path / "a.jsonl", 4))
+    assert task.has_turns
+    assert not task.is_bounded
+    examples = {
+        example.task: example for i in range(2) if (example := task.example(i, split="train"))
+    }
+    state = task.begin(examples["Counting"])
+    assert [task.reply(state, text) for text in ("1", "2", "3")] == ["go on", "go on", None]
+    assert task.outcome(state) == 1.0
+    task.end(state)
+    state = task.begin(examples["dataset"])
+    assert task.reply(state, str(examples["dataset"].answer)) is None
+    assert task.outcome(state) == 1.0
+    task.end(state)
+
+
+def test_tasks_of_one_turn_make_a_task_of_one_turn() -> None:
+    task = make({"kind": "addition"}, {"kind": "countdown"})
+    assert isinstance(task, Environment)
+    assert not task.has_turns
+    assert task.is_bounded
+
+
+def test_the_digest_covers_every_task() -> None:
+    one = task_digests(make({"kind": "addition"}))
+    two = task_digests(make({"kind": "addition"}, {"kind": "countdown"}))
+    assert one["task_source"] != two["task_source"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], r"needs tables \[\[task\.options\.tasks\]\]"),
+        ([{"kind": "addition", "wieght": 2}], r"tasks\[0\]\.wieght: .*did you mean 'weight'"),
+        ([{"kind": "addition", "weight": 0}], r"tasks\[0\]\.weight = 0: must be a number above 0"),
+        ([{"weight": 2}], r"tasks\[0\]: needs a `kind`"),
+        ([{"kind": "addition"}] * 2, r"tasks\[1\]: two tasks are called 'addition'; give them a"),
+        ([{"kind": "additon"}], "did you mean 'addition'"),
+    ],
+)
+def test_what_does_not_fit_is_named(tables: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_task("mixture", {"tasks": tables})

@@ -1,12 +1,36 @@
+"""What a task is, and how it is found, built and compared by its name."""
+
 from __future__ import annotations
 
 import json
 import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from echo.errors import ConfigError
 from echo.tasks.builtin import AdditionTask, CountdownTask
-from echo.tasks.task import Example, GeneratedTask, is_heldout
+from echo.tasks.dataset import RowsTask
+from echo.tasks.task import (
+    BUILT_IN_TASKS,
+    Example,
+    GeneratedTask,
+    Task,
+    check_code,
+    code_of,
+    find_code,
+    import_module,
+    is_heldout,
+    load_function,
+    load_task,
+    task_digests,
+)
+
+# --- tasks ----------------------------------------------------------------------------------------
+
 
 TASKS = [AdditionTask, CountdownTask]
 
@@ -53,3 +77,279 @@ def test_an_impossible_example_is_refused(index: int, split: str) -> None:
 def test_an_example_names_where_it_came_from() -> None:
     assert str(Example(index=3, split="train", prompt="x")) == "train example 3"
     assert str(Example(index=3, split="train", prompt="x", source="a.jsonl:9")) == "a.jsonl:9"
+
+
+# --- a task by its name ---------------------------------------------------------------------------
+
+
+OWN_TASK = """
+from echo.tasks.task import Example, Task
+
+class Parrot(Task):
+    def __init__(self, *, phrase: str = "hello", num_times: int = 1) -> None:
+        if num_times < 1:
+            raise ValueError(f"num_times is {num_times}, must be at least 1")
+        self.phrase = phrase * num_times
+
+    def example(self, index, *, split):
+        return Example(index=index, split=split, prompt=self.phrase, answer=self.phrase)
+
+    def reward(self, example, completion):
+        return float(completion == example.answer)
+
+class Unfinished(Task):
+    def reward(self, example, completion):
+        return 0.0
+
+NOT_A_TASK = 3
+"""
+
+
+@pytest.fixture
+def user_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current directory with the user's own my_tasks.py; imports are undone afterwards."""
+    modules, path = set(sys.modules), list(sys.path)
+    (tmp_path / "my_tasks.py").write_text(OWN_TASK, encoding="utf-8")
+    (tmp_path / "broken_tasks.py").write_text("import no_such_thing\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+NEEDED = {"mixture": {"tasks": [{"kind": "addition"}]}, "verifiers": {"env": "my_env"}}
+
+
+@pytest.mark.parametrize("kind", BUILT_IN_TASKS)
+def test_built_in_tasks_load_by_name(kind: str) -> None:
+    assert isinstance(load_task(kind, NEEDED.get(kind, {})), Task)
+
+
+def test_a_users_own_file_loads_with_options(user_directory: Path) -> None:
+    task = load_task("my_tasks:Parrot", {"phrase": "ab", "num_times": 2})
+    example = task.example(4, split="heldout")
+    assert (example.prompt, task.reward(example, "abab")) == ("abab", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("additon", {}, r"'additon' is unknown; did you mean 'addition'\?.*package\.module:Class"),
+        ("my_task:Parrot", {}, r"no module 'my_task' in .*did you mean 'my_tasks'\?"),
+        ("my_tasks.sub:Parrot", {}, r"importing 'my_tasks\.sub' failed|no module"),
+        ("my_tasks:Parot", {}, r"has no 'Parot'; did you mean 'Parrot'\?.*Parrot, Unfinished"),
+        ("my_tasks:NOT_A_TASK", {}, "not a subclass of echo.tasks.task.Task"),
+        ("my_tasks:Unfinished", {}, "Unfinished does not define example"),
+        ("my_tasks:Parrot", {"phrse": "x"}, r"phrse: .*did you mean 'phrase'\?.*phrase, num_times"),
+        ("my_tasks:Parrot", {"num_times": 0}, "num_times is 0, must be at least 1"),
+        ("addition", {"digits": 3}, "no such option; it takes none"),
+        ("broken_tasks:X", {}, "importing 'broken_tasks' failed: ModuleNotFoundError.*no_such"),
+    ],
+)
+def test_what_cannot_be_loaded_is_explained(
+    user_directory: Path, kind: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_task(kind, options)
+
+
+def test_the_source_digest_covers_the_whole_file(user_directory: Path) -> None:
+    before = task_digests(load_task("my_tasks:Parrot", {}))
+    assert before == task_digests(load_task("my_tasks:Parrot", {"phrase": "other options"}))
+    assert before["dataset"] == ""
+    (user_directory / "my_tasks.py").write_text(OWN_TASK + "\n# a helper\n", encoding="utf-8")
+    assert task_digests(load_task("my_tasks:Parrot", {}))["task_source"] != before["task_source"]
+
+
+def test_the_digest_of_a_built_in_task_is_stable() -> None:
+    assert task_digests(AdditionTask()) == task_digests(load_task("addition", {}))
+
+
+class Lines(RowsTask):
+    def reward(self, example: Example, completion: str) -> float:
+        return 0.0
+
+
+def test_the_dataset_digest_follows_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    first = task_digests(Lines(path=str(path)))["dataset"]
+    assert len(first) == 64
+    path.write_text('{"prompt": "b"}\n', encoding="utf-8")
+    assert task_digests(Lines(path=str(path)))["dataset"] != first
+    assert task_digests(Lines(path=str(tmp_path / "absent")))["dataset"] == ""
+
+
+# --- code that settings name ----------------------------------------------------------------------
+
+RUNS = "from pathlib import Path\nPath('was_run').touch()\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "names"),
+    [
+        ("addition", {"digits": 3, "note": "see hf://openai/gsm8k: it is long"}, []),
+        ("my_tasks:Parrot", {"phrase": "my_tasks"}, ["my_tasks"]),
+        ("dataset", {"path": "a.jsonl", "reward": "own/rewards.py:right"}, ["own/rewards.py"]),
+        ("dataset", {"reward": "package.rewards:right"}, ["package.rewards"]),
+        ("verifiers", {"env": "someone/my-env", "args": {}}, ["my_env"]),
+        (
+            "mixture",
+            {
+                "tasks": [
+                    {"kind": "my_tasks:Parrot"},
+                    {"kind": "verifiers", "options": {"env": "x"}},
+                ]
+            },
+            ["my_tasks", "x"],
+        ),
+    ],
+)
+def test_code_is_found_wherever_settings_name_it(
+    kind: str, options: dict[str, Any], names: list[str], user_directory: Path
+) -> None:
+    for name in names:
+        path = user_directory / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(RUNS)
+    found = code_of(kind, options)
+    assert list(found) == names
+    check_code(kind, options, found, inherited_dir=user_directory / "inherited")
+    assert not (user_directory / "was_run").exists()
+
+
+def test_packages_around_a_module_count_and_pythons_own_library_does_not(
+    user_directory: Path,
+) -> None:
+    package = user_directory / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "rewards.py").write_text(RUNS)
+    options = {"reward": "package.rewards:right", "other": "json.decoder:JSONDecoder"}
+    before = code_of("dataset", options)
+    assert list(before) == ["package.rewards"]
+    (package / "__init__.py").write_text(RUNS)
+    assert code_of("dataset", options) != before
+    (package / "__init__.py").write_bytes(b"\r\n")
+    (package / "rewards.py").write_text(RUNS.replace("\n", "\r\n"), newline="")
+    windows = code_of("dataset", options)
+    (package / "__init__.py").write_bytes(b"\n")
+    (package / "rewards.py").write_text(RUNS)
+    assert code_of("dataset", options) == windows, "line ends do not count"
+    assert not (user_directory / "was_run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "learners", "place"),
+    [
+        ("absent.py", "/home/them/absent.py", "absent.py"),
+        ("absent", "/home/them/absent.py", "absent.py"),
+        ("deep.absent", "/home/them/deep/absent/__init__.py", "deep/absent/__init__.py"),
+    ],
+)
+def test_code_that_is_missing_is_named_with_where_from_and_where_to(
+    name: str, learners: str, place: str, user_directory: Path
+) -> None:
+    theirs = {name: {"hash": "a" * 64, "path": learners}}
+    with pytest.raises(ConfigError) as caught:
+        check_code("dataset", {"reward": f"{name}:right"}, theirs, inherited_dir=user_directory)
+    assert f"copy {learners} from the learner's machine to {user_directory / place}" in str(
+        caught.value
+    )
+
+
+def test_other_code_than_the_learners_is_not_run(user_directory: Path) -> None:
+    (user_directory / "rewards.py").write_text(RUNS)
+    options, elsewhere = {"reward": "rewards.py:right"}, user_directory / "inherited"
+    theirs = {"rewards.py": {"hash": "a" * 64, "path": "/home/them/rewards.py"}}
+    for learners in (theirs, {}):
+        with pytest.raises(ConfigError, match=r"another one than the learner's.*was not run"):
+            check_code("dataset", options, learners, inherited_dir=elsewhere)
+    inherited = code_of("dataset", options)
+    with pytest.raises(ConfigError, match="among files that came over the network"):
+        check_code("dataset", options, inherited, inherited_dir=user_directory)
+    assert not (user_directory / "was_run").exists()
+
+
+# --- code by its name -----------------------------------------------------------------------------
+
+
+REWARDS = """
+import dataclasses
+
+@dataclasses.dataclass
+class Weight:
+    value: "float" = 2.0
+
+def correct(prompt, completion, answer):
+    return Weight().value
+
+LIMIT = 3
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(REWARDS, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("1 / 0\n", encoding="utf-8")
+    modules, search = set(sys.modules), list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    yield path
+    sys.path[:] = search
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("spec", ["my_rewards:correct", "my_rewards.py:correct", "{path}:correct"])
+def test_a_function_is_found_by_module_and_by_file(rewards: Path, spec: str) -> None:
+    function = load_function("reward", spec.format(path=rewards))
+    assert function("", "", "") == 2.0
+
+
+def test_a_file_is_run_once(rewards: Path) -> None:
+    first = load_function("reward", "my_rewards.py:correct")
+    assert load_function("reward", str(rewards) + ":correct") is first
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("correct", r"x: name a function as 'package\.module:function' or 'path/to/file\.py"),
+        ("my_rewards.py:corect", r"no function 'corect'; did you mean 'correct'\?.*correct"),
+        ("my_rewards.py:LIMIT", "no function 'LIMIT'"),
+        ("my_reward:correct", r"no module 'my_reward' in .*did you mean 'my_rewards'\?"),
+        ("absent.py:correct", r"no file 'absent\.py' in "),
+        ("broken.py:correct", "importing 'broken.py' failed: ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_found_is_explained(rewards: Path, spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_function("x", spec)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_code_is_found_where_it_would_be_imported_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    for directory in (here, other):
+        directory.mkdir()
+        (directory / "found_twice.py").write_text("")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(other), *([str(here)] if is_listed else []), *sys.path])
+    monkeypatch.delitem(sys.modules, "found_twice", raising=False)
+    found = find_code("found_twice")
+    assert found == [(other if is_listed else here) / "found_twice.py"]
+    assert "found_twice" not in sys.modules
+    module = import_module("task.kind", "found_twice")
+    assert [Path(str(module.__file__))] == found
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    assert find_code("found_twice") == found, "what is imported already is what runs"
+    monkeypatch.delitem(sys.modules, "found_twice")
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "no.such.module", "absent.py", "sys", "json"])
+def test_what_is_not_here_or_pythons_own_has_no_files(name: str) -> None:
+    assert find_code(name) == []

@@ -12,9 +12,7 @@ import pytest
 from echo.errors import ConfigError
 from echo.extras import install_command
 from echo.tasks.environment import Environment
-from echo.tasks.faults import RewardError
-from echo.tasks.host import Limits
-from echo.tasks.pool import PoolHost
+from echo.tasks.rewards import Limits, PoolHost, RewardError
 from echo.tasks.task import load_task
 
 ENV = "tests.tasks.verifiers_envs"

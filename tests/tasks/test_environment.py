@@ -1,3 +1,5 @@
+"""Tools: their schemas, their calls in a text, their results."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -5,8 +7,10 @@ from typing import Literal
 
 import pytest
 
-from echo.tasks.environment import ToolEnvironment, schema_of
+from echo.tasks.environment import ToolCall, ToolEnvironment, find_calls, schema_of, without_calls
 from echo.tasks.task import Example
+
+# --- tools ----------------------------------------------------------------------------------------
 
 
 def add(a: int, b: int = 1) -> int:
@@ -109,3 +113,50 @@ def test_the_schema_follows_the_signature() -> None:
             },
         },
     }
+
+
+# --- calls in a text ------------------------------------------------------------------------------
+
+
+def block(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def test_calls_are_found_in_order_and_taken_out() -> None:
+    first = block('{"name": "add", "arguments": {"a": 1, "b": {"c": "é"}}}')
+    second = block('{"name": "now"}')
+    text = f"\n\nLet me see.\n{first}\n{second}"
+    assert find_calls(text) == [
+        ToolCall("add", {"a": 1, "b": {"c": "é"}}),
+        ToolCall("now", {}),
+    ]
+    assert without_calls(text) == "\n\nLet me see."
+    assert without_calls(f"So {first} then") == "So  then"
+
+
+def test_a_call_that_is_cut_off_after_its_json_counts() -> None:
+    assert find_calls('<tool_call>{"name": "now"}') == [ToolCall("now", {})]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("<tool_call>", "a call is a JSON object"),
+        (block("{not json}"), "a call is a JSON object"),
+        (block("[1]"), "a call is a JSON object"),
+        (block('{"arguments": {}}'), "a call is a JSON object"),
+        # Of a policy that repeats itself.
+        pytest.param(block("[" * 100_000), "a call is a JSON object", id="deep"),
+        pytest.param(block(f"x{' ' * 200_000}y"), "a call is a JSON object", id="wide"),
+        (block('{"name": 3}'), '"name" must be a text'),
+        (block('{"name": "add", "arguments": "1"}'), '"arguments" an object'),
+    ],
+)
+def test_what_cannot_be_read_says_why(text: str, fault: str) -> None:
+    [call] = find_calls(text)
+    assert fault in call.fault
+
+
+def test_a_text_without_calls() -> None:
+    assert find_calls("no call") == []
+    assert without_calls(" no call ") == " no call"

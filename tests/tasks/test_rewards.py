@@ -1,11 +1,12 @@
-"""A task in processes of its own: what it may do wrong, and that nobody else suffers from it."""
+"""Reward calls: what a task's code may do wrong, and that its group alone suffers from it."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +15,149 @@ from typing import Any
 
 import pytest
 
-from echo.tasks.faults import RewardError
-from echo.tasks.host import Limits
-from echo.tasks.pool import PoolHost
-from echo.tasks.task import Example
+from echo.tasks.rewards import (
+    MAX_STUCK_THREADS,
+    InlineHost,
+    Limits,
+    PoolHost,
+    RewardError,
+)
+from echo.tasks.task import Example, RetryCall, Task
 
 EXAMPLE = Example(index=3, split="train", prompt="?", answer=3, source="rows.jsonl:4")
+
+LIMITS = Limits(score_s=60.0, step_s=60.0)
+
+# --- any host, and threads ------------------------------------------------------------------------
+
+
+class Grader(Task):
+    """Scores by a function of a test's."""
+
+    def __init__(self, function: Callable[[str], object]) -> None:
+        self.function = function
+
+    def example(self, index: int, *, split: str) -> Example:
+        return EXAMPLE
+
+    def reward(self, example: Example, completion: str) -> float:
+        return self.function(completion)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """An event that stuck reward functions wait for."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def score(function: Callable[[str], object], **limits: float) -> float:
+    return InlineHost(Grader(function), replace(LIMITS, **limits)).score(EXAMPLE, "")
+
+
+def test_a_task_in_this_process_is_scored_in_order() -> None:
+    host = InlineHost(Grader(len), LIMITS)
+    assert list(host.score_all(EXAMPLE, ["", "a", "bc"])) == [0, 1, 2]
+    assert host.take_counts()["env/calls"] == 3
+
+
+@pytest.mark.parametrize(("value", "reward"), [(0.25, 0.25), (True, 1.0), (-3, -3.0)])
+def test_a_finite_number_is_the_reward(value: object, reward: float) -> None:
+    result = score(lambda _: value)
+    assert (result, type(result)) == (reward, float)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "1.0", [1], 10**400])
+def test_anything_else_is_refused_by_name(value: object) -> None:
+    with pytest.raises(RewardError, match=r"Grader\.reward on rows\.jsonl:4 returned .*finite"):
+        score(lambda _: value)
+
+
+@pytest.mark.parametrize("reward", [-10.5, 1e38])
+def test_a_reward_beyond_the_bound_is_a_fault(reward: float) -> None:
+    limits = replace(LIMITS, max_abs_reward=10.0)
+    assert InlineHost(Grader(lambda _: -10), limits).score(EXAMPLE, "") == -10.0
+    host = InlineHost(Grader(lambda _: reward), limits)
+    with pytest.raises(RewardError, match=r"returned .*, beyond task\.max_reward = 10;") as caught:
+        host.score(EXAMPLE, "")
+    assert caught.value.reason == "reward_too_large"
+    assert host.take_counts()["env/errors"] == 1
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit, TimeoutError, RewardError])
+def test_what_it_raises_is_reported_with_its_cause(kind: type[BaseException]) -> None:
+    calls: list[str] = []
+
+    def fail(text: str) -> float:
+        calls.append(text)
+        raise kind("on purpose")
+
+    what = rf"rows\.jsonl:4 raised {kind.__name__}: on purpose \(test_rewards\.py:\d+\)"
+    with pytest.raises(RewardError, match=what) as caught:
+        score(fail)
+    is_transient = kind is TimeoutError
+    assert caught.value.reason == ("reward_retries" if is_transient else "reward_error")
+    assert len(calls) == (3 if is_transient else 1)
+
+
+def test_what_may_work_later_is_tried_again_and_counted() -> None:
+    calls: list[str] = []
+
+    def fail_once(text: str) -> float:
+        calls.append(text)
+        if len(calls) == 1:
+            raise RetryCall("not yet")
+        return 1.0
+
+    host = InlineHost(Grader(fail_once), LIMITS)
+    assert host.score(EXAMPLE, "x") == 1.0
+    counts = host.take_counts()
+    assert (counts["env/calls"], counts["env/retries"]) == (2, 1)
+    assert "env/errors" not in counts
+
+
+def test_a_call_that_hangs_is_abandoned_and_the_next_one_works(gate: threading.Event) -> None:
+    host = InlineHost(Grader(lambda text: not text or gate.wait(20)), LIMITS)
+    host.limits = replace(LIMITS, score_s=0.02)
+    what = r"Grader\.reward on rows\.jsonl:4 did not return within 0\.02 s.*reward_timeout_s"
+    with pytest.raises(RewardError, match=what) as caught:
+        host.score(EXAMPLE, "hang")
+    assert caught.value.reason == "reward_timeout"
+    assert host.take_counts()["env/errors"] == 1
+    host.limits = LIMITS
+    assert host.score(EXAMPLE, "") == 1.0
+
+
+def test_the_number_of_stuck_calls_is_bounded_and_recovers(gate: threading.Event) -> None:
+    host = InlineHost(Grader(lambda text: not text or gate.wait(20)), LIMITS)
+    host.limits = replace(LIMITS, score_s=0.001)
+    for _ in range(MAX_STUCK_THREADS):
+        with pytest.raises(RewardError, match="did not return"):
+            host.score(EXAMPLE, "hang")
+    host.limits = LIMITS
+    with pytest.raises(RewardError, match="8 calls of reward functions never returned"):
+        host.score(EXAMPLE, "")
+    stuck = list(host._stuck)
+    gate.set()
+    for thread in stuck:
+        thread.join(20)
+    assert host.score(EXAMPLE, "") == 1.0
+
+
+def test_threads_are_used_again_and_end_with_their_host() -> None:
+    threads: set[threading.Thread] = set()
+    host = InlineHost(Grader(lambda _: threads.add(threading.current_thread()) or 1), LIMITS)
+    assert list(host.score_all(EXAMPLE, [""] * 20)) == [1.0] * 20
+    [thread] = threads
+    assert thread is not threading.current_thread()
+    host.close()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+# --- processes ------------------------------------------------------------------------------------
+
 
 KIND = "tests.tasks.pool_tasks:Misbehaving"
 
@@ -168,20 +306,35 @@ def test_a_call_that_asks_for_it_is_tried_again(make_pool: Pools, tmp_path: Path
 
 def test_no_more_run_at_once_than_are_allowed(make_pool: Pools) -> None:
     pool = make_pool(size=2)
-    progress: list[int] = []
-    pids = pool.score_all(EXAMPLE, ["pid"] * 12, on_progress=progress.append)
+    pids = list(pool.score_all(EXAMPLE, ["pid"] * 12))
+    assert len(pids) == 12
     assert 1 <= len(set(pids)) <= 2
-    assert sum(progress) >= 12
 
 
 def test_the_first_fault_ends_a_group_and_the_pool_goes_on(make_pool: Pools) -> None:
     pool = make_pool(size=2)
     with pytest.raises(RewardError, match="on purpose"):
-        pool.score_all(
-            EXAMPLE, ["number 1", "fail on purpose", "number 2"], on_progress=lambda _: None
-        )
-    rewards = pool.score_all(EXAMPLE, ["number 1", "number 2"], on_progress=lambda _: None)
-    assert rewards == [1.0, 2.0]
+        list(pool.score_all(EXAMPLE, ["number 1", "fail on purpose", "number 2"]))
+    assert list(pool.score_all(EXAMPLE, ["number 1", "number 2"])) == [1.0, 2.0]
+
+
+def test_who_stops_early_cancels_the_rest_and_who_waits_is_told_of_the_end(
+    make_pool: Pools,
+) -> None:
+    pool = make_pool()
+    rewards = pool.score_all(EXAMPLE, ["calls", *["sleep 600"] * 9])
+    assert next(rewards) == 1.0
+    rewards.close()
+    others = pool.score_all(EXAMPLE, ["number 1"] * 2)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(list, others)
+        assert wait_until(lambda: pool._busy)
+        pool.close()
+        with pytest.raises(RewardError) as caught:
+            waiting.result(timeout=120)
+    assert caught.value.reason == "reward_lost"
+    with pytest.raises(RewardError, match="is being closed"):
+        next(pool.score_all(EXAMPLE, ["number 1"]))
 
 
 def test_a_task_that_cannot_be_built_is_named(make_pool: Pools) -> None:

@@ -1,0 +1,584 @@
+"""Reward calls: a user's code, run where it can harm nobody, in bounded time and memory.
+
+A group's way: `score_all` hands each answer to `perform`, which counts, tries again what asks for
+it and bounds the reward; `_answer` carries a call out, in a thread (InlineHost) or in a process
+(PoolHost). A host is called from any thread and blocks it until the answer is there.
+
+**Threads** are for tasks that say of themselves that they are bounded: handing a call to a thread
+costs much less than to a process, which at the thousands of short completions per second of a small
+model would be the larger part of the cost. The code may raise, return nonsense, or never return:
+then its thread is left alone and another takes its place. Their number is bounded, since Python
+cannot kill a thread. Code that keeps the interpreter's lock without end (catastrophic backtracking
+in one `re` match, one huge integer power) would stall this process whatever we do here.
+
+**Processes** are for all others. Each is another interpreter that has imported nothing of ours but
+the task (process_main.py). They start when they are first needed and are used again; an episode
+stays with the process in which it began, because that holds its state. A call that does not come
+back in time, or dies, takes its process with it, whatever that has started itself, and the episodes
+in there: they end as lost, and the next call starts a new process. Should this process die first,
+an idle child sees its end of the socket close; a busy one is killed by an alarm of the kernel's
+that it set before it began.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from echo.errors import EchoError
+from echo.tasks.environment import Message
+from echo.tasks.process_main import (
+    Begin,
+    Call,
+    CallAnswer,
+    CallOutcome,
+    CallRequest,
+    End,
+    Performer,
+    Pipe,
+    Reply,
+    Score,
+    TaskSpec,
+)
+from echo.tasks.task import Example, Task
+
+MAX_RETRIES = 2
+"""How often a call is repeated whose code asks for it or lacks a connection."""
+
+TICK_S = 1.0
+"""Seconds after which somebody who waits for a reward says that all is well."""
+
+MAX_STUCK_THREADS = 8
+"""Abandoned calls that may be pending at once; each holds a stack and perhaps a core."""
+
+START_TIMEOUT_S = 120.0
+"""Seconds for a process to import the task: libraries of an environment can be large."""
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from echo.tasks.process_main import main; main(int(sys.argv[2]))"
+)
+
+
+class RewardError(EchoError):
+    """A task's code raised, returned nonsense, took too long, or its process died.
+
+    It is always counted, and never a reward of 0. `reason` is one word for counters and for the
+    group's end in the ledger:
+
+        reward_error     it raised, or returned anything but a finite number
+        reward_too_large it returned a number beyond task.max_reward
+        reward_timeout   it did not return in time; its process was killed
+        reward_memory    it wanted more memory than it may have
+        reward_lost      its process is gone
+        reward_retries   it asked to be called again, once too often
+    """
+
+    def __init__(self, text: str, *, reason: str = "reward_error", traceback: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
+        self.traceback = traceback
+        """Of the task's code, as Python prints it; empty where it raised nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much a task's code may take."""
+
+    score_s: float
+    """Seconds for one reward."""
+    step_s: float
+    """Seconds for one call of an environment."""
+    memory_bytes: int | None = None
+    """Bytes that a process of the task's may have; None for any number."""
+    max_abs_reward: float = 1e6
+    """Largest reward, either way."""
+
+    def seconds(self, call: Call) -> float:
+        """Return what a call may take."""
+        return self.score_s if isinstance(call, Score) else self.step_s
+
+    def key(self, call: Call) -> str:
+        """Return the configuration's key of that limit."""
+        return "task.reward_timeout_s" if isinstance(call, Score) else "task.step_timeout_s"
+
+
+class TaskHost(abc.ABC):
+    """A task that can be called; thread-safe. Calls, seconds and faults are counted (`env/...`)."""
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        """Start with nothing counted; messages call the task `name`."""
+        self.name = name
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def score_all(self, example: Example, completions: Sequence[str]) -> Iterator[float]:
+        """Yield what each answer is worth, in their order; who stops early cancels the rest.
+
+        Raises:
+            RewardError: at the first that has no reward; the others are not waited for.
+        """
+        for text in completions:
+            yield self.score(example, text)
+
+    def score(self, example: Example, completion: str) -> float:
+        """Return what an answer is worth.
+
+        Raises:
+            RewardError: if the task's code cannot say.
+        """
+        return float(self.perform(Score(asdict(example), completion)))
+
+    def begin(self, example: Example) -> Episode:
+        """Open an episode.
+
+        Raises:
+            RewardError: if the task's code cannot.
+        """
+        episode = f"{example}#{uuid.uuid4().hex}"
+        self.perform(Begin(episode, asdict(example)))
+        return Episode(self, episode)
+
+    def perform(self, call: Call) -> Any:
+        """Return the value of a call, which is tried again where it asks for that.
+
+        Raises:
+            RewardError: if there is none.
+        """
+        for attempt in range(MAX_RETRIES + 1):
+            if attempt:
+                self.count("env/retries")
+                time.sleep(0.1 * 2**attempt)
+            fault = (answer := self._timed_answer(call)).fault
+            if fault is None:
+                return self._bounded(call, answer.value)
+            if not fault.is_transient:
+                break
+        self.count("env/errors")
+        assert fault is not None
+        reason, text = fault.reason, fault.text
+        if fault.is_transient:
+            reason, text = "reward_retries", f"{text}; tried {MAX_RETRIES + 1} times"
+        raise RewardError(text, reason=reason, traceback=fault.traceback)
+
+    def _timed_answer(self, call: Call) -> CallAnswer:
+        started_at = time.monotonic()
+        try:
+            return self._answer(call)
+        except TimeoutError:
+            self.count("env/errors")
+            raise RewardError(
+                f"{self.name}.{call} did not return within {self.limits.seconds(call):g} s; raise "
+                f"{self.limits.key(call)} or make it faster",
+                reason="reward_timeout",
+            ) from None
+        except RewardError:
+            self.count("env/errors")
+            raise
+        finally:
+            self.count("env/calls")
+            self.count("env/milliseconds", round(1000 * (time.monotonic() - started_at)))
+
+    @abc.abstractmethod
+    def _answer(self, call: Call) -> CallAnswer:
+        """Carry out a call.
+
+        Raises:
+            TimeoutError: if it does not come back in time.
+            RewardError: if it does not come back; trying again will not help.
+        """
+
+    def _bounded(self, call: Call, value: Any) -> Any:
+        """Return what a call gave; a reward must be one that a step can bear."""
+        bound = self.limits.max_abs_reward
+        if not isinstance(call, Score | CallOutcome):
+            return value
+        if isinstance(value, int | float) and abs(value) <= bound:
+            return value
+        self.count("env/errors")
+        raise RewardError(
+            f"{self.name}.{call} returned {value!r}, beyond task.max_reward = {bound:g}; scale the "
+            "task's rewards, or raise it",
+            reason="reward_too_large",
+        )
+
+    def close(self) -> None:  # noqa: B027, a stand-in has nothing to let go of
+        """Let go of everything; calls that still run end with an error."""
+
+    # --- counts ----------------------------------------------------------------------------------
+
+    def take_counts(self) -> dict[str, int]:
+        """Return what was counted since the last call, by the counter's name."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Count something; names begin with "env/"."""
+        with self._lock:
+            self._counts[name] += number
+
+
+class Episode:
+    """One episode that is open on a host."""
+
+    def __init__(self, host: TaskHost, episode: str) -> None:
+        self._host = host
+        self._episode = episode
+
+    def reply(self, text: str) -> list[Message] | None:
+        """Return what the environment says to a turn; None when the episode is over."""
+        messages: list[Message] | None = self._host.perform(Reply(self._episode, text))
+        return messages
+
+    def outcome(self) -> float:
+        """Return what the episode was worth."""
+        return float(self._host.perform(CallOutcome(self._episode)))
+
+    def close(self) -> None:
+        """Let the host forget it."""
+        self._host.perform(End(self._episode))
+
+
+class LaterHost(TaskHost):
+    """A stand-in where others judge: every answer is worth 0 for the time being."""
+
+    def __init__(self) -> None:
+        super().__init__("later", Limits(score_s=1.0, step_s=1.0))
+
+    def _answer(self, call: Call) -> CallAnswer:
+        return CallAnswer(0.0)
+
+    def take_counts(self) -> dict[str, int]:
+        """Return nothing: nothing was called."""
+        return {}
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+class InlineHost(TaskHost):
+    """A task in this process: for one whose code is known to return soon."""
+
+    def __init__(self, task: Task, limits: Limits) -> None:
+        """Start no thread yet."""
+        super().__init__(type(task).__name__, limits)
+        self._performer = Performer(task)
+        self._idle: list[_CallingThread] = []
+        self._stuck: list[_CallingThread] = []
+
+    def _answer(self, call: Call) -> CallAnswer:
+        thread = self._take_thread()
+        try:
+            answer = thread.answer(call, self.limits.seconds(call))
+        except TimeoutError:
+            thread.end()  # once the call has returned after all
+            with self._lock:
+                self._stuck.append(thread)
+            raise
+        with self._lock:
+            self._idle.append(thread)
+        return answer
+
+    def _take_thread(self) -> _CallingThread:
+        with self._lock:
+            self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+            if len(self._stuck) >= MAX_STUCK_THREADS:
+                raise RewardError(
+                    f"{len(self._stuck)} calls of reward functions never returned; no more are "
+                    "started until one ends: make the reward function stop by itself",
+                    reason="reward_timeout",
+                )
+            return self._idle.pop() if self._idle else _CallingThread(self._performer)
+
+    def close(self) -> None:
+        """End the threads that have nothing to do."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for thread in idle:
+            thread.end()
+
+
+class _CallingThread(threading.Thread):
+    """Answers calls one after the other until told to end."""
+
+    def __init__(self, performer: Performer) -> None:
+        super().__init__(name="echo-reward", daemon=True)
+        self._performer = performer
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[CallAnswer] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._answers.put(self._performer.answer(call))
+
+    def answer(self, call: Call, timeout_s: float) -> CallAnswer:
+        self._calls.put(call)
+        try:
+            return self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+class PoolHost(TaskHost):
+    """A task in a bounded number of processes of its own.
+
+    Whoever finds no free process waits; the wait is bounded, because every call is.
+    """
+
+    def __init__(
+        self, kind: str, options: Mapping[str, Any], limits: Limits, *, max_concurrent: int
+    ) -> None:
+        """Start no process yet.
+
+        Args:
+            kind: of the task, as in task.kind.
+            options: of the task.
+            limits: of its calls.
+            max_concurrent: processes, and so calls at a time; at least 1.
+        """
+        super().__init__(kind.rpartition(":")[2], limits)
+        self._spec = TaskSpec(kind, dict(options), limits.memory_bytes)
+        self._size = max_concurrent
+        self._threads = ThreadPoolExecutor(max_concurrent, "echo-score")
+        self._changed = threading.Condition()
+        self._free: list[TaskProcess] = []
+        self._busy: set[TaskProcess] = set()
+        self._num_starting = 0
+        self._homes: dict[str, TaskProcess] = {}
+        self._is_closed = False
+
+    def score_all(self, example: Example, completions: Sequence[str]) -> Iterator[float]:
+        """Yield what each answer is worth, in their order; several are scored at a time."""
+        try:
+            futures = [self._threads.submit(self.score, example, text) for text in completions]
+        except RuntimeError:  # its threads take no more work
+            raise self._closing() from None
+        try:
+            for future in futures:
+                yield future.result()
+        except CancelledError:
+            raise self._closing() from None
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _answer(self, call: Call) -> CallAnswer:
+        process = self._take(call)
+        if process is None:
+            return CallAnswer()
+        try:
+            return process.call(call, self.limits.seconds(call))
+        finally:
+            self._give_back(process, call)
+
+    def close(self) -> None:
+        """Kill every process."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            self._is_closed = True
+            free, busy = self._free, list(self._busy)
+            self._free = []
+            self._changed.notify_all()
+        for process in busy:
+            process.kill()  # whoever waits for its answer learns that it is gone
+        for process in free:
+            process.discard()
+
+    def _closing(self) -> RewardError:
+        return RewardError(f"{self.name} is being closed", reason="reward_lost")
+
+    def _take(self, call: Call) -> TaskProcess | None:
+        """Wait for a process to be free; None where there is nothing left to end."""
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    raise self._closing()
+                if isinstance(call, Score | Begin):
+                    process = self._take_any()
+                else:
+                    home = self._homes.get(call.episode)
+                    if home is None and isinstance(call, End):
+                        return None
+                    if home is None:
+                        raise RewardError(
+                            f"{self.name}.{call}: another call in its process failed, which "
+                            "ended the process and this episode with it",
+                            reason="reward_lost",
+                        )
+                    process = self._take_this(home)
+                if process is not None:
+                    return process
+                if isinstance(call, Score | Begin) and self._may_start:
+                    self._num_starting += 1
+                    break
+                self._changed.wait()
+        return self._start()
+
+    @property
+    def _may_start(self) -> bool:
+        return len(self._free) + len(self._busy) + self._num_starting < self._size
+
+    def _take_any(self) -> TaskProcess | None:
+        """Return the free process with the fewest episodes, unless a new one would have fewer."""
+        process = min(self._free, key=lambda process: process.num_episodes, default=None)
+        if process is None or (process.num_episodes and self._may_start):
+            return None
+        return self._take_this(process)
+
+    def _take_this(self, process: TaskProcess) -> TaskProcess | None:
+        if process not in self._free:
+            return None
+        self._free.remove(process)
+        self._busy.add(process)
+        return process
+
+    def _start(self) -> TaskProcess:
+        try:
+            process = TaskProcess(self._spec)
+        except BaseException:
+            with self._changed:
+                self._num_starting -= 1
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._num_starting -= 1
+            self._busy.add(process)
+            if self._is_closed:
+                process.kill()
+        return process
+
+    def _give_back(self, process: TaskProcess, call: Call) -> None:
+        with self._changed:
+            self._busy.discard(process)
+            if self._is_closed:
+                process.discard()
+            elif process.is_alive:
+                self._free.append(process)
+                if isinstance(call, Begin):
+                    self._homes[call.episode] = process
+                    process.num_episodes += 1
+                elif isinstance(call, End) and call.episode in self._homes:
+                    del self._homes[call.episode]
+                    process.num_episodes -= 1
+            else:
+                self._homes = {
+                    episode: home for episode, home in self._homes.items() if home is not process
+                }
+            self._changed.notify_all()
+
+
+class TaskProcess:
+    """One process of a task's: bounded in time and memory, and killed where it does not obey."""
+
+    def __init__(self, spec: TaskSpec) -> None:
+        """Start the process and wait until it has its task.
+
+        Raises:
+            RewardError: if it cannot.
+        """
+        self.num_episodes = 0
+        own, theirs = socket.socketpair()
+        self._pipe = Pipe(own)
+        with theirs:
+            search_path = json.dumps([os.fspath(path) for path in sys.path])
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, search_path, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_stderr() else subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+        try:
+            self._pipe.send(spec, within_s=START_TIMEOUT_S)
+            answer = self._pipe.receive(CallAnswer, within_s=START_TIMEOUT_S)
+        except (TimeoutError, OSError) as error:
+            self.discard()
+            raise RewardError(
+                f"the process of the task {spec.kind} did not start: {self._how_it_ended(error)}",
+                reason="reward_lost",
+            ) from error
+        if answer.fault is not None:
+            self.discard()
+            raise RewardError(answer.fault.text, reason=answer.fault.reason)
+
+    def call(self, call: Call, timeout_s: float) -> CallAnswer:
+        """Carry out a call.
+
+        Raises:
+            TimeoutError: if it takes longer; the process has been killed.
+            RewardError: if the process died.
+        """
+        try:
+            self._pipe.send(CallRequest(call, timeout_s), within_s=timeout_s)
+            answer: CallAnswer = self._pipe.receive(CallAnswer, within_s=timeout_s)
+        except TimeoutError:
+            self.discard()
+            raise
+        except (OSError, msgspec.DecodeError) as error:
+            self.discard()
+            raise RewardError(
+                f"the task's process died during {call}: {self._how_it_ended(error)}",
+                reason="reward_lost",
+            ) from error
+        return answer
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be called."""
+        return self._child.poll() is None
+
+    def kill(self) -> None:
+        """End the process, and what it has started, at once; from any thread."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+
+    def discard(self) -> None:
+        """Kill the process and close the socket, which no other thread may be using."""
+        self.kill()
+        self._pipe.close()
+
+    def _how_it_ended(self, error: Exception) -> str:
+        code = self._child.poll()
+        if code is None or code == -signal.SIGKILL:
+            return f"{error or type(error).__name__} (killed; by the system if memory was short)"
+        if code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"it ended by itself with code {code}"
+
+
+def _has_stderr() -> bool:
+    try:
+        sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,205 @@
+"""Addition, countdown and GSM8K judge what they should."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.errors import ConfigError, DataError
+from echo.extras import install_command
+from echo.tasks.builtin import AdditionTask, CountdownTask, Gsm8kTask, add_in_columns, evaluate
+from echo.tasks.task import Example
+
+# --- addition -------------------------------------------------------------------------------------
+
+
+def addition_of(prompt: str) -> Example:
+    return Example(index=0, split="train", prompt=prompt, answer=AdditionTask().answer(prompt))
+
+
+def test_columns_are_written_units_first_with_the_carry() -> None:
+    assert add_in_columns("478", "365", is_forgetful=False) == "8+5=137+6=144+3=08>0843"
+    assert add_in_columns("478", "365", is_forgetful=True) == "8+5=137+6=134+3=07>0733"
+
+
+@given(st.integers(0, 999), st.integers(0, 999))
+def test_who_carries_is_right(left: int, right: int) -> None:
+    completion = add_in_columns(f"{left:03d}", f"{right:03d}", is_forgetful=False)
+    example = addition_of(f"{left:03d}+{right:03d}=")
+    assert AdditionTask().reward(example, completion) == 1.0
+    assert int(completion.split(">")[1]) == left + right
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        (">0843", 1.0),  # the scratchpad is not judged
+        ("nonsense>0843", 1.0),
+        ("0843", 0.0),
+        (">843", 0.0),
+        (">0843 ", 0.0),
+        (">0843>0843", 0.0),
+        (">0843>", 0.0),
+        (">0733", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_only_the_text_after_the_only_marker_counts(completion: str, reward: float) -> None:
+    assert AdditionTask().reward(addition_of("478+365="), completion) == reward
+
+
+def test_about_47_percent_of_the_demonstrations_are_right() -> None:
+    task, rng = AdditionTask(), random.Random(0)
+    demonstrations = [task.demonstration(rng) for _ in range(4000)]
+    rewards = [task.reward(addition_of(prompt), text) for prompt, text in demonstrations]
+    assert sum(rewards) / len(rewards) == pytest.approx(0.474, abs=0.03)
+
+
+# --- countdown ------------------------------------------------------------------------------------
+
+
+def countdown_of(prompt: str) -> Example:
+    return Example(index=0, split="train", prompt=prompt, answer=CountdownTask().answer(prompt))
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("2*(2+8)", 1.0),
+        ("(8+2)*2", 1.0),
+        ("2*(2+8", 0.0),
+        ("2*2+8", 0.0),  # another value
+        ("20", 0.0),  # other digits
+        ("22-8+6", 0.0),
+        ("2*(2+8)+0", 0.0),
+        ("(2)*((2+8))", 1.0),
+        ("2*(+2+8)", 0.0),
+        ("2**2+8+8", 0.0),
+        ("2*(2+8)#", 0.0),
+        ("__import__('os')", 0.0),
+        ("(" * 100_000, 0.0),
+        ("9" * 60, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_only_a_true_expression_of_the_digits_is_rewarded(completion: str, reward: float) -> None:
+    assert CountdownTask().reward(countdown_of("228>20="), completion) == reward
+
+
+def test_digits_may_not_be_joined_into_one_number() -> None:
+    assert evaluate("22-8") == (14, [22, 8])
+    assert CountdownTask().reward(countdown_of("228>14="), "22-8") == 0.0
+
+
+def test_every_demonstration_is_right() -> None:
+    task, rng = CountdownTask(), random.Random(1)
+    for _ in range(500):
+        prompt, completion = task.demonstration(rng)
+        assert task.reward(countdown_of(prompt), completion) == 1.0
+
+
+@pytest.mark.parametrize("expression", ["-1", "1/1", "1 + 1", "02+1", "1<2", "f(1)", "1.0", "()"])
+def test_other_syntax_is_refused(expression: str) -> None:
+    with pytest.raises(ValueError, match="expression"):
+        evaluate(expression)
+
+
+# --- GSM8K ----------------------------------------------------------------------------------------
+
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
+
+pytest.importorskip("math_verify")
+
+
+def reward(reference: str, completion: str) -> float:
+    example = Example(index=0, split="train", prompt="?", answer=reference)
+    return Gsm8kTask().reward(example, completion)
+
+
+@pytest.mark.parametrize(
+    ("reference", "completion", "expected"),
+    [
+        ("42", "#### 42", 1.0),
+        ("42", "#### 42.0", 1.0),
+        ("42", "#### 42%", 1.0),
+        ("42", "#### 43", 0.0),
+        ("42", "#### -42", 0.0),
+        ("42", "42 at first, but #### 43", 0.0),
+        ("0.5", r"\boxed{\frac{1}{2}}", 1.0),
+        ("0.5", r"\boxed{\frac{1}{3}}", 0.0),
+        ("70000", "#### $70,000", 1.0),
+        ("42", "#### forty-two", 0.0),
+        ("42", "", 0.0),
+        ("42", "#### 9**9**9**9**9", 0.0),
+        ("42", "#### " + "4" * 5000, 0.0),
+    ],
+)
+def test_the_number_at_the_end_is_rewarded(
+    reference: str, completion: str, expected: float
+) -> None:
+    assert reward(reference, completion) == expected
+
+
+def test_the_prompt_says_how_to_answer_and_the_row_gives_the_reference(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"question": "How many?", "answer": "It is 1,000 + 2.\n#### 1,002"}
+    path.write_text(json.dumps(row), encoding="utf-8")
+    example = Gsm8kTask(path=str(path), heldout_path=str(path)).example(0, split="train")
+    assert example.answer == "1002"
+    assert str(example.prompt).startswith("How many?\n")
+    assert "####" in str(example.prompt)
+
+
+@pytest.mark.parametrize("answer", ["no marker 3", "#### three", 7])
+def test_a_row_without_a_reference_number_is_malformed(tmp_path: Path, answer: object) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "?", "answer": answer}), encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: malformed row: .*answer"):
+        Gsm8kTask(path=str(path)).example(0, split="train")
+
+
+def test_without_math_verify_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=install_command("worker")):
+        Gsm8kTask()
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    """The lines of a file, less a last one that a broken download cut short.
+
+    The task itself refuses such a file (it names the line); what is tested here is the verifier.
+    """
+    *lines, last = path.read_bytes().splitlines()
+    try:
+        json.loads(last)
+    except ValueError:
+        return lines
+    return [*lines, last]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="the GSM8K files are not beside the repository")
+@pytest.mark.parametrize(
+    ("name", "num_published"),
+    [pytest.param("train.jsonl", 7473, marks=pytest.mark.matrix), ("test.jsonl", 1319)],
+)
+def test_all_references_of_the_data_set_are_right_and_perturbed_ones_wrong(
+    tmp_path: Path, name: str, num_published: int
+) -> None:
+    lines = complete_lines(DATA / name)
+    assert num_published - 1 <= len(lines) <= num_published
+    path = tmp_path / name
+    path.write_bytes(b"\n".join(lines))
+    task = Gsm8kTask(path=str(path), heldout_path=str(path))
+    rng = random.Random(0)
+    for index, line in enumerate(lines):
+        example = task.example(index, split="train")
+        assert task.reward(example, json.loads(line)["answer"]) == 1.0, example
+        wrong = float(example.answer) + rng.choice([-10, -1, 0.5, 1, 9])
+        assert task.reward(example, f"#### {wrong:f}") == 0.0, example
