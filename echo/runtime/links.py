@@ -59,6 +59,8 @@ RESERVED_DESCRIPTORS = 16
 """Held by a listener for the time when strangers have taken all others."""
 STRANGERS_S = 0.1
 """When to look again after some were closed."""
+STRANGERS_NEWS = 1024
+"""News that is read in one go to learn who they are."""
 STRANGERS_LOG_S = 60.0
 
 _log = logging.getLogger(__name__)
@@ -99,8 +101,8 @@ class Channel(Protocol):
     def look(self) -> None:
         """Note the channel if it has messages; due after everything that may swallow a wake-up."""
 
-    def read_news(self) -> None:
-        """Pass on all news that has come."""
+    def read_news(self, at_most: int | None = None) -> bool:
+        """Pass on the news that has come; return whether that was all."""
 
     def close(self, linger_s: float) -> None:
         """Close it, and go on delivering for at most `linger_s`."""
@@ -318,7 +320,9 @@ class Listener:
 
     def _close_strangers(self) -> None:
         """Close the oldest of too many, and look again soon: closing them takes a moment."""
-        self.channel.read_news()
+        if not self.channel.read_news(STRANGERS_NEWS):  # a flood, which must not hold the loop
+            self._host.loop.call_soon(self._close_strangers)
+            return
         num_closed = self._strangers.close_excess()
         self._is_closing = num_closed > 0
         if self._is_closing:

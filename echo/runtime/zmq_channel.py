@@ -21,6 +21,9 @@ from echo.runtime.transport import MESSAGE_OVERHEAD_BYTES, Frame, TransportOptio
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
+NEWS_PER_TURN = 1024
+"""News of connections read in one turn of the loop: of strangers there may always be more."""
+
 # Below this libzmq copies, which is cheaper than a release notice per frame; pyzmq's own choice.
 _ZERO_COPY_BYTES = zmq.COPY_THRESHOLD
 _NEWS: dict[int, News] = {
@@ -138,7 +141,8 @@ class ZmqChannel:
             raise
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(endpoint)
-        self._loop.add_reader(self._monitor.FD, self.read_news)
+        self._is_reading_on = False
+        self._loop.add_reader(self._monitor.FD, self._read_some_news)
         self._loop.add_reader(self.socket.FD, self.look)
         self.read_news()  # only a reader that has seen EAGAIN is woken
 
@@ -166,15 +170,30 @@ class ZmqChannel:
         if not self.socket.closed and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_readable()
 
-    def read_news(self) -> None:
-        """Drain the monitor."""
-        while not self._monitor.closed:
+    def read_news(self, at_most: int | None = None) -> bool:
+        """Read the monitor, and return whether it has been read empty."""
+        for _ in itertools.count() if at_most is None else range(at_most):
+            if self._monitor.closed:
+                return True
             try:
                 parts = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             report = parse_monitor_message(parts)
             self._on_news(_NEWS[report["event"]], report["value"])
+        return False
+
+    def _read_some_news(self) -> None:
+        """Read a turn's share: who connects and leaves all the time must not hold the loop."""
+        if self._is_reading_on:
+            return
+        self._is_reading_on = not self.read_news(NEWS_PER_TURN)
+        if self._is_reading_on:
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._is_reading_on = False
+        self._read_some_news()
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
         """Take one message; None is EAGAIN, which arms the edge again."""

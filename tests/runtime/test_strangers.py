@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 
 from echo.protocol.codec import encode
 from echo.protocol.messages import Greet
+from echo.runtime import zmq_channel
 from echo.runtime.kernel import descriptor_limit, raise_descriptor_limit
 from echo.runtime.links import RESERVED_DESCRIPTORS, Strangers
 from echo.runtime.transport import Connected, Received, TransportOptions, parse_address
@@ -130,51 +134,145 @@ def test_idle_strangers_make_way_and_disturb_nobody() -> None:
 
 
 @pytest.mark.slow
-def test_a_relay_survives_more_strangers_than_it_may_have_files(tmp_path: Path) -> None:
-    """Its soft limit is 64 and its hard one 128, and 150 connect: it answers who says hello."""
+@pytest.mark.parametrize(
+    ("role", "soft", "hard", "num_strangers"),
+    [
+        ("relay", 64, 128, 150),
+        pytest.param("relay", 1024, 1024, 1500, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_node_survives_more_strangers_than_it_may_have_files(
+    tmp_path: Path,
+    model_dir: Path,
+    limit: tuple[int, int],
+    role: str,
+    soft: int,
+    hard: int,
+    num_strangers: int,
+) -> None:
+    """More connect than its limits of open files allow: it answers who says hello."""
+    raise_descriptor_limit(4096)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = tmp_path / "relay.toml"
+    config = tmp_path / "node.toml"
     config.write_text(
         f'run = {{name = "r", dir = "{tmp_path}"}}\nsecurity = {{curve = false}}\n'
         f'relay = {{listen = "tcp://127.0.0.1:{port}", connect = ["tcp://127.0.0.1:1"]}}\n'
+        f'learner = {{listen = "tcp://127.0.0.1:{port}"}}\nmodel = {{name = "{model_dir}"}}\n'
+        'task = {kind = "addition"}\nsampling = {max_completion_tokens = 6}\n'
     )
-    command = f"{sys.executable} -m echo.cli.node --role relay --config {config}"
-    relay = subprocess.Popen(
-        ["sh", "-c", f"ulimit -Sn 64; ulimit -Hn 128; exec {command}"],
+    command = f"{sys.executable} -m echo.cli.node --role {role} --config {config}"
+    node = subprocess.Popen(
+        ["sh", "-c", f"ulimit -Sn {soft}; ulimit -Hn {hard}; exec {command}"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stderr=subprocess.PIPE,
     )
 
-    async def greet() -> bytes:
-        idle = []
-        for _ in range(300):
-            try:
-                idle.append(socket.create_connection(("127.0.0.1", port)))
-                break
-            except ConnectionRefusedError:
-                await asyncio.sleep(0.05)
-        idle += [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
-        node = ZmqTransport()
-        await node.start()
-        peer = node.dial(f"tcp://127.0.0.1:{port}")
+    def connect() -> socket.socket:
+        return socket.create_connection(("127.0.0.1", port))
+
+    def wait_for_port() -> socket.socket:
+        while node.poll() is None:
+            with contextlib.suppress(ConnectionRefusedError):
+                return connect()
+            time.sleep(0.05)
+        raise AssertionError(node.communicate()[1])
+
+    async def greet(idle: list[socket.socket]) -> bytes:
+        idle += [connect() for _ in range(num_strangers)]
+        genuine = ZmqTransport()
+        await genuine.start()
+        peer = genuine.dial(f"tcp://127.0.0.1:{port}")
         while True:
-            for event in await node.receive():
+            for event in await genuine.receive():
                 if isinstance(event, Connected):
                     greeting = Greet(node_id="w", role="worker", purpose="control")
-                    node.send(peer, encode(greeting, source="w"))
+                    genuine.send(peer, encode(greeting, source="w"))
                 if isinstance(event, Received):
                     for each in idle:
                         each.close()
-                    await node.close()
+                    await genuine.close()
                     return bytes(event.frames[0])
 
     try:
         # Well before the ten seconds after which an unfinished handshake is given up anyway.
-        assert b"Greeted" in asyncio.run(asyncio.wait_for(greet(), 25))
+        assert b"Greeted" in asyncio.run(asyncio.wait_for(greet([wait_for_port()]), 25))
     finally:
-        relay.terminate()
-        _, text = relay.communicate(timeout=30)
-    assert relay.returncode == 128 + signal.SIGTERM
+        node.terminate()
+        _, text = node.communicate(timeout=30)
+    assert node.returncode == 128 + signal.SIGTERM
     assert b"connections that said nothing" in text
+
+
+BINDING = """
+import asyncio, logging, sys
+from echo.config.load import parse_config
+from echo.runtime import wiring
+from echo.runtime.learner_setup import build_learner
+from echo.runtime.worker_setup import build_worker
+
+class Binds(Exception):
+    pass
+
+async def start_transport(*arguments):
+    raise Binds
+
+wiring.start_transport = start_transport
+
+def binds_with(module, role, build, model, **options):
+    table = {"run": {"dir": sys.argv[1]}, "model": {"name": model}, "security": {"curve": False}}
+    table |= {"worker": {"connect": ["tcp://127.0.0.1:1"]}, "task": {"kind": "addition"}}
+    table |= {"sampling": {"max_completion_tokens": 6}}
+    assert module not in sys.modules
+    try:
+        asyncio.run(build(parse_config(table, role=role)[0], log=logging.getLogger(), **options))
+    except Binds:
+        assert module in sys.modules, module
+
+binds_with("transformers.models.olmo2.modeling_olmo2", "worker", build_worker, sys.argv[3])
+binds_with(
+    "transformers.models.qwen3.modeling_qwen3", "learner", build_learner, sys.argv[2],
+    resume=False, write_metrics=None, show=None,
+)
+"""
+
+
+@pytest.mark.slow
+def test_the_code_of_the_model_is_imported_before_strangers_can_connect(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    own = tmp_path / "olmo2"
+    own.mkdir()
+    (own / "config.json").write_text('{"model_type": "olmo2"}')
+    subprocess.run(
+        [sys.executable, "-c", BINDING, tmp_path, model_dir, own],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=True,
+    )
+
+
+def test_who_connects_and_leaves_all_the_time_does_not_hold_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zmq_channel, "NEWS_PER_TURN", 4)
+
+    async def scenario() -> None:
+        listener = ZmqTransport("tcp://127.0.0.1:0")
+        await listener.start()
+        heard, turn = Counter[int](), 0
+        assert listener._listener is not None
+        channel = listener._listener.channel
+        assert isinstance(channel, zmq_channel.ZmqChannel)
+        channel._on_news = lambda *_: heard.update([turn])
+        where = parse_address(str(listener.listen_address))
+        for _ in range(20):
+            with socket.create_connection(where) as stranger:
+                stranger.recv(1)  # of ZMTP's greeting, which comes after the news of it
+        while heard.total() < 20:
+            turn += 1
+            await asyncio.sleep(0)
+        assert max(heard.values()) == 4
+        await listener.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
