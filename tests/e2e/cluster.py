@@ -133,6 +133,26 @@ def reserve_port() -> tuple[socket.socket, int]:
     return reserved, reserved.getsockname()[1]
 
 
+class GrowingFile:
+    """The records of a file of JSON lines; what was read once is not read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_read = 0
+        self._records: list[Record] = []
+
+    def records(self) -> list[Record]:
+        """Return all so far; none where there is no file yet."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._num_read)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]  # a last line without its end is none yet
+            self._records += map(json.loads, whole.splitlines())
+            self._num_read += len(whole)
+        return self._records
+
+
 class NodeProcess:
     """One process of a cluster."""
 
@@ -175,6 +195,7 @@ class Cluster:
         self.relay_address = f"tcp://127.0.0.1:{relay_port}"
         self.run_dir = directory / "runs" / "run"
         self.nodes: list[NodeProcess] = []
+        self._ledger = GrowingFile(self.run_dir / "ledger.jsonl")
         self.settings: dict[str, object] = {}
         """Settings of every node, besides those in the file."""
         self.config_path = directory / "config.toml"
@@ -271,7 +292,7 @@ class Cluster:
                 raise AssertionError(f"{alive.name} ended with {code} before: {what}\n{self.logs}")
             if time.monotonic() > give_up_at:
                 raise AssertionError(f"not within {within_s:.0f} s: {what}\n{self.logs}")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def wait_for_end(self, node: NodeProcess, *, within_s: float = WITHIN_S) -> int:
         """Wait until a process has ended and return its exit code."""
@@ -301,14 +322,12 @@ class Cluster:
 
     def records(self, kind: str | None = None) -> list[Record]:
         """Return the ledger's records so far, or those of one kind."""
-        path = self.run_dir / "ledger.jsonl"
-        records = read_ledger(path) if path.exists() else []
-        return [record for record in records if kind in (None, record["kind"])]
+        return [record for record in self._ledger.records() if kind in (None, record["kind"])]
 
     def audit(self, *, max_staleness: int = 3, is_finished: bool = True) -> Audit:
         """Audit the ledger; any problem fails the test."""
         result = audit(
-            self.records(),
+            read_ledger(self.run_dir / "ledger.jsonl"),
             max_staleness=max_staleness,
             groups_per_step=self.settings.get("batch.groups_per_step", 4),
             is_finished=is_finished,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, NodeProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -14,41 +16,89 @@ INTERRUPTED = 130
 PACE = {"REWARD_S": "0.02"}
 
 
-def test_an_interrupted_run_is_saved_and_resumed_with_changes(cluster: Cluster) -> None:
-    """Ctrl-C, a refused unsafe change, and a resumption with a safe one, under a living worker."""
+@dataclass
+class Resumed:
+    """A finished run that Ctrl-C interrupted, and all that was tried to go on with it."""
+
+    cluster: Cluster
+    step: int
+    """Where it was interrupted."""
+    nodes: dict[str, NodeProcess]
+    num_records: dict[str, int]
+    """Records of the ledger after each of them had ended."""
+
+
+@pytest.fixture(scope="module")
+def resumed(make_cluster: Callable[[], Cluster]) -> Resumed:
+    """Return the run: one worker lives until its end, another joins it when it goes on beyond."""
+    cluster = make_cluster()
+    nodes: dict[str, NodeProcess] = {}
+    num_records: dict[str, int] = {}
+
+    def start(what: str, *arguments: str, **settings: object) -> NodeProcess:
+        nodes[what] = cluster.start("learner", *arguments, settings=settings)
+        return nodes[what]
+
+    def has_ended(what: str) -> None:
+        cluster.wait_for_end(nodes[what])
+        num_records[what] = len(cluster.records())
+
     endless = {"run.max_steps": 1000, "checkpoint.interval_steps": 1000}
-    learner = cluster.start("learner", settings=endless)
+    learner = start("interrupted", **endless)
     worker = cluster.start("worker", name="w1", env=PACE)
     cluster.wait_for_step(3, learner)
-
     learner.interrupt()
-
-    assert cluster.wait_for_end(learner) == INTERRUPTED
+    has_ended("interrupted")
     step = cluster.records("trained")[-1]["step"]
-    assert cluster.records("checkpoint")[-1]["step"] == step
-    assert f"stopped at step {step}; --resume continues from step {step}" in learner.output
+    saved = [record["step"] for record in cluster.records("checkpoint")]
+    assert saved == [step]
     assert worker.is_running
     cluster.audit(is_finished=False)
 
-    num_records = len(cluster.records())
-    refused = cluster.start(
-        "learner", "--resume", settings={"batch.group_size": 8, "optimizer.learning_rate": 5e-3}
-    )
-    assert cluster.wait_for_end(refused) == 2
-    assert "UNSAFE batch.group_size: 4 -> 8" in refused.output
-    assert "safe   optimizer.learning_rate: 0.01 -> 0.005" in refused.output
-    assert "batch.group_size is not safe for this run" in refused.output
-    assert "--yes" in refused.output
-    assert len(cluster.records()) == num_records, "a refused change must leave no trace"
+    start("anew", **endless)
+    has_ended("anew")
+    start("unsafe", "--resume", **{"batch.group_size": 8, "optimizer.learning_rate": 5e-3})
+    has_ended("unsafe")
+    start("safe", "--resume", **{"run.max_steps": step + 4, "optimizer.learning_rate": 5e-3})
+    cluster.finish(nodes["safe"], worker)
+    # Another order of prompts is not safe, and works: who says --yes takes the consequences.
+    settings = {"run.max_steps": step + 6, "optimizer.learning_rate": 5e-3, "run.seed": 5}
+    start("insisted", "--resume", "--yes", **settings)
+    cluster.finish(nodes["insisted"], cluster.start("worker", name="w2"))
+    return Resumed(cluster, step, nodes, num_records)
 
-    settings = {"run.max_steps": step + 4, "optimizer.learning_rate": 5e-3}
-    resumed = cluster.start("learner", "--resume", settings=settings)
-    cluster.finish(resumed, worker)
-    assert "UNSAFE" not in resumed.output
-    assert f"run.max_steps: 1000 -> {step + 4}" in resumed.output
-    result = cluster.audit()
-    assert result.fork_steps == {1: 0, 2: step}
-    assert result.num_steps == step + 4
+
+def test_an_interrupted_run_is_saved_and_resumed_with_changes(resumed: Resumed) -> None:
+    """Ctrl-C, and a resumption with a safe change, under a living worker."""
+    nodes, step = resumed.nodes, resumed.step
+    assert nodes["interrupted"].process.returncode == INTERRUPTED
+    said = nodes["interrupted"].output
+    assert f"stopped at step {step}; --resume continues from step {step}" in said
+    assert "UNSAFE" not in nodes["safe"].output
+    assert f"run.max_steps: 1000 -> {step + 4}" in nodes["safe"].output
+    result = resumed.cluster.audit()
+    assert result.fork_steps == {1: 0, 2: step, 3: step + 4}
+    assert result.num_steps == step + 6
+
+
+def test_an_unsafe_change_is_refused_and_leaves_no_trace(resumed: Resumed) -> None:
+    assert resumed.nodes["unsafe"].process.returncode == 2
+    said = resumed.nodes["unsafe"].output
+    assert "UNSAFE batch.group_size: 4 -> 8" in said
+    assert "safe   optimizer.learning_rate: 0.01 -> 0.005" in said
+    assert "batch.group_size is not safe for this run" in said
+    assert "--yes" in said
+    assert resumed.num_records["unsafe"] == resumed.num_records["interrupted"]
+
+
+def test_an_existing_run_is_not_overwritten_by_accident(resumed: Resumed) -> None:
+    assert resumed.nodes["anew"].process.returncode == 2
+    assert "holds a run already; continue it with --resume" in resumed.nodes["anew"].output
+    assert resumed.num_records["anew"] == resumed.num_records["interrupted"]
+
+
+def test_an_unsafe_change_is_made_where_it_is_insisted_on(resumed: Resumed) -> None:
+    assert "UNSAFE run.seed: 0 -> 5" in resumed.nodes["insisted"].output
 
 
 def test_a_worker_drains_at_the_first_interrupt_and_stops_at_the_second(cluster: Cluster) -> None:
@@ -81,25 +131,3 @@ def test_a_worker_drains_at_the_first_interrupt_and_stops_at_the_second(cluster:
     step = cluster.records("trained")[-1]["step"]
     assert cluster.records("checkpoint")[-1]["step"] == step
     cluster.audit(is_finished=False)
-
-
-def test_an_existing_run_is_neither_overwritten_nor_changed_by_accident(cluster: Cluster) -> None:
-    learner = cluster.start("learner")
-    cluster.wait_for(lambda: cluster.records("published"), "v0 is published", alive=learner)
-    learner.kill()
-    num_records = len(cluster.records())
-
-    again = cluster.start("learner")
-
-    assert cluster.wait_for_end(again) == 2
-    assert "holds a run already; continue it with --resume" in again.output
-    assert len(cluster.records()) == num_records
-
-    # Another order of prompts is not safe, and works: who says --yes takes the consequences.
-    cluster.settings["run.seed"] = 5
-    resumed = cluster.start("learner", "--resume", "--yes", settings={"run.max_steps": 2})
-    cluster.finish(resumed, cluster.start("worker", name="w1"))
-    assert "UNSAFE run.seed: 0 -> 5" in resumed.output
-    result = cluster.audit()
-    assert result.fork_steps == {1: 0, 2: 0}
-    assert result.num_steps == 2

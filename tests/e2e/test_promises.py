@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from echo.runtime.join import ECHO_JOIN
 from tests.e2e.cluster import Cluster
 from tests.e2e.weights import image_hash
 
@@ -115,22 +114,3 @@ def test_the_exported_checkpoint_is_the_last_published_version(off_policy: Clust
     exported = image_hash(off_policy.run_dir / "final" / "model.safetensors")
 
     assert exported == published_hashes(off_policy)[MAX_STEPS]
-
-
-def test_a_new_run_starts_from_the_weights_of_another(off_policy: Cluster) -> None:
-    settings = {"run.name": "second", "run.max_steps": 1}
-    learner = off_policy.start("learner", "--init-from", "runs/run/final", settings=settings)
-    join_path = off_policy.directory / "runs" / "second" / "keys" / "join"
-    off_policy.wait_for(join_path.exists, "the second run invites", alive=learner)
-    worker = off_policy.start(
-        "worker",
-        name="w3",
-        settings={"run.name": "second", "security.join": str(join_path)},
-        env={ECHO_JOIN: ""},
-    )
-    off_policy.finish(learner, worker)
-
-    first = off_policy.directory / "runs" / "second" / "workers" / "w3" / "installed.jsonl"
-    installed = first.read_text().splitlines()[0]
-    assert '"version": [1, 0]' in installed
-    assert image_hash(off_policy.run_dir / "final" / "model.safetensors") in installed
