@@ -40,8 +40,6 @@ class SimRow(Row):
     """As network.lease_timeout_s."""
     reconnect_for_s: Annotated[Seconds, Field(gt=0)] | None = None
     """As network.reconnect_for_s."""
-    window_bytes: Annotated[Bytes, Field(gt=0)] = 8 << 20
-    """As network.window_bytes."""
     max_unacked_groups: Count = 64
     """As network.max_unacked_groups."""
     is_paced: bool = True
