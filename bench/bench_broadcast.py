@@ -68,7 +68,6 @@ def parse_arguments() -> argparse.Namespace:
         help="chain:HOPS star:N tree:N:FAN-OUT stripes:N:M auto:N")  # fmt: skip
     add("--curve", nargs="+", choices=["on", "off"], default=["off"], help="encrypted links")
     add("--codecs", nargs="+", choices=["full", "delta"], default=["full"])
-    add("--window", type=parse_size, default=2 << 20, help="what a child asks for ahead at first")
     add("--sockets", default="auto", help="connections to each parent")
     add("--rate-mbit", nargs="+", type=float, default=[200.0], help="of each uplink")
     add("--latency-ms", nargs="+", type=float, default=[20.0], help="one way")
@@ -117,7 +116,7 @@ def paths(arguments: argparse.Namespace) -> Iterator[tuple[Loopback, list[Topolo
     most = 1 + max(topology.num_receivers for topology in arguments.topologies)
     if arguments.listen:
         rate, latency = arguments.rate_mbit[0], arguments.latency_ms[0]
-        options = [f"--window-bytes={arguments.window}", f"--sockets={arguments.sockets}"]
+        options = [f"--sockets={arguments.sockets}"]
         options += ["--curve"] * (arguments.curve == ["on"])
         link = {"rate_mbit": rate, "latency_ms": latency, "options": options}
         with contextlib.closing(Machines(arguments.listen, most - 1, **link)) as path:
@@ -164,7 +163,7 @@ def cases_on(
             continue
         try:
             options = {"curve": curve == "on", "codec": codec, "sockets": arguments.sockets}
-            echo = Echo(path, topology, window_bytes=arguments.window, **options)
+            echo = Echo(path, topology, **options)
         except RuntimeError as error:
             absent[f"echo {topology}"] = str(error)
             continue
@@ -333,7 +332,7 @@ def wan_fault() -> str | None:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.connect:
-        options = [f"--window-bytes={arguments.window}", f"--sockets={arguments.sockets}"]
+        options = [f"--sockets={arguments.sockets}"]
         options += ["--curve"] if arguments.connect.count("#") else []
         options += [f"--listen={arguments.listen}"] if arguments.listen else []
         receive(arguments.connect, options)

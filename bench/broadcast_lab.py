@@ -107,7 +107,6 @@ class Echo(Variant):
         path: Loopback,
         topology: Topology,
         *,
-        window_bytes: int = 2 << 20,
         curve: bool = False,
         codec: str = "full",
         sockets: str = "auto",
@@ -118,7 +117,6 @@ class Echo(Variant):
         Args:
             path: where they run.
             topology: what the learner shall plan.
-            window_bytes: credit of a child.
             curve: whether links are encrypted.
             codec: full or delta.
             sockets: connections to each parent, or auto.
@@ -128,7 +126,7 @@ class Echo(Variant):
         self._wire_bytes = 0
         parts = ["echo", topology.kind, "delta" if codec == "delta" else "", "curve" * curve]
         self.name = " ".join(filter(None, parts))
-        self._options = [f"--window-bytes={window_bytes}", f"--sockets={sockets}"]
+        self._options = [f"--sockets={sockets}"]
         self._options += ["--curve"] * curve
         self._path = path
         forced = topology.kind + (f":{topology.ways}" if topology.ways else "")

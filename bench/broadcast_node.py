@@ -201,8 +201,8 @@ async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
         advertise=wiring.advertised(transport.listen_address, arguments.advertise),
         max_image_bytes=1 << 40,
     )
-    num_sockets = wiring.sockets_per_link(config.network, settings.addresses[0])
-    settings = dataclasses.replace(settings, sockets_per_link=num_sockets)
+    if arguments.sockets != "auto":
+        settings = dataclasses.replace(settings, sockets_per_link=int(arguments.sockets))
     broadcast = wiring.make_broadcast(settings.node_id, config.network, open_arenas(None, None))
     session = RelaySession(settings, broadcast, now=asyncio.get_running_loop().time())
     await Receiver(session, transport, log=LOG).run()
@@ -280,10 +280,6 @@ def make_publication(
 
 def configuration(arguments: argparse.Namespace) -> Config:
     table = {
-        "network": {
-            "window_bytes": arguments.window_bytes,
-            "sockets_per_link": "auto" if arguments.sockets == "auto" else int(arguments.sockets),
-        },
         "relay": {"connect": [arguments.connect or "tcp://127.0.0.1:1"]},
         "security": {"curve": arguments.curve},
     }
@@ -299,7 +295,6 @@ def main() -> None:
     parser.add_argument("--topology", default="auto", help="auto, chain, star, tree:K, stripes:M")
     parser.add_argument("--sockets", default="auto", help="connections to each parent")
     parser.add_argument("--name", help="node id of a receiver")
-    parser.add_argument("--window-bytes", type=int, default=2 << 20)
     parser.add_argument("--curve", action="store_true", help="encrypt all links")
     arguments = parser.parse_args()
     tune_malloc()

@@ -40,8 +40,6 @@ class SimRow(Row):
     """As network.lease_timeout_s."""
     reconnect_for_s: Annotated[Seconds, Field(gt=0)] | None = None
     """As network.reconnect_for_s."""
-    window_bytes: Annotated[Bytes, Field(gt=0)] = 8 << 20
-    """As network.window_bytes."""
     is_paced: bool = True
     """Whether leases hold workers back; without, whoever has room is given work."""
     queue_share: Amount = 1.0

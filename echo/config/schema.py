@@ -273,8 +273,6 @@ class NetworkSection(Section):
     that are: then it ends. A learner waits for its first worker for 4 hours at least."""
     chunk_bytes: Bytes = Field(default=2**20, ge=2**10, le=2**24)
     """Bytes per chunk of weights on the wire."""
-    window_bytes: Bytes = Field(default=2 * 2**20, ge=2**11)
-    """Bytes that a child asks for ahead, two chunks at least, until its link has shown its rate."""
     codec: Literal["auto", "full", "delta"] = "auto"
     """How versions travel: deltas where they are shorter (auto), always (delta) or never (full)."""
     region: str = Field(default="", max_length=MAX_NAME_LENGTH)
@@ -285,8 +283,6 @@ class NetworkSection(Section):
     """Directory for versions, one per node: a restart fetches what is missing; unset: memory."""
     store_bytes: Bytes | None = Field(default=None, ge=1)
     """Bytes that versions may take together; unset: nine tenths of what is free at the start."""
-    sockets_per_link: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
-    """Connections to one parent for weights; auto decides by what the kernel allows."""
 
 
 class SecuritySection(Section):

@@ -84,14 +84,6 @@ def num_children(trees: Trees) -> list[int]:
     return counts
 
 
-def receiver_rates(fleet: Fleet, trees: Trees) -> list[float]:
-    """Return what each node gets of the whole payload, as fast as its slowest stripe."""
-    slowest = [math.inf] * len(fleet.names)
-    for rates in _stripe_rates(fleet, trees):
-        slowest = [min(pair) for pair in zip(slowest, rates, strict=True)]
-    return [len(trees) * rate for rate in slowest]
-
-
 def forecast(fleet: Fleet, trees: Trees, *, payload_bytes: int, chunk_bytes: int) -> Forecast:
     """Return time, rate and price of a plan."""
     stripe_bytes = payload_bytes / len(trees)

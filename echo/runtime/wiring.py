@@ -30,6 +30,11 @@ MAX_STRANGERS = 4096
 How fast they come and go libzmq cannot bound: one costs 0.1 ms of CPU, and the loop reads of so
 many in a turn and no more.
 """
+FIRST_WINDOW_CHUNKS = 4
+"""What a child asks for ahead until its link has shown its rate: several, so that they pipeline."""
+MAX_FIRST_WINDOW_BYTES = 2 << 20
+"""Of that; all of it may lie in the queue of a slow uplink, for four seconds at 4 Mbit/s. The
+broadcasts in bench/results were measured with it."""
 MAX_IMAGE_SHARE = 0.9
 """Share of a node's memory that one version of the weights may take at most."""
 
@@ -49,7 +54,7 @@ async def start_transport(
     """
     options = TransportOptions(
         max_message_bytes=MAX_MESSAGE_BYTES,
-        max_unsent_bytes=max(4 * network.window_bytes, 2 * MAX_MESSAGE_BYTES),
+        max_unsent_bytes=2 * MAX_MESSAGE_BYTES,
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
         max_strangers=min(MAX_STRANGERS, descriptor_limit() // 4),
@@ -72,15 +77,12 @@ def warn_of_kernel(*addresses: str | None) -> None:
         _log.warning("%s", warning)
 
 
-def sockets_per_link(network: NetworkSection, parent: str | None = None) -> int:
-    """Return how many connections to open for weights to one parent.
+def sockets_per_link(parent: str | None) -> int:
+    """Return how many connections to open for weights to one parent, by the kernel's settings.
 
     Args:
-        network: says so, or leaves it to the kernel's settings.
-        parent: the parent's address; on loopback `auto` needs but one.
+        parent: the parent's address; on loopback one is enough.
     """
-    if network.sockets_per_link != "auto":
-        return network.sockets_per_link
     if parent is not None and is_loopback(parent):
         return 1
     return advise(read_facts()).num_sockets_per_link
@@ -98,7 +100,7 @@ def make_broadcast(
     """
     return Broadcast(
         node_id=node_id,
-        window_bytes=network.window_bytes,
+        window_bytes=min(FIRST_WINDOW_CHUNKS * network.chunk_bytes, MAX_FIRST_WINDOW_BYTES),
         # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
         stall_s=max(0.5, network.heartbeat_s),
         arenas=arenas,
@@ -146,7 +148,7 @@ def node_settings(
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
         fingerprint=signing_fingerprint(config, role),
-        sockets_per_link=sockets_per_link(network, next(iter(addresses), None)),
+        sockets_per_link=sockets_per_link(next(iter(addresses), None)),
         region=network.region,
         price_per_gb=network.price_per_gb,
         price=stated_price(config, role),

@@ -71,7 +71,6 @@ class Settings:
     dead_after_s: float = 45.0
     lease_timeout_s: float = 180.0
     reconnect_for_s: float = 3600.0
-    window_bytes: float = 8 << 20
     is_paced: bool = True
     """Whether leases hold workers back; without, whoever has room is given work."""
     queue_share: float = 1.0

@@ -36,6 +36,9 @@ from echo.sim.versions import Versions
 from echo.sim.wires import Port, Wires
 from echo.sim.worker import SimWorker
 
+WINDOW_BYTES = 8 << 20
+"""What a child asks for ahead at first: chunks are coarse here."""
+
 
 class Simulation:
     """One run of a scenario."""
@@ -92,7 +95,7 @@ class Simulation:
         chunk_bytes = self._versions.chunk_bytes * scale
         return Broadcast(
             node_id=node_id,
-            window_bytes=max(1, math.ceil(max(settings.window_bytes, chunk_bytes) / scale)),
+            window_bytes=max(1, math.ceil(max(WINDOW_BYTES, chunk_bytes) / scale)),
             # Coarse chunks take longer than a heartbeat: then silence means less.
             stall_s=max(0.5, settings.heartbeat_s, 4 * chunk_bytes / self._slowest_bytes_per_s()),
             arenas=self.arenas,

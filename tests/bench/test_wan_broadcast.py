@@ -67,7 +67,7 @@ class Site:
 
     def __init__(self, wan: Wan, stack: contextlib.ExitStack) -> None:
         self.over_at = time.monotonic() + WITHIN_S
-        options = ["--curve", "--window-bytes", str(2 << 20), "--sockets", "1"]
+        options = ["--curve", "--sockets", "1"]
         self.learner = self.start(
             wan, stack, 0, "learner", "--topology", "chain", "--listen", wan.listen(0), *options
         )

@@ -51,7 +51,7 @@ def test_each_line_says_where_its_value_came_from() -> None:
     assert "seed = 3" in "\n".join(line for line in resolved_lines(config) if "--set" in line)
     assert lines["max_staleness"].endswith("# profile lan")
     assert lines["betas"].endswith("# default")
-    assert lines["window_bytes"].endswith("# default, 2 MiB")
+    assert lines["chunk_bytes"].endswith("# default, 1 MiB")
 
 
 def test_a_dry_run_says_what_would_start() -> None:

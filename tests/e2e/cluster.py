@@ -80,7 +80,6 @@ dead_after_s = 4
 lease_timeout_s = 10
 reconnect_for_s = 150
 chunk_bytes = "16KiB"
-window_bytes = "64KiB"
 
 [limits]
 min_free_disk_bytes = 0

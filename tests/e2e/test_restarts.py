@@ -34,9 +34,7 @@ def test_an_anchor_is_gone_on_with_after_a_kill(cluster: Cluster, link: SlowLink
     address = f"tcp://127.0.0.1:{link.port}"
     cluster.settings = {
         "network.chunk_bytes": CHUNK_BYTES,
-        "network.window_bytes": 4 * CHUNK_BYTES,
         "network.codec": "delta",
-        "network.sockets_per_link": 1,
     }
     arenas = cluster.directory / "arenas"
     key = cluster.join.partition("#")[2]

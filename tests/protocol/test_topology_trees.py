@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from echo.protocol.topology_fluid import num_children, order, receiver_rates
+from echo.protocol.topology_fluid import forecast, num_children, order
 from echo.protocol.topology_trees import chain, dealt_slots, stripe_trees
 from tests.protocol.fleets import MBIT, draw, fleet_of, learner, site
 
@@ -39,7 +39,8 @@ def test_equal_nodes_are_interior_in_one_stripe(num_stripes: int) -> None:
     interior = [set(tree) - {-1, 0} for tree in trees]
     assert sum(map(len, interior)) == len(set.union(*interior))
     assert num_children(trees)[0] == num_stripes
-    assert min(receiver_rates(fleet, trees)[1:]) == pytest.approx(100 * MBIT)
+    found = forecast(fleet, trees, payload_bytes=1 << 30, chunk_bytes=1 << 20)
+    assert found.rate_bytes_per_s == pytest.approx(100 * MBIT)
 
 
 @pytest.mark.parametrize("num_stripes", [1, 2, 4])

@@ -64,8 +64,6 @@ NETWORK: dict[str, Any] = {
     "dead_after_s": 2.0,
     "reconnect_for_s": 100.0,
     "chunk_bytes": CHUNK_BYTES,
-    "window_bytes": 4 * CHUNK_BYTES,
-    "sockets_per_link": 1,
 }
 OPTIONS = TransportOptions(
     heartbeat_s=0.1, dead_after_s=2.0, min_redial_s=0.02, max_redial_s=0.2, linger_s=0.2

@@ -89,12 +89,9 @@ def test_no_address_of_a_node_bears_the_secret() -> None:
     assert settings.addresses == ("tcp://b:2", f"tcp://a:1#{KEY}")
 
 
-def test_sockets_per_link_are_the_users_or_follow_from_the_kernel() -> None:
-    network = parse_config({}, ["network.sockets_per_link=3"])[0].network
-    assert wiring.sockets_per_link(network, "tcp://127.0.0.1:1") == 3
-    network = parse_config({})[0].network
-    assert wiring.sockets_per_link(network, "tcp://127.0.0.1:1") == 1
-    assert 1 <= wiring.sockets_per_link(network, f"tcp://10.0.0.5:1#{KEY}") <= 8
+def test_sockets_per_link_follow_from_the_kernel() -> None:
+    assert wiring.sockets_per_link("tcp://127.0.0.1:1") == 1
+    assert 1 <= wiring.sockets_per_link(f"tcp://10.0.0.5:1#{KEY}") <= 8
 
 
 def test_the_kernel_matters_for_links_between_machines(
