@@ -28,7 +28,7 @@ said stays the tokens that were sampled, never decoded and encoded again. An epi
         def functions(self) -> list[Callable[..., object]]:
             return [add]
 
-        def judge(self, example: Example, texts: list[str]) -> float:
+        def score(self, example: Example, texts: list[str]) -> float:
             return float(example.answer in texts[-1])
 
         def example(...) -> Example: ...
@@ -167,7 +167,7 @@ class ToolEnvironment(Environment):
         """Return what the policy may call; annotated, with a docstring."""
 
     @abc.abstractmethod
-    def judge(self, example: Example, texts: list[str]) -> float:
+    def score(self, example: Example, texts: list[str]) -> float:
         """Return what an episode was worth.
 
         Args:
@@ -194,8 +194,8 @@ class ToolEnvironment(Environment):
         return results or None
 
     def outcome(self, state: ToolState) -> float:
-        """Ask the judge."""
-        return self.judge(state.example, state.texts)
+        """Score what the policy has said."""
+        return self.score(state.example, state.texts)
 
 
 def schema_of(function: Callable[..., object]) -> dict[str, Any]:

@@ -415,7 +415,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def judge(tmp_path: Path, function: str, row: dict[str, Any], completion: str = "c") -> Any:
+def reward_of(tmp_path: Path, function: str, row: dict[str, Any], completion: str = "c") -> Any:
     """What a function says of the first row, read as a learner reads it and sent to a worker."""
     path = write(tmp_path / "rows.jsonl", row)
     task = DatasetTask(path=path, heldout_path=path, reward=f"rewards.py:{function}")
@@ -429,23 +429,23 @@ ROW = {"prompt": "p", "answer": "a", "info": {"x": 1}, "level": 3}
 
 def test_a_function_gets_prompt_completion_and_the_whole_row(tmp_path: Path) -> None:
     expected = "p|c|[('answer', 'a'), ('info', {'x': 1}), ('level', 3)]"
-    assert judge(tmp_path, "all_columns", ROW) == expected
+    assert reward_of(tmp_path, "all_columns", ROW) == expected
 
 
 def test_a_function_gets_the_columns_that_it_names(tmp_path: Path) -> None:
-    assert judge(tmp_path, "by_name", ROW) == ("c", "a", 3, 7)
+    assert reward_of(tmp_path, "by_name", ROW) == ("c", "a", 3, 7)
 
 
 def test_a_coroutine_function_is_awaited(tmp_path: Path) -> None:
-    assert judge(tmp_path, "later", ROW) == 0.5
+    assert reward_of(tmp_path, "later", ROW) == 0.5
 
 
 def test_a_function_for_trl_gets_lists(tmp_path: Path) -> None:
     columns = {"info": [{"x": 1}], "level": [3]}
-    assert judge(tmp_path, "trl", ROW) == (["p"], ["c"], ["a"], columns)
+    assert reward_of(tmp_path, "trl", ROW) == (["p"], ["c"], ["a"], columns)
     chat = [{"role": "user", "content": "p"}]
     answer = [{"role": "assistant", "content": "c"}]
-    result = judge(tmp_path, "trl", {"messages": chat, "answer": "a"})
+    result = reward_of(tmp_path, "trl", {"messages": chat, "answer": "a"})
     assert result[:3] == ([chat], [answer], ["a"])
 
 

@@ -35,7 +35,7 @@ class Calculator(ToolEnvironment):
     def example(self, index: int, *, split: str) -> Example:
         return Example(index=index, split=split, prompt="1+2?", answer="3")
 
-    def judge(self, example: Example, texts: list[str]) -> float:
+    def score(self, example: Example, texts: list[str]) -> float:
         return float(example.answer in texts[-1])
 
 

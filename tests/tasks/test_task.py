@@ -1,4 +1,4 @@
-"""What a task is, and how it is found, built and compared by its name."""
+"""A task: found, built and compared by its name; its examples and its splits."""
 
 from __future__ import annotations
 
