@@ -80,6 +80,7 @@ class Play:
         return sorted(m.node_id for m in self.session.roster.nodes.values() if m.is_standby)
 
 
+@pytest.mark.slow
 def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1, 0.2])
     play.until(120.0)
@@ -96,6 +97,7 @@ def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(tmp_pat
     play.run.audit()
 
 
+@pytest.mark.slow
 def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1])
     play.until(60.0)
@@ -114,6 +116,7 @@ def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(tmp_pa
     assert play.decisions[-1][0] >= back_at + 40.0
 
 
+@pytest.mark.slow
 def test_nobody_stands_by_for_a_worker_that_is_set_aside(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1])
     play.until(10.0)
@@ -122,6 +125,7 @@ def test_nobody_stands_by_for_a_worker_that_is_set_aside(tmp_path: Path) -> None
     assert play.standby == []
 
 
+@pytest.mark.slow
 def test_without_prices_everybody_works(tmp_path: Path) -> None:
     play = Play(tmp_path, [None, None, None])
     play.until(80.0)
@@ -143,6 +147,7 @@ def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(tmp_path: Pa
     assert "worker.price_per_h" in notes
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_made_up_for_at_once(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1])
     play.until(60.0)
@@ -153,6 +158,7 @@ def test_a_dead_worker_is_made_up_for_at_once(tmp_path: Path) -> None:
     assert play.standby == []
 
 
+@pytest.mark.slow
 def test_in_shadow_a_decision_is_told_once_and_nobody_is_put_on_standby(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1])
     play.is_applied = False
@@ -162,6 +168,7 @@ def test_in_shadow_a_decision_is_told_once_and_nobody_is_put_on_standby(tmp_path
     assert play.standby == []
 
 
+@pytest.mark.slow
 def test_questions_that_change_nothing_come_more_and_more_seldom(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3])
     play.waited_s = 2.5

@@ -224,6 +224,7 @@ def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(speed: floa
     assert seconds({"fast": 100.0, "slow": speed}) <= 1.05 * seconds({"fast": 100.0})
 
 
+@pytest.mark.slow
 def test_the_even_dispatch_is_delayed_by_it() -> None:
     alone = mean_step(FAST, dispatch="even", max_staleness=0, seed=3)
     both = mean_step(BOTH, dispatch="even", max_staleness=0, seed=3)

@@ -118,6 +118,7 @@ def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
         assert set(pair.parcels.coded_bytes) == {PolicyVersion(1, 1), PolicyVersion(1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_versions", [2, 5])
 def test_a_laggard_takes_one_delta_over_several_versions(keep_versions: int) -> None:
     """Where the learner still holds the version that it begins at."""

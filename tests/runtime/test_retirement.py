@@ -78,6 +78,7 @@ def test_the_terms() -> None:
     assert "exit_if_learner_gone_s" in str(reason({"learner_gone_for_s": 30.0}, now=130.0))
 
 
+@pytest.mark.slow
 def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
     play: Play, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_release_that_fails_goes_on_counting(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await slow_learner(run, activation=QUICK)
@@ -162,6 +164,7 @@ def test_a_release_that_has_begun_is_not_left_by_an_interrupt(play: Play, tmp_pa
     play(scenario)
 
 
+@pytest.mark.slow
 def test_the_machine_is_given_back_at_the_end_of_the_run_and_not_after_an_interrupt(
     play: Play, tmp_path: Path
 ) -> None:

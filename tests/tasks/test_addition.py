@@ -19,6 +19,7 @@ def test_columns_are_written_units_first_with_the_carry() -> None:
     assert add_in_columns("478", "365", is_forgetful=True) == "8+5=137+6=134+3=07>0733"
 
 
+@pytest.mark.slow
 @given(st.integers(0, 999), st.integers(0, 999))
 def test_who_carries_is_right(left: int, right: int) -> None:
     completion = add_in_columns(f"{left:03d}", f"{right:03d}", is_forgetful=False)
