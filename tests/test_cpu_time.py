@@ -130,7 +130,7 @@ def test_children_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import time\nwhile time.process_time() < .05: pass"
     before = cpu_time.used_s()
     subprocess.run([sys.executable, "-S", "-c", program], check=True)
-    assert cpu_time.used_s() - before >= 0.04
+    assert cpu_time.used_s() - before > 0.03
 
 
 def test_every_package_has_a_budget_and_all_together_one() -> None:
