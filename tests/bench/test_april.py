@@ -108,6 +108,7 @@ def test_a_free_row_takes_the_next_rollout_whichever_call_it_came_with(lab: Modu
     assert ends_of(lab, [[10, 300], [50]], num_rows=1)["1.0.0"] == 360
 
 
+@pytest.mark.slow
 def test_runs_end_and_over_submission_refills_what_stragglers_leave(lab: ModuleType) -> None:
     for is_continuous in (True, False):
         base = setting_of(lab, is_continuous=is_continuous, groups_per_worker=2, num_steps=8)

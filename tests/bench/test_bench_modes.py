@@ -60,6 +60,7 @@ def test_the_colocated_loop_learns_what_it_is_told_to(tmp_path: Path) -> None:
     assert rows[-1]["staleness"] == {"0": 2, "1": 2, "2": 2}
 
 
+@pytest.mark.slow
 def test_only_seeds_of_every_mode_are_reported(
     bench_modes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_truncation_is_found(
     assert found["numerics"] == pytest.approx(0.0, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_causes_are_told_apart_when_they_come_together(
     make_trainer: MakeTrainer, measure: Measure, tiny_model_dir: Path
 ) -> None:

@@ -133,6 +133,7 @@ class Told:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_requests", [equal_prompts, unequal_prompts, distinct_prompts])
 @pytest.mark.parametrize(("num_tokens", "limit"), [(220, 8), (75, 2)])
 def test_no_token_is_lost_or_sampled_twice(

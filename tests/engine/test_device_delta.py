@@ -60,6 +60,7 @@ def images(draw: st.DrawFn) -> tuple[list[Image], list[TensorSpec]]:
     return versions, tensors
 
 
+@pytest.mark.slow
 @given(images(), st.sampled_from([1 << 12, 1 << 14, 3 << 12]))
 def test_blocks_are_those_of_the_host(
     drawn: tuple[list[Image], list[TensorSpec]], block_bytes: int

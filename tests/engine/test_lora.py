@@ -112,6 +112,7 @@ def test_the_engine_samples_what_the_learner_scores(
         assert set(versions_of(completion)) == {V1}
 
 
+@pytest.mark.slow
 def test_adapters_are_swapped_in_flight(make_tiny_model: MakeTinyModel) -> None:
     base_dir = make_tiny_model(max_position_embeddings=512, initializer_range=0.2)
     policies = [adapted_policy(base_dir, seed=seed) for seed in (0, 1)]

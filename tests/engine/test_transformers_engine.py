@@ -140,6 +140,7 @@ def test_a_model_with_learned_positions_agrees_too(tmp_path: Path) -> None:
         np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_requests", [equal_prompts, unequal_prompts])
 def test_a_request_does_not_depend_on_its_batch_mates(
     engine: TransformersEngine, make_requests: Callable[[int], list[Request]]
@@ -395,6 +396,7 @@ class TestTransactions(Models):
             engine.load(Torn(weights[0]), V3)
         assert self.bits(engine) == after
 
+    @pytest.mark.slow
     def test_rollouts_under_way_go_on_with_it(
         self,
         engine: TransformersEngine,

@@ -78,6 +78,7 @@ def arguments(model_dir: Path, *, is_cpu: bool = True, **passed: Any) -> dict[st
     )
 
 
+@pytest.mark.slow  # imports vLLM
 @pytest.mark.filterwarnings("ignore")
 def test_arguments_are_passed_through_or_refused(
     make_tiny_model: Callable[..., Path], tiny_model_dir: Path

@@ -276,7 +276,8 @@ def test_each_death_is_counted(
         engine.close()
 
 
-@pytest.mark.parametrize("num_held", [3, pytest.param(0, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("num_held", [3, 0])
 def test_out_of_memory_makes_it_start_anew_for_fewer_at_one_time(
     make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, num_held: int
 ) -> None:
@@ -344,7 +345,6 @@ def test_a_start_that_fails_of_something_else_is_not_tried_again(
     assert num_tries == 1
 
 
-@pytest.mark.matrix
 def test_a_smaller_cache_still_holds_the_longest_rollout(
     make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

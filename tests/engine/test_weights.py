@@ -50,6 +50,7 @@ def test_all_65536_bfloat16_values_survive_bit_for_bit() -> None:
     assert_identical(tensors_from_image(specs, memoryview(image)), {"every": every.view(256, 256)})
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.text("abc.", min_size=1, max_size=6),

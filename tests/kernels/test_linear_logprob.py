@@ -144,6 +144,7 @@ def test_uniform_logits_have_the_entropy_log_v() -> None:
     assert entropies.tolist() == pytest.approx([math.log(1000)] * 3, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inv_temperature", [0.7, torch.tensor([0.5, 1.0, 2.0, 0.9, 1.3])])
 def test_gradcheck_in_float64(inv_temperature: float | Tensor) -> None:
     case = make_case(rows=5, width=3, vocab=11, dtype=torch.float64)
@@ -155,6 +156,7 @@ def test_gradcheck_in_float64(inv_temperature: float | Tensor) -> None:
     )
 
 
+@pytest.mark.slow
 @given(
     rows=st.integers(1, 9),
     width=st.integers(1, 6),
@@ -276,6 +278,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_the_full_logit_matrix_never_exists() -> None:
     rows, width, vocab, vocab_chunk = 300, 8, 1000, 100
     with LargestTensor() as ours:

@@ -40,6 +40,7 @@ def test_07_a_grant_is_on_record_before_it_is_sent(make_world: MakeWorld) -> Non
     world.audit()
 
 
+@pytest.mark.slow
 def test_08_a_group_is_acknowledged_only_when_it_is_durable_and_once(
     make_world: MakeWorld,
 ) -> None:
@@ -196,6 +197,7 @@ def test_15_a_group_that_cannot_be_made_ends_once_and_another_is_granted(
     world.audit()
 
 
+@pytest.mark.slow
 def test_17_a_run_at_rest_leaves_no_accepted_group_without_an_end(make_world: MakeWorld) -> None:
     world = make_world(max_staleness=3)
     world.learner()

@@ -78,6 +78,7 @@ class Play:
         return sorted(m.node_id for m in self.session.roster.nodes.values() if m.is_standby)
 
 
+@pytest.mark.slow
 def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1, 0.2])
     play.until(120.0)
@@ -94,6 +95,7 @@ def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(tmp_pat
     play.run.audit()
 
 
+@pytest.mark.slow
 def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1])
     play.until(60.0)
@@ -112,6 +114,7 @@ def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(tmp_pa
     assert play.decisions[-1][0] >= back_at + 40.0
 
 
+@pytest.mark.slow
 def test_nobody_stands_by_for_a_worker_that_is_set_aside(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1])
     play.until(10.0)
@@ -120,6 +123,7 @@ def test_nobody_stands_by_for_a_worker_that_is_set_aside(tmp_path: Path) -> None
     assert play.standby == []
 
 
+@pytest.mark.slow
 def test_without_prices_everybody_works(tmp_path: Path) -> None:
     play = Play(tmp_path, [None, None, None])
     play.until(80.0)
@@ -141,6 +145,7 @@ def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(tmp_path: Pa
     assert "worker.price_per_h" in notes
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_made_up_for_at_once(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1])
     play.until(60.0)
@@ -151,6 +156,7 @@ def test_a_dead_worker_is_made_up_for_at_once(tmp_path: Path) -> None:
     assert play.standby == []
 
 
+@pytest.mark.slow
 def test_questions_that_change_nothing_come_more_and_more_seldom(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3])
     play.waited_s = 2.5

@@ -664,6 +664,7 @@ class Storm:
                 self.adopt(other)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32))
 def test_in_any_weather_all_live_nodes_end_with_the_newest_version_bit_for_bit(seed: int) -> None:
     storm = Storm(random.Random(seed))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
+import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
@@ -451,6 +452,7 @@ def describe(net: Net, name: str) -> str:
     return f"fetches {node.pulling.item}, {node.progress()}, {sorted(node.store)}, {lanes}"
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32))
 def test_in_any_weather_all_live_nodes_end_with_the_newest_version(seed: int) -> None:
     weather(seed, 500)

@@ -32,6 +32,7 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 KINDS = list(messages.AnyMessage.__args__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_of_message_survives_the_wire(kind: Any) -> None:
     @given(
@@ -68,6 +69,7 @@ def test_bytes_that_mean_nothing_are_a_remote_error(frames: list[bytes]) -> None
     read(list(frames))
 
 
+@pytest.mark.slow
 @fast
 @given(instances(messages.Welcome), st.data())
 def test_a_damaged_message_is_a_remote_error_or_another_message(message: Any, data: Any) -> None:
@@ -172,6 +174,7 @@ def same(a: Group, b: Group) -> bool:
     )
 
 
+@pytest.mark.slow
 @fast
 @given(GROUPS)
 def test_a_group_survives_bit_for_bit(group: Group) -> None:
@@ -179,6 +182,7 @@ def test_a_group_survives_bit_for_bit(group: Group) -> None:
     assert same(decode_group(memoryview(header), memoryview(arrays)), group)
 
 
+@pytest.mark.slow
 @fast
 @given(GROUPS, st.data())
 def test_a_damaged_group_is_a_remote_error_or_another_group(group: Group, data: Any) -> None:

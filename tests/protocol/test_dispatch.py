@@ -226,6 +226,7 @@ def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(speed: floa
     assert seconds({"fast": 100.0, "slow": speed}) <= 1.05 * seconds({"fast": 100.0})
 
 
+@pytest.mark.slow
 def test_with_equal_shares_it_does() -> None:
     alone = mean_step(FAST, by_speed=False, max_staleness=0, seed=3)
     both = mean_step(BOTH, by_speed=False, max_staleness=0, seed=3)

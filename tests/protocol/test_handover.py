@@ -127,6 +127,7 @@ def test_a_lost_grant_is_sent_again_with_what_there_is(run: Run) -> None:
     assert [len(p) for grant, p in grants_to(run, "w1") if grant.leases[0].group_id == 0][-1] == 1
 
 
+@pytest.mark.slow
 def test_a_machine_that_returns_with_its_drafts_goes_on_with_those_still_wanted(run: Run) -> None:
     w1 = run.world.process("w1")
     begin(w1, partial(3), partial(5), key=(1, 0))

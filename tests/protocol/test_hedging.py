@@ -41,6 +41,7 @@ def test_nobody_copies_its_own_group() -> None:
     assert chosen([running(0, done_at=1e9)], Helper("slow", 1.0, 3)) == []
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.floats(0, 100), st.floats(1, 100)), max_size=8),
     st.lists(st.tuples(st.floats(0.1, 100), st.integers(0, 3)), max_size=4),
@@ -128,6 +129,7 @@ def play(tmp_path: Path, *, hedge_factor: float | None, seed: int = 1) -> Unequa
     return run
 
 
+@pytest.mark.slow
 def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow(tmp_path: Path) -> None:
     without, hedged = play(tmp_path, hedge_factor=None), play(tmp_path, hedge_factor=2.0)
     assert hedged.figures()["step_mean_s"] < 0.75 * without.figures()["step_mean_s"]

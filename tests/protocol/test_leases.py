@@ -147,6 +147,7 @@ def test_a_finished_group_leaves_nothing_behind(book: LeaseBook) -> None:
     assert book.finish(99) == []
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4), st.integers(0, 2)), max_size=60))
 def test_every_open_group_is_leased_or_waits_and_never_both(
     events: list[tuple[int, int, int]],

@@ -370,6 +370,7 @@ class Life:
         return [*self.drafts.queue, *self.drafts.running, *self.drafts.parked]
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), stale_tokens=st.sampled_from(["keep", "mask", "drop"]))
 def test_nothing_is_lost_nothing_too_old_is_trained_and_every_lease_is_counted(
     seed: int, stale_tokens: StaleTokens
@@ -381,6 +382,7 @@ def test_nothing_is_lost_nothing_too_old_is_trained_and_every_lease_is_counted(
     assert set(ids) | life.open == set(range(life.next_id))
 
 
+@pytest.mark.slow
 def test_a_life_comes_to_something() -> None:
     lives = [Life(seed, "keep") for seed in range(20)]
     for life in lives:

@@ -363,6 +363,7 @@ def test_workers_learn_the_learners_address_from_the_plan(tmp_path: Path) -> Non
     assert worker.session._control.address == LEARNER_ADDRESS
 
 
+@pytest.mark.slow
 def test_a_relay_that_comes_back_serves_its_workers_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
     _, relay, workers = start_all(run, workers=2)
@@ -418,6 +419,7 @@ def test_a_worker_that_leaves_gives_its_groups_back_at_once(tmp_path: Path) -> N
     assert not learner.session.roster.nodes
 
 
+@pytest.mark.slow
 def test_a_killed_learner_resumes_in_a_new_lineage_and_refuses_abandoned_versions(
     tmp_path: Path,
 ) -> None:

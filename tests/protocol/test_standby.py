@@ -55,6 +55,7 @@ def test_a_worker_on_standby_gets_no_leases_and_no_weights_and_stays_in_touch(
     run.audit()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_activated_again_catches_up_and_works(tmp_path: Path) -> None:
     run, learner, [_, w2] = start(tmp_path)
     park(run, learner, "w2")
@@ -70,6 +71,7 @@ def test_a_worker_that_is_activated_again_catches_up_and_works(tmp_path: Path) -
     run.audit()
 
 
+@pytest.mark.slow
 def test_the_children_of_a_worker_that_is_put_on_standby_get_other_parents(tmp_path: Path) -> None:
     run, learner, workers = start(tmp_path, workers=3)
     parents = {p.session.stats().parent for p in workers}
@@ -83,6 +85,7 @@ def test_the_children_of_a_worker_that_is_put_on_standby_get_other_parents(tmp_p
     assert all(newest.step - p.session.installed_version.step <= 1 for p in others)
 
 
+@pytest.mark.slow
 def test_a_lost_plan_is_repeated_until_the_worker_stands_by(tmp_path: Path) -> None:
     run, learner, [_, w2] = start(tmp_path)
     lost: list[Plan] = []
@@ -103,6 +106,7 @@ def test_a_lost_plan_is_repeated_until_the_worker_stands_by(tmp_path: Path) -> N
     assert w2.session.standby_since is not None
 
 
+@pytest.mark.slow
 def test_a_learner_that_returns_finds_all_workers_active(tmp_path: Path) -> None:
     run, learner, [_, w2] = start(tmp_path)
     park(run, learner, "w2")

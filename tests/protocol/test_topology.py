@@ -188,6 +188,7 @@ def test_a_region_is_left_where_traffic_costs_least(
     assert {name for name in leaving if not name.startswith("eu")} == {f"us{place}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["log-normal", "80/20", "half NAT"])
 @pytest.mark.parametrize("num_nodes", [16, 64])
 def test_unequal_uplinks_reach_the_fluid_optimum(kind: str, num_nodes: int) -> None:
@@ -229,6 +230,7 @@ def fleets(draw: st.DrawFn) -> list[Site]:
 PAYLOADS = st.sampled_from([1, 3 << 20, 143 * 10**6, 16 * 10**9])
 
 
+@pytest.mark.slow
 @given(fleets(), st.sampled_from([None, 20.0, 1000.0]), PAYLOADS)
 def test_every_plan_hangs_from_the_learner(
     nodes: list[Site], mbit: float | None, payload_bytes: int
@@ -253,6 +255,7 @@ def test_every_plan_hangs_from_the_learner(
     assert again == found
 
 
+@pytest.mark.slow
 @given(fleets(), fleets(), st.sets(st.integers(0, 23)), PAYLOADS)
 def test_every_plan_that_follows_another_hangs_from_the_learner(
     before: list[Site], after: list[Site], moved: set[int], payload_bytes: int

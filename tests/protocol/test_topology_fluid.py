@@ -71,6 +71,7 @@ def test_links_between_regions_are_counted_and_priced() -> None:
     assert (found.crossings, found.egress_gb_price) == (2.0, 0.1)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.sampled_from(["log-normal", "80/20", "half NAT"]))
 def test_no_plan_beats_the_bound(seed: int, kind: str) -> None:
     nodes = draw(kind, 12, random.Random(seed))

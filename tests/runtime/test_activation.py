@@ -88,6 +88,7 @@ def test_workers_that_are_not_needed_stand_by_and_the_costs_are_told(play: Play)
     play(scenario)
 
 
+@pytest.mark.slow
 def test_at_the_budget_of_the_run_it_ends_with_a_checkpoint_and_goes_on_with_more(
     play: Play,
 ) -> None:

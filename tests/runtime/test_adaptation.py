@@ -114,6 +114,7 @@ def test_nothing_happens_where_there_is_nothing_to_choose(
     assert parts.records == []
 
 
+@pytest.mark.slow
 def test_a_run_that_follows_it_grants_for_the_lower_bound(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

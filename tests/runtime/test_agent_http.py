@@ -191,6 +191,7 @@ def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, templat
     play(scenario)
 
 
+@pytest.mark.slow
 def test_the_agent_of_the_readme_works(play: Play, template: str, tmp_path: Path) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     [code] = [c for c in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "OpenAI" in c]
@@ -212,6 +213,7 @@ def test_the_agent_of_the_readme_works(play: Play, template: str, tmp_path: Path
     play(scenario)
 
 
+@pytest.mark.slow
 def test_streams_logprobs_and_texts(play: Play, template: str) -> None:
     async def scenario(run: Run) -> None:
         async with site(run, template, steps=50) as (here, _):
@@ -247,6 +249,7 @@ def test_streams_logprobs_and_texts(play: Play, template: str) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_refused_with_a_reason(play: Play, template: str) -> None:
     async def scenario(run: Run) -> None:
         async with site(run, template, steps=50) as (here, _):
@@ -320,6 +323,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(play: Play, template: str)
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_call_gets_the_version_that_it_asks_for_or_none(play: Play, template: str) -> None:
     async def scenario(run: Run) -> None:
         async with site(run, template, steps=50) as (here, _):

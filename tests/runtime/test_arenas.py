@@ -109,6 +109,7 @@ def test_a_dropped_arena_is_recycled_when_no_view_is_left(store: ArenaStore) -> 
     assert is_same_place(place, store.create(version(5), None, SIZE))
 
 
+@pytest.mark.slow
 def test_a_tensor_made_from_an_arena_keeps_it(store: ArenaStore) -> None:
     """As of the weights that a worker on a CPU has installed."""
     arena = store.create(version(1), None, SIZE)
@@ -150,6 +151,7 @@ def test_views_outlive_the_store(store: ArenaStore) -> None:
     assert (bytes(kept[:4]), bytes(dropped[:4])) == (b"kept", b"drop")
 
 
+@pytest.mark.slow
 def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: ArenaStore) -> None:
     """The receiver takes nothing at first, so slices wait in the sender without a copy."""
     num_bytes = 24 << 20  # more than the sockets' buffers hold

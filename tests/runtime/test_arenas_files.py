@@ -382,6 +382,7 @@ def test_a_directory_that_disappears_is_an_error(opened: Opened) -> None:
 # --- the directory -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_never_share_a_directory(opened: Opened, tmp_path: Path) -> None:
     opened()
     program = (

@@ -116,6 +116,7 @@ def compare(device: str, dtype: str, share: float, scale: float) -> list[bool]:
     return are_coded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "share", "scale", "coded"),
     [

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import math
 
+import pytest
+
 from echo.runtime.learner import LearnerNode
 from tests.runtime.harness import RELAY, Play, Run, running
 
@@ -68,6 +70,7 @@ def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(pla
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(play: Play) -> None:
     async def scenario(run: Run) -> None:
         network = {"dead_after_s": PATIENCE_S, "reconnect_for_s": PATIENCE_S}
@@ -85,6 +88,7 @@ def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(play: P
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_cut_off_from_its_relay_hears_of_it_when_it_is_back(play: Play) -> None:
     async def scenario(run: Run) -> None:
         network = {"dead_after_s": PATIENCE_S, "reconnect_for_s": PATIENCE_S}
@@ -105,6 +109,7 @@ def test_a_worker_that_is_cut_off_from_its_relay_hears_of_it_when_it_is_back(pla
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_node_that_died_long_ago_is_not_waited_for(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(network={"dead_after_s": 10 * PATIENCE_S})
@@ -120,6 +125,7 @@ def test_a_node_that_died_long_ago_is_not_waited_for(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_relays_are_told_though_a_worker_never_comes_back(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(network={"dead_after_s": 10 * PATIENCE_S})

@@ -50,6 +50,7 @@ def long_model(tmp_path: Path, model_dir: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_rows_are_sampled_scored_and_trained_on(tmp_path: Path, long_model: Path) -> None:
     rows = [*OWN, *published_rows()]
     path = tmp_path / "rows.jsonl"
@@ -94,6 +95,7 @@ def test_rows_are_sampled_scored_and_trained_on(tmp_path: Path, long_model: Path
     assert any("eval/gsm8k/pass@1" in row for _, row in run.rows)
 
 
+@pytest.mark.slow
 def test_references_are_right_and_others_wrong_in_the_workers_process(tmp_path: Path) -> None:
     rows = [*OWN, *published_rows()]
     path = tmp_path / "rows.jsonl"

@@ -68,6 +68,7 @@ def test_what_a_worker_installs_is_what_was_published(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_workers_behind_a_relay_survive_loss_delay_and_a_cut(play: Play) -> None:
     async def scenario(run: Run) -> None:
         for name in ("w1", "w2"):
@@ -361,6 +362,7 @@ def test_the_mismatch_is_attributed_and_what_it_needs_is_kept_for_a_while(play: 
     play(scenario)
 
 
+@pytest.mark.slow
 def test_pull_refreshes_before_every_request_and_trains_on_policy(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(

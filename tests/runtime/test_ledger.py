@@ -443,6 +443,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_files_without_half_records(tmp_path: Path) -> None:
     """No file may grow beyond a limit: the spool reaches it first, in the middle of a group."""
     root = str(Path(__file__).parents[2])
@@ -465,6 +466,7 @@ def test_a_full_disk_leaves_files_without_half_records(tmp_path: Path) -> None:
     store(ledger, make_group(99))
 
 
+@pytest.mark.slow
 def test_a_full_ledger_is_cut_back_to_its_last_whole_line(tmp_path: Path) -> None:
     program = FULL_DISK.format(
         root=str(Path(__file__).parents[2]), run_dir=str(tmp_path), limit=700

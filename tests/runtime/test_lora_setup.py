@@ -99,6 +99,7 @@ def test_a_whole_model_to_start_from_becomes_the_base(
     assert find(told(config), f"model.name={model}") == start
 
 
+@pytest.mark.slow
 def test_an_adapter_to_start_from_is_trained_on(
     make_tiny_model: MakeTinyModel, tmp_path: Path
 ) -> None:

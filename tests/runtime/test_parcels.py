@@ -116,6 +116,7 @@ def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
         assert set(pair.parcels.coded_bytes) == {PolicyVersion(1, 1), PolicyVersion(1, 2)}
 
 
+@pytest.mark.slow
 def test_a_laggard_takes_one_delta_after_the_other() -> None:
     images = make_images(5, share=0.01)
     publications = [make_publication(i, image) for i, image in enumerate(images)]

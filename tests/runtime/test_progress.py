@@ -152,6 +152,7 @@ def test_the_learner_says_whom_it_waits_for(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_the_learner_says_that_what_comes_is_of_no_use(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(
@@ -168,6 +169,7 @@ def test_the_learner_says_that_what_comes_is_of_no_use(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_snapshot_shows_every_node(play: Play, num_workers: int) -> None:
     async def scenario(run: Run) -> None:

@@ -83,6 +83,7 @@ def test_a_short_silence_is_no_reason_and_giving_up_comes_later(after_s: int, go
     assert terms_of(config) == Terms(standby_s=after_s, learner_gone_s=gone_s)
 
 
+@pytest.mark.slow
 def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
     play: Play, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_release_that_fails_goes_on_counting(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await slow_learner(run)
@@ -167,6 +169,7 @@ def test_a_release_that_has_begun_is_not_left_by_an_interrupt(play: Play, tmp_pa
     play(scenario)
 
 
+@pytest.mark.slow
 def test_the_machine_is_given_back_at_the_end_of_the_run_and_not_after_an_interrupt(
     play: Play, tmp_path: Path
 ) -> None:

@@ -362,6 +362,7 @@ def check(run: Run, *, max_staleness: int = 3) -> None:
     assert all(len(end) == 1 for end in ends(run.ledger()).values())
 
 
+@pytest.mark.slow
 def test_a_run_with_over_submission_keeps_its_promises(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(run={"max_steps": 12}, rollout={"over_submission": 2.0}, **LONG)
@@ -377,6 +378,7 @@ def test_a_run_with_over_submission_keeps_its_promises(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_with_drop_no_rollout_goes_on_under_other_weights(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(
@@ -393,6 +395,7 @@ def test_with_drop_no_rollout_goes_on_under_other_weights(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_worker_told_to_stop_hands_over_what_another_then_finishes(
     play: Play, slow: threading.Event
 ) -> None:
@@ -419,6 +422,7 @@ def test_a_worker_told_to_stop_hands_over_what_another_then_finishes(
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_goes_on_where_its_file_says(play: Play, slow: threading.Event) -> None:
     async def scenario(run: Run) -> None:
         long = {**LONG, "sampling": {"max_completion_tokens": 110}}

@@ -62,6 +62,7 @@ def check(run: Run) -> None:
 SETTINGS = {"max_concurrent": 2}
 
 
+@pytest.mark.slow
 def test_a_workers_task_is_killed_counted_and_survived(play: Play, sums: str) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(
@@ -76,6 +77,7 @@ def test_a_workers_task_is_killed_counted_and_survived(play: Play, sums: str) ->
     play(scenario)
 
 
+@pytest.mark.slow
 def test_with_rewards_at_the_learner_no_answer_leaves_it(
     play: Play, sums: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def guess(write_task: Callable[[str, str], None]) -> str:
     return "guess_task:Guess"
 
 
+@pytest.mark.slow
 def test_an_environment_is_played_masked_trained_on_and_evaluated(
     play: Play, guess: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

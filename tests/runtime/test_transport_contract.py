@@ -295,6 +295,7 @@ def test_a_peer_that_does_not_read_is_refused_and_disturbs_nobody(run: Run) -> N
     run(scenario)
 
 
+@pytest.mark.slow
 def test_tiny_messages_are_bounded_too(run: Run) -> None:
     async def scenario(world: World) -> None:
         listener, _, child, _ = await world.pair(HASTY)

@@ -55,6 +55,7 @@ def test_a_contradiction_ends_it_with_the_configuration_code(play: Play) -> None
     play(scenario)
 
 
+@pytest.mark.slow
 def test_failed_rewards_and_long_prompts_are_counted_and_survived(play: Play, fussy: str) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(task={"kind": fussy})
@@ -68,6 +69,7 @@ def test_failed_rewards_and_long_prompts_are_counted_and_survived(play: Play, fu
     play(scenario)
 
 
+@pytest.mark.slow
 def test_weights_are_installed_in_flight(play: Play) -> None:
     """No rollout ends for a new version, and each token tells which one sampled it."""
 
@@ -89,6 +91,7 @@ def test_weights_are_installed_in_flight(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_groups_of_an_exact_version_do_not_mix_versions(play: Play) -> None:
     """The same run, but newer weights wait for what is under way, and no group is lost."""
 
@@ -114,6 +117,7 @@ def test_groups_of_an_exact_version_do_not_mix_versions(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_install_a_version_falls_back_alone(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +161,7 @@ def test_a_worker_that_cannot_install_a_version_falls_back_alone(
     assert "the probe found other weights" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_version_that_all_workers_refuse_is_tried_again(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,6 +207,7 @@ class SmallMemory:
         monkeypatch.setattr(TransformersEngine, "_forward", limited)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_memory_runs_out_goes_on_with_less_at_a_time(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,6 +331,7 @@ def test_an_interrupted_worker_delivers_and_says_goodbye(
     assert "w1 left: stopped by its operator" in caplog.text, "it was missed instead"
 
 
+@pytest.mark.slow
 def test_a_worker_keeps_its_results_while_the_learner_is_away(play: Play) -> None:
     async def scenario(run: Run) -> None:
         worker = await run.worker("w1")

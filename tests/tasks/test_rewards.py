@@ -378,6 +378,7 @@ def test_an_episode_keeps_its_state_among_others(make_pool: Pools) -> None:
         episodes[0].reply("2")
 
 
+@pytest.mark.slow
 def test_a_stuck_episode_takes_only_its_own_process_along(make_pool: Pools) -> None:
     pool = make_pool(ENVIRONMENT, size=2)
     stuck, *others = (pool.begin(EXAMPLE) for _ in range(3))
