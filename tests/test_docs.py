@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from echo.config.leaves import find_leaf, sections
+from echo.config.reference import reference
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -17,3 +18,8 @@ def test_the_keys_beside_those_of_other_frameworks_exist() -> None:
     assert len(ours) > 40
     assert [key for key in ours if find_leaf(tuple(key.split("."))) is None] == []
     assert {key.partition(".")[0] for key in ours} <= sections().keys()
+
+
+def test_the_reference_of_the_configuration_is_that_of_the_schema() -> None:
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference(), "python -m echo.config.reference > docs/configuration.md"

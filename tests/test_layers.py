@@ -53,6 +53,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "aiohttp": ("runtime/agent_http.py",),
     "zmq": ("runtime/transport_zmq.py", "runtime/zmq_*.py"),
     "zstandard": ("delta/*",),
+    "psutil": ("config/machine.py", "engine/available_memory.py"),
     "rich": ("ui/*", "cli/*"),
     "triton": ("kernels/*",),
     "verifiers": ("tasks/verifiers.py",),

@@ -80,5 +80,5 @@ def _worker_command(request: Request, num_gpus: int) -> str:
     """Return the command of one worker that samples on so many GPUs."""
     sets = [f'worker.connect=["{request.learner.address}"]', "engine.kind=vllm"]
     if num_gpus > 1:
-        sets.append(f"engine.vllm.tensor_parallel_size={num_gpus}")
+        sets.append(f"engine.options.tensor_parallel_size={num_gpus}")
     return node_command("worker", sets)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from echo.config.leaves import Leaf, every_leaf, kinds_of, leaves, sections, show
 from echo.config.memory import Budget
+from echo.config.reference import default_text
 from echo.config.schema import Config
 from echo.config.section import Role
 from echo.units import format_bytes, without_secrets
@@ -26,7 +27,7 @@ def schema_help(role: Role | None = None) -> str:
             heading = f"[{name}] kind = {show(kind)}" if kind else f"[{name}]"
             lines.append(f"{heading}  {summary}")
         for leaf in group:
-            lines.append(f"  {leaf.path[-1]} = {_show_default(leaf)}")
+            lines.append(f"  {leaf.path[-1]} = {default_text(leaf)}")
             text = f"{leaf.help} Takes {leaf.expected}."
             lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
@@ -79,16 +80,6 @@ def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str]
             place = leaf.path[0] if len(leaf.path) == 2 else ""
             groups.setdefault((place, "".join(leaf.kinds)), []).append(leaf)
     return groups
-
-
-def _show_default(leaf: Leaf) -> str:
-    """Write one default, or one per profile; unset keys of all profiles as "unset"."""
-    texts = {name: show(value) for name, value in leaf.defaults.items()}
-    if leaf.path == ("profile",):
-        return '"lan"'
-    if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return ", ".join(f"{text} ({name})" for name, text in texts.items())
 
 
 def _value(config: Config, leaf: Leaf) -> object:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from echo.config.footprint import ModelFacts
 from echo.config.memory import Machine
@@ -57,7 +58,7 @@ def read_machine(gpu_bytes: int | None = None) -> Machine:
     Args:
         gpu_bytes: free bytes of the GPU that the model will run on; None on a CPU.
     """
-    available = _available_bytes(Path("/proc/meminfo"))
+    available = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     limit, used = group / "memory.max", group / "memory.current"
     if limit.exists() and used.exists():
@@ -66,15 +67,6 @@ def read_machine(gpu_bytes: int | None = None) -> Machine:
             in_use = int(used.read_text(encoding="ascii"))
             available = min(available, max(0, int(text) - in_use))
     return Machine(host_bytes=available, gpu_bytes=gpu_bytes)
-
-
-def _available_bytes(meminfo: Path) -> int:
-    """Return MemAvailable of /proc/meminfo, or all memory on a system that has no such file."""
-    text = meminfo.read_text(encoding="ascii") if meminfo.exists() else ""
-    match = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
-    if match is None:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(match[1]) * 1024
 
 
 def _dimension(dims: Mapping[str, Any], path: Path, *names: str, default: int | None = None) -> int:

@@ -24,33 +24,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echo.kernels.backend import load_kernels
-from echo.kernels.contract import BackendName, PolicyRows, PolicyTerms, RatioClip
-
-
-def policy_coefficient(
-    logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    advantages: Tensor,
-    clip: RatioClip,
-    *,
-    backend: BackendName = "auto",
-) -> PolicyTerms:
-    """Return each token's loss, its derivative by the log-probability, and the ratio.
-
-    Args:
-        logprobs: [N] nats under the policy being trained; taken as a constant.
-        sampler_logprobs: [N] nats under the policy that sampled.
-        advantages: [N], that of the token's rollout.
-        clip: the bounds of the ratio.
-        backend: "triton" or "torch"; "auto" is Triton on an NVIDIA GPU.
-
-    Raises:
-        ValueError: if shapes disagree or the backend cannot be used.
-    """
-    policy = check_policy_rows(sampler_logprobs, advantages, clip, like=logprobs)
-    detached = logprobs.detach().contiguous()
-    return load_kernels(backend, detached).policy_terms(detached, policy)
+from echo.kernels.contract import PolicyRows, RatioClip
 
 
 def check_policy_rows(

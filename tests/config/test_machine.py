@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from echo.config.machine import _available_bytes, read_machine, read_model_facts
+from echo.config.machine import read_machine, read_model_facts
 from echo.errors import DataError
 
 DIMENSIONS = {
@@ -102,11 +101,3 @@ def test_this_machine_has_memory() -> None:
     machine = read_machine(gpu_bytes=5)
     assert 2**20 < machine.host_bytes < 2**50
     assert machine.gpu_bytes == 5
-
-
-def test_available_memory(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  9 kB\nMemAvailable:     123 kB\n", encoding="ascii")
-    assert _available_bytes(meminfo) == 123 * 1024
-    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert _available_bytes(tmp_path / "none") == everything

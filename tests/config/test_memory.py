@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.config import footprint
 from echo.config.footprint import Footprint, ModelFacts
 from echo.config.load import parse_config
 from echo.config.memory import Budget, Machine, memory_budget
 from echo.config.schema import Config
 from echo.config.section import Role
+from echo.kernels.linear_logprob import linear_logprob
+from echo.protocol.delivery import MAX_UNACKED_GROUPS
 
 GIB = 2**30
 QWEN3_600M = ModelFacts(
@@ -239,3 +244,8 @@ def test_an_unknown_model_is_no_obstacle() -> None:
     budget = memory_budget(config_of(), "relay", None, Machine(host_bytes=GIB))
     assert budget.fits
     assert "which is not known here; has 1 GiB" in budget.line
+
+
+def test_its_constants_are_those_of_what_it_describes() -> None:
+    chunk = inspect.signature(linear_logprob).parameters["vocab_chunk"].default
+    assert (chunk, MAX_UNACKED_GROUPS) == (footprint.VOCAB_CHUNK, footprint.MAX_UNACKED_GROUPS)

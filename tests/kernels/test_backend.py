@@ -23,7 +23,6 @@ import sys
 if {is_absent}: sys.modules["triton"] = None
 import torch
 from echo.kernels.linear_logprob import linear_logprob
-from echo.kernels.policy_coefficient import policy_coefficient
 hidden = torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)
 ids = torch.zeros(2, dtype=torch.long)
 linear_logprob(hidden, torch.ones(5, 8, dtype=torch.bfloat16), ids)[0].sum().backward()
