@@ -420,9 +420,19 @@ class Work:
         if line not in self.lines[room][kind]:
             self.lines[room][kind].append(line)
 
-    def text(self) -> str:
+    def join(self, key: Key, kind: str, head: str, name: str) -> None:
+        """Add a name to a line that begins with `head`."""
+        lines = self.lines[key.removeprefix("echo/").partition("/")[0]][kind]
+        for index, line in enumerate(lines):
+            if line.startswith(f"{head}: "):
+                lines[index] = f"{line} {name}"
+                return
+        lines.append(f"{head}: {name}")
+
+    def text(self, rooms: Iterable[str] = ()) -> str:
+        """Return the lists of some rooms, or of all."""
         parts = []
-        for room in sorted(self.lines):
+        for room in sorted(set(self.lines) & set(rooms) if rooms else self.lines):
             parts.append(f"\n## {room}")
             for kind, lines in sorted(self.lines[room].items()):
                 parts.append(f"{kind}:")
@@ -549,7 +559,7 @@ class Addresses:
             self._named[name].append((file, name))
             for place, new in self._targets(file, name):
                 self._arrived[place].append((file, name, new))
-                if new:
+                if new and len(self._targets(file, name)) == 1:
                     self._becoming[place, new].append((file, name))
         self.places = book.plan | set(book.deviations)
 
@@ -631,8 +641,9 @@ class Addresses:
         targets = self._targets(*origin)
         if not targets:
             reason = self._book.targets(*origin)
-            line = f"{source.stem}: {name} ({', '.join(reason)})"
-            self._work.add(rest, "gone by the book, and still there", line)
+            self._work.join(
+                rest, "gone by the book, and still there", f"{source.stem} ({', '.join(reason)})", name
+            )
             return Goal(rest, name, rest)
         place, new = targets[0]
         own_main = self.main(origin[0])
@@ -691,11 +702,7 @@ class Places:
         self._floors = {room: n for n, rooms in enumerate(book.floors) for room in rooms}
         self._plan = {key_of(place) for place in book.plan | set(book.deviations)}
         self.level = dict.fromkeys(goals, 0)
-        self._folders = {
-            "/".join(goal.place.split("/")[:n])
-            for goal in goals.values()
-            for n in range(2, len(goal.place.split("/")))
-        }
+        self._folders: set[Key] = set()
 
     def choose(self, rooms: set[str], files: set[str]) -> None:
         """Move these rooms and files only, or all if neither is given."""
@@ -704,6 +711,9 @@ class Places:
             is_meant = place.partition("/")[0] in rooms or place in files or here in files
             if (rooms or files) and not is_meant:
                 self.level[definition] = 2
+            else:
+                parts = goal.place.split("/")
+                self._folders |= {"/".join(parts[:n]) for n in range(2, len(parts))}
 
     def __call__(self, definition: Definition) -> Key:
         goal = self._goals[definition]
@@ -730,21 +740,47 @@ class Places:
             if user[0].startswith("echo/")
             for used, _ in found
         ]
-        cost = self._cost(uses)
-        while cost:
+        touching: dict[Definition, set[int]] = defaultdict(set)
+        for number, pair in enumerate(uses):
+            for one in pair:
+                if one in self._goals:
+                    touching[one].add(number)
+        while True:
+            mains = {key: self.main(key) for key in self._house.sources if key.startswith("echo/")}
+            edges = Counter((self._at(a, mains), self._at(b, mains)) for a, b in uses)
+            if not (bad := self._bad(edges)):
+                return
+            found = {
+                one
+                for pair in uses
+                if (self._at(pair[0], mains), self._at(pair[1], mains)) in bad
+                for one in pair
+                if one in self._goals and self.level[one] < 2
+            }
             best = None
-            for group in self._candidates(uses):
-                before = {definition: self.level[definition] for definition in group}
+            for group in self._candidates(found):
+                numbers = {number for one in group for number in touching[one]}
+                trial = edges.copy()
+                trial.subtract((self._at(a, mains), self._at(b, mains)) for a, b in map(uses.__getitem__, numbers))
+                before = {one: self.level[one] for one in group}
                 self._hold(group)
-                now = self._cost(uses)
+                trial.update((self._at(a, mains), self._at(b, mains)) for a, b in map(uses.__getitem__, numbers))
                 self.level |= before
-                size = sum(self._size(definition) for definition in group)
-                if best is None or (now, size) < best[:2]:
-                    best = (now, size, group)
+                trial = Counter({pair: count for pair, count in trial.items() if count > 0})
+                cost = sum(trial[pair] for pair in self._bad(trial))
+                size = sum(self._size(one) for one in group)
+                if best is None or (cost, size) < best[:2]:
+                    best = (cost, size, group)
             if best is None:
-                break
+                return
             self._hold(best[2])
-            cost = best[0]
+
+    def _at(self, one: Definition | Key, mains: Mapping[Key, Key]) -> Key:
+        """Return where a definition, a module, or what else is in one, is."""
+        if isinstance(one, tuple) and one in self._goals:
+            return self(one)
+        key = one[0] if isinstance(one, tuple) else one
+        return mains.get(key, key)
 
     def _hold(self, group: Iterable[Definition]) -> None:
         for definition in group:
@@ -756,38 +792,11 @@ class Places:
         segment = self._house.sources[definition[0]].definitions[definition[1]]
         return segment.end - segment.start
 
-    def _place(self, one: Definition | Key) -> Key:
-        if isinstance(one, tuple):
-            return self(one) if one in self._goals else self.main(one[0])
-        return self.main(one)
-
-    def _edges(
-        self, uses: list[tuple[Definition, Definition | Key]]
-    ) -> dict[tuple[Key, Key], list[Definition]]:
-        mains = {key: self.main(key) for key in self._house.sources if key.startswith("echo/")}
-        edges: dict[tuple[Key, Key], list[Definition]] = defaultdict(list)
-
-        def at(one: Definition | Key) -> Key:
-            if isinstance(one, tuple) and one in self._goals:
-                return self(one)
-            key = one[0] if isinstance(one, tuple) else one
-            return mains.get(key, key)
-
-        for user, used in uses:
-            pair = at(user), at(used)
-            if pair[0] != pair[1]:
-                edges[pair] += [one for one in (user, used) if one in self._goals]
-        return edges
-
-    def _cost(self, uses: list[tuple[Definition, Definition | Key]]) -> int:
-        edges = self._edges(uses)
-        bad = self._bad(edges)
-        return sum(len(edges[pair]) for pair in bad)
-
     def _bad(self, edges: Mapping[tuple[Key, Key], object]) -> set[tuple[Key, Key]]:
-        group = components(edges)
+        pairs = [pair for pair in edges if pair[0] != pair[1]]
+        group = components(pairs)
         return {
-            pair for pair in edges if group[pair[0]] == group[pair[1]] or self._is_upward(*pair)
+            pair for pair in pairs if group[pair[0]] == group[pair[1]] or self._is_upward(*pair)
         }
 
     def _is_upward(self, user: Key, used: Key) -> bool:
@@ -799,12 +808,8 @@ class Places:
         floors = [self._floors.get(room, -1) for room in rooms]
         return rooms[0] != rooms[1] and floors[0] <= floors[1]
 
-    def _candidates(
-        self, uses: list[tuple[Definition, Definition | Key]]
-    ) -> Iterator[tuple[Definition, ...]]:
-        """Yield what might be held: what is told apart from its file; a file's part; a file."""
-        edges = self._edges(uses)
-        found = {one for pair in self._bad(edges) for one in edges[pair] if self.level[one] < 2}
+    def _candidates(self, found: Iterable[Definition]) -> Iterator[tuple[Definition, ...]]:
+        """Yield what might be held: a definition; a file's part that goes there; a file."""
         seen = set()
         for one in sorted(found):
             goal = self._goals[one]
@@ -814,7 +819,7 @@ class Places:
                 if other[0] == one[0] and self.level[other] < 2 and its.place == goal.place
             ]
             whole = [o for o in self._goals if o[0] == one[0] and self.level[o] < 2]
-            for group in ([one] if goal.place != goal.main else [], together, whole):
+            for group in ([one], together, whole):
                 if group and (key := tuple(sorted(group))) not in seen:
                     seen.add(key)
                     yield key
@@ -827,7 +832,8 @@ class Places:
             if level > chosen[definition] and self(definition) != goal.place:
                 held[definition[0], self(definition), goal.place].append(definition[1])
         for (source, place, goal_place), names in sorted(held.items()):
-            line = f"{source[5:]}: {' '.join(names)} in {place[5:]}, not {goal_place[5:]}"
+            here, there = place.removeprefix("echo/"), goal_place.removeprefix("echo/")
+            line = f"{source[5:]}: {' '.join(names)} in {here}, not {there}"
             self._work.add(goal_place, "held back: it would make a circle or point upward", line)
 
 
@@ -1123,7 +1129,7 @@ class Writer:
     def main_source(self, key: Key) -> Key:
         """Return the source that most of a module comes from."""
         sizes = {k: sum(s.end - s.start for s in found) for k, found in self.parts[key].items()}
-        return max(sizes, key=lambda k: (sizes[k], k))
+        return max(sizes, key=lambda k: (self._names.mains[k] == key, k == key, sizes[k], k))
 
     # A module that stays: its import statements and the names in it change.
 
@@ -1155,6 +1161,7 @@ class Writer:
         }  # fmt: skip
         self._bind_all(binder, refs)
         body: list[str] = []
+        last: list[str] = []
         standing: set[str] = set()
         for part in order:
             source = self._house.sources[part]
@@ -1171,18 +1178,16 @@ class Writer:
                 text = edits.text(segment.start, segment.end)
                 if "__file__" in text:
                     text = self._deeper(text, part, key)
-                body.append(text)
-                if segment.kind == "main" and part != main:
-                    self._work.add(key, "more than one", f"{key}: __main__ of {part}")
+                (body if segment.kind != "main" else last).append(text)
         head = self._docstring(key, main)
         if any(FUTURE in self._house.sources[part].text for part in order):
             head += f"\n{FUTURE}\n"
-        return head + "\n" + self._import_block(binder) + "\n" + "".join(body)
+        return head + "\n" + self._import_block(binder) + "\n" + "".join(body + last)
 
     def _docstring(self, key: Key, main: Key) -> str:
         source = self._house.sources[main]
         for segment in source.segments:
-            if segment.kind == "doc" and self._names.mains[main] == key:
+            if segment.kind == "doc" and key in (self._names.mains[main], main):
                 edits = Edits(source)
                 self._mentions(source, edits, key)
                 return edits.text(segment.start, segment.end)
@@ -1686,7 +1691,7 @@ def main() -> int:
     for key, parts in sorted(result.came.items()):
         print(f"{key}: {' '.join(part.removeprefix('echo/') for part in parts)}")
     print(f"{len(result.texts)} files written, {len(result.gone)} gone, {len(result.moved)} moved")
-    print(result.work.text())
+    print(result.work.text(arguments.room))
     return 0
 
 
