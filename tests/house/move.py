@@ -42,15 +42,19 @@ from tests.house.report import REPOSITORY, Tree, bound_names, tree_at
 TOPS = ("echo", "tests", "bench")
 # What describes the old house, or plants faults in houses on paper, stays as it is.
 NOT_OURS = ("tests/house/", "tests/test_layers.py", "bench/results/")
+# What not everybody has, or what is slow to load.
+HEAVY = {"aiohttp", "matplotlib", "pyarrow", "rich", "scipy", "tokenizers", "torch", "transformers"}
+HEAVY |= {"peft", "safetensors", "triton", "uvloop", "verifiers", "vllm", "zmq"}
 PATCHES = {"setattr", "delattr", "getattr", "hasattr", "object"}
 TYPE_CHECKING = "TYPE_CHECKING"
 FUTURE = "from __future__ import annotations"
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DOTTED = re.compile(r"\becho((?:\.\w+)+)(:\w+)?")
 PATH = re.compile(r"(?<![\w/.])(echo/)?((?:\w+/)+\w+|\w+)\.py\b")
 QUOTED = re.compile(r"(`{1,2})([A-Za-z_]\w*)((?:\.\w+|\([^`\n]*\))*\1)")
-FROM = re.compile(r"^(?P<indent>[ \t]*)from (?P<module>echo[\w.]*) import (?P<names>[\w, ]+)$", re.M)
+FROM = re.compile(
+    r"^(?P<indent>[ \t]*)from (?P<module>echo[\w.]*) import (?P<names>[\w, ]+)$", re.M
+)
 
 Key = str
 """A module: its path without .py, such as "echo/protocol/lanes"."""
@@ -218,11 +222,23 @@ def _kind(node: ast.stmt, *, is_first: bool) -> tuple[str, list[str]]:
         return "import", []
     if isinstance(node, ast.If):
         test = ast.unparse(node.test)
-        return ("typing" if test == TYPE_CHECKING else "main" if "__main__" in test else "other"), []
+        return (
+            "typing" if test == TYPE_CHECKING else "main" if "__main__" in test else "other"
+        ), []
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return "definition", [node.name]
     names = list(bound_names(node))
     return ("definition" if names else "other"), names
+
+
+def _bound_by(node: ast.AST) -> set[str]:
+    """Return what one node binds: by assignment, `except ... as name` or `case {**rest}`."""
+    if isinstance(node, ast.Name):
+        return set() if isinstance(node.ctx, ast.Load) else {node.id}
+    if isinstance(node, ast.alias):
+        return set()
+    names = (getattr(node, "name", None), getattr(node, "rest", None))
+    return {name for name in names if isinstance(name, str)}
 
 
 class _Scanner:
@@ -243,8 +259,6 @@ class _Scanner:
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 scope.bound.add(node.name)
-            elif isinstance(node, ast.Lambda):
-                pass
             elif isinstance(node, COMPREHENSIONS):
                 walrus = [n.target for n in ast.walk(node) if isinstance(n, ast.NamedExpr)]
                 scope.bound |= {target.id for target in walrus}
@@ -255,19 +269,13 @@ class _Scanner:
                 self._source.statements.append((node, scope, is_typing))
             elif isinstance(node, ast.Global | ast.Nonlocal):
                 scope.outer |= set(node.names)
-            elif isinstance(node, ast.If) and ast.unparse(node.test) == TYPE_CHECKING:
-                self._bind(node.body, scope, is_typing=True)
-            else:
-                if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                    scope.bound.add(node.id)
-                for name in (getattr(node, "name", None), getattr(node, "rest", None)):
-                    if isinstance(name, str) and not isinstance(node, ast.alias):
-                        scope.bound.add(name)  # except ... as name, case {**rest}
-                self._bind(ast.iter_child_nodes(node), scope, is_typing=is_typing)
+            elif not isinstance(node, ast.Lambda):
+                scope.bound |= _bound_by(node)
+                for_types = isinstance(node, ast.If) and ast.unparse(node.test) == TYPE_CHECKING
+                inner = ast.iter_child_nodes(node)
+                self._bind(inner, scope, is_typing=is_typing or for_types)
 
-    def _imports(
-        self, node: ast.Import | ast.ImportFrom, *, is_typing: bool
-    ) -> Iterator[Import]:
+    def _imports(self, node: ast.Import | ast.ImportFrom, *, is_typing: bool) -> Iterator[Import]:
         comment = self._source.comment_after(node)
         for alias in node.names:
             if isinstance(node, ast.Import):
@@ -279,24 +287,32 @@ class _Scanner:
 
     # What is used.
 
-    def _visit_all(self, nodes: Iterable[ast.AST | None], scope: Scope, *, note: bool = False) -> None:
+    def _visit_all(
+        self, nodes: Iterable[ast.AST | None], scope: Scope, *, note: bool = False
+    ) -> None:
         for node in nodes:
             if node is not None:
                 self._visit(node, scope, note=note)
 
     def _visit(self, node: ast.AST, scope: Scope, *, note: bool = False) -> None:
-        if isinstance(node, FUNCTIONS):
-            self._function(node, scope)
-        elif isinstance(node, ast.ClassDef):
-            self._visit_all([*node.decorator_list, *node.bases, *node.keywords], scope)
-            inner = Scope("class", scope)
-            self._bind(node.body, inner)
-            self._visit_all(node.body, inner)
-        elif isinstance(node, COMPREHENSIONS):
-            self._comprehension(node, scope)
-        elif isinstance(node, ast.Name):
-            self._name(node, scope, note=note)
-        elif isinstance(node, ast.AnnAssign):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                self._function(node, scope)
+            case ast.ClassDef():
+                self._class(node, scope)
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                self._comprehension(node, scope)
+            case ast.Name():
+                self._name(node, scope, note=note)
+            case ast.Call():
+                self._call(node, scope)
+            case ast.Global():
+                self._global(node, scope)
+            case _:
+                self._visit_other(node, scope, note=note)
+
+    def _visit_other(self, node: ast.AST, scope: Scope, *, note: bool) -> None:
+        if isinstance(node, ast.AnnAssign):
             self._visit(node.annotation, scope, note=True)
             self._visit_all([node.target, node.value], scope)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -304,19 +320,23 @@ class _Scanner:
                 ref.attribute, ref.attribute_end = node.attr, self._source.span(node)[1]
         elif isinstance(node, ast.Constant) and note and isinstance(node.value, str):
             self._quoted(node, scope)
-        elif isinstance(node, ast.Call):
-            self._call(node, scope)
         elif isinstance(node, ast.JoinedStr):
             self._f_strings.append(node)
             self._visit_all(ast.iter_child_nodes(node), scope)
             self._f_strings.pop()
-        elif isinstance(node, ast.Global):
-            self._global(node, scope)
         else:
             is_literal = isinstance(node, ast.Subscript) and "Literal" in ast.unparse(node.value)
             self._visit_all(ast.iter_child_nodes(node), scope, note=note and not is_literal)
 
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, scope: Scope) -> None:
+    def _class(self, node: ast.ClassDef, scope: Scope) -> None:
+        self._visit_all([*node.decorator_list, *node.bases, *node.keywords], scope)
+        inner = Scope("class", scope)
+        self._bind(node.body, inner)
+        self._visit_all(node.body, inner)
+
+    def _function(
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, scope: Scope
+    ) -> None:
         arguments = node.args
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         every += [extra for extra in (arguments.vararg, arguments.kwarg) if extra]
@@ -328,7 +348,9 @@ class _Scanner:
             self._visit(node.body, inner)
             return
         self._visit_all(node.decorator_list, scope)
-        self._visit_all([node.returns, *(argument.annotation for argument in every)], scope, note=True)
+        self._visit_all(
+            [node.returns, *(argument.annotation for argument in every)], scope, note=True
+        )
         self._bind(node.body, inner)
         self._visit_all(node.body, inner)
 
@@ -381,20 +403,26 @@ class _Scanner:
                 self._add(Ref(at, at + len(found[0]), found[0], scope, owner, is_annotation=True))
 
     def _call(self, node: ast.Call, scope: Scope) -> None:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        name = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
         self._visit(node.func, scope)
         for index, argument in enumerate(node.args):
             self._visit(argument, scope, note=name == "cast" and index == 0)
         self._visit_all(node.keywords, scope)
         match node.args:
-            case [ast.Name() as module, ast.Constant(value=str() as value) as at, *_] if name in PATCHES:
+            case [ast.Name() as module, ast.Constant(value=str() as value) as at, *_] if (
+                name in PATCHES
+            ):
                 start = self._source.span(module)[0]
                 for ref in self._source.refs:
                     if ref.start == start:
                         ref.patched, ref.patched_at = value, self._source.span(at)
             case [ast.Constant(value=str()) as at, *_] if name in ("setattr", "patch"):
                 self._source.patch_strings.add(self._source.span(at)[0])
-            case [ast.Constant(value=str() as value) as at, *_] if "Type" in name or "tuple" in name:
+            case [ast.Constant(value=str() as value) as at, *_] if (
+                "Type" in name or "tuple" in name
+            ):
                 if value in self._source.module.bound:  # T = TypeVar("T")
                     start = self._source.span(at)[0] + 1
                     ref = Ref(start, start + len(value), value, scope, self._source.module)
@@ -546,7 +574,9 @@ def key_of(place: str) -> Key:
 class Addresses:
     """The book, asked about a tree that is no longer its own."""
 
-    def __init__(self, book: Book, base: Mapping[str, list[tuple[str, str, int]]], work: Work) -> None:
+    def __init__(
+        self, book: Book, base: Mapping[str, list[tuple[str, str, int]]], work: Work
+    ) -> None:
         """Take the definitions of the book's commit: by file name, kind and length."""
         self._book = book
         self._work = work
@@ -642,7 +672,10 @@ class Addresses:
         if not targets:
             reason = self._book.targets(*origin)
             self._work.join(
-                rest, "gone by the book, and still there", f"{source.stem} ({', '.join(reason)})", name
+                rest,
+                "gone by the book, and still there",
+                f"{source.stem} ({', '.join(reason)})",
+                name,
             )
             return Goal(rest, name, rest)
         place, new = targets[0]
@@ -671,9 +704,7 @@ class Addresses:
         if kind == "function" and is_camel:
             return False
         rivals = self._becoming[place, new]
-        rivals = rivals + [
-            (f, n) for f, n, told in self._arrived[place] if n == new and not told
-        ]
+        rivals = rivals + [(f, n) for f, n, told in self._arrived[place] if n == new and not told]
         if len(rivals) == 1:
             return True
         named = [rival for rival in rivals if rival[1] == new]
@@ -695,9 +726,17 @@ def same_form(house: House, definition: Definition) -> str:
 class Places:
     """Where each definition is to stand, and what it will be called: `goals`, with what is held."""
 
-    def __init__(self, house: House, goals: dict[Definition, Goal], book: Book, work: Work) -> None:
+    def __init__(
+        self,
+        house: House,
+        goals: dict[Definition, Goal],
+        book: Book,
+        addresses: Addresses,
+        work: Work,
+    ) -> None:
         self._house = house
         self._goals = goals
+        self._addresses = addresses
         self._work = work
         self._floors = {room: n for n, rooms in enumerate(book.floors) for room in rooms}
         self._plan = {key_of(place) for place in book.plan | set(book.deviations)}
@@ -761,10 +800,16 @@ class Places:
             for group in self._candidates(found):
                 numbers = {number for one in group for number in touching[one]}
                 trial = edges.copy()
-                trial.subtract((self._at(a, mains), self._at(b, mains)) for a, b in map(uses.__getitem__, numbers))
+                trial.subtract(
+                    (self._at(a, mains), self._at(b, mains))
+                    for a, b in map(uses.__getitem__, numbers)
+                )
                 before = {one: self.level[one] for one in group}
                 self._hold(group)
-                trial.update((self._at(a, mains), self._at(b, mains)) for a, b in map(uses.__getitem__, numbers))
+                trial.update(
+                    (self._at(a, mains), self._at(b, mains))
+                    for a, b in map(uses.__getitem__, numbers)
+                )
                 self.level |= before
                 trial = Counter({pair: count for pair, count in trial.items() if count > 0})
                 cost = sum(trial[pair] for pair in self._bad(trial))
@@ -802,9 +847,10 @@ class Places:
     def _is_upward(self, user: Key, used: Key) -> bool:
         if used.startswith(OUTSIDE):
             return not user.startswith(OUTSIDE)
-        if user not in self._plan or used not in self._plan:
+        home = used if used in self._plan else self._addresses.main(used.removeprefix("echo/"))
+        if user not in self._plan or home is None:
             return False
-        rooms = user.split("/")[1], used.split("/")[1]
+        rooms = [place.removeprefix("echo/").partition("/")[0] for place in (user, home)]
         floors = [self._floors.get(room, -1) for room in rooms]
         return rooms[0] != rooms[1] and floors[0] <= floors[1]
 
@@ -848,38 +894,25 @@ def components(edges: Iterable[tuple[Key, Key]]) -> dict[Key, int]:
     stack: list[Key] = []
     found: dict[Key, int] = {}
 
-    def visit(root: Key) -> None:
-        todo = [(root, iter(graph[root]))]
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        while todo:
-            node, rest = todo[-1]
-            for other in rest:
-                if other not in index:
-                    index[other] = low[other] = len(index)
-                    stack.append(other)
-                    todo.append((other, iter(graph[other])))
-                    break
-                if other not in found:
-                    low[node] = min(low[node], index[other])
-            else:
-                todo.pop()
-                if todo:
-                    low[todo[-1][0]] = min(low[todo[-1][0]], low[node])
-                if low[node] == index[node]:
-                    while True:
-                        other = stack.pop()
-                        found[other] = index[node]
-                        if other == node:
-                            break
+    def visit(node: Key) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in index:
+                visit(other)
+            if other not in found:
+                low[node] = min(low[node], low[other])
+        while low[node] == index[node] and node not in found:
+            found[stack.pop()] = index[node]
 
+    sys.setrecursionlimit(10_000)
     for node in list(graph):
         if node not in index:
             visit(node)
     return found
 
 
-# --- What everything is called when it has moved ---------------------------------------------------
+# --- What everything is called when it has moved ---
 
 
 class Names:
@@ -1038,10 +1071,10 @@ def told_apart(name: str, stem: str) -> str:
     return f"{name}_{stem}"
 
 
-# --- Writing ---------------------------------------------------------------------------------------
+# --- Writing ---
 
 Thing = tuple[str, str, str]
-"""What an import brings: ("name", module, name), ("module", key, "") or ("foreign", module, name)."""
+"""What an import brings: ("name", key, name), ("module", key, ""), ("foreign", module, name)."""
 
 
 @dataclass
@@ -1056,7 +1089,7 @@ class Edits:
             self.found.append((start, end, text))
 
     def text(self, start: int, end: int) -> str:
-        """Return a slice of the source with everything replaced; the first edit of a place holds."""
+        """Return a slice of the source with all replaced; the first edit of a place holds."""
         out, at = [], start
         for one, other, text in sorted(self.found, key=lambda edit: edit[:2]):
             if at <= one and other <= end:
@@ -1179,10 +1212,26 @@ class Writer:
                 if "__file__" in text:
                     text = self._deeper(text, part, key)
                 (body if segment.kind != "main" else last).append(text)
+        self._list_heavy(key)
         head = self._docstring(key, main)
         if any(FUTURE in self._house.sources[part].text for part in order):
             head += f"\n{FUTURE}\n"
         return head + "\n" + self._import_block(binder) + "\n" + "".join(body + last)
+
+    def _list_heavy(self, key: Key) -> None:
+        """Write down what some parts of a module load while imported, and the others do not."""
+        loaded = {
+            part: {
+                item.module.partition(".")[0]
+                for item in self._house.sources[part].module.imports.values()
+                if not item.is_typing
+            }
+            for part in self.parts[key]
+        }
+        for package in HEAVY & set().union(*loaded.values()):
+            if who := [part for part in loaded if package not in loaded[part]]:
+                line = f"{key}: {package}, which {' '.join(p[5:] for p in who)} did not need"
+                self._work.add(key, "loads more than its parts did", line)
 
     def _docstring(self, key: Key, main: Key) -> str:
         source = self._house.sources[main]
@@ -1212,7 +1261,9 @@ class Writer:
         self._work.add(key, "look at __file__", f"{key} (from {part})")
         if not more:
             return text
-        text = re.sub(r"(__file__\).*?\.parents\[)(\d+)", lambda m: f"{m[1]}{int(m[2]) + more}", text)
+        text = re.sub(
+            r"(__file__\).*?\.parents\[)(\d+)", lambda m: f"{m[1]}{int(m[2]) + more}", text
+        )
         return re.sub(r"(__file__\)(?:\.resolve\(\))?)\.parent\b", rf"\1.parents[{more}]", text)
 
     def _order(self, key: Key) -> list[Key]:
@@ -1278,8 +1329,13 @@ class Writer:
                     modules[meaning].append((source, ref, item))
                 elif isinstance(meaning, Import):
                     thing = ("foreign", meaning.module, meaning.name or "")
-                    by_thing[thing].append((ref, [meaning.local], meaning._replace(
-                        is_typing=item.is_typing if item else False)))
+                    by_thing[thing].append(
+                        (
+                            ref,
+                            [meaning.local],
+                            meaning._replace(is_typing=item.is_typing if item else False),
+                        )
+                    )
                 elif meaning is not None:
                     place, new = self._names.of(meaning)
                     if place != binder.key:
@@ -1344,7 +1400,7 @@ class Writer:
         inside: dict[int, list[Ref]] = defaultdict(list)
         for ref in refs:
             inside[id(ref.owner)].append(ref)
-        for node, scope, is_typing in source.statements:
+        for node, scope, _ in source.statements:
             if scope is source.module and module_binder is not None:
                 continue
             if id(scope) not in binders or binders[id(scope)] is None:
@@ -1352,7 +1408,7 @@ class Writer:
                 binders[id(scope)] = self._bind_scope(source, scope, inside[id(scope)], key, taken)
             binder = binders[id(scope)]
             if binder is not None:
-                self._statement(source, edits, node, binder, scope, is_typing=is_typing)
+                self._statement(source, edits, node, binder, scope)
         for segment in source.segments:
             for name in segment.names:
                 self._name_of(source, edits, segment, name)
@@ -1397,62 +1453,55 @@ class Writer:
         node: ast.Import | ast.ImportFrom,
         binder: Binder,
         scope: Scope,
-        *,
-        is_typing: bool,
     ) -> None:
         """Write an import statement anew, as several if need be, if anything of it has moved."""
         lines: dict[str, list[str]] = defaultdict(list)
         is_changed = False
         for alias in node.names:
-            local = alias.asname or alias.name
-            item = scope.imports.get(local) if isinstance(node, ast.ImportFrom) else None
-            if item is None:
+            item = scope.imports.get(alias.asname or alias.name)
+            if item is None or not isinstance(node, ast.ImportFrom):
                 return
             meaning = self._house.origin(item)
             here = dotted(self._house.keys.get(item.module, item.module))
+            as_before = [(here, ast.unparse(alias))]
             if isinstance(meaning, str):
-                found = [ref for ref in source.refs if ref.owner is scope and ref.name == local]
-                for ref in found or [_no_ref(item, scope)]:
-                    place, final = self._needs(meaning, ref)
-                    thing: Thing = ("module", place, "")
-                    if final is not None and ("name", *final) in binder.local:
-                        thing = ("name", *final)
-                    if thing not in binder.local:
-                        is_changed = True
-                        continue
-                    module, name = (
-                        (dotted(thing[1]), thing[2])
-                        if thing[0] == "name"
-                        else dotted(place).rpartition(".")[::2]
-                    )
-                    text = _as(name, binder.local[thing])
-                    if alias.asname and name == binder.local[thing]:
-                        text = f"{name} as {name}" if alias.asname == alias.name else text
-                    is_changed |= place != meaning or thing[0] == "name"
-                    if text not in lines[module]:
-                        lines[module].append(text)
+                found = self._module_names(source, meaning, item, binder, scope)
             elif isinstance(meaning, Import):
-                lines[here].append(_as(alias.name, alias.asname or alias.name))
+                found = as_before
             else:
                 place, new = self._names.of(meaning)
-                thing = ("name", place, new)
-                if place == binder.key:
-                    is_changed = True
-                    continue
-                text = _as(new, binder.local[thing])
-                if alias.asname == alias.name:
-                    text = f"{new} as {new}"
-                is_changed |= dotted(place) != here or new != alias.name
-                lines[dotted(place)].append(text)
-        if not is_changed:
-            return
-        start, end = source.span(node)
-        comment = source.comment_after(node)
-        indent = "\n" + " " * node.col_offset
-        text = indent.join(f"from {m} import {', '.join(n)}{comment}" for m, n in lines.items() if n)
-        if not text and self._is_alone(source, node):
-            text = "pass"
-        edits.put(start, end, text)
+                text = _as(new, binder.local.get(("name", place, new), new))
+                text = f"{new} as {new}" if alias.asname == alias.name else text
+                found = [(dotted(place), text)] if place != binder.key else []
+            is_changed |= found != as_before
+            for module, name in found:
+                if name not in lines[module]:
+                    lines[module].append(name)
+        if is_changed:
+            start, end = source.span(node)
+            comment = source.comment_after(node)
+            text = ("\n" + " " * node.col_offset).join(
+                f"from {m} import {', '.join(n)}{comment}" for m, n in lines.items() if n
+            )
+            edits.put(start, end, text or ("pass" if self._is_alone(source, node) else ""))
+
+    def _module_names(
+        self, source: Source, module: Key, item: Import, binder: Binder, scope: Scope
+    ) -> list[tuple[str, str]]:
+        """Return (module, name) of what stands for an imported module from now on."""
+        found: list[tuple[str, str]] = []
+        refs = [ref for ref in source.refs if ref.owner is scope and ref.name == item.local]
+        for ref in refs or [_no_ref(item, scope)]:
+            place, final = self._needs(module, ref)
+            thing: Thing = ("module", place, "")
+            if final is not None and ("name", *final) in binder.local:
+                thing = ("name", *final)
+            if thing in binder.local:
+                package, _, stem = dotted(place).rpartition(".")
+                where, name = (dotted(place), thing[2]) if thing[0] == "name" else (package, stem)
+                if (pair := (where, _as(name, binder.local[thing]))) not in found:
+                    found.append(pair)
+        return found
 
     def _is_alone(self, source: Source, node: ast.stmt) -> bool:
         for parent in ast.walk(source.tree):
@@ -1471,9 +1520,7 @@ class Writer:
             if found:
                 edits.put(*found.span(1), new)
 
-    def _use(
-        self, source: Source, edits: Edits, ref: Ref, key: Key, binder: Binder | None
-    ) -> None:
+    def _use(self, source: Source, edits: Edits, ref: Ref, key: Key, binder: Binder | None) -> None:
         meaning = self._house.meaning(source, ref)
         if meaning is None:
             return
@@ -1516,7 +1563,9 @@ class Writer:
         for start, end, text, is_prose in _words(source):
             if any(one < end and start < other for one, other in taken):
                 continue
-            new = self.prose(text, source, is_prose=is_prose, is_patch=start in source.patch_strings)
+            new = self.prose(
+                text, source, is_prose=is_prose, is_patch=start in source.patch_strings
+            )
             edits.put(start, end, new)
 
     def prose(
@@ -1563,7 +1612,7 @@ def _words(source: Source) -> Iterator[tuple[int, int, str, bool]]:
             yield start, end, token.string, is_prose
 
 
-# --- Carrying it out -------------------------------------------------------------------------------
+# --- Carrying it out ---
 
 
 def base_of(tree: Tree) -> dict[str, list[tuple[str, str, int]]]:
@@ -1604,8 +1653,9 @@ def move(
     """Carry out the book, or some rooms or files of it, on these files (path -> text)."""
     work = Work()
     house = House(files)
-    goals = Addresses(book, base, work).goals(house)
-    places = Places(house, goals, book, work)
+    addresses = Addresses(book, base, work)
+    goals = addresses.goals(house)
+    places = Places(house, goals, book, addresses, work)
     places.choose(set(rooms), set(only))
     chosen = dict(places.level)
     places.settle()
@@ -1624,7 +1674,9 @@ def move(
     live = {str(Path(p).parent) for p in texts if p.startswith("echo/") and "__init__" not in p}
     for path in [p for p in texts if p.endswith("/__init__.py") and p.startswith("echo/")]:
         folder = str(Path(path).parent)
-        if not texts[path] and not any(one == folder or one.startswith(f"{folder}/") for one in live):
+        if not texts[path] and not any(
+            one == folder or one.startswith(f"{folder}/") for one in live
+        ):
             gone.add(path)
             del texts[path]
     moved = {}
@@ -1671,7 +1723,9 @@ def write(result: Result, repository: Path) -> None:
     git("add", *result.texts)
     paths = [path for path in result.texts if path.endswith(".py")]
     for arguments in (["check", "--fix", "-q"], ["format", "-q"]):
-        subprocess.run([sys.executable, "-m", "ruff", *arguments, *paths], cwd=repository, check=False)
+        subprocess.run(
+            [sys.executable, "-m", "ruff", *arguments, *paths], cwd=repository, check=False
+        )
     git("add", *result.texts)
 
 
