@@ -222,7 +222,7 @@ def test_the_result_of_a_row_does_not_depend_on_the_others() -> None:
     assert torch.equal(whole.entropies[:9], first.entropies)
 
 
-@pytest.mark.matrix  # the smoke of the benchmark asks it, too
+@pytest.mark.matrix
 def test_the_same_input_gives_the_same_bits() -> None:
     case = make_case(vocab=700)
     assert all(map(torch.equal, triton_results(case), triton_results(case)))
