@@ -48,7 +48,7 @@ def load_config(
         role: learner, worker or relay: its required keys must be there. None asks for none.
 
     Returns:
-        The configuration and notices, such as names of other systems that were understood.
+        The configuration, and notices, of which there are none now.
 
     Raises:
         ConfigError: listing every problem with file, key, value and remedy.
