@@ -7,7 +7,7 @@ no cache holds for the speed.
 
     bf16 lr ...       one step behind the base, the optimizer warmed up
     first step        the first one after a start: every weight moves by the learning rate
-    4 steps           what a composite over four versions holds
+    4 steps           what a delta over four versions holds
     fp32 lr ...       published without rounding
     anchor ...        coded without a base
 
@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
         arguments.weights, arguments.steps, arguments.repeats = 1 << 18, 6, 1
         arguments.image = arguments.block = 1 << 19
     if arguments.steps < 5:
-        parser.error("--steps must be at least 5: a composite holds four of them")
+        parser.error("--steps must be at least 5: one delta is over four of them")
     return arguments
 
 

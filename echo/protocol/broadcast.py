@@ -34,7 +34,7 @@ Rules
 * Where a parent says Gone, the item is divided among the lanes whose parents may have it, and given
   up if there is none. What a parent has offered is forgotten with it.
 
-This file joins the two halves, `pulling.py` (the child's) and `serving.py` (the parent's).
+This file joins the two halves, `receiver.py` (the child's) and `serving.py` (the parent's).
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from collections.abc import Iterable
 
 from echo.errors import LocalProtocolError, RemoteProtocolError
 from echo.protocol.actions import Action, Work
-from echo.protocol.chunks import take, written
 from echo.protocol.codec import Frame
 from echo.protocol.lanes import ParentFailed as ParentFailed
 from echo.protocol.manifest import Form, Manifest, SignedManifest
@@ -60,9 +59,9 @@ from echo.protocol.messages import (
 )
 from echo.protocol.pacing import earliest
 from echo.protocol.parcel import Parcel, SegmentTable
-from echo.protocol.pulling import Pulling
 from echo.protocol.rates import UplinkEstimate
-from echo.protocol.resuming import Record, rebuild, resume
+from echo.protocol.receiver import Receiver
+from echo.protocol.resuming import Record, rebuild
 from echo.protocol.serving import Child, Serving
 from echo.protocol.store import Store
 from echo.protocol.transfer import Arenas, Chunked
@@ -102,7 +101,7 @@ class Broadcast:
         self._expected_since: float | None = None
         self._store = Store(keep_versions=keep_versions, arenas=arenas)
         self._serving = Serving(self._store, node_id=node_id, stall_s=stall_s)
-        self.pulling = Pulling(
+        self.receiver = Receiver(
             self._store,
             self._serving,
             node_id=node_id,
@@ -130,18 +129,18 @@ class Broadcast:
     @property
     def newest_known(self) -> PolicyVersion | None:
         """Newest version that this node has heard of."""
-        known = (self._store.newest_known, self.pulling.offers.newest)
+        known = (self._store.newest_known, self.receiver.offers.newest)
         return max((version for version in known if version is not None), default=None)
 
     @property
     def fetching(self) -> PolicyVersion | None:
         """Version that is being fetched."""
-        return None if self.pulling.item is None else self.pulling.item[0]
+        return None if self.receiver.item is None else self.receiver.item[0]
 
     @property
     def parent(self) -> str | None:
         """The parent of the first lane."""
-        return self.pulling.lanes[0].peer
+        return self.receiver.lanes[0].peer
 
     @property
     def children(self) -> dict[str, Child]:
@@ -156,7 +155,7 @@ class Broadcast:
     @property
     def bytes_received(self) -> int:
         """Weight bytes received."""
-        return self.pulling.bytes_received
+        return self.receiver.bytes_received
 
     @property
     def uplink_bytes_per_s(self) -> float | None:
@@ -171,7 +170,7 @@ class Broadcast:
     @property
     def downlink_bytes_per_s(self) -> float | None:
         """What this node was seen to receive in all; None if no transfer has shown it."""
-        return self.pulling.rate.bytes_per_s
+        return self.receiver.rate.bytes_per_s
 
     @property
     def payload(self) -> Chunked | None:
@@ -186,21 +185,21 @@ class Broadcast:
     @property
     def num_bad_chunks(self) -> int:
         """Chunks received whose hash did not match."""
-        return self.pulling.num_bad_chunks
+        return self.receiver.num_bad_chunks
 
     @property
     def num_duplicate_chunks(self) -> int:
         """Chunks received that were held already."""
-        return self.pulling.num_duplicate_chunks
+        return self.receiver.num_duplicate_chunks
 
     @property
     def deadline(self) -> float | None:
         """When `expire` should be called next; None while nothing is awaited."""
-        return earliest(self.pulling.deadline, self._serving.deadline)
+        return earliest(self.receiver.deadline, self._serving.deadline)
 
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
         """Return (version being fetched, chunks held, chunks known of)."""
-        item = None if self.pulling.item is None else self._store.get(self.pulling.item)
+        item = None if self.receiver.item is None else self._store.get(self.receiver.item)
         if item is None:
             return None, 0, 0
         return self.fetching, item.num_held, item.num_chunks
@@ -215,12 +214,12 @@ class Broadcast:
             image: laid out as a version's image; not changed any more.
             image_hash: BLAKE3-256 of it, computed here and now.
         """
-        self.pulling.trust.local_image = (image, image_hash)
+        self.receiver.trust.local_image = (image, image_hash)
 
     @property
     def run_id(self) -> str:
         """The run whose versions are accepted; empty before `trust`."""
-        return self.pulling.trust.run_id
+        return self.receiver.trust.run_id
 
     def manifest(self, version: PolicyVersion, frame: Frame) -> Manifest:
         """Return the manifest of a version that a former process of this node has left.
@@ -228,36 +227,36 @@ class Broadcast:
         Raises:
             RemoteProtocolError: if the learner of this run has not signed it.
         """
-        return self.pulling.trust.manifest(version, frame)
+        return self.receiver.trust.manifest(version, frame)
 
     def recover(
         self, version: PolicyVersion, arena: memoryview, has_chunk: bytearray, *, now: float
     ) -> list[Action]:
         """Take the image, or what is right of it, whose manifest has been verified."""
-        signed, manifest = self.pulling.trust.manifests[version]
+        signed, manifest = self.receiver.trust.manifests[version]
         if len(arena) != manifest.num_bytes or len(has_chunk) != manifest.num_chunks:
             raise LocalProtocolError(f"{version}: {len(arena)} bytes are not its image")
         transfer = Transfer(signed, manifest, arena, has_chunk, sum(has_chunk))
-        return self.pulling.adopt(transfer, now=now)
+        return self.receiver.adopt(transfer, now=now)
 
     def rebuild(self, version: PolicyVersion, records: Iterable[Record]) -> Parcel:
         """Return what is right of an anchor that a former process has left; takes long."""
-        return rebuild(version, records, self.pulling.trust)
+        return rebuild(version, records, self.receiver.trust)
 
     def resume(self, parcel: Parcel, *, now: float) -> list[Action]:
         """Go on with an anchor that was rebuilt, newer ones first, after all images."""
-        return resume(self.pulling, parcel, now=now)
+        return self.receiver.resume(parcel, now=now)
 
     def trust(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
         """Accept manifests of this run signed by this key, up to this size."""
-        self.pulling.trust.set(
+        self.receiver.trust.set(
             public_key=public_key, run_id=run_id, max_image_bytes=max_image_bytes
         )
 
     @property
     def has_key(self) -> bool:
         """Whether `trust` was called: before that nothing can be believed."""
-        return self.pulling.trust.has_key
+        return self.receiver.trust.has_key
 
     # --- the learner's side ----------------------------------------------------------------------
 
@@ -277,7 +276,7 @@ class Broadcast:
         self._store.images[manifest.version] = Transfer(
             signed, manifest, image, bytearray(b"\1") * manifest.num_chunks, manifest.num_chunks
         )
-        return [*self._serving.announce(now=now), *self.pulling.retire(now)]
+        return [*self._serving.announce(now=now), *self.receiver.retire(now)]
 
     def publish_segment(
         self,
@@ -313,27 +312,27 @@ class Broadcast:
 
         Lanes that are equal modulo `num_stripes` have the same parent; None if all differ.
         """
-        return [*self.pulling.set_num_lanes(num_lanes, num_stripes, now=now)]
+        return [*self.receiver.set_num_lanes(num_lanes, num_stripes, now=now)]
 
     def set_parent(
         self, peer: str | None, *, lane: int = 0, rtt_s: float | None = None, now: float
     ) -> list[Action]:
         """Take a lane's weights from `peer` from now on; what is held is kept."""
-        return [*self.pulling.set_parent(peer, lane=lane, rtt_s=rtt_s, now=now)]
+        return [*self.receiver.set_parent(peer, lane=lane, rtt_s=rtt_s, now=now)]
 
     def set_spare(self, lane: int, *, is_ready: bool) -> None:
         """Note whether another parent stands by for a lane."""
-        if lane < len(self.pulling.lanes):
-            self.pulling.lanes[lane].has_spare = is_ready
+        if lane < len(self.receiver.lanes):
+            self.receiver.lanes[lane].has_spare = is_ready
 
     def remove_child(self, peer: str, *, now: float) -> list[Action]:
         """Forget a child whose link is gone."""
         self.children.pop(peer, None)
-        return self.pulling.retire(now)
+        return self.receiver.retire(now)
 
     def resubscribe(self, *, now: float) -> list[Action]:
         """Ask the parents what is newest: at first, and in case an Announce was lost."""
-        return [*self.pulling.resubscribe(now=now)]
+        return [*self.receiver.resubscribe(now=now)]
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
         """Ask the parents about a version that the learner says there is, unless it is known.
@@ -350,12 +349,12 @@ class Broadcast:
             self._expected_since = None
         elif self._expected_since is None:
             self._expected_since = now
-        elif self.fetching is None and self.pulling.room.retry_at is None and (
+        elif self.fetching is None and self.receiver.room.retry_at is None and (
             now - self._expected_since > GIVE_UP_STALLS * self._stall_s
         ):  # fmt: skip
             self._expected_since = None
             reason = f"it does not have {newest}"
-            return [ParentFailed(peer, reason) for peer in self.pulling.leave()]
+            return [ParentFailed(peer, reason) for peer in self.receiver.leave()]
         return [*self.resubscribe(now=now)] if is_news else []
 
     # --- messages and time -----------------------------------------------------------------------
@@ -372,16 +371,16 @@ class Broadcast:
             case Subscribe() | Fetch() | Credit():
                 return [*self._serving.receive(peer, message, now)]
             case Chunk():
-                return take(self.pulling, peer, message, payload, now=now)
+                return self.receiver.take(peer, message, payload, now=now)
             case Announce() | Segment() | Waiting() | Gone():
-                return self.pulling.receive(peer, message, payload, now=now)
+                return self.receiver.receive(peer, message, payload, now=now)
         raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action | ParentFailed]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""
         if isinstance(work, WriteChunk):
-            return written(self.pulling, work, fault, now=now)
-        return self.pulling.decoded(work, fault, now=now)
+            return self.receiver.written(work, fault, now=now)
+        return self.receiver.decoded(work, fault, now=now)
 
     def tend(self, *, now: float) -> list[Action]:
         """Look after the children: all that is due where there are no parents."""
@@ -389,4 +388,4 @@ class Broadcast:
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Repeat what brought nothing; report parents that are silent."""
-        return [*self.tend(now=now), *self.pulling.expire(now=now)]
+        return [*self.tend(now=now), *self.receiver.expire(now=now)]

@@ -23,7 +23,7 @@ class Watchdog:
     """Watches the lanes of a node."""
 
     def __init__(self, lanes: Lanes, offers: Offers, store: Store, *, stall_s: float) -> None:
-        """Start with nothing awaited; everything is shared with the node's `Pulling`."""
+        """Start with nothing awaited; everything is shared with the node's `Receiver`."""
         self._lanes = lanes
         self._offers = offers
         self._store = store

@@ -1,6 +1,6 @@
 """Chunks between their arrival and the arena: verified, written, and only then held.
 
-    Chunk -> WriteChunk -> [a thread, or here and now] -> `chunks.written`: held, served, credited
+    Chunk -> WriteChunk -> [a thread, or here and now] -> `Receiver.written`: held, served, credited
 
 Where an arena may make its writer wait (a mapped file, whose pages the kernel holds back when the
 disk is behind), the work goes to a thread and the loop goes on. In memory it is done at once, since

@@ -137,7 +137,7 @@ class Net:
     # --- links -----------------------------------------------------------------------------------
 
     def link(self, child: str, lane: int) -> str | None:
-        return self.nodes[child].pulling.lanes[lane].peer
+        return self.nodes[child].receiver.lanes[lane].peer
 
     def attach(self, child: str, parent: str, lane: int = 0, **fields: Any) -> None:
         """Give a lane of a node another parent."""
@@ -278,20 +278,20 @@ class Net:
             num_children = len(node.children)
             assert len(node.store) <= KEEP + 2 + num_children, sorted(node.store)
             halves = [item for item, parcel in node.parcels.items() if parcel.is_half]
-            assert set(halves) <= {node.pulling.item}
+            assert set(halves) <= {node.receiver.item}
             live = set(self.rooms[name].live)
             assert live <= {*node.store, *(version for version, _ in halves)}
             if name != LEARNER:
                 journals = self.rooms[name].journals
                 kept = {version for version, each in journals.items() if not each.is_removed}
                 assert kept == {version for version, form in node.parcels if form.base is None}
-            item = node.pulling.item
-            assert item is None or node.pulling.store.get(item) is not None
-            writing = sum(lane.writing_bytes for lane in node.pulling.lanes)
+            item = node.receiver.item
+            assert item is None or node.receiver.store.get(item) is not None
+            writing = sum(lane.writing_bytes for lane in node.receiver.lanes)
             late = [work.data for owner, work in self.works if owner == name and is_write(work)]
             assert 0 <= writing <= sum(map(len, late))
             for child in node.children.values():
-                assert child.fetching is None or node.pulling.store.get(child.fetching) is not None
+                assert child.fetching is None or node.receiver.store.get(child.fetching) is not None
 
 
 def is_write(work: Work) -> TypeGuard[WriteChunk]:
@@ -322,7 +322,7 @@ class Storm:
         self.ready_spares(name)
 
     def ready_spares(self, name: str) -> None:
-        for lane in range(len(self.net.nodes[name].pulling.lanes)):
+        for lane in range(len(self.net.nodes[name].receiver.lanes)):
             self.net.nodes[name].set_spare(lane, is_ready=self.has_spares)
 
     def heed_failures(self) -> None:
@@ -330,7 +330,7 @@ class Storm:
         for name, link in failed:
             if name not in self.names:
                 continue
-            for lane in range(len(self.net.nodes[name].pulling.lanes)):
+            for lane in range(len(self.net.nodes[name].receiver.lanes)):
                 current = self.net.link(name, lane)
                 if current in (None, link):
                     rtt_s = self.chance.choice([None, 0.01])
@@ -376,7 +376,7 @@ class Storm:
             case "decode" if net.works:
                 net.decode(chance.randrange(len(net.works)))
             case "move":
-                lane = chance.randrange(len(net.nodes[name].pulling.lanes))
+                lane = chance.randrange(len(net.nodes[name].receiver.lanes))
                 net.attach(name, self.parent(name), lane)
                 self.ready_spares(name)
             case "divide":
@@ -439,7 +439,7 @@ def weather(seed: int, num_events: int) -> None:
     net.check()
     for name in storm.names:
         assert net.holds(name, storm.step), f"{name}: {describe(net, name)}"
-        assert net.nodes[name].pulling.item is None
+        assert net.nodes[name].receiver.item is None
         assert len(net.nodes[name].store) <= KEEP + 1
         assert not any(image.writing for image in net.nodes[name].store.values())
     assert not net.works
@@ -448,8 +448,8 @@ def weather(seed: int, num_events: int) -> None:
 
 def describe(net: Net, name: str) -> str:
     node = net.nodes[name]
-    lanes = [(lane.peer, lane.is_pulling, lane.is_denied) for lane in node.pulling.lanes]
-    return f"fetches {node.pulling.item}, {node.progress()}, {sorted(node.store)}, {lanes}"
+    lanes = [(lane.peer, lane.is_pulling, lane.is_denied) for lane in node.receiver.lanes]
+    return f"fetches {node.receiver.item}, {node.progress()}, {sorted(node.store)}, {lanes}"
 
 
 @pytest.mark.slow
@@ -489,7 +489,7 @@ def test_where_a_parent_has_not_the_form_the_others_send_it_all() -> None:
     net.settle()
     assert (v(1), Form("delta", v(0))) not in net.nodes["c"].parcels
     net.failed.clear()
-    net.nodes["c"].pulling.store.parcels.clear()
+    net.nodes["c"].receiver.store.parcels.clear()
     net.set_num_lanes("d", ["a", "c"])
     net.settle()
     assert net.holds("d", 1)
@@ -513,9 +513,9 @@ def test_what_a_lost_parent_had_offered_is_not_asked_of_others() -> None:
         net.wait(0.5)
         net.queues[way].clear()
     assert ("c", way[0]) in net.failed
-    net.nodes["b"].pulling.store.parcels.clear()
+    net.nodes["b"].receiver.store.parcels.clear()
     run([whole, *rest])
-    net.nodes[LEARNER].pulling.store.parcels.clear()
+    net.nodes[LEARNER].receiver.store.parcels.clear()
     net.attach("c", LEARNER)
     net.settle()
     assert net.holds("c", 1)
@@ -578,10 +578,10 @@ def test_an_image_that_lies_here_ends_the_fetch_of_its_parcel() -> None:
     net.attach("b", "a")
     for _ in range(6):
         net.deliver(net.busy()[0])
-    assert node.pulling.item == (v(0), Form("anchor"))
+    assert node.receiver.item == (v(0), Form("anchor"))
     run([whole])
     net.settle()
-    assert node.pulling.item is None
+    assert node.receiver.item is None
     assert net.holds("b", 0)
     run(net.publish(1)[:1])
     net.settle()

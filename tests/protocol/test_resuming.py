@@ -10,7 +10,7 @@ import pytest
 from echo.protocol.actions import Note
 from echo.protocol.manifest import FULL
 from echo.protocol.messages import Announce, Fetch, Subscribe
-from echo.protocol.resuming import Record, rebuild, resume
+from echo.protocol.resuming import Record, rebuild
 from echo.protocol.trust import Trust
 from tests.protocol.harness import PUBLIC_KEY, make_broadcast, message_of
 from tests.protocol.parcels import coded, form_on, published, v, weights
@@ -130,11 +130,11 @@ def test_half_an_anchor_is_decoded_and_the_rest_is_asked_for() -> None:
     # The rest comes, and is written down behind what was left.
     for index, data in records_of(1)[8:]:
         if index is None:
-            table = broadcast.pulling.trust.segment(parcel, data)
-            broadcast.pulling.store.add_segment(parcel, table, data)
+            table = broadcast.receiver.trust.segment(parcel, data)
+            broadcast.receiver.store.add_segment(parcel, table, data)
         else:
             parcel.hold(index, data)
-            for work in broadcast.pulling.store.decodable(parcel, index):
+            for work in broadcast.receiver.store.decodable(parcel, index):
                 assert work.run() == ""
                 broadcast.worked(work, "", now=0.0)
     assert parcel.journal.records == records_of(1)[8:]
@@ -193,20 +193,20 @@ def test_one_is_gone_on_with_the_newest() -> None:
 def test_an_image_that_is_half_here_goes_on_in_full() -> None:
     broadcast, rooms = node()
     signed, manifest, _ = published(1)
-    broadcast.pulling.trust.manifests[v(1)] = signed, manifest
+    broadcast.receiver.trust.manifests[v(1)] = signed, manifest
     arena = rooms.create(v(1), b"", manifest.num_bytes)
     broadcast.recover(v(1), arena, bytearray(manifest.num_chunks), now=0.0)
     parcel = left(1, 8)
     broadcast.resume(parcel, now=0.0)
     assert parcel.journal.is_removed
-    assert broadcast.pulling.store.get((v(1), FULL)) is not None
+    assert broadcast.receiver.store.get((v(1), FULL)) is not None
 
 
 def test_without_room_for_the_image_it_is_removed() -> None:
     broadcast, rooms = node(0)
     rooms.is_full = True
     parcel = left(1, 8)
-    (note,) = resume(broadcast.pulling, parcel, now=0.0)
+    (note,) = broadcast.resume(parcel, now=0.0)
     assert isinstance(note, Note)
     assert "no room" in note.text
     assert parcel.journal.is_removed

@@ -126,7 +126,7 @@ def test_it_is_tried_as_soon_as_an_image_is_dropped() -> None:
     # A third version that a child has pinned goes.
     for version in (PolicyVersion(0, 7), PolicyVersion(0, 8)):
         node.store[version] = node.store[v(0)]
-    net.wait(node.pulling._stall_s)
+    net.wait(node.receiver._stall_s)
     begun_at = net.now
     assert sorted(node.store) == [PolicyVersion(0, 8), v(0)]
     assert node.deadline == pytest.approx(begun_at + RELEASE_PAUSE_S)
@@ -150,10 +150,10 @@ def test_nothing_to_try_is_nothing_to_wait_for() -> None:
     net = full_node(base=None)
     node = net.nodes["b"]
     link = net.link("b", 0) or ""
-    node.pulling.offers.forget(link)
+    node.receiver.offers.forget(link)
     net.wait(FIRST_PAUSE_S)
     assert node.deadline is None
-    assert node.pulling.store.get((v(1), FULL)) is None
+    assert node.receiver.store.get((v(1), FULL)) is None
     message = Announce(version=v(1), offers=(ParcelOffer(v(1), v(0), 1),))
     net.deliver((link, "b"), (message, []))
-    assert node.pulling.item == (v(1), Form("delta", v(0)))
+    assert node.receiver.item == (v(1), Form("delta", v(0)))

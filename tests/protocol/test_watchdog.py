@@ -58,7 +58,7 @@ def with_liar(*parents: str, step: int = 1) -> tuple[Net, Liar]:
 def heed(net: Net, to: str = "a") -> None:
     """Give each lane that has failed the learner as parent, as the session would its spare."""
     for name, link in net.failed:
-        for lane, each in enumerate(net.nodes[name].pulling.lanes):
+        for lane, each in enumerate(net.nodes[name].receiver.lanes):
             if each.peer is None and f"{name}{lane}-" in link:
                 net.attach(name, to, lane, rtt_s=0.01)
     net.failed.clear()
@@ -92,11 +92,11 @@ def test_a_version_that_a_liar_offers_cheaply_comes_from_others(says: str, step:
     net, liar = with_liar(step=step)
     run(net.publish(1)[:1])
     net.settle()
-    assert net.nodes["b"].pulling.item == (v(step), DELTA)
+    assert net.nodes["b"].receiver.item == (v(step), DELTA)
     go_on(net, liar, until_s=BOUND_S, says=says)
     assert net.holds("b", 1)
     assert not liar.is_parent
-    assert net.nodes["b"].pulling.item is None
+    assert net.nodes["b"].receiver.item is None
 
 
 @pytest.mark.parametrize("step", [1, 9])
@@ -128,9 +128,9 @@ def test_what_only_a_lost_parent_has_offered_is_not_waited_for() -> None:
     """The learner has not come to that version, and would say that it waits."""
     net, liar = with_liar(step=9)
     net.settle()
-    assert net.nodes["b"].pulling.item == (v(9), DELTA)
+    assert net.nodes["b"].receiver.item == (v(9), DELTA)
     net.attach("b", "a")
-    assert net.nodes["b"].pulling.item is None
+    assert net.nodes["b"].receiver.item is None
     net.settle()
     run(net.publish(1, 0))
     net.settle()
@@ -142,7 +142,7 @@ def test_what_only_a_lost_parent_has_offered_is_not_waited_for() -> None:
 def test_all_are_forgotten_that_are_left_because_they_lack_a_version() -> None:
     net, _ = with_liar()
     net.settle()
-    net.nodes["b"].pulling.end()
+    net.nodes["b"].receiver.end()
     for _ in range(2):
         net.perform("b", net.nodes["b"].expect(v(5), now=net.now))
         net.now += 10 * STALL_S
@@ -189,12 +189,12 @@ def test_a_pause_before_an_item_does_not_count_for_it() -> None:
     liar.wait()
     net.settle()
     run(net.publish(1)[:1])
-    net.nodes["b"].pulling.offers.refuse((v(1), DELTA))
-    net.nodes["b"].pulling.end()
+    net.nodes["b"].receiver.offers.refuse((v(1), DELTA))
+    net.nodes["b"].receiver.end()
     net.wait(100.0)
     liar.say(Announce(version=v(2), offers=(ParcelOffer(v(2), v(0), 1),)))
     net.settle()
-    assert net.nodes["b"].pulling.item == (v(2), DELTA)
+    assert net.nodes["b"].receiver.item == (v(2), DELTA)
     liar.say(Waiting(version=v(2), form=DELTA))
     net.settle()
     net.wait(0.1)

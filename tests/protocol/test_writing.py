@@ -57,7 +57,7 @@ class SlowNet(Net):
         return [work for _, work in self.works if isinstance(work, WriteChunk)]
 
     def lane(self, index: int = 0) -> Any:
-        return self.nodes["b"].pulling.lanes[index]
+        return self.nodes["b"].receiver.lanes[index]
 
 
 def fetching(*names: str, step: int = 0, **overrides: Any) -> SlowNet:
@@ -162,7 +162,7 @@ def test_what_is_being_written_is_not_asked_for() -> None:
     net.attach("b", "a")
     assert net.messages("b", Fetch)[-1].ranges == ((WINDOW_CHUNKS, NUM_CHUNKS),)
     net.deliver_all()
-    actions = net.nodes["b"].pulling.asking.request((v(0), FULL), net.lane(), net.now)
+    actions = net.nodes["b"].receiver.request((v(0), FULL), net.lane(), net.now)
     assert say(actions, Fetch)[0].ranges == ((1 + len(net.writes), NUM_CHUNKS),)
     net.settle()
     assert net.holds("b", 0)
@@ -244,7 +244,7 @@ def test_a_chunk_found_wrong_after_the_lanes_were_divided_anew_is_asked_for_agai
     net.set_num_lanes("b", ["a", "a", "a"])
     net.settle()
     assert not net.holds("b", 0)
-    assert not any(lane.is_pulling for lane in net.nodes["b"].pulling.lanes)
+    assert not any(lane.is_pulling for lane in net.nodes["b"].receiver.lanes)
     net.perform("b", net.nodes["b"].worked(work, work.run(), now=net.now))
     net.settle()
     assert net.holds("b", 0)
@@ -295,7 +295,7 @@ def test_a_disk_that_refuses_is_as_good_as_full(monkeypatch: pytest.MonkeyPatch)
 def test_the_time_for_which_the_disk_is_waited_for_shows_no_rate() -> None:
     net = fetching()
     while net.writes:
-        assert net.nodes["b"].pulling.rate.is_paused
+        assert net.nodes["b"].receiver.rate.is_paused
         assert net.lane().rate.is_paused
         net.now += 5.0
         net.decode()
