@@ -847,12 +847,21 @@ class Places:
     def _is_upward(self, user: Key, used: Key) -> bool:
         if used.startswith(OUTSIDE):
             return not user.startswith(OUTSIDE)
-        home = used if used in self._plan else self._addresses.main(used.removeprefix("echo/"))
-        if user not in self._plan or home is None:
+        if user not in self._plan and used not in self._plan:
             return False
-        rooms = [place.removeprefix("echo/").partition("/")[0] for place in (user, home)]
-        floors = [self._floors.get(room, -1) for room in rooms]
-        return rooms[0] != rooms[1] and floors[0] <= floors[1]
+        rooms = {self._home(user), user.split("/")[1]} & set(self._floors)
+        target = self._home(used)
+        return (
+            target in self._floors
+            and all(room != target and self._floors[room] <= self._floors[target] for room in rooms)
+            and bool(rooms)
+        )
+
+    def _home(self, key: Key) -> str:
+        """Return the room that a module is in, or will be."""
+        stem = key.removeprefix("echo/")
+        place = stem if key in self._plan else self._addresses.main(stem) or stem
+        return place.partition("/")[0]
 
     def _candidates(self, found: Iterable[Definition]) -> Iterator[tuple[Definition, ...]]:
         """Yield what might be held: a definition; a file's part that goes there; a file."""
