@@ -731,12 +731,11 @@ class Places:
         house: House,
         goals: dict[Definition, Goal],
         book: Book,
-        addresses: Addresses,
         work: Work,
     ) -> None:
         self._house = house
         self._goals = goals
-        self._addresses = addresses
+        self._book = book
         self._work = work
         self._floors = {room: n for n, rooms in enumerate(book.floors) for room in rooms}
         self._plan = {key_of(place) for place in book.plan | set(book.deviations)}
@@ -847,12 +846,25 @@ class Places:
     def _is_upward(self, user: Key, used: Key) -> bool:
         if used.startswith(OUTSIDE):
             return not user.startswith(OUTSIDE)
-        home = used if used in self._plan else self._addresses.main(used.removeprefix("echo/"))
-        if user not in self._plan or home is None:
+        if user not in self._plan and used not in self._plan:
             return False
-        rooms = [place.removeprefix("echo/").partition("/")[0] for place in (user, home)]
-        floors = [self._floors.get(room, -1) for room in rooms]
-        return rooms[0] != rooms[1] and floors[0] <= floors[1]
+        rooms = self._homes(user) | {user.split("/")[1]} & set(self._floors)
+        targets = self._homes(used)
+        return bool(rooms and targets) and not any(
+            room == target or self._floors[room] > self._floors[target]
+            for room in rooms
+            for target in targets
+        )
+
+    def _homes(self, key: Key) -> set[str]:
+        """Return the rooms of what is in a module; none where some of it goes."""
+        stem = key.removeprefix("echo/")
+        entry = self._book.entries.get(stem, {})
+        if key in self._plan or not entry:
+            return {stem.partition("/")[0]} & set(self._floors)
+        targets = {part for name in entry for part in self._book.targets(stem, name)}
+        rooms = {target.partition("/")[0] for target in targets}
+        return rooms if rooms <= set(self._floors) else set()
 
     def _candidates(self, found: Iterable[Definition]) -> Iterator[tuple[Definition, ...]]:
         """Yield what might be held: a definition; a file's part that goes there; a file."""
@@ -1655,7 +1667,7 @@ def move(
     house = House(files)
     addresses = Addresses(book, base, work)
     goals = addresses.goals(house)
-    places = Places(house, goals, book, addresses, work)
+    places = Places(house, goals, book, work)
     places.choose(set(rooms), set(only))
     chosen = dict(places.level)
     places.settle()
