@@ -153,6 +153,7 @@ def build_parts(
     if config.agent.listen is not None:
         agents = _agent_parts(
             config,
+            config.agent.listen,
             tokenizer,
             stop_ids,
             judge,
@@ -179,6 +180,7 @@ def build_parts(
 
 def _agent_parts(
     config: Config,
+    listen: str,
     tokenizer: Any,
     stop_ids: list[int],
     judge: Judge,
@@ -199,7 +201,7 @@ def _agent_parts(
         max_session_tokens=config.agent.max_session_tokens,
         session_timeout_s=config.agent.session_timeout_s,
         model_name=config.run.name,
-        listen=config.agent.listen,
+        listen=listen,
         endpoint_path=node_dir / "endpoint.json",
         reward=judge.host.score,
         max_abs_reward=config.task.max_reward,
