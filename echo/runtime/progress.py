@@ -11,6 +11,7 @@ from echo.metrics import CostView, LearningCurve, Snapshot
 from echo.protocol.learner_session import LearnerSession
 from echo.rollout import Group
 from echo.runtime.publication import PublishPace
+from echo.units import format_bytes
 
 RATE_WINDOW_S = 10.0
 """Seconds over which the display averages its rates."""
@@ -344,6 +345,8 @@ def describe_wait(session: LearnerSession) -> str:
         stats, leases = member.stats, session.leases.num_leases(member.node_id)
         if stats.fetching is not None:
             progress = f"{stats.num_chunks_held}/{stats.num_chunks} chunks from {stats.parent}"
+            if stats.downlink_bytes_per_s is not None:
+                progress += f" at {format_bytes(stats.downlink_bytes_per_s)}/s"
             parts.append(f"{member.node_id} has {leases} and fetches {stats.fetching} ({progress})")
         else:
             parts.append(f"{member.node_id} has {leases} ({stats.state})")

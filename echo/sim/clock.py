@@ -63,6 +63,8 @@ class StandstillError(RuntimeError):
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop whose time passes only while nothing is ready, and then at once."""
 
+    _scheduled: list[asyncio.TimerHandle]
+
     def __init__(self) -> None:
         """Start at 0."""
         super().__init__()
@@ -90,7 +92,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._now = max(self._now, self._scheduled[0].when())
         return []
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Any, *args: Any
+    ) -> NoReturn:
         """Refuse: how long a thread takes, virtual time does not know.
 
         Raises:
@@ -115,10 +119,12 @@ class InlineThreads:
     """A node's threads on virtual time: each call is made in the loop, when it would have ended.
 
     Args:
-        takes: (name of a pool) -> seconds that its next call takes.
+        takes: (name of a pool, function) -> seconds that its next call takes.
     """
 
-    def __init__(self, takes: Callable[[str], float] = lambda pool: 0.0) -> None:
+    def __init__(
+        self, takes: Callable[[str, Callable[..., Any]], float] = lambda pool, function: 0.0
+    ) -> None:
         self.takes = takes
         self.is_closed = False
 
@@ -145,7 +151,7 @@ class InlinePool:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         begins_at = max(loop.time(), self._free_at[0])
-        ends_at = begins_at + self._threads.takes(self._name)
+        ends_at = begins_at + self._threads.takes(self._name, function)
         heapq.heapreplace(self._free_at, ends_at)
 
         def call() -> None:

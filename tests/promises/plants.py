@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,26 @@ def accept_what_is_too_old(patch: pytest.MonkeyPatch) -> None:
     ignore_age(patch, intake)
 
 
+@plant(4)
+def publish_as_measured(patch: pytest.MonkeyPatch) -> None:
+    """Let the period follow the broadcast, whatever the bound, and a learner that waits wait."""
+    from echo.planner.publish_pace import PublishPace
+    from echo.runtime.waiting import Waiting
+
+    def is_due(self: PublishPace, step: int) -> bool:
+        last = self._published_step
+        return last is None or step - last >= self.period
+
+    patch.setattr(PublishPace, "is_due", is_due)
+
+    def look(self: Waiting, *, now: float) -> Any:
+        self.look_at = now + 0.5
+        return ""
+
+    patch.setattr(PublishPace, "limit", lambda self, max_staleness: None)
+    patch.setattr(Waiting, "look", look)
+
+
 @plant(5)
 def sample_with_what_is_there(patch: pytest.MonkeyPatch) -> None:
     """Lease to workers whose weights are a version behind, and train on what they make."""
@@ -152,6 +173,19 @@ def keep_leases_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseBook, "drop_worker", lambda self, worker: [])
 
 
+@plant(12)
+def lose_what_waits(patch: pytest.MonkeyPatch) -> None:
+    """Forget, at a resume, the groups that were acknowledged and not yet trained."""
+    from echo.runtime import learner_state
+
+    recover = learner_state.recover
+
+    def forgetful(*arguments: Any, **named: Any) -> Any:
+        return dataclasses.replace(recover(*arguments, **named), buffered=[])
+
+    patch.setattr(learner_state, "recover", forgetful)
+
+
 @plant(13)
 def count_void_steps(patch: pytest.MonkeyPatch) -> None:
     """Take the steps after the checkpoint for done."""
@@ -170,6 +204,17 @@ def ignore_failures(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Intake, "on_failed", lambda self, node_id, message: [])
 
 
+@plant(16)
+def try_the_same_batch_again(patch: pytest.MonkeyPatch) -> None:
+    """Put all groups of a failed step back."""
+    from echo.runtime.learner import LearnerNode
+
+    async def put_back(self: LearnerNode, groups: Any, error: Any) -> None:
+        self._buffer.put_back(groups, num_taken=len(groups))
+
+    patch.setattr(LearnerNode, "_set_aside", put_back)
+
+
 @plant(17)
 def lose_what_is_evicted(patch: pytest.MonkeyPatch) -> None:
     """Lose every seventh group on its way into the buffer."""
@@ -180,6 +225,45 @@ def lose_what_is_evicted(patch: pytest.MonkeyPatch) -> None:
             put(self, group, **named)
 
     patch.setattr(StalenessBuffer, "put", leaky)
+
+
+@plant(18)
+def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
+    """Neither keep a second learner out, nor cut what is torn, nor hash a checkpoint."""
+    from echo.runtime import checkpoint
+    from echo.runtime.ledger import Ledger
+
+    patch.setattr(Ledger, "_take_over", lambda self: None)
+    patch.setattr(checkpoint, "_verify", lambda path, sums: None)
+
+
+@plant(22)
+def say_installed(patch: pytest.MonkeyPatch) -> None:
+    """Take a version that the engine refuses for installed."""
+    from echo.errors import EngineError
+    from echo.runtime import worker
+
+    install = worker.install
+
+    def careless(*arguments: Any) -> str:
+        try:
+            return install(*arguments)
+        except EngineError:
+            return ""
+
+    patch.setattr(worker, "install", careless)
+
+
+@plant(23)
+def begin_anew(patch: pytest.MonkeyPatch) -> None:
+    """Find nothing right of what a killed process had fetched."""
+    from echo.runtime.arenas import ArenaStore
+    from echo.runtime.arenas_files import FileArenas
+
+    patch.setattr(
+        ArenaStore, "verify_held", lambda self, manifest, arena: bytearray(manifest.num_chunks)
+    )
+    patch.setattr(FileArenas, "recover_parcels", lambda self: [])
 
 
 @plant(19)
@@ -256,6 +340,40 @@ def believe_announcements(patch: pytest.MonkeyPatch) -> None:
     """Take an announcement for a delivery, and silence for patience."""
     patch.setattr(Lanes, "silent", lambda self, chunk_bytes, *, now: [])
     patch.setattr(Watchdog, "look", lambda self, *arguments, **named: ([], []))
+
+
+@plant(28)
+def wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
+    """Do nothing by time while a chunk is being written."""
+    from echo.runtime.node import Node
+
+    work, on_timer = Node._work, Node._on_timer
+
+    def blocking(self: Any, action: Any) -> None:
+        work(self, action)
+        self.num_blocking = getattr(self, "num_blocking", 0) + 1
+
+    def finished(self: Any, action: Any, future: Any, done: Any = Node._on_finished) -> None:
+        self.num_blocking -= 1
+        done(self, action, future)
+
+    def late(self: Any) -> None:
+        if getattr(self, "num_blocking", 0):
+            self._set_timer(self.now + 0.1)
+        else:
+            on_timer(self)
+
+    patch.setattr(Node, "_work", blocking)
+    patch.setattr(Node, "_on_finished", finished)
+    patch.setattr(Node, "_on_timer", late)
+
+
+@plant(29)
+def say_that_it_waits(patch: pytest.MonkeyPatch) -> None:
+    """Say how many groups are missing, and no more."""
+    from echo.runtime import progress
+
+    patch.setattr(progress, "describe_wait", lambda session: "2 of 2 groups")
 
 
 @plant(30)

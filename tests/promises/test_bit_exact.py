@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.promises.conftest import MakeWorld
+from tests.promises.conftest import MakeNodes, MakeWorld
 
 pytestmark = pytest.mark.slow
 
@@ -58,3 +60,50 @@ def test_21_a_version_of_another_key_or_run_is_never_installed(make_world: MakeW
         world.run(20.0)
         assert world.installed(name) == held
         assert world.is_bit_exact(name)
+
+
+def test_22_an_engine_that_refuses_a_version_keeps_the_one_before_and_says_so(
+    make_nodes: MakeNodes,
+) -> None:
+    world = make_nodes()
+    world.learner()
+    world.worker("w1")
+    world.worker("w2")
+    world.refuse_version("w1", 2)
+    seen = set()
+
+    def look() -> bool:
+        seen.add(world.installed("w1"))
+        return world.step >= 6
+
+    world.run_until(look)
+    assert (1, 2) not in seen
+    assert {(1, 1), (1, 3), (1, 4)} <= seen
+    assert world.count("w1", "engine/installs_failed") == 1
+    assert "cannot install v2, keeping v1: the probe found other weights" in world.notes("w1")
+    accepted = [record for record in world.records("accepted") if record["worker"] == "w1"]
+    assert [1, 2] not in [version for record in accepted for version in record["versions"]]
+    world.audit()
+
+
+@pytest.mark.parametrize("codec", ["full", "delta"], ids=["image", "keyframe"])
+def test_23_a_node_killed_in_the_middle_of_a_version_asks_only_for_what_is_missing(
+    make_nodes: MakeNodes, codec: str, tmp_path: Path
+) -> None:
+    chunk_bytes = 4096
+    store = {"arena_dir": str(tmp_path / "versions"), "codec": codec}
+    world = make_nodes(image_bytes=60 * chunk_bytes, network={"codec": codec})
+    world.learner()
+    world.run_until(lambda: world.published())
+    world.link("learner", "r1", bytes_per_s=50_000)
+    world.relay("r1", network=store)
+    world.run_until(lambda: world.chunks_held("r1")[0] >= 15)
+    world.kill("r1")
+    held, of = world.chunks_held("r1")
+    assert 15 <= held < of - 5
+    world.relay("r1", network=store)
+    world.run_until(lambda: world.installed("r1") == (1, 0))
+    assert world.requested_though_held("r1") == 0
+    assert world.bytes_received("r1") <= (of - held + 1) * chunk_bytes
+    what = "v0 as anchor" if codec == "delta" else "v0"
+    assert f"found {what}: {held} of {of} chunks are right" in world.notes("r1")

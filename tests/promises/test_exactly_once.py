@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.promises.conftest import MakeWorld
+from tests.promises.conftest import MakeNodes, MakeWorld
 
 
 def test_07_a_grant_is_on_record_before_it_is_sent(make_world: MakeWorld) -> None:
@@ -117,6 +117,25 @@ def test_11_leases_of_a_silent_worker_expire_and_its_late_result_is_judged(
     world.audit()
 
 
+POINTS = ["stored", "stepped", "trained", "published", "checkpoint", "checkpointed"]
+
+
+def test_12_a_learner_killed_at_every_point_goes_on_each_time(make_nodes: MakeNodes) -> None:
+    world = make_nodes()
+    world.worker("w1")
+    world.worker("w2")
+    for point in POINTS:
+        world.learner(kill_at=point, times=2)
+        world.run_until(lambda: not world.is_alive("learner"))
+        assert world.end("learner") is None, "it ended by itself"
+        world.audit()
+    world.learner(run={"max_steps": world.step + 4})
+    world.run_until(lambda: world.end("learner"))
+    assert world.end("learner") == ("finished", "")
+    assert [record["lineage"] for record in world.records("lineage")] == [*range(1, 8)]
+    world.audit(is_finished=True)
+
+
 def test_13_after_an_older_checkpoint_later_steps_are_void_and_their_groups_end_or_return(
     make_world: MakeWorld,
 ) -> None:
@@ -197,6 +216,41 @@ def test_15_a_group_that_cannot_be_made_ends_once_and_another_is_granted(
     world.audit()
 
 
+def test_16_a_group_that_makes_the_step_raise_ends_and_the_others_are_trained(
+    make_nodes: MakeNodes,
+) -> None:
+    world = make_nodes(sync={"max_staleness": 0})  # room for one batch: what ended gives its back
+    world.poison(3)
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 4)
+    assert world.ends_of(3) == ["step_error"]
+    assert not {3} & set(world.trained())
+    assert {0, 1, 2, 4, 5} <= set(world.trained())
+    assert any("ended without training: group 3 of w1" in note for note in world.notes("learner"))
+    world.audit()
+
+
+def test_16b_a_group_handed_back_at_resume_that_no_step_can_bear_ends(
+    make_nodes: MakeNodes,
+) -> None:
+    world = make_nodes(train_s=5.0)
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: len(set(world.stored())) >= 6)
+    world.kill("learner")
+    first, second = sorted(set(world.stored()) - set(world.trained()))[-2:]
+    world.refuse_group(first)
+    world.poison(second)
+    world.learner(run={"max_steps": 5})
+    world.run_until(lambda: world.end("learner"))
+    assert world.end("learner") == ("finished", "")
+    assert world.ends_of(first) == ["reward_too_large"]
+    assert world.ends_of(second) == ["step_error"]
+    assert not {first, second} & set(world.trained())
+    world.audit(is_finished=True)
+
+
 @pytest.mark.slow
 def test_17_a_run_at_rest_leaves_no_accepted_group_without_an_end(make_world: MakeWorld) -> None:
     world = make_world(max_staleness=3)
@@ -208,4 +262,70 @@ def test_17_a_run_at_rest_leaves_no_accepted_group_without_an_end(make_world: Ma
     world.run(10.0)
     assert len(world.acknowledged()) > 20
     assert world.without_end() == set()
+    world.audit()
+
+
+def test_18_a_full_disk_is_named_and_nothing_is_lost(make_nodes: MakeNodes) -> None:
+    world = make_nodes()
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 3)
+    world.fill_disk(of="checkpoints")
+    world.run_until(lambda: world.step >= 6)
+    assert any("the checkpoint before stays the newest" in note for note in world.notes("learner"))
+    world.fill_disk(of="records")
+    world.run_until(lambda: world.end("learner"))
+    reason, text = world.end("learner") or ("", "")
+    assert reason == "failed"
+    assert "No space left on device; free disk space, then continue the run with --resume" in text
+    world.audit()
+    world.learner()
+    assert world.step == 2
+    world.run_until(lambda: world.step >= 5)
+    world.audit()
+
+
+def test_18b_a_torn_or_damaged_record_is_named(make_nodes: MakeNodes) -> None:
+    world = make_nodes()
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 5)
+    world.kill("learner")
+    world.tear_records()
+    world.learner()
+    world.run_until(lambda: world.step >= 8)
+    world.audit()
+    world.kill("learner")
+    mend = world.damage_record(7)
+    assert "line 7 " in world.start_error(world.learner)
+    mend()
+    world.learner()
+    world.run_until(lambda: world.step >= 10)
+    world.audit()
+
+
+def test_18c_a_second_learner_in_the_directory_is_refused(make_nodes: MakeNodes) -> None:
+    world = make_nodes()
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 1)
+    text = world.start_error(lambda: world.learner(address="other"))
+    assert "is in use by another learner; stop it first" in text
+    world.run_until(lambda: world.step >= 4)
+    world.audit()
+
+
+def test_18d_a_damaged_checkpoint_makes_its_steps_void(make_nodes: MakeNodes) -> None:
+    world = make_nodes()
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: len(world.records("checkpoint")) >= 3)
+    world.kill("learner")
+    world.damage_checkpoint(6)
+    world.learner()
+    assert world.step == 4
+    notes = " ".join(world.notes("learner"))
+    assert "weights is damaged" in notes
+    assert "the steps after 4 are void" in notes
+    world.run_until(lambda: world.step >= 9)
     world.audit()

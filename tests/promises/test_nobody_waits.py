@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.promises.conftest import MakeWorld
+from tests.promises.conftest import MakeNodes, MakeWorld
 from tests.promises.world import World
 
 pytestmark = pytest.mark.slow
@@ -79,3 +82,46 @@ def test_27_a_parent_that_announces_and_never_delivers_is_left(make_world: MakeW
     world.run_until(lambda: world.installed("w1") != held, within_s=30.0)
     assert world.is_bit_exact("w1")
     world.audit()
+
+
+def test_28_a_slow_disk_delays_its_own_node_only(make_nodes: MakeNodes, tmp_path: Path) -> None:
+    world = make_nodes(image_bytes=2 * 4096, sample_s=0.5, train_s=0.5)
+    world.learner()
+    world.worker("w1", network={"arena_dir": str(tmp_path / "versions")})
+    world.worker("w2")
+    world.run_until(lambda: world.step >= 4)
+    before = world.step
+    world.run(5.0)
+    usual = world.step - before
+    world.slow_disk("w1", 15.0)
+    world.run(5.0)  # until what it can still sample with is too old
+    held, before = world.installed("w1"), world.step
+    for _ in range(10):
+        world.run(0.5)
+        assert world.heard_ago_s("w1") < 2.0, "its heartbeats wait for its disk"
+    assert world.installed("w1") == held, "its disk is not slow enough to tell"
+    assert world.step - before >= 0.7 * usual
+    version = world.installed("w2")
+    assert version is not None
+    assert version[1] >= world.step - 1
+    world.slow_disk("w1", 0.0)
+    world.run_until(lambda: (world.installed("w1") or (0, 0))[1] >= world.step - 1)
+    world.audit()
+
+
+def test_29_the_learner_names_node_version_chunk_and_rate_that_it_waits_for(
+    make_nodes: MakeNodes,
+) -> None:
+    world = make_nodes(image_bytes=30 * 4096)
+    world.link("learner", "w1", bytes_per_s=20_000)
+    world.learner()
+    world.run_until(lambda: world.published())
+    world.worker("w1")
+    expected = (
+        r"2 of 2 groups; w1 has 0 and fetches v0 \((\d+)/30 chunks from learner at (\S+) KiB/s\)"
+    )
+    world.run_until(lambda: re.fullmatch(expected, world.waiting_for()))
+    match = re.fullmatch(expected, world.waiting_for())
+    assert match is not None
+    assert 0 < int(match[1]) < 30
+    assert 10 < float(match[2]) < 30

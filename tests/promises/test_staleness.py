@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from tests.promises.conftest import MakeWorld
+from tests.promises.conftest import MakeNodes, MakeWorld
 
 pytestmark = pytest.mark.slow
 
@@ -120,4 +122,38 @@ def test_06_rollouts_of_an_abandoned_lineage_are_refused_with_that_reason(
     assert world.count("learner", "refused/abandoned_version") >= 1
     assert world.installed("w1") is not None
     assert world.installed("w1")[0] == 2  # type: ignore[index]
+    world.audit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [100, pytest.param(300, marks=pytest.mark.matrix)])
+def test_04_no_two_versions_are_further_apart_than_a_moving_bound_allows(
+    make_nodes: MakeNodes, num_steps: int
+) -> None:
+    world = make_nodes(
+        noise=0.2,
+        jitter_s=0.05,
+        sync={"max_staleness": 3, "publish_period": "auto"},
+        adaptive={"mode": "on"},
+        checkpoint={"interval_steps": 100},
+        network={"chunk_bytes": 65536, "window_bytes": 65536},  # a version is one chunk
+    )
+    # By turns the learner finds itself too far off what was sampled, and near enough.
+    world.metrics_of = lambda step: {"mismatch_kl": 10.0 if step // 25 % 2 else 0.0}
+    world.learner()
+    world.worker("w1")
+    for bytes_per_s in (1e6, 6e4, 1.5e5, 4e4, 1e6):
+        world.link("learner", "w1", bytes_per_s=bytes_per_s)
+        until = world.step + num_steps // 5
+        world.run_until(lambda until=until: world.step >= until, within_s=600.0)
+    decisions = world.records("bound")
+    assert {record["bound"] > record["before"] for record in decisions} == {True, False}
+    bound, steps = 3, [step for _, step in world.published()]
+    gaps = set()
+    for before, after in itertools.pairwise(steps):
+        known = [record["bound"] for record in decisions if record["step"] < after]
+        bound = known[-1] if known else 3
+        assert after - before <= bound + 1, f"v{before} and v{after} under the bound {bound}"
+        gaps.add(after - before)
+    assert len(gaps) > 1, "the period never moved"
     world.audit()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import chain
-from pathlib import Path
 
 import pytest
 
 from echo.runtime.arenas import MemoryArenas
-from echo.runtime.arenas_files import FileArenas
 from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NUM_CHUNKS, Fleet, play
 
 pytestmark = [
@@ -184,34 +181,3 @@ def test_a_node_without_room_keeps_what_it_has_and_goes_on_later(
         await fleet.publish()
 
     play(kind, scenario)
-
-
-@pytest.mark.parametrize("codec", ["full", "auto"])
-def test_a_restarted_node_fetches_only_what_is_missing(
-    kind: str, codec: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-
-    async def scenario(fleet: Fleet) -> None:
-        await fleet.publish()  # where there is an anchor, it is there before anybody asks
-        await fleet.join("a")
-        await fleet.arrived()
-        fleet.pace()
-        await fleet.begin("b", arenas=FileArenas(tmp_path, 4 * IMAGE_BYTES))
-        await fleet.until(lambda: fleet.relays["b"].share > 0.4, "nearly half has come")
-        before = (await fleet.kill("b")).broadcast
-        items = [*before.store.values(), *before.parcels.values()]
-        (item,) = (each for each in items if not each.is_complete)
-        held_bytes = sum(
-            item.chunk_size(index) for index in range(item.num_chunks) if item.has_chunk[index]
-        )
-        await fleet.begin("b", arenas=FileArenas(tmp_path, 4 * IMAGE_BYTES))
-        await fleet.arrived()
-        after = fleet.relays["b"].broadcast
-        assert f"{item.num_held} of {item.num_chunks} chunks are right" in caplog.text
-        assert after.bytes_received <= item.num_bytes - held_bytes + SLACK_BYTES
-        if codec == "auto":
-            assert {form.kind for _, form in after.parcels} == {"anchor"}
-        await fleet.publish()
-
-    play(kind, scenario, codec=codec)

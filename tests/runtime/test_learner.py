@@ -286,34 +286,6 @@ def test_steps_that_fail_one_after_the_other_end_the_run_with_the_cause(play: Pl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [({"loss": FAILING}, "step_error"), ({"task": {"max_reward": 10}}, "reward_too_large")],
-)
-def test_a_group_handed_back_by_the_ledger_that_no_step_can_bear_ends(
-    play: Play, change: dict[str, dict[str, object]], reason: str
-) -> None:
-    async def scenario(run: Run) -> None:
-        task = {"kind": f"{REWARDS}:OneLarge"}
-        learner = await run.learner(task=task)
-        learner._buffer.take = lambda *_, **__: None  # type: ignore[method-assign]
-        async with running(learner, await run.worker("w1")) as (learning, _):
-            assert await learner.wait_until(lambda: 1 in learner.session.buffer, within_s=60)
-            learner.interrupt()
-            await learning
-        assert ends(run.ledger())[1] == []
-        sections: dict[str, dict[str, object]] = {**change, "task": task | change.get("task", {})}
-        learner = await run.learner(resume=True, **sections)
-        async with running(learner, await run.worker("w2")) as (learning, _):
-            assert await learning == "finished"
-        assert ends(run.ledger())[1] == [reason]
-        assert [row["step"] for row in run.ledger("trained")] == [1, 2, 3]
-        assert_every_group_ended_once(run)
-
-    play(scenario)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_a_reward_out_of_bounds_ends_its_group_at_the_worker_or_at_the_learner(
     play: Play, monkeypatch: pytest.MonkeyPatch, *, is_checked: bool

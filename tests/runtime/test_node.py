@@ -15,6 +15,7 @@ from echo.protocol.messages import Goodbye
 from echo.protocol.parcel import DecodeBlock
 from echo.runtime.node import Node, Topics
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
+from echo.sim.clock import InlineThreads, run_virtual
 
 
 class Script:
@@ -315,3 +316,36 @@ def test_a_fault_of_the_nodes_own_disk_ends_it_whoever_was_heard() -> None:
         assert not script.expelled
 
     play(scenario)
+
+
+def test_the_timer_is_armed_anew_only_for_an_earlier_deadline() -> None:
+    async def main() -> list[float]:
+        loop, armed, fired = asyncio.get_running_loop(), [], []
+        script = Script()
+        transport = MemoryTransport(MemoryNetwork(), "node", "tcp://node:1")
+        await transport.start()
+        node = Node(script, transport, threads=InlineThreads(), log=logging.getLogger("test"))
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0)
+        set_timer = node._set_timer
+
+        def note(at: float) -> None:
+            armed.append(at)
+            set_timer(at)
+
+        def expire() -> list[Action]:
+            fired.append(loop.time())
+            return []
+
+        node._set_timer = note  # type: ignore[method-assign]
+        script.on_expire = expire
+        for deadline in (5.0, 7.0, 5.0, 3.0, 4.0):
+            script.deadline = deadline
+            node.perform([])
+        assert armed == [5.0, 3.0]
+        await asyncio.sleep(10.0)
+        node.stop("over")
+        await running
+        return fired
+
+    assert run_virtual(main()) == [3.0]

@@ -6,7 +6,6 @@ Nodes, sessions, ZeroMQ with CURVE and file arenas are the real ones; below them
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from bench.publishing import ForcedPlanning
 from echo.protocol.codec import Frame
 from echo.runtime.arenas_files import FileArenas
-from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NUM_CHUNKS, Fleet, play
+from tests.runtime.fleet import IMAGE_BYTES, NUM_CHUNKS, Fleet, play
 
 pytestmark = pytest.mark.slow
 
@@ -32,20 +31,6 @@ class SlowArenas(FileArenas):
 
     def write(self, place: memoryview, data: Frame) -> None:
         time.sleep(WRITE_S)
-        super().write(place, data)
-
-
-class StuckArenas(FileArenas):
-    """Arenas on a disk that stands still until it is let go."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, LIMIT)
-        self.gate = threading.Event()
-        self.num_begun = 0
-
-    def write(self, place: memoryview, data: Frame) -> None:
-        self.num_begun += 1
-        self.gate.wait(HANGS_S)
         super().write(place, data)
 
 
@@ -76,33 +61,6 @@ def starred(scenario: Callable[[Fleet], Awaitable[None]]) -> Callable[[Fleet], A
         await scenario(fleet)
 
     return play_it
-
-
-def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        arenas = StuckArenas(tmp_path)
-        try:
-            await fleet.join("slow", arenas=arenas)
-            await fleet.join("fast")
-            await fleet.publish(arrive=False)
-            await fleet.until(lambda: arenas.num_begun, "the disk has begun to write")
-            slow, member = fleet.relays["slow"], fleet.session.roster.nodes["slow"]
-            stuck_at = asyncio.get_running_loop().time()
-            await fleet.arrived("fast")
-            # All in one process: had the slow node blocked the loop, it would hang until HANGS_S.
-            assert not arenas.gate.is_set()
-            assert slow.share == 0.0, f"held {slow.broadcast.progress()}"
-            assert slow.broadcast.bytes_received <= 5 * CHUNK_BYTES
-            await fleet.until(lambda: member.heard_at > stuck_at, "its heartbeats come")
-            assert asyncio.get_running_loop().time() < stuck_at + HANGS_S
-            arenas.gate.set()
-            await fleet.arrived()
-            assert slow.parent == "learner"
-            assert slow.broadcast.num_bad_chunks == slow.broadcast.num_duplicate_chunks == 0
-        finally:
-            arenas.gate.set()
-
-    play("zmq", starred(scenario), codec="full")
 
 
 def test_a_version_comes_at_the_pace_of_the_disk(tmp_path: Path) -> None:

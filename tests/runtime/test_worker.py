@@ -118,50 +118,6 @@ def test_groups_of_an_exact_version_do_not_mix_versions(play: Play) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_install_a_version_falls_back_alone(
-    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    load = TransformersEngine.load
-    refused: list[PolicyVersion] = []
-
-    def load_unless_refused(
-        engine: TransformersEngine,
-        tensors: Mapping[str, Tensor],
-        version: PolicyVersion = UNVERSIONED,  # the evaluation does not tell
-    ) -> None:
-        # Versions may be skipped: it is the first one that comes from step 2 on while the one that
-        # is kept can still be sampled with, or no newer one could follow.
-        is_apt = version.step >= 2 and version.step - engine.installed.step <= 3
-        if version != UNVERSIONED and is_apt and refused in ([], [version]):
-            refused[:] = [version]
-            raise EngineError("the probe found other weights")
-        load(engine, tensors, version)
-
-    monkeypatch.setattr(TransformersEngine, "load", load_unless_refused)
-    monkeypatch.setattr("echo.runtime.worker.INSTALL_AGAIN_S", 1000.0)
-
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(run={"max_steps": 100_000}, sync={"max_staleness": 3})
-        worker = await run.worker("w1")
-        async with running(learner, worker) as (learning, _):
-            assert await learner.wait_until(
-                lambda: bool(refused) and worker.session.installed_version > refused[0],
-                within_s=60,
-            )
-            learner.interrupt()
-            assert await learning == "interrupted"
-        assert worker.session.counters["engine/installs_failed"] == 1
-        installed = read_jsonl(run.run_dir / "workers" / "w1" / "installed.jsonl")
-        assert [1, refused[0].step] not in [record["version"] for record in installed]
-        sampled = {tuple(v) for record in run.ledger("accepted") for v in record["versions"]}
-        assert (1, refused[0].step) not in sampled
-
-    play(scenario)
-    assert f"cannot install {refused[0]}, keeping v" in caplog.text
-    assert "the probe found other weights" in caplog.text
-
-
-@pytest.mark.slow
 def test_a_version_that_all_workers_refuse_is_tried_again(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

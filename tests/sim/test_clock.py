@@ -74,7 +74,7 @@ def test_threads_are_refused() -> None:
 
 def test_calls_take_their_time_and_wait_for_a_free_thread() -> None:
     async def main() -> list[tuple[str, float]]:
-        threads = InlineThreads({"one": 2.0, "two": 3.0}.__getitem__)
+        threads = InlineThreads(lambda pool, function: {"one": 2.0, "two": 3.0}[pool])
         one, two = threads.pool("one"), threads.pool("two", 2)
         now, found = asyncio.get_running_loop().time, []
 
