@@ -36,7 +36,9 @@ STARTED = pytest.StashKey[float]()
 BUDGET = Path(__file__).with_name("budget.toml")
 MARGIN = 1.25
 """What the piece of work does not tell: other work has other needs of caches and memory."""
-MOST_S, MOST_SLOW_S = 0.5, 10.0
+MOST_S, MOST_SLOW_S = 2.0, 20.0
+"""Wide: on a shared machine one test was seen to use four times as much as alone, and what is loaded
+at its first use is charged to whoever comes first."""
 UNLIMITED = {"e2e", "matrix"}
 PACE_S = 20.0
 

@@ -109,10 +109,10 @@ def test_in_continuous_integration_a_budget_binds(
 @pytest.mark.parametrize(
     ("mark", "use", "is_refused"),
     [
-        ("", 0.9, False),
-        ("", 1.1, True),
-        ("slow", 19, False),
-        ("slow", 21, True),
+        ("", 3.9, False),
+        ("", 4.1, True),
+        ("slow", 39, False),
+        ("slow", 41, True),
         ("e2e", 99, False),
     ],
 )
@@ -134,7 +134,10 @@ def test_children_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is read from /proc")
-def test_a_child_that_still_runs_is_counted_and_so_are_those_that_it_waited_for() -> None:
+def test_a_child_that_still_runs_is_counted_and_so_are_those_that_it_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
     program = "import time\nwhile time.process_time() < .05: pass"
     waiting = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', sys.argv[1]])\n"
     waiting += "print('done', flush=True)\nsys.stdin.read()"

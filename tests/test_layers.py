@@ -146,13 +146,16 @@ class Floors:
         self._book = book
         self._height = {room: height for height, rooms in enumerate(book.floors) for room in rooms}
         self._places = book.plan | set(book.deviations)
+        self._entries = book.entries | {stem: {"*": place} for stem, place in book.since.items()}
 
     def rooms_of(self, stem: str, name: str = "") -> set[str]:
         """Return the rooms of a file, or of a name in it; none if it goes or leaves echo/."""
-        entry = self._book.entries.get(stem)
+        entry = self._entries.get(stem)
         room = stem.partition("/")[0]
         if stem in self._places or entry is None:
             return {room} & set(self._height)
+        if stem in self._book.since:
+            return {entry["*"].partition("/")[0]}
         targets = {part for key in entry for part in self._book.targets(stem, key)}
         if name:
             targets = set(self._book.targets(stem, name)) or targets
@@ -160,11 +163,11 @@ class Floors:
 
     def is_known(self, stem: str) -> bool:
         """Say whether a file is in a room, or has an address."""
-        return stem in self._book.entries or stem.partition("/")[0] in self._height
+        return stem in self._entries or stem.partition("/")[0] in self._height
 
     def home(self, stem: str) -> str:
         """Return where most of a file goes."""
-        entry = self._book.entries.get(stem, {})
+        entry = self._entries.get(stem, {})
         is_at_home = stem in self._places or entry.get("*", "gone:").startswith("gone:")
         return stem if is_at_home else entry["*"].partition(":")[0]
 
@@ -342,6 +345,7 @@ def plant(directory: Path, files: dict[str, str]) -> SourceTree:
     return SourceTree(directory)
 
 
+@pytest.mark.slow
 def test_imports_point_downward(tree: SourceTree) -> None:
     found = list(upward_imports(tree))
     assert "\n".join(complaint for entry, complaint in found if entry not in UPWARD) == ""
@@ -370,6 +374,7 @@ def test_there_is_no_import_cycle(tree: SourceTree) -> None:
     assert " -> ".join(import_cycle(tree)) == ""
 
 
+@pytest.mark.slow
 def test_a_relay_imports_with_the_base_installation_alone(tree: SourceTree) -> None:
     roots = [
         module

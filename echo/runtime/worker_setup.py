@@ -227,13 +227,13 @@ def import_engine(config: Config) -> None:
     model_dir = own_model(config)
     if model_dir is not None:
         import_architecture(model_dir)
-    if config.engine.kind == "vllm":
+    if isinstance(config.engine, VllmSection):
         from echo.engine.vllm_arguments import import_vllm
 
         section = config.worker
         import_vllm(
             is_cpu=pick_device(section.device) == "cpu",
-            passed=config.engine.vllm,
+            passed=config.engine.options,
             num_threads=section.num_threads,
         )
 

@@ -85,6 +85,7 @@ def test_the_commands_are_ones_that_echo_node_takes(planned: tuple[Path, str]) -
             assert (config.worker.price_per_h, config.worker.price_per_gb) == (0.34, 0.005)
 
 
+@pytest.mark.slow
 def test_spot_machines_state_their_losses(tmp_path: Path) -> None:
     fleet = tmp_path / "spot.toml"
     text = EXAMPLE.read_text().replace("count = 12", "count = 1")
@@ -133,6 +134,7 @@ def changed_example(tmp_path: Path, *edits: tuple[str, str]) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_smallest_change_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

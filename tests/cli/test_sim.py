@@ -59,6 +59,7 @@ def scenario(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_is_printed_and_written(
     scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_run_is_printed_and_written(
     assert (tmp_path / "out" / "sim.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_what_is_set_on_the_command_line_counts(scenario: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     settings = ["sim.num_steps=3", "offers.gpu.count=2", "job.max_staleness=1", "sim.rent.gpu=1"]
@@ -115,6 +117,7 @@ def test_prices_and_a_death_of_the_learner_take_part(
     assert rows[-1]["workers/active"] + rows[-1]["workers/standby"] == 4
 
 
+@pytest.mark.slow
 def test_a_sweep_simulates_every_combination(
     scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +200,7 @@ def test_bad_arguments_are_explained(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_without_an_end_says_so(
     scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def record(scenario: Scenario, directory: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("tokens_per_s", [30.0, 100.0])
+@pytest.mark.slow
 def test_a_recorded_run_is_predicted(
     tokens_per_s: float,
     tmp_path: Path,

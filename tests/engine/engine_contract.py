@@ -339,6 +339,7 @@ class EngineContract(Models):
         assert [c.finish_reason for c in completions] == ["abort", "length"]
         assert 4 <= len(completions[0].token_ids) < LONG
 
+    @pytest.mark.slow
     def test_weights_are_swapped_while_tokens_come(
         self,
         engine: Engine,
@@ -389,6 +390,7 @@ class EngineContract(Models):
         with pytest.raises(VersionError, match="exactly v2 is wanted, v1 is installed"):
             ask(exact_version=V2)
 
+    @pytest.mark.slow
     def test_a_swap_waits_for_requests_of_an_exact_version(
         self, engine: Engine, weights: list[Mapping[str, Tensor]]
     ) -> None:

@@ -165,6 +165,7 @@ def test_engine_numerics_and_rounded_weights_are_found(
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 4}, {"top_p": 0.5}])
+@pytest.mark.slow
 def test_truncation_is_found(
     changes: dict[str, Any], make_trainer: MakeTrainer, measure: Measure, tiny_model_dir: Path
 ) -> None:

@@ -59,6 +59,7 @@ def cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", FUSED)
+@pytest.mark.slow
 def test_a_fused_loss_has_the_gradient_and_the_metrics_of_the_plain_one(
     name: str, tiny_model_dir: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_the_fused_operation_is_used_where_the_loss_has_that_form(
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gepo"])
+@pytest.mark.slow
 def test_bfloat16_gives_nearly_the_same_gradient_in_float32(
     kind: str, tiny_model_dir: Path
 ) -> None:

@@ -370,7 +370,7 @@ def test_no_reward_overflows_in_a_step(
     group = make_group([reward, -reward, reward, 0.0])
     if reward > 1e6:
         assert trainer.refusal(group) == "reward_too_large"
-        with pytest.raises(StepError, match=r"rewards lie beyond reward\.max_abs = 1e\+06"):
+        with pytest.raises(StepError, match=r"rewards lie beyond task\.max_reward = 1e\+06"):
             trainer.step([group])
         return
     assert trainer.refusal(group) is None

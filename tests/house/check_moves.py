@@ -73,6 +73,7 @@ class Book:
         self.gone: dict[str, str] = tables["gone"]
         self.new: dict[str, str] = tables["new"]
         self.turned: dict[str, str] = tables["turned"]
+        self.since: dict[str, str] = tables.get("since", {})
         self.deviations: dict[str, str] = tables["deviations"]
         self.floors: list[set[str]] = [set(floor.split()) for floor in tables["floors"]]
         self.plan = {

@@ -123,6 +123,7 @@ def test_at_the_budget_the_best_of_it_is_made_and_the_slowdown_told() -> None:
     assert not again.cause
 
 
+@pytest.mark.slow
 def test_equal_workers_are_not_exchanged_for_each_other() -> None:
     # Five at $1.00, of which the budget pays for three; rates are estimates and change by chance.
     job = replace(JOB, budget_per_h=3.5)

@@ -75,8 +75,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "lease_timeout_s": 20.0,
         "reconnect_for_s": 60.0,
         "chunk_bytes": CHUNK_BYTES,
-        "window_bytes": 4 * CHUNK_BYTES,
-        "sockets_per_link": 1,
         "codec": "full",
     },
 }
@@ -425,7 +423,7 @@ class NodeWorld:
         if role == LEARNER:
             table["model"] = {"name": str(self.directory)}
         else:
-            for name in (*INHERITED, "checkpoint", "eval", "adaptive"):
+            for name in (*INHERITED, "checkpoint", "eval"):
                 table.pop(name, None)
         table.setdefault("run", {}).update(name="run", dir=str(self.directory))
         table.setdefault(role, {}).update(own)
@@ -507,7 +505,6 @@ class NodeWorld:
                 sampling=Sampling(1.0, 1.0, 0, 4, ()),
                 group_size=2,
                 max_prompt_tokens=1 << 20,
-                delays=None,
                 groups_per_batch=2,
                 rules=PartialRules(),
                 partials_path=self.run_dir / "workers" / process.name / "partials.bin",

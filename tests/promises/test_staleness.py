@@ -133,10 +133,9 @@ def test_04_no_two_versions_are_further_apart_than_a_moving_bound_allows(
     world = make_nodes(
         noise=0.2,
         jitter_s=0.05,
-        sync={"max_staleness": 3, "publish_period": "auto"},
-        adaptive={"mode": "on"},
+        sync={"max_staleness": 3, "publish_period": "auto", "adaptive": True},
         checkpoint={"interval_steps": 100},
-        network={"chunk_bytes": 65536, "window_bytes": 65536},  # a version is one chunk
+        network={"chunk_bytes": 65536},  # a version is one chunk
     )
     # By turns the learner finds itself too far off what was sampled, and near enough.
     world.metrics_of = lambda step: {"mismatch_kl": 10.0 if step // 25 % 2 else 0.0}

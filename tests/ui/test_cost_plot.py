@@ -18,6 +18,7 @@ def test_it_writes_a_png_into_a_new_directory(tmp_path: Path) -> None:
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_points_decide_what_is_drawn(tmp_path: Path) -> None:
     one = cost_plot(FRONT, FRONT[0], tmp_path / "one.png", title="").read_bytes()
     assert one == cost_plot(FRONT, FRONT[0], tmp_path / "two.png", title="").read_bytes()
