@@ -37,8 +37,8 @@ BUDGET = Path(__file__).with_name("budget.toml")
 MARGIN = 1.25
 """What the piece of work does not tell: other work has other needs of caches and memory."""
 MOST_S, MOST_SLOW_S = 2.0, 20.0
-"""Wide: on a shared machine one test was seen to use four times as much as alone, and what is loaded
-at its first use is charged to whoever comes first."""
+"""Wide: on a shared machine a test was seen to use four times as much as alone, and what is loaded
+at its first use is charged to who comes first."""
 UNLIMITED = {"e2e", "matrix"}
 PACE_S = 20.0
 
@@ -52,8 +52,11 @@ def used_s() -> float:
 
 def _children() -> set[int]:
     """Return the children that still run; none where there is no /proc."""
-    lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    return {int(pid) for text in lists for pid in text.split()}
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            found |= {int(pid) for pid in path.read_text().split()}
+    return found
 
 
 def _living_s(pid: int) -> float:

@@ -23,8 +23,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from echo.tasks.addition import AdditionTask
-from echo.tasks.host import LaterHost
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
@@ -45,6 +43,8 @@ from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker_parts import WorkerParts
 from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.network import Link, Network
+from echo.tasks.builtin import AdditionTask
+from echo.tasks.rewards import LaterHost
 from tests.e2e.audit import audit, read_ledger
 from tests.protocol.harness import message_of
 

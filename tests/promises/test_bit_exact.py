@@ -91,7 +91,7 @@ def test_23_a_node_killed_in_the_middle_of_a_version_asks_only_for_what_is_missi
     make_nodes: MakeNodes, codec: str, tmp_path: Path
 ) -> None:
     chunk_bytes = 4096
-    store = {"arena_dir": str(tmp_path / "versions"), "codec": codec}
+    store = {"store_dir": str(tmp_path / "versions"), "codec": codec}
     world = make_nodes(image_bytes=60 * chunk_bytes, network={"codec": codec})
     world.learner()
     world.run_until(lambda: world.published())

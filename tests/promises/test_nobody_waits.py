@@ -87,7 +87,7 @@ def test_27_a_parent_that_announces_and_never_delivers_is_left(make_world: MakeW
 def test_28_a_slow_disk_delays_its_own_node_only(make_nodes: MakeNodes, tmp_path: Path) -> None:
     world = make_nodes(image_bytes=2 * 4096, sample_s=0.5, train_s=0.5)
     world.learner()
-    world.worker("w1", network={"arena_dir": str(tmp_path / "versions")})
+    world.worker("w1", network={"store_dir": str(tmp_path / "versions")})
     world.worker("w2")
     world.run_until(lambda: world.step >= 4)
     before = world.step

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 
 from bench.delays import (
     DelayedBuffer,
@@ -69,6 +70,7 @@ def lags_of(run: Run) -> Counter[int]:
     return lags
 
 
+@pytest.mark.slow
 def test_half_an_hour_of_delay_passes_in_emulated_time(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(
@@ -95,6 +97,7 @@ def test_half_an_hour_of_delay_passes_in_emulated_time(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_worker_keeps_old_weights_for_its_delay(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(run={"max_steps": 16}, sync={"max_staleness": 6})

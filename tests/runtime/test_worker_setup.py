@@ -132,8 +132,8 @@ def test_code_that_is_not_the_learners_is_not_imported_and_nothing_is_written(
 
 def test_a_worker_that_runs_no_task_code_needs_none() -> None:
     table = {"task": {"kind": "dataset", "options": {"reward": "nowhere.py:f"}}}
-    for section in ({"where": "learner"}, {"address": "http://10.0.0.9:80"}):
-        assert code_settings(parse_config({**table, "reward": section})[0]) == {}
+    at_learner = {**table, "reward": {"where": "learner"}}
+    assert code_settings(parse_config(at_learner)[0]) == {}
     assert code_settings(parse_config(table)[0]) == {"task.code": {}}
 
 
