@@ -93,7 +93,7 @@ def test_every_package_has_its_line_with_set_up_and_teardown(run: Run) -> None:
         "ui = 3.0 # of 2.9, 1 tests",
         "top = 0.5 # of 0.1, 1 tests",
         "# 51.2 in all, 32.0 outside tests, on a machine 2.00 times as slow as the budgets'",
-        "OVER BUDGET: top used 0.5 s of CPU, and its budget is 0.1 s (times 2.50 on this machine): "
+        "OVER BUDGET: top used 0.5 s of CPU, and its budget is 0.1 s (times 3.00 on this machine): "
         "see --durations=20",
     ]
 
