@@ -86,6 +86,8 @@ class Granting:
             heartbeat_s=settings.heartbeat_s,
         )
         self._outlooks: RecentMap[str, _Outlook] = RecentMap(max_entries=MAX_WORKERS)
+        self._unreturned: list[Action] = []
+        """Ends of groups that were decided by a `grant` that failed."""
 
     def is_open(self, group_id: int) -> bool:
         """Return whether a group has been granted and its result is still wanted."""
@@ -144,7 +146,7 @@ class Granting:
         self, workers: Sequence[Member], *, now: float
     ) -> tuple[list[Action], dict[str, list[Lease]]]:
         """Hand out groups; return the records to journal, and the new leases of each worker."""
-        records: list[Action] = []
+        records, self._unreturned = self._unreturned, []
         granted: dict[str, list[Lease]] = {}
         made: list[LeaseRecord] = []
         try:
@@ -153,6 +155,8 @@ class Granting:
             # None of them will be journalled, and so none may be out.
             for record in made:
                 self.leases.revoke(record)
+            # Those that have ended are settled, and will be journalled.
+            self._unreturned = [each for each in records if not isinstance(each, RecordGrant)]
             raise
         return records, granted
 

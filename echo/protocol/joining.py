@@ -47,6 +47,16 @@ INHERITED_FILES = frozenset({
 })  # fmt: skip
 """The only names that a file may have which comes over the network: none that Python imports."""
 
+CODE = "task.code"
+"""Among the inherited settings: hash and path of each module of the task on the learner."""
+
+
+def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings without paths on the learner's machine: a resume may be elsewhere."""
+    if CODE not in settings:
+        return settings
+    return settings | {CODE: {name: code["hash"] for name, code in settings[CODE].items()}}
+
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
     """Return what differs between a node's hashes and the learner's, or None.
@@ -298,7 +308,7 @@ class Joining:
                 "model's configuration and a chat template only. Install the same release of "
                 "echo-rl on both",
             )
-        old, new = self._assets.settings, message.settings
+        old, new = _comparable(self._assets.settings), _comparable(message.settings)
         # A relay inherits nothing.
         is_built = self.settings.role != "relay" and (
             self._is_building or self._digests is not None

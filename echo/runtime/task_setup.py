@@ -12,6 +12,7 @@ from typing import Any
 from echo.config.schema import Config
 from echo.engine.engine import Engine
 from echo.errors import ConfigError
+from echo.protocol.joining import CODE
 from echo.runtime.episodes import EpisodePlayer
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
@@ -30,10 +31,6 @@ class Judge:
     """Most turns of an episode; None where an answer is one turn."""
     digests: dict[str, str]
     """Hashes of its code and data, as far as this node has them."""
-
-
-CODE = "task.code"
-"""What the learner tells its workers beside the inherited settings: the task's code, by hash."""
 
 
 def code_settings(config: Config) -> dict[str, Any]:

@@ -119,7 +119,8 @@ class Waiting:
         if what is None or self._is_told or not is_urgent:
             return
         self._is_told = True
+        how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
         self._log.warning(
-            "nothing can be granted for %s: %s; waiting for %s",
-            format_duration(lasted_s), what, describe_wait(self._session),
+            "nothing can be granted%s: %s; waiting for %s",
+            how_long, what, describe_wait(self._session),
         )  # fmt: skip

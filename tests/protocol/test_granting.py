@@ -165,6 +165,25 @@ def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:
     assert granting.counters["discarded/prompt_error"] == 2
 
 
+def test_an_end_that_was_decided_before_granting_failed_is_journalled_by_the_next() -> None:
+    faults: dict[int, Exception] = {12: DataError("no chat template"), 14: ZeroDivisionError()}
+
+    def make_or_fail(group_id: int, attempt: int) -> Lease:
+        if group_id in faults:
+            raise faults[group_id]
+        return make_lease(group_id, attempt)
+
+    granting, worker = make_granting(make_lease=make_or_fail), make_worker("w1", (2, 3), 3)
+    with pytest.raises(ZeroDivisionError):
+        granting.grant([worker], now=0.0)
+    del faults[14]
+    for ended in ([12], []):
+        records, _ = granting.grant([worker], now=0.0)
+        assert [each.group_id for each in records if isinstance(each, RecordEnd)] == ended
+    # What was granted with it is granted anew.
+    assert 13 in {record.group_id for record in granting.leases.worker_leases("w1")}
+
+
 def test_prompts_none_of_which_can_be_had_end_the_run() -> None:
     def fail(group_id: int, attempt: int) -> Lease:
         raise DataError("no chat template")

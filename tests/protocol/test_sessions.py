@@ -303,6 +303,23 @@ def test_settings_that_changed_with_a_resume_are_not_ignored(tmp_path: Path) -> 
     assert relay.session.is_admitted
 
 
+def test_a_resume_from_another_directory_changes_no_setting(tmp_path: Path) -> None:
+    def code(digest: str, path: str) -> dict[str, Any]:
+        return {"task.code": {"rewards": {"hash": digest, "path": path}}}
+
+    run = Run(tmp_path)
+    learner = run.start_learner(settings=code("a", "/before/rewards.py"))
+    worker = run.start_worker("w1")
+    run.world.run(3.0)
+    for digest, stopped, until in (("a", None, 10.0), ("b", "settings_changed", 20.0)):
+        run.world.kill(learner)
+        learner = run.start_learner(settings=code(digest, "/after/rewards.py"))
+        run.world.run(until)
+        assert (worker.stop and worker.stop.reason) == stopped
+    assert worker.stop is not None
+    assert "task.code" in str(worker.stop.error)
+
+
 # --- losses --------------------------------------------------------------------------------------
 
 
