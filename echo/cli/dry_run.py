@@ -16,7 +16,7 @@ from echo.config.schema import Config, ModelSection
 from echo.config.section import Role
 from echo.errors import ConfigError, DataError, EchoError
 from echo.extras import import_extra
-from echo.runtime.listening_socket import listening_socket
+from echo.runtime.listening_socket import bound_socket
 from echo.tasks.task import load_task
 
 
@@ -89,7 +89,7 @@ def _port_problems(config: Config, role: Role) -> list[str]:
     problems = []
     for address in filter(None, addresses):
         try:
-            asyncio.run(listening_socket(address, None)).close()
+            asyncio.run(bound_socket(address, None)).close()
         except EchoError as error:
             problems.append(str(error))
     return problems

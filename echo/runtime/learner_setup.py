@@ -81,12 +81,14 @@ async def build_learner(
     import_architecture(data.model_dir if data.lora is None else data.lora.base_dir)
     keys, secret = load_or_create_keys(config.run_dir) if config.security.curve else (None, b"")
     # Bound before more is written: a port that is taken must not open a lineage.
-    transport = await wiring.start_transport(config.network, config.learner.listen, keys)
+    transport = await wiring.start_transport(
+        config.network, config.learner.listen, keys, listens_later=True
+    )
     wiring.warn_of_kernel(config.learner.listen)
     try:
         if keys is not None:
             invite(config, keys, secret, transport, log=log)
-        return assemble_learner(
+        node = assemble_learner(
             config,
             data,
             transport,
@@ -96,9 +98,12 @@ async def build_learner(
             log=log,
             earlier=earlier,
         )
+        # Not before its files are open, for which strangers could leave no descriptor.
+        transport.listen()
     except BaseException:
         await transport.close()
         raise
+    return node
 
 
 def invite(

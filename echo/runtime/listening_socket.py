@@ -1,5 +1,8 @@
 """The socket that a parent listens on, made here so that its congestion control can be chosen.
 
+It is bound first and listens later: the address is taken before a node has opened its files, and
+strangers cannot take the descriptors that it opens them with.
+
 Accepted connections inherit the setting, and it rules the direction that carries the weights: from
 the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses. Where
 the kernel does not permit the wanted algorithm, and on loopback, the system's default stays.
@@ -25,8 +28,8 @@ _REMEDIES = {
 }
 
 
-async def listening_socket(address: str, congestion_control: str | None) -> socket.socket:
-    """Return a non-blocking TCP socket that listens on `address`.
+async def bound_socket(address: str, congestion_control: str | None) -> socket.socket:
+    """Return a non-blocking TCP socket that is bound to `address` and does not listen yet.
 
     Raises:
         TransportError: if it cannot be bound; the message names the address and the remedy.
@@ -41,15 +44,30 @@ async def listening_socket(address: str, congestion_control: str | None) -> sock
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(where)
             _set_congestion_control(bound, congestion_control)
-            bound.listen(_BACKLOG)
             bound.setblocking(False)
         except OSError:
             bound.close()
             raise
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "check the host and the port")
-        raise TransportError(f"cannot listen on {address}: {error}: {remedy}") from error
+        raise _refusal(address, error) from error
     return bound
+
+
+def listen(bound: socket.socket, address: str) -> None:
+    """Let others connect.
+
+    Raises:
+        TransportError: if somebody else has bound the same port, and listened first.
+    """
+    try:
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        raise _refusal(address, error) from error
+
+
+def _refusal(address: str, error: OSError) -> TransportError:
+    remedy = _REMEDIES.get(error.errno or 0, "check the host and the port")
+    return TransportError(f"cannot listen on {address}: {error}: {remedy}")
 
 
 def _set_congestion_control(bound: socket.socket, name: str | None) -> None:

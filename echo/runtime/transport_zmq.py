@@ -43,7 +43,7 @@ import zmq
 from echo.errors import TransportError
 from echo.runtime.curve import CurveKeys
 from echo.runtime.links import Burst, DialledLink, Inbound, Listener, OnNews
-from echo.runtime.listening_socket import listening_socket
+from echo.runtime.listening_socket import bound_socket, listen
 from echo.runtime.transport import (
     PeerId,
     Transport,
@@ -98,6 +98,7 @@ class ZmqTransport(Transport):
         self._ids = itertools.count(1)
         self._noted: dict[Listener | DialledLink, None] = {}
         self._waiter: asyncio.Future[None] | None = None
+        self._bound: socket.socket | None = None
         self._is_closed = False
 
     @property
@@ -113,16 +114,43 @@ class ZmqTransport(Transport):
         return self._listen_address
 
     async def start(self) -> None:
-        """Bind, if it listens."""
+        """Bind and listen, if it has where."""
+        await self.bind()
+        try:
+            self.listen()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def bind(self) -> None:
+        """Take the address, and let nobody connect before `listen`.
+
+        Raises:
+            TransportError: as `start`.
+        """
         self._loop = asyncio.get_running_loop()
         if self._listen_address is None:
             return
         try:
-            bound = await listening_socket(self._listen_address, self._congestion_control)
-            self._listener, self._listen_address = self._listen(bound)
+            self._bound = await bound_socket(self._listen_address, self._congestion_control)
         except BaseException:
             await self.close()
             raise
+        host, port = self._bound.getsockname()[:2]
+        address = format_address(host, port)
+        key = None if self._keys is None else self._keys.server.public
+        self._listen_address = address if key is None else with_key(address, key)
+
+    def listen(self) -> None:
+        """Let others connect to the address that `bind` took.
+
+        Raises:
+            TransportError: if somebody else took it, too, and listened first.
+        """
+        if self._bound is not None:
+            bound, self._bound = self._bound, None
+            with bound:
+                self._listener = self._listen(bound)
 
     def dial(self, address: str) -> PeerId:
         """Begin to connect."""
@@ -182,6 +210,9 @@ class ZmqTransport(Transport):
                 peer.close()
         self._peers.clear()
         self._noted.clear()
+        if self._bound is not None:
+            self._bound.close()
+            self._bound = None
         if self._listener is not None:
             self._listener.close(self.options.linger_s)
             self._listener = None
@@ -258,8 +289,9 @@ class ZmqTransport(Transport):
         channel.look()
         return channel
 
-    def _listen(self, bound: socket.socket) -> tuple[Listener, str]:
+    def _listen(self, bound: socket.socket) -> Listener:
         host, port = bound.getsockname()[:2]
+        listen(bound, format_address(host, port))
         listener = Listener(self)
         channel = ZmqChannel(
             self.context,
@@ -270,17 +302,15 @@ class ZmqTransport(Transport):
             listener.on_news,
         )
         listener.channel = channel
-        address = format_address(host, port)
         if self._keys is not None:
             self._admission = Admission(self.context, self.loop, self._keys.client.public)
             channel.serve_curve(self._keys.server)
         channel.socket.setsockopt(zmq.IPV6, int(":" in host))
         channel.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         channel.socket.setsockopt(zmq.USE_FD, bound.detach())
-        channel.socket.bind(address)
+        channel.socket.bind(format_address(host, port))
         channel.look()
-        key = None if self._keys is None else self._keys.server.public
-        return listener, address if key is None else with_key(address, key)
+        return listener
 
     def _drain(self, burst: Burst) -> None:
         for source in list(self._noted):

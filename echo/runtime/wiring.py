@@ -40,7 +40,11 @@ MAX_IMAGE_SHARE = 0.9
 
 
 async def start_transport(
-    network: NetworkSection, listen: str | None, keys: CurveKeys | None = None
+    network: NetworkSection,
+    listen: str | None,
+    keys: CurveKeys | None = None,
+    *,
+    listens_later: bool = False,
 ) -> ZmqTransport:
     """Return a ZeroMQ transport with the configuration's bounds, bound to its address.
 
@@ -48,6 +52,7 @@ async def start_transport(
         network: the bounds and timings.
         listen: where to listen; None only to dial.
         keys: with which all links are encrypted; None for none of them.
+        listens_later: whether the caller lets others connect, by `listen`.
 
     Raises:
         TransportError: if the address is taken or is not this machine's.
@@ -60,7 +65,7 @@ async def start_transport(
         max_strangers=min(MAX_STRANGERS, descriptor_limit() // 4),
     )
     transport = ZmqTransport(listen, options, keys)
-    await transport.start()
+    await (transport.bind() if listens_later else transport.start())
     if keys is None and listen is not None and not is_loopback(listen):
         _log.warning(
             "security.curve is false: whoever reaches %s can read the weights and join the run",

@@ -139,6 +139,7 @@ def test_idle_strangers_make_way_and_disturb_nobody() -> None:
     [
         ("relay", 64, 128, 150),
         pytest.param("relay", 1024, 1024, 1500, marks=pytest.mark.matrix),
+        pytest.param("learner", 1024, 1024, 1500, marks=pytest.mark.matrix),
     ],
 )
 def test_a_node_survives_more_strangers_than_it_may_have_files(
@@ -156,11 +157,14 @@ def test_a_node_survives_more_strangers_than_it_may_have_files(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     config = tmp_path / "node.toml"
+    address = f"tcp://127.0.0.1:{port}"
     config.write_text(
         f'run = {{name = "r", dir = "{tmp_path}"}}\nsecurity = {{curve = false}}\n'
-        f'relay = {{listen = "tcp://127.0.0.1:{port}", connect = ["tcp://127.0.0.1:1"]}}\n'
-        f'learner = {{listen = "tcp://127.0.0.1:{port}"}}\nmodel = {{name = "{model_dir}"}}\n'
-        'task = {kind = "addition"}\nsampling = {max_completion_tokens = 6}\n'
+        + {
+            "relay": f'relay = {{listen = "{address}", connect = ["tcp://127.0.0.1:1"]}}\n',
+            "learner": f'learner = {{listen = "{address}"}}\nmodel = {{name = "{model_dir}"}}\n'
+            'task = {kind = "addition"}\nsampling = {max_completion_tokens = 6}\n',
+        }[role]
     )
     command = f"{sys.executable} -m echo.cli.node --role {role} --config {config}"
     node = subprocess.Popen(
@@ -179,29 +183,30 @@ def test_a_node_survives_more_strangers_than_it_may_have_files(
             time.sleep(0.05)
         raise AssertionError(node.communicate()[1])
 
-    async def greet(idle: list[socket.socket]) -> bytes:
-        idle += [connect() for _ in range(num_strangers)]
+    async def greet() -> bytes:
         genuine = ZmqTransport()
         await genuine.start()
-        peer = genuine.dial(f"tcp://127.0.0.1:{port}")
+        peer = genuine.dial(address)
         while True:
             for event in await genuine.receive():
                 if isinstance(event, Connected):
                     greeting = Greet(node_id="w", role="worker", purpose="control")
                     genuine.send(peer, encode(greeting, source="w"))
                 if isinstance(event, Received):
-                    for each in idle:
-                        each.close()
                     await genuine.close()
                     return bytes(event.frames[0])
 
+    idle = [wait_for_port()]
     try:
+        idle += [connect() for _ in range(num_strangers)]
         # Well before the ten seconds after which an unfinished handshake is given up anyway.
-        assert b"Greeted" in asyncio.run(asyncio.wait_for(greet([wait_for_port()]), 25))
+        assert b"Greeted" in asyncio.run(asyncio.wait_for(greet(), 25))
     finally:
+        for each in idle:
+            each.close()
         node.terminate()
         _, text = node.communicate(timeout=30)
-    assert node.returncode == 128 + signal.SIGTERM
+    assert node.returncode == 128 + signal.SIGTERM, text
     assert b"connections that said nothing" in text
 
 
