@@ -190,7 +190,7 @@ def make_session(content: Content, key: Ed25519PrivateKey) -> LearnerSession:
     buffer = StalenessBuffer(
         max_staleness=setting.max_staleness, lineages=lineages, trims_stale=True
     )
-    config = parse_config({"network": NETWORK})[0]
+    config = parse_config({"network": NETWORK})
     return LearnerSession(
         LearnerSettings(
             run_id="bench", key=key, advertise=ADDRESS,
@@ -212,7 +212,7 @@ async def make_worker(
     """Return a worker that samples with the timed engine."""
     setting = content.setting
     table = {"network": NETWORK, "worker": {"connect": [ADDRESS]}, "security": {"curve": False}}
-    config = parse_config(table)[0]
+    config = parse_config(table)
     transport = MemoryTransport(network, name, None, OPTIONS)
     await transport.start()
     settings = wiring.node_settings(

@@ -124,7 +124,7 @@ class Addition(Content):
             f"batch.group_size={setting.group_size}", f"eval.interval_steps={eval_steps}",
             f"batch.groups_per_step={setting.groups_per_step}", "batch.keep_zero_variance=true",
         ]  # fmt: skip
-        self._config, _ = load_config(CONFIG, [*own, *overrides], "learner")
+        self._config = load_config(CONFIG, [*own, *overrides], "learner")
         self._data = load_data(self._config)
         self.vocab_size = self._data.vocab_size
         self.sampling = make_sampling(self._config, self._data.stop_ids)

@@ -200,7 +200,7 @@ def train_one(run: Run, model: Path) -> dict[str, Any]:
         *run.overrides,
     ]
     path = harness.RESULTS.parents[1] / "configs" / f"{CONFIGS[case.task]}.toml"
-    config, _ = load_config(path, overrides, "learner")
+    config = load_config(path, overrides, "learner")
     delays = {
         direction: DelayInjector(DELAY_SETTINGS, direction=direction, seed=run.seed)
         for direction in get_args(Direction)

@@ -283,7 +283,7 @@ def configuration(arguments: argparse.Namespace) -> Config:
         "relay": {"connect": [arguments.connect or "tcp://127.0.0.1:1"]},
         "security": {"curve": arguments.curve},
     }
-    return parse_config(table)[0]
+    return parse_config(table)
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="that delays are drawn for")
     add_options(parser)
     arguments = parser.parse_args()
-    config, _ = load_config(arguments.config, arguments.set, "learner")
+    config = load_config(arguments.config, arguments.set, "learner")
     lags = make_lags(
         arguments.lag,
         read_injectors(arguments, config.run.seed),

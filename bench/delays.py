@@ -397,7 +397,7 @@ def main() -> int:
     from echo.cli.node import read_file, run_role
     from echo.runtime import worker_setup
 
-    config, _ = read_file(arguments.config, arguments.set, arguments.role)
+    config = read_file(arguments.config, arguments.set, arguments.role)
     injectors = read_injectors(arguments, config.run.seed)
     build_learner, build_worker = learner_command.build_learner, worker_setup.build_worker
 

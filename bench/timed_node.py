@@ -111,7 +111,7 @@ def main() -> int:
     parser.add_argument("--group-s", type=float, default=1.0)
     parser.add_argument("--spread", type=float, default=0.1)
     arguments = parser.parse_args()
-    config, _ = read_file(arguments.config, arguments.set, arguments.role)
+    config = read_file(arguments.config, arguments.set, arguments.role)
     if arguments.role == "learner":
         Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign]
         return run_learner(config, resume=False, has_report=False)

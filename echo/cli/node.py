@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_config(
     arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ
 ) -> Config:
-    """Return the configuration that the arguments and ECHO_JOIN ask for, printing notices.
+    """Return the configuration that the arguments and ECHO_JOIN ask for.
 
     Raises:
         ConfigError: listing everything that is wrong.
@@ -72,23 +72,21 @@ def read_config(
         # First, so that --set goes before it.
         overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
     if arguments.config is not None:
-        config, notices = read_file(arguments.config, overrides, role)
+        config = read_file(arguments.config, overrides, role)
     elif join:
-        config, notices = parse_config({}, overrides, role)
+        config = parse_config({}, overrides, role)
     else:
         example = find_config("quickstart.toml")
         raise ConfigError(f"--config FILE is missing; {example} is one to start from")
-    for notice in notices:
-        print(f"notice: {notice}", file=sys.stderr)
     if arguments.resume:
         _check_changes(config, accept_unsafe=arguments.yes)
     return config
 
 
-def read_file(path: Path, overrides: Sequence[str], role: Role | None) -> tuple[Config, list[str]]:
+def read_file(path: Path, overrides: Sequence[str], role: Role | None) -> Config:
     """Read a configuration: TOML as written by hand, or a run's resolved config.json."""
     if path.suffix == ".json":
-        return load_resolved(path, overrides, role), []
+        return load_resolved(path, overrides, role)
     return load_config(path, overrides, role)
 
 

@@ -55,16 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
         if arguments.resume is not None:
             config_path = arguments.resume / "config.json"
-            config, _ = read_file(config_path, arguments.set, "learner")
+            config = read_file(config_path, arguments.set, "learner")
             return run_nodes(config_path, config, arguments.set, arguments, console)
         config_path = find_config(CONFIGS[arguments.task])
-        config, _ = load_config(config_path, arguments.set, "learner")
+        config = load_config(config_path, arguments.set, "learner")
         with interrupts.unwinding():
             model = make_model(arguments.task, console, for_vllm=config.engine.kind == "vllm")
         overrides = [f"model.name={model}", f"run.seed={arguments.seed}", *arguments.set]
-        config, _ = load_config(config_path, overrides, "learner")
+        config = load_config(config_path, overrides, "learner")
         overrides += free_settings(config)
-        config, _ = load_config(config_path, overrides, "learner")
+        config = load_config(config_path, overrides, "learner")
         return run_nodes(config_path, config, overrides, arguments, console)
     except EchoError as error:
         return fail(error)

@@ -42,7 +42,7 @@ def dry_run_text(
         config: the configuration.
         role: what would start.
         budget: from `memory.memory_budget`; None leaves the line out.
-        notices: from `load_config`.
+        notices: shown before the settings.
     """
     lines = [f"would start: {_describe_start(config, role)}"]
     if budget is not None:

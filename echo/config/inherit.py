@@ -72,7 +72,7 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
             section, name = key.split(".")
             if key != _AGENTS or table[section][name] is None:
                 table[section][name] = settings[key]
-    changed, _ = parse_config(table, source="the learner's settings")
+    changed = parse_config(table, source="the learner's settings")
     inherited = {key: "learner" for key in inherited_keys() if key in settings and key != _TEMPLATE}
     return changed.with_sources({**config.sources, **inherited})
 

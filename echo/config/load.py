@@ -37,18 +37,13 @@ _FROM_DEFAULT = "default"
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-def load_config(
-    path: Path | str, overrides: Sequence[str] = (), role: str | None = None
-) -> tuple[Config, list[str]]:
+def load_config(path: Path | str, overrides: Sequence[str] = (), role: str | None = None) -> Config:
     """Read a TOML file and check it together with its overrides.
 
     Args:
         path: the file, for all roles.
         overrides: "section.key=value" each, values in TOML, else taken as text.
         role: learner, worker or relay: its required keys must be there. None asks for none.
-
-    Returns:
-        The configuration, and notices, of which there are none now.
 
     Raises:
         ConfigError: listing every problem with file, key, value and remedy.
@@ -67,7 +62,7 @@ def parse_config(
     *,
     source: str = "configuration",
     is_saved: bool = False,
-) -> tuple[Config, list[str]]:
+) -> Config:
     """Check nested tables as `load_config` checks a file.
 
     Args:
@@ -97,7 +92,7 @@ def parse_config(
     problems = [problem for layer in layers for problem in layer.problems] + problems
     if problems:
         raise ConfigError(_report([_describe(problem, settings, source) for problem in problems]))
-    return config.with_sources(_sources(settings, leaves(kinds_of(config)))), []
+    return config.with_sources(_sources(settings, leaves(kinds_of(config))))
 
 
 def _check(
@@ -219,7 +214,7 @@ def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = 
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: holds no configuration but {show(table)[:60]}")
-    return parse_config(table, overrides, role, source=str(path), is_saved=True)[0]
+    return parse_config(table, overrides, role, source=str(path), is_saved=True)
 
 
 def keys_set_by_user(config: Config) -> frozenset[str]:

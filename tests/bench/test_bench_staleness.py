@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> Config:
         f"model.name={tmp_path / 'model'}", "run.max_steps=4", "batch.groups_per_step=3",
         "batch.group_size=2", "sampling.max_completion_tokens=3",
     ]  # fmt: skip
-    return load_config(REPOSITORY / "configs/quickstart.toml", overrides, "learner")[0]
+    return load_config(REPOSITORY / "configs/quickstart.toml", overrides, "learner")
 
 
 def sampled_by(group: Group) -> int:

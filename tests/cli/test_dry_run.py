@@ -24,14 +24,14 @@ def test_each_role_has_one(tiny_model_dir: Path, role: Role) -> None:
         "relay": {"connect": ADDRESS},
         "learner": {"device": "cpu"},
     }
-    text = dry_run(parse_config(table, role=role)[0], role)
+    text = dry_run(parse_config(table, role=role), role)
     assert role in text
     assert "profile" in text
     assert "not known here" not in text
 
 
 def test_a_worker_without_a_model_says_when_the_budget_is_known() -> None:
-    config, _ = parse_config({"worker": {"connect": ADDRESS}}, role="worker")
+    config = parse_config({"worker": {"connect": ADDRESS}}, role="worker")
     assert "known once the learner has told" in dry_run(config, "worker")
 
 
@@ -53,8 +53,8 @@ def test_a_model_in_the_hubs_cache_has_its_budget(
     cache = hub_cache(tmp_path, tiny_model_dir)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     table = {"model": {"name": "org/model"}, "learner": {"device": "cpu"}}
-    config, _ = parse_config(table, role="learner")
-    here, _ = parse_config({**table, "model": {"name": str(tiny_model_dir)}}, role="learner")
+    config = parse_config(table, role="learner")
+    here = parse_config({**table, "model": {"name": str(tiny_model_dir)}}, role="learner")
     needs = "memory: learner needs "
     assert needs in dry_run(config, "learner")
     wanted = dry_run(here, "learner").partition(needs)[2].partition(",")[0].partition(" has")[0]
@@ -73,7 +73,7 @@ def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     table = {"model": {"name": "org/model", "revision": "v2"}}
-    text = dry_run(parse_config(table, role="learner")[0], "learner")
+    text = dry_run(parse_config(table, role="learner"), "learner")
     assert "memory: learner needs " in text
     assert calls == [
         ("org/model", "config.json", {"revision": "v2"}),
@@ -88,7 +88,7 @@ def test_without_the_hub_the_file_to_fetch_is_named(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     table = {"model": {"name": "org/model"}}
-    text = dry_run(parse_config(table, role="learner")[0], "learner")
+    text = dry_run(parse_config(table, role="learner"), "learner")
     assert "memory budget: not known here: org/model is neither" in text
     assert "no connection); fetch the model's config.json" in text
     assert "--set model.name=D" in text
@@ -130,4 +130,4 @@ def test_what_is_free_and_there_is_no_problem(tmp_path: Path, role: Role) -> Non
         "worker": {"listen": "tcp://127.0.0.1:0", "connect": ADDRESS},
         "agent": {"listen": "tcp://127.0.0.1:0"},
     }
-    check_start(parse_config(table, role=role)[0], role)
+    check_start(parse_config(table, role=role), role)

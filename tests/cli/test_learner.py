@@ -39,7 +39,7 @@ def test_the_report_is_printed_and_kept(tmp_path: Path) -> None:
         {"step": 1, "time": 2.0, **dict(zip(rates, (0.8, 0.7, 1), strict=True))},
     ]
     (tmp_path / "ledger.jsonl").write_text("")
-    save_resolved(parse_config({})[0], tmp_path / "config.json")
+    save_resolved(parse_config({}), tmp_path / "config.json")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = Console(file=StringIO(), width=100)
     report(tmp_path, console, commands=["bin/echo-quickstart"])
@@ -55,7 +55,7 @@ def test_a_report_without_a_terminal_does_not_wrap(tmp_path: Path) -> None:
     row = {"step": 1, "time": 1.0, "reward/mean": 0.4}
     (run_dir / "ledger.jsonl").write_text("")
     (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    save_resolved(parse_config({})[0], run_dir / "config.json")
+    save_resolved(parse_config({}), run_dir / "config.json")
     console = Console(file=StringIO())
     report(run_dir, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]

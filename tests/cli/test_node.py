@@ -105,7 +105,7 @@ def test_a_resume_prints_the_difference_and_refuses_what_is_not_safe(
 ) -> None:
     run_dir = config.parent / "run"
     run_dir.mkdir()
-    save_resolved(load_config(config, [], "learner")[0], run_dir / "config.json")
+    save_resolved(load_config(config, [], "learner"), run_dir / "config.json")
     changes = ["--set", "run.max_steps=7", "--set", "batch.group_size=3"]
     assert run("--role", "learner", "--config", config, "--resume", *changes) == 2
     err = capsys.readouterr().err
@@ -124,7 +124,7 @@ def test_a_run_that_breaks_a_rule_of_today_is_resumed_with_the_remedy(
     run_dir = config.parent / "run"
     run_dir.mkdir()
     narrow = ["loss.kind=gspo", "sampling.top_p=0.95"]
-    save_resolved(load_config(config, narrow)[0], run_dir / "config.json")
+    save_resolved(load_config(config, narrow), run_dir / "config.json")
     remedy = [part for item in (*narrow, "loss.clip_low=0.05") for part in ("--set", item)]
     # Another change, which is refused, shows that it came to the comparison.
     unsafe = ["--set", "batch.group_size=3"]

@@ -71,7 +71,7 @@ def test_the_commands_are_ones_that_echo_node_takes(planned: tuple[Path, str]) -
     base = tomllib.loads((EXAMPLE.parent / "wan.toml").read_text())
     for command, role in zip(commands, roles, strict=True):
         sets = [command[i + 1] for i, part in enumerate(command) if part == "--set"]
-        config, _ = parse_config(base, sets, role)  # refuses what is no setting
+        config = parse_config(base, sets, role)  # refuses what is no setting
         # What the run's own activation goes by is what the plan went by.
         if role == "learner":
             assert config.learner.price_per_h == 2.69
@@ -114,7 +114,7 @@ def test_the_hetero_plan_prints_commands_that_exist(
         program, *words = shlex.split(command)
         assert program == "bin/echo-node"
         arguments = node_parser().parse_args(words)
-        config, _ = load_config(arguments.config, arguments.set, arguments.role)
+        config = load_config(arguments.config, arguments.set, arguments.role)
         assert config.engine.kind == "vllm"
     assert {line.split()[0] for line in text.splitlines() if line.startswith("    ")} == {
         "bin/echo-node"

@@ -59,7 +59,7 @@ def test_a_directory_without_a_run_cannot_be_resumed(
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_its_configuration_and_next_steps(task: str) -> None:
-    config, _ = load_config(find_config(CONFIGS[task]), ["model.name=x"], "learner")
+    config = load_config(find_config(CONFIGS[task]), ["model.name=x"], "learner")
     assert config.task.kind == task
     assert len(next_commands(task)) == 3
 
@@ -75,9 +75,9 @@ def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
             "learner": {"listen": f"tcp://127.0.0.1:{port}"},
             "model": {"name": "x"},
         }
-        config, _ = parse_config(table, role="learner")
+        config = parse_config(table, role="learner")
         overrides = free_settings(config)
-    config, _ = parse_config(table, overrides, "learner")
+    config = parse_config(table, overrides, "learner")
     assert config.run.name == "run-3"
     assert config.learner.listen != f"tcp://127.0.0.1:{port}"
     assert config.relay.connect == (config.learner.listen,)
@@ -86,12 +86,12 @@ def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
 
 def test_nodes_join_by_their_environment(tmp_path: Path) -> None:
     table = {"run": {"dir": str(tmp_path)}, "model": {"name": "x"}}
-    config, _ = parse_config(table, role="learner")
+    config = parse_config(table, role="learner")
     environment = join_environment(config)
     join = Join.parse(environment["ECHO_JOIN"])
     assert join.address.startswith("tcp://127.0.0.1:7700#")
     assert join_environment(config) == environment
-    plain, _ = parse_config(table, ["security.curve=false"], role="learner")
+    plain = parse_config(table, ["security.curve=false"], role="learner")
     assert join_environment(plain) == {}
 
 

@@ -28,7 +28,7 @@ def test_a_publish_period_that_would_deadlock(max_staleness: int) -> None:
 
 
 def test_auto_never_deadlocks() -> None:
-    config, _ = parse_config({}, ["sync.max_staleness=0", "sync.publish_period=auto"])
+    config = parse_config({}, ["sync.max_staleness=0", "sync.publish_period=auto"])
     assert config.sync.initial_publish_period == 1
 
 

@@ -31,5 +31,5 @@ def test_what_contradicts_itself_is_refused(overrides: list[str], complaint: str
 
 
 def test_free_and_unknown_are_two_things() -> None:
-    assert parse_config({}, ["worker.price_per_h=0"])[0].worker.price_per_h == 0.0
-    assert parse_config({})[0].worker.price_per_h is None
+    assert parse_config({}, ["worker.price_per_h=0"]).worker.price_per_h == 0.0
+    assert parse_config({}).worker.price_per_h is None

@@ -39,13 +39,13 @@ def test_help_shows_values_defaults_and_profiles() -> None:
 
 def test_the_printed_configuration_loads_again() -> None:
     overrides = ["task.options.words=['a\"b', 'ü']", "run.name=x y", "loss.veto=1e-3"]
-    config, _ = parse_config({"profile": "wan"}, overrides)
-    again, _ = parse_config(tomllib.loads("\n".join(resolved_lines(config))))
+    config = parse_config({"profile": "wan"}, overrides)
+    again = parse_config(tomllib.loads("\n".join(resolved_lines(config))))
     assert resolved(again) == resolved(config)
 
 
 def test_each_line_says_where_its_value_came_from() -> None:
-    config, _ = parse_config({"batch": {"group_size": 4}}, ["run.seed=3"], source="run.toml")
+    config = parse_config({"batch": {"group_size": 4}}, ["run.seed=3"], source="run.toml")
     lines = {line.split(" = ")[0]: line for line in resolved_lines(config)}
     assert lines["group_size"].endswith("# run.toml")
     assert "seed = 3" in "\n".join(line for line in resolved_lines(config) if "--set" in line)
@@ -56,7 +56,7 @@ def test_each_line_says_where_its_value_came_from() -> None:
 
 def test_a_dry_run_says_what_would_start() -> None:
     table = {"model": {"name": "org/model"}, "profile": "wan"}
-    config, _ = parse_config(table, role="learner")
+    config = parse_config(table, role="learner")
     budget = memory_budget(config, "learner", None, Machine(host_bytes=2**30))
     text = dry_run_text(config, "learner", budget=budget, notices=["look"])
     first, memory, notice, profile = text.splitlines()[:4]
@@ -70,7 +70,7 @@ def test_a_dry_run_says_what_would_start() -> None:
 
 def test_a_dry_run_of_the_children() -> None:
     overrides = ["worker.connect=['tcp://a:1', 'tcp://b:2']", "relay.connect=tcp://a:1"]
-    config, _ = parse_config({}, overrides)
+    config = parse_config({}, overrides)
     worker = dry_run_text(config, "worker").splitlines()[0]
     assert worker.endswith(
         "a worker that connects to tcp://a:1, then tcp://b:2 and serves no weights to others"

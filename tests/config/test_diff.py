@@ -10,7 +10,7 @@ from echo.config.load import parse_config
 
 
 def test_equal_configurations_do_not_differ() -> None:
-    assert diff_configs(parse_config({})[0], parse_config({})[0]) == []
+    assert diff_configs(parse_config({}), parse_config({})) == []
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_equal_configurations_do_not_differ() -> None:
     ],
 )
 def test_a_change_is_classed_with_its_reason(override: str, is_safe: bool) -> None:
-    old, new = parse_config({})[0], parse_config({}, [override])[0]
+    old, new = parse_config({}), parse_config({}, [override])
     (change,) = diff_configs(old, new)
     assert override.startswith(change.key)
     assert (change.is_safe, bool(change.why)) == (is_safe, True)
@@ -37,13 +37,13 @@ def test_a_change_is_classed_with_its_reason(override: str, is_safe: bool) -> No
 
 
 def test_a_line_shows_both_values() -> None:
-    old, new = parse_config({})[0], parse_config({}, ["loss.dual_clip=false"])[0]
+    old, new = parse_config({}), parse_config({}, ["loss.dual_clip=false"])
     (change,) = diff_configs(old, new)
     assert str(change) == "safe   loss.dual_clip: 3.0 -> false (computed anew for every batch)"
 
 
 def test_a_profile_lists_what_it_changes() -> None:
-    old, new = parse_config({})[0], parse_config({"profile": "wan"})[0]
+    old, new = parse_config({}), parse_config({"profile": "wan"})
     keys = [change.key for change in diff_configs(old, new)]
     assert keys[0] == "profile"
     assert {"sync.max_staleness", "batch.group_size", "network.heartbeat_s"} < set(keys)

@@ -20,7 +20,7 @@ LEARNER = ("profile=wan", "sampling.temperature=0.9", "task.options.digits=3", "
 
 
 def test_the_settings_are_plain_values_of_real_keys() -> None:
-    settings = inherited_settings(parse_config({}, LEARNER)[0])
+    settings = inherited_settings(parse_config({}, LEARNER))
     assert json.loads(json.dumps(settings)) == settings
     assert set(settings) == set(inherited_keys())
     assert all(find_leaf(tuple(key.split("."))) for key in settings)
@@ -31,8 +31,8 @@ def test_the_settings_are_plain_values_of_real_keys() -> None:
 
 
 def test_a_worker_with_only_an_address_takes_them_all() -> None:
-    settings = inherited_settings(parse_config({}, LEARNER)[0])
-    worker, _ = parse_config({}, ["worker.connect=tcp://a:1"], "worker")
+    settings = inherited_settings(parse_config({}, LEARNER))
+    worker = parse_config({}, ["worker.connect=tcp://a:1"], "worker")
     assert check_inherited(worker, keys_set_by_user(worker), settings) == []
     effective = apply_inherited(worker, settings)
     assert inherited_settings(effective) == settings
@@ -42,23 +42,23 @@ def test_a_worker_with_only_an_address_takes_them_all() -> None:
 
 
 def test_a_contradiction_names_both_values() -> None:
-    settings = inherited_settings(parse_config({}, LEARNER)[0])
+    settings = inherited_settings(parse_config({}, LEARNER))
     table = {"sampling": {"temperature": 1.0}, "run": {"seed": 5}}
-    worker, _ = parse_config(table, source="worker.toml")
+    worker = parse_config(table, source="worker.toml")
     (line,) = check_inherited(worker, keys_set_by_user(worker), settings)
     assert line.startswith("worker.toml: sampling.temperature = 1.0 contradicts the learner")
     assert "uses 0.9; remove it here" in line
 
 
 def test_one_file_for_both_roles_never_contradicts() -> None:
-    config, _ = parse_config({"sampling": {"temperature": 0.7}, "batch": {"group_size": 4}})
+    config = parse_config({"sampling": {"temperature": 0.7}, "batch": {"group_size": 4}})
     assert check_inherited(config, keys_set_by_user(config), inherited_settings(config)) == []
 
 
 def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}" * 20, encoding="utf-8")
-    config, _ = parse_config({"model": {"chat_template": str(template)}})
+    config = parse_config({"model": {"chat_template": str(template)}})
     settings = inherited_settings(config)
     assert settings["model.chat_template"] == "{{ messages }}" * 20
     template.write_text("{{ other }}", encoding="utf-8")
@@ -72,12 +72,12 @@ def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
 
 def test_a_chat_template_that_only_the_learner_has_contradicts_nothing() -> None:
     """One file serves all machines, and the template's text comes from the learner."""
-    worker, _ = parse_config({"model": {"chat_template": "only/there.jinja"}})
-    settings = inherited_settings(parse_config({})[0]) | {"model.chat_template": "{{ messages }}"}
+    worker = parse_config({"model": {"chat_template": "only/there.jinja"}})
+    settings = inherited_settings(parse_config({})) | {"model.chat_template": "{{ messages }}"}
     assert check_inherited(worker, keys_set_by_user(worker), settings) == []
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
-    worker, _ = parse_config({})
+    worker = parse_config({})
     with pytest.raises(ConfigError, match=r"the learner's settings: batch\.group_size = 1"):
         apply_inherited(worker, {"batch.group_size": 1})

@@ -70,7 +70,7 @@ ANY_VALUE = st.recursive(
 
 
 def config_of(table: Mapping[str, object], *overrides: str, role: str | None = None) -> Config:
-    return parse_config(table, overrides, role)[0]
+    return parse_config(table, overrides, role)
 
 
 def problems_of(table: Mapping[str, object], *overrides: str, role: str | None = None) -> str:
@@ -282,7 +282,7 @@ def test_no_value_does_anything_but_load_or_be_reported(values: dict[tuple[str, 
         section[path[-1]] = value
     message = ""
     try:
-        config, _ = parse_config(table)
+        config = parse_config(table)
     except ConfigError as error:
         message = str(error)
     if message:
@@ -295,7 +295,7 @@ def test_the_secret_of_a_join_string_is_never_written_or_shown(tmp_path: Path) -
     secret, address = "s" * 22, f"tcp://10.0.0.5:7700#{'k' * 43}"
     join = f"{address}.{secret}.{'f' * 22}"
     table = {"worker": {"connect": [join]}, "security": {"join": join}}
-    config, _ = parse_config(table, role="worker")
+    config = parse_config(table, role="worker")
     assert config.worker.connect == (join,)
     save_resolved(config, tmp_path / "config.json")
     texts = [(tmp_path / "config.json").read_text(), dry_run_text(config, "worker")]
@@ -313,7 +313,7 @@ def test_the_secret_of_a_join_string_is_never_written_or_shown(tmp_path: Path) -
 
 
 def saved(directory: Path, *overrides: str) -> Path:
-    config, _ = parse_config({}, overrides)
+    config = parse_config({}, overrides)
     save_resolved(config, directory / "config.json")
     return directory / "config.json"
 
@@ -352,11 +352,11 @@ def test_what_is_asked_for_now_does_not_give_way(tmp_path: Path) -> None:
 
 def test_pull_is_on_policy_whatever_the_profile() -> None:
     for profile in ("lan", "wan"):
-        config, _ = parse_config({}, [f"profile={profile}", "sync.mode=pull"])
+        config = parse_config({}, [f"profile={profile}", "sync.mode=pull"])
         assert (config.sync.max_staleness, config.sync.publish_period) == (0, 1)
         # The workers' defaults contradict nothing.
         assert "sync.max_staleness" not in keys_set_by_user(config)
-    config, _ = parse_config({}, ["sync.mode=push_pull"])
+    config = parse_config({}, ["sync.mode=push_pull"])
     assert config.sync.max_staleness == 2
 
 

@@ -20,7 +20,7 @@ from echo.runtime.trainer_setup import build_loss
 
 
 def section_of(*overrides: str) -> losses.LossSection:
-    return parse_config({}, overrides)[0].loss
+    return parse_config({}, overrides).loss
 
 
 def problems_of(*overrides: str) -> str:
@@ -75,7 +75,7 @@ RANGES = {
 @pytest.mark.parametrize("text", RANGES)
 def test_bad_rollouts_have_a_gradient_down_to_the_least_ratio(text: str) -> None:
     kind, *options = text.split()
-    config, _ = parse_config({}, [f"loss.kind={kind}", *(f"loss.{option}" for option in options)])
+    config = parse_config({}, [f"loss.kind={kind}", *(f"loss.{option}" for option in options)])
     least = max(config.loss.least_ratios().values())
     assert least == pytest.approx(RANGES[text])
     loss = build_loss(config)
@@ -107,9 +107,9 @@ def test_losses_that_keep_every_gradient_have_no_range(kind: str) -> None:
 
 
 def test_set_options_reach_the_loss() -> None:
-    config, _ = parse_config({}, ["loss.kind=gepo", "loss.clip_low=false", "loss.gate_kl=0.002"])
+    config = parse_config({}, ["loss.kind=gepo", "loss.clip_low=false", "loss.gate_kl=0.002"])
     assert build_loss(config) == make_loss("gepo", clip_low=None, gate_kl=0.002)
-    config, _ = parse_config({}, ["loss.veto=1e-4"])
+    config = parse_config({}, ["loss.veto=1e-4"])
     masks = RolloutMasks(veto=1e-4)
     assert build_loss(config) == MaskedLoss(loss=make_loss("grpo"), masks=masks)
     assert section_of("loss.dual_clip=false").own_options()["dual_clip"] is None
@@ -137,8 +137,8 @@ def test_advantages_are_scaled_as_the_paper_does_unless_told(
 
 
 def test_what_a_saved_run_did_not_choose_follows_the_loss() -> None:
-    saved = resolved(parse_config({}, ["loss.clip_low=false", "loss.kind=grpo"])[0])
-    config, _ = parse_config(saved, ["loss.kind=gspo"], is_saved=True)
+    saved = resolved(parse_config({}, ["loss.clip_low=false", "loss.kind=grpo"]))
+    config = parse_config(saved, ["loss.kind=gspo"], is_saved=True)
     assert config.loss.own_options() == {"clip_low": None, "clip_high": 0.03}
 
 

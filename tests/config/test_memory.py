@@ -41,7 +41,7 @@ TINY = ModelFacts(
 
 
 def config_of(*overrides: str) -> Config:
-    return parse_config({}, overrides)[0]
+    return parse_config({}, overrides)
 
 
 def budget_of(role: Role, host: int, gpu: int | None, *overrides: str) -> Budget:

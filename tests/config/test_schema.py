@@ -121,7 +121,7 @@ def test_values_are_shown_as_toml() -> None:
 
 def test_default_ports_do_not_collide_on_one_machine() -> None:
     """Of what one machine has several, workers and their endpoints, none has a port of its own."""
-    config, _ = parse_config({})
+    config = parse_config({})
     fixed = [config.learner.listen, config.relay.listen]
     assert len(set(fixed)) == 2
     assert config.worker.listen is None

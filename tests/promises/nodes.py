@@ -427,7 +427,7 @@ class NodeWorld:
                 table.pop(name, None)
         table.setdefault("run", {}).update(name="run", dir=str(self.directory))
         table.setdefault(role, {}).update(own)
-        return parse_config(table, role=role)[0]
+        return parse_config(table, role=role)
 
     async def _transport(self, process: Process, listen: str | None) -> WatchedTransport:
         transport = WatchedTransport(process, self._network, listen)

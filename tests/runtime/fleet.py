@@ -244,7 +244,7 @@ class Fleet:
         security = {"curve": self._kind == "zmq"}
         patience = {"dead_after_s": PATIENCE_S} if self._is_patient else {}
         table = {"network": {**NETWORK, **patience}, "security": security}
-        return parse_config({**table, "relay": {"connect": [join]}})[0]
+        return parse_config({**table, "relay": {"connect": [join]}})
 
     async def _transport(self, name: str, config: Config, keys: CurveKeys | None) -> Uplink:
         if self._kind == "zmq":

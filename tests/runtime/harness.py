@@ -84,7 +84,7 @@ class Run:
                 del table[name]  # inherited
         for name, section in sections.items():
             table.setdefault(name, {}).update(section)
-        return parse_config(table, role=role)[0]
+        return parse_config(table, role=role)
 
     async def transport(self, name: str, listen: str | None) -> MemoryTransport:
         transport = MemoryTransport(self.network, name, listen, OPTIONS)

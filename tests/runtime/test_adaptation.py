@@ -26,7 +26,7 @@ class Parts:
     """An adaptation and what it takes hold of."""
 
     def __init__(self, directory: Path, *overrides: str) -> None:
-        config, _ = parse_config({}, ["sync.max_staleness=6", "sync.publish_period=5", *overrides])
+        config = parse_config({}, ["sync.max_staleness=6", "sync.publish_period=5", *overrides])
         self.buffer = StalenessBuffer(max_staleness=6, lineages=(Lineage(1, 0),))
         self.pace = PublishPace(period=5, is_auto=False, max_staleness=6)
         self.ledger = Ledger(directory, spool_bytes=1 << 20)

@@ -190,7 +190,7 @@ def test_a_device_without_room_is_left_alone(caplog: pytest.LogCaptureFixture) -
 def test_only_cuda_is_a_device_and_only_where_deltas_are_wanted() -> None:
     fake = mock.Mock(device=torch.device("cuda", 1))
     for codec, device in (("auto", fake.device), ("delta", fake.device), ("full", None)):
-        images = make_images(parse_config({}, [f"network.codec={codec}"])[0])
+        images = make_images(parse_config({}, [f"network.codec={codec}"]))
         assert images._device({"w": fake}) == device
         assert images._device({"w": torch.zeros(1)}) is None
         assert images._device({"w": fake, "x": torch.zeros(1)}) is None

@@ -25,7 +25,7 @@ OTHER = Join(with_key("tcp://10.0.0.6:7700", b"o" * 32), b"b" * 16, b"g" * 16)
 
 def make(*overrides: str, connect: list[str] | None = None) -> Config:
     table = {"run": {"dir": "no/such/directory"}, "worker": {"connect": connect or []}}
-    return parse_config(table, overrides)[0]
+    return parse_config(table, overrides)
 
 
 def test_an_address_goes_before_the_setting_and_that_before_the_file(tmp_path: Path) -> None:

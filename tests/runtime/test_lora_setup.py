@@ -39,7 +39,7 @@ def learner_config(model_dir: Path, run_dir: Path, **learner: str) -> Config:
         "learner": {"device": "cpu", "num_threads": 1, **learner},
     }
     (run_dir / "run").mkdir(exist_ok=True)
-    return parse_config(table, role="learner")[0]
+    return parse_config(table, role="learner")
 
 
 def told(config: Config, *, is_resumed: bool = False) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def told(config: Config, *, is_resumed: bool = False) -> dict[str, Any]:
 
 def find(settings: dict[str, Any], *overrides: str) -> Path:
     """The base that a worker with these settings of its own finds."""
-    worker, _ = parse_config({"worker": {"connect": "tcp://a:1"}}, overrides, "worker")
+    worker = parse_config({"worker": {"connect": "tcp://a:1"}}, overrides, "worker")
     lora = worker_lora(apply_inherited(worker, settings), settings)
     assert lora is not None
     assert (lora.rank, lora.alpha) == (4, 8)
@@ -112,7 +112,7 @@ def test_an_adapter_to_start_from_is_trained_on(
     expected = published(policy)
     assert all(torch.equal(t, expected[name]) for name, t in trainer.snapshot().items())
 
-    plain, _ = parse_config({}, [f"learner.init_from={adapter}", f"model.name={model}"], "learner")
+    plain = parse_config({}, [f"learner.init_from={adapter}", f"model.name={model}"], "learner")
     with pytest.raises(ConfigError, match="holds an adapter and no whole model: set lora"):
         initial_adapter(plain)
 
@@ -127,7 +127,7 @@ def test_a_resumed_run_refuses_another_base(make_tiny_model: MakeTinyModel, tmp_
 
 def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None:
     table = {"model": {"name": str(tiny_model_dir)}, "lora": {"rank": 4}}
-    config, _ = parse_config(
+    config = parse_config(
         {**table, "learner": {"device": "cpu"}, "reference": {"kl_coef": 0.1}},
         ["optimizer.learning_rate=0.01", "optimizer.warmup_steps=0"],
         "learner",

@@ -79,7 +79,7 @@ def test_the_terms() -> None:
 
 @pytest.mark.parametrize(("after_s", "gone_s"), [(60, 60), (1, 10), (7200, 300)])
 def test_a_short_silence_is_no_reason_and_giving_up_comes_later(after_s: int, gone_s: int) -> None:
-    config, _ = parse_config({}, [f"worker.release_after_s={after_s}"])
+    config = parse_config({}, [f"worker.release_after_s={after_s}"])
     assert terms_of(config) == Terms(standby_s=after_s, learner_gone_s=gone_s)
 
 

@@ -220,7 +220,7 @@ from echo.runtime.worker_setup import build_worker
 class Binds(Exception):
     pass
 
-async def start_transport(*arguments):
+async def start_transport(*arguments, **options):
     raise Binds
 
 wiring.start_transport = start_transport

@@ -29,7 +29,7 @@ def make_config(model_dir: Path, **sections: dict[str, Any]) -> Config:
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0},
         **sections,
     }
-    return parse_config(table, role="learner")[0]
+    return parse_config(table, role="learner")
 
 
 def pull(trainer: Trainer) -> float:

@@ -42,7 +42,7 @@ def test_a_name_is_the_users_or_unique() -> None:
 
 @pytest.mark.parametrize(("role", "address"), [("relay", "tcp://a:1"), ("worker", "tcp://b:2")])
 def test_each_role_dials_its_own_addresses(role: str, address: str) -> None:
-    config, _ = parse_config(
+    config = parse_config(
         {"relay": {"connect": ["tcp://a:1"]}, "worker": {"connect": ["tcp://b:2"]}}
     )
     made = [
@@ -55,7 +55,7 @@ def test_each_role_dials_its_own_addresses(role: str, address: str) -> None:
 
 def test_a_port_in_use_is_named() -> None:
     async def scenario() -> None:
-        network = parse_config({})[0].network
+        network = parse_config({}).network
         first = await wiring.start_transport(network, "tcp://127.0.0.1:0")
         try:
             address = first.listen_address
@@ -71,7 +71,7 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_a_plain_listener_on_a_network_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(listen: str) -> None:
-        transport = await wiring.start_transport(parse_config({})[0].network, listen)
+        transport = await wiring.start_transport(parse_config({}).network, listen)
         await transport.close()
 
     asyncio.run(scenario("tcp://127.0.0.1:0"))
@@ -82,7 +82,7 @@ def test_a_plain_listener_on_a_network_is_warned_of(caplog: pytest.LogCaptureFix
 
 def test_no_address_of_a_node_bears_the_secret() -> None:
     join = f"tcp://a:1#{KEY}.{'s' * 22}.{'f' * 22}"
-    config, _ = parse_config({"worker": {"connect": ["tcp://b:2", join]}})
+    config = parse_config({"worker": {"connect": ["tcp://b:2", join]}})
     settings = wiring.node_settings(
         config, "worker", node_id="n", advertise=None, max_image_bytes=1
     )

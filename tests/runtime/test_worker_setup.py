@@ -105,7 +105,7 @@ def test_a_relay_cannot_have_a_worker_run_its_code(
 
 def inherited(model_dir: Path, **task: Any) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return what a learner with this task and model sends."""
-    config = parse_config({"model": {"name": str(model_dir)}, "task": task})[0]
+    config = parse_config({"model": {"name": str(model_dir)}, "task": task})
     assets = {name: path.read_bytes() for name, path in asset_files(model_dir).items()}
     return inherited_settings(config) | code_settings(config), assets
 
@@ -118,7 +118,7 @@ def test_code_that_is_not_the_learners_is_not_imported_and_nothing_is_written(
     path.write_text("def correct(completion):\n    return 1.0\n")
     options = {"reward": "rewards.py:correct"}
     settings, assets = inherited(model_dir, kind="dataset", options=options)
-    config, node_dir = parse_config({})[0], tmp_path / "w1"
+    config, node_dir = parse_config({}), tmp_path / "w1"
 
     path.write_bytes(EVIL)
     with pytest.raises(ConfigError, match="another one than the learner's"):
@@ -133,8 +133,8 @@ def test_code_that_is_not_the_learners_is_not_imported_and_nothing_is_written(
 def test_a_worker_that_runs_no_task_code_needs_none() -> None:
     table = {"task": {"kind": "dataset", "options": {"reward": "nowhere.py:f"}}}
     at_learner = {**table, "reward": {"where": "learner"}}
-    assert code_settings(parse_config(at_learner)[0]) == {}
-    assert code_settings(parse_config(table)[0]) == {"task.code": {}}
+    assert code_settings(parse_config(at_learner)) == {}
+    assert code_settings(parse_config(table)) == {"task.code": {}}
 
 
 # --- model ----------------------------------------------------------------------------------------
@@ -149,11 +149,11 @@ def test_a_model_of_the_shared_file_is_the_learners_unless_it_is_here_or_set_her
     )
     hub_id = {"model": {"name": "Qwen/Qwen3-0.6B"}}
     for table in (hub_id, {"model": {"name": "/no/such/model"}}, {}):
-        assert own_model(parse_config(table, source="two-machines.toml")[0]) is None
+        assert own_model(parse_config(table, source="two-machines.toml")) is None
     assert not asked, "the hub was not asked"
     here = {"model": {"name": str(model_dir)}}
-    assert own_model(parse_config(here, source="two-machines.toml")[0]) == model_dir
-    assert own_model(parse_config(hub_id, ["model.name=my/copy"])[0]) == Path("my/copy")
+    assert own_model(parse_config(here, source="two-machines.toml")) == model_dir
+    assert own_model(parse_config(hub_id, ["model.name=my/copy"])) == Path("my/copy")
 
 
 def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) ->
     for name in ("config.json", "tokenizer_config.json"):
         assets[name] = json.dumps(json.loads(assets[name]) | asking).encode()
 
-    parts = build_parts(parse_config({})[0], tmp_path / "w1", settings, assets)
+    parts = build_parts(parse_config({}), tmp_path / "w1", settings, assets)
 
     parts.engine.close()
     for name in ("config.json", "tokenizer_config.json"):
