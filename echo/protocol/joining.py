@@ -17,7 +17,7 @@ from typing import Any
 from blake3 import blake3
 
 from echo.errors import RefusedError, RemoteProtocolError
-from echo.protocol.actions import Action, Configure, Stop
+from echo.protocol.actions import Action, Stop
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.codec import Frame
 from echo.protocol.messages import (
@@ -46,6 +46,14 @@ INHERITED_FILES = frozenset({
     "chat_template.jinja",
 })  # fmt: skip
 """The only names that a file may have which comes over the network: none that Python imports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configure(Action):
+    """Build task and engine from what the learner said, then call the session's `configured`."""
+
+    settings: dict[str, Any]
+    assets: dict[str, bytes]
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
