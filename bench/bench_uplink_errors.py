@@ -52,7 +52,7 @@ NUM_JOINED, PAUSE_S = 6, 10.0
 KNOWN = ("seen", "probed", "told")
 topology_fleet.ASSUMED_BYTES_PER_S /= SCALE
 probing.FIRST_BYTES //= SCALE
-probing.MAX_BYTES //= SCALE
+probing.MAX_PROBE_BYTES //= SCALE
 DRAWS = ("log-normal", "80/20", "half NAT")
 
 
