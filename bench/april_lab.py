@@ -22,8 +22,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.buffer import StalenessBuffer
 from echo.config.load import parse_config
 from echo.engine.engine import Sampling
-from echo.protocol.actions import Action, RecordEnd, RecordGrant, StoreGroup
+from echo.protocol.actions import Action
 from echo.protocol.delivery import Outbox
+from echo.protocol.granting import RecordEnd, RecordGrant, StoreGroup
 from echo.protocol.learner_session import LearnerSession, LearnerSettings
 from echo.protocol.leases import LeaseBook
 from echo.protocol.manifest import TensorSpec, build_manifest, sign

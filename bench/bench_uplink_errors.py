@@ -31,7 +31,7 @@ import harness
 from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
 
 from echo.protocol import probing, topology_fleet
-from echo.protocol.actions import Send, VersionArrived
+from echo.protocol.actions import Send
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.membership import Member
@@ -39,6 +39,7 @@ from echo.protocol.messages import LEARNER_ID, Chunk, NodeStats, Probe
 from echo.protocol.planning import Planning
 from echo.protocol.probing import Probing
 from echo.protocol.topology import Site, plan_topology
+from echo.protocol.writing import VersionArrived
 from echo.rollout import PolicyVersion
 from tests.protocol.harness import KEY, PUBLIC_KEY, message_of
 
@@ -51,7 +52,7 @@ NUM_JOINED, PAUSE_S = 6, 10.0
 KNOWN = ("seen", "probed", "told")
 topology_fleet.ASSUMED_BYTES_PER_S /= SCALE
 probing.FIRST_BYTES //= SCALE
-probing.MAX_BYTES //= SCALE
+probing.MAX_PROBE_BYTES //= SCALE
 DRAWS = ("log-normal", "80/20", "half NAT")
 
 

@@ -29,12 +29,13 @@ from stream_node import commands, tell, tell_cpu
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.errors import EchoError
-from echo.protocol.actions import Action, VersionArrived
+from echo.protocol.actions import Action
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.messages import LEARNER_ID
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.trust import fingerprint
+from echo.protocol.writing import VersionArrived
 from echo.rollout import PolicyVersion
 from echo.runtime import wiring
 from echo.runtime.arenas_files import open_arenas

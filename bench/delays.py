@@ -393,13 +393,12 @@ def main() -> int:
     add_options(parser)
     arguments = parser.parse_args()
 
-    from echo.cli import learner as learner_command
     from echo.cli.node import read_file, run_role
-    from echo.runtime import worker_setup
+    from echo.runtime import learner_setup, worker_setup
 
     config = read_file(arguments.config, arguments.set, arguments.role)
     injectors = read_injectors(arguments, config.run.seed)
-    build_learner, build_worker = learner_command.build_learner, worker_setup.build_worker
+    build_learner, build_worker = learner_setup.build_learner, worker_setup.build_worker
 
     async def build_late_learner(*args: Any, **kwargs: Any) -> LearnerNode:
         node = await build_learner(*args, **kwargs)
@@ -412,7 +411,7 @@ def main() -> int:
         return node
 
     if "rollouts" in injectors:
-        learner_command.build_learner = build_late_learner
+        learner_setup.build_learner = build_late_learner
     if "weights" in injectors:
         worker_setup.build_worker = build_late_worker
     code = run_role(config, arguments.role, has_report=False)

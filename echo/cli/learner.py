@@ -19,7 +19,6 @@ from echo.config.schema import Config
 from echo.errors import EchoError
 from echo.metrics import LearningCurve, Snapshot
 from echo.runtime.curve import Join
-from echo.runtime.learner_setup import build_learner
 from echo.runtime.transport import is_loopback
 from echo.ui.live import LiveView
 from echo.ui.plots import learning_curve
@@ -109,6 +108,9 @@ async def _run(
     show: Callable[[Snapshot], None],
     log: logging.Logger,
 ) -> str:
+    # Imported here: a relay's machine has no torch.
+    from echo.runtime.learner_setup import build_learner
+
     node = await build_learner(
         config,
         resume=resume,

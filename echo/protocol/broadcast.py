@@ -58,7 +58,7 @@ from echo.protocol.messages import (
     Waiting,
 )
 from echo.protocol.pacing import earliest
-from echo.protocol.parcel import Parcel, SegmentTable
+from echo.protocol.parcel import DecodeBlock, Parcel, SegmentTable
 from echo.protocol.rates import UplinkEstimate
 from echo.protocol.receiver import Receiver
 from echo.protocol.resuming import Record, rebuild
@@ -378,9 +378,12 @@ class Broadcast:
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action | ParentFailed]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""
-        if isinstance(work, WriteChunk):
-            return self.receiver.written(work, fault, now=now)
-        return self.receiver.decoded(work, fault, now=now)
+        match work:
+            case WriteChunk():
+                return self.receiver.written(work, fault, now=now)
+            case DecodeBlock():
+                return self.receiver.decoded(work, fault, now=now)
+        raise LocalProtocolError(f"{type(work).__name__} does not belong to the weights plane")
 
     def tend(self, *, now: float) -> list[Action]:
         """Look after the children: all that is due where there are no parents."""

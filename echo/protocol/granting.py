@@ -19,7 +19,8 @@ import msgspec
 
 from echo.metrics import Counters
 from echo.protocol.accepted import AcceptedGroups
-from echo.protocol.actions import Action, Note, RecordEnd, RecordGrant
+from echo.protocol.actions import Action, Note
+from echo.protocol.codec import Frame
 from echo.protocol.dispatch import Load, by_finish, slowdown
 from echo.protocol.forecast import MAX_WORKERS, Forecast, Speed
 from echo.protocol.handover import Handover
@@ -31,7 +32,7 @@ from echo.protocol.prompting import first_usable
 from echo.protocol.recent import RecentMap
 from echo.protocol.reception import LearnerSettings
 from echo.protocol.settled import SettledGroups
-from echo.rollout import Lineage, PolicyVersion, is_surviving
+from echo.rollout import Group, Lineage, PolicyVersion, is_surviving
 
 MAX_ATTEMPTS = 20
 """Grants of one group after which it is given up: something about it kills workers."""
@@ -41,6 +42,59 @@ Obstacle = Literal["", "outdated", "no_worker", "no_weights", "busy"]
 
 Bounds = Mapping[PolicyVersion | None, int]
 """Installed version -> how many groups may be promised before it is good for no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordGrant(Action):
+    """Journal that a lease was granted, before the Grant that follows is sent."""
+
+    lease: Lease
+    worker_id: str
+    installed: PolicyVersion | None
+    copy_of: int | None = None
+    """The attempt that it repeats on a faster worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordCancel(Action):
+    """Journal that a lease was ended because another worker was first with its group."""
+
+    group_id: int
+    attempt: int
+    worker_id: str
+    num_tokens: int
+    """What it had sampled, as far as was known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRefusal(Action):
+    """Journal that the result of a lease was refused; its group is granted again."""
+
+    group_id: int
+    attempt: int
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGroup(Action):
+    """Put this group on the disk, then call the session's `stored`."""
+
+    group: Group
+    header: Frame
+    arrays: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEnd(Action):
+    """Journal that a group that was never accepted has come to an end, with its reason."""
+
+    group_id: int
+    reason: str
+    worker_id: str = ""
+    """The worker that could not finish it; empty where none was asked to."""
+    cause: str = ""
+    """What that worker says of it, with the traceback of the task's code in further lines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from echo.protocol.codec import Frame
 from echo.protocol.membership import Member
 from echo.protocol.messages import Grant, Heartbeat, Lease
 
-MAX_BYTES = 1 << 30
+MAX_SHIPPED_BYTES = 1 << 30
 """Of shipped rollouts: at nine bytes per token, 100 million tokens."""
 PARTIAL_COUNTS = (
     "parked", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum", "shipped",
@@ -51,7 +51,7 @@ class _Kept:
 class Handover:
     """Shipped rollouts by group, within a bound."""
 
-    def __init__(self, counters: Counters, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, counters: Counters, *, max_bytes: int = MAX_SHIPPED_BYTES) -> None:
         """Start with nothing."""
         self.max_bytes = max_bytes
         self.num_bytes = 0

@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from echo.errors import RemoteProtocolError
 from echo.metrics import Counters
-from echo.protocol.actions import Action, RecordCancel, RecordRefusal, StoreGroup
+from echo.protocol.actions import Action
 from echo.protocol.codec import Frame, decode_group, encode_group
-from echo.protocol.granting import Granting
+from echo.protocol.granting import Granting, RecordCancel, RecordRefusal, StoreGroup
 from echo.protocol.leases import LeaseRecord
 from echo.protocol.messages import OUTRUN, Ack, Deliver, Failed, Partial, known_reason
 from echo.protocol.partial_codec import decode_members

@@ -17,7 +17,7 @@ from typing import Any
 from blake3 import blake3
 
 from echo.errors import RefusedError, RemoteProtocolError
-from echo.protocol.actions import Action, Configure, Stop
+from echo.protocol.actions import Action, Stop
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.codec import Frame
 from echo.protocol.messages import (
@@ -56,6 +56,14 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
     if CODE not in settings:
         return settings
     return settings | {CODE: {name: code["hash"] for name, code in settings[CODE].items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class Configure(Action):
+    """Build task and engine from what the learner said, then call the session's `configured`."""
+
+    settings: dict[str, Any]
+    assets: dict[str, bytes]
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:

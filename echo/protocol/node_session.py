@@ -33,7 +33,7 @@ from collections.abc import Iterable
 
 from echo.errors import RefusedError, RemoteProtocolError, TransportError
 from echo.metrics import Counters
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, VersionArrived, Work
+from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.protocol.bounds import MAX_NODES, clamped_rate
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.codec import (
@@ -71,6 +71,7 @@ from echo.protocol.pacing import OncePerMinute, earliest
 from echo.protocol.probing import Probing, acknowledge
 from echo.protocol.recent import RecentMap
 from echo.protocol.weights_link import CONNECT_TIMEOUT_S, Uplink, WeightsLinks
+from echo.protocol.writing import VersionArrived
 from echo.rollout import PolicyVersion
 from echo.units import one_line
 

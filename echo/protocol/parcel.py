@@ -32,6 +32,7 @@ from blake3 import blake3
 
 from echo.delta.blocks import decode_block
 from echo.errors import RemoteProtocolError
+from echo.protocol.actions import Work
 from echo.protocol.manifest import (
     HASH_BYTES,
     MAX_CHUNK_BYTES,
@@ -99,7 +100,7 @@ _table_decoder = msgspec.msgpack.Decoder(SegmentTable)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeBlock:
+class DecodeBlock(Work):
     """Work for a thread: decode one block and check what comes out; then call `decoded`."""
 
     parcel: Parcel

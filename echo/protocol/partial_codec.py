@@ -21,7 +21,7 @@ from echo.protocol.messages import Lease
 from echo.protocol.partials import Draft, PartialRollout
 
 _HEADER_LENGTH_BYTES = 4
-_BYTES_PER_TOKEN = 4 + 4 + 1
+_SAVED_BYTES_PER_TOKEN = 4 + 4 + 1
 """int32 id, float32 log-prob, one byte of mask."""
 
 
@@ -91,7 +91,7 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
     except DECODE_ERRORS as error:
         raise RemoteProtocolError(f"a malformed header of partial rollouts: {error}") from error
     sizes = [_checked_size(header) for header in headers]
-    expected = offset + _BYTES_PER_TOKEN * sum(sizes)
+    expected = offset + _SAVED_BYTES_PER_TOKEN * sum(sizes)
     if len(view) != expected:
         raise RemoteProtocolError(
             f"partial rollouts of {len(view)} bytes where their header needs {expected}"
@@ -99,7 +99,7 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
     members = []
     for header, size in zip(headers, sizes, strict=True):
         members.append(_build_member(header, size, view, offset))
-        offset += _BYTES_PER_TOKEN * size
+        offset += _SAVED_BYTES_PER_TOKEN * size
     return members
 
 

@@ -10,8 +10,8 @@ the rate that its uplinks allow, and at 0.9 with probes.
 
 So a node that can serve, and has not been the limit of a transfer yet, sends a message up its
 control link when it holds a version. If that has come within QUICK_S, one four times as long
-follows, up to MAX_BYTES: on a slow link the first says enough, and what the node has to say besides
-waits for a second at most. The time counts whole, with the round trip and the start of a
+follows, up to MAX_PROBE_BYTES: on a slow link the first says enough, and what the node has to say
+besides waits for a second at most. The time counts whole, with the round trip and the start of a
 connection, so a probe never shows too much; of a fast link it shows less than all, and transfers
 raise it. It is repeated after the next versions, MAX_PROBES times in all: what others sent at the
 same time makes the first one tell less than the truth.
@@ -24,7 +24,7 @@ from echo.protocol.codec import encode
 from echo.protocol.messages import Probe, ProbeAck
 from echo.protocol.rates import UplinkEstimate
 
-FIRST_BYTES, MAX_BYTES = 256 << 10, 4 << 20
+FIRST_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
 GROWTH = 4
 QUICK_S = 0.25
 PAYLOAD_SHARE = 1 / 8
@@ -52,7 +52,7 @@ class Probing:
             payload_bytes: of a version; where those are small, a wrong place costs less than this.
             now: the present.
         """
-        self._most_bytes = min(MAX_BYTES, int(PAYLOAD_SHARE * payload_bytes))
+        self._most_bytes = min(MAX_PROBE_BYTES, int(PAYLOAD_SHARE * payload_bytes))
         is_under_way = self._awaited is not None and self._awaited[0] == peer
         is_known = self._uplink.is_measured or self._num_probes >= MAX_PROBES
         if is_under_way or is_known or self._most_bytes < FIRST_BYTES:

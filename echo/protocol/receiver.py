@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echo.errors import RemoteProtocolError, StorageError
-from echo.protocol.actions import Action, Note, Send, VersionArrived
+from echo.protocol.actions import Action, Note, Send
 from echo.protocol.bounds import MAX_RANGES
 from echo.protocol.codec import Frame, encode
 from echo.protocol.lanes import MAX_BAD_CHUNKS, Lane, Lanes, ParentFailed
@@ -37,7 +37,7 @@ from echo.protocol.store import ItemId, Store
 from echo.protocol.transfer import Chunked, Transfer
 from echo.protocol.trust import Trust
 from echo.protocol.watchdog import Watchdog
-from echo.protocol.writing import WRONG_HASH, WriteChunk
+from echo.protocol.writing import WRONG_HASH, VersionArrived, WriteChunk
 
 
 class Receiver:

@@ -14,11 +14,12 @@ not wanted any more.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import msgspec
 
 from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Action, LeaseCancelled, LeasesChanged, Note
+from echo.protocol.actions import Action, Note
 from echo.protocol.bounds import MAX_LEASES, MAX_PAYLOAD_BYTES
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.codec import Frame, encode_group, payload_bytes
@@ -44,6 +45,19 @@ from echo.protocol.partial_codec import decode_members, encode_members
 from echo.protocol.partials import Draft, PartialRollout
 from echo.protocol.version_wait import VersionWait
 from echo.rollout import Group, Lineage, PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesChanged(Action):
+    """New leases wait in the worker's queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCancelled(Action):
+    """Nobody waits any more for a group that the worker has begun."""
+
+    group_id: int
+    attempt: int
 
 
 class WorkerSession(NodeSession):

@@ -28,16 +28,25 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from echo.protocol.actions import Action, Work
 from echo.protocol.codec import Frame
 from echo.protocol.store import ItemId
 from echo.protocol.transfer import Chunked
+from echo.rollout import PolicyVersion
 
 WRONG_HASH = "its hash is wrong"
 """What `run` returns of a chunk that is not what the learner signed; else the disk is at fault."""
 
 
+@dataclass(frozen=True, slots=True)
+class VersionArrived(Action):
+    """A version is complete and verified in the store; a worker may install it."""
+
+    version: PolicyVersion
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class WriteChunk:
+class WriteChunk(Work):
     """Work for a thread: verify one chunk and write it; then call `worked`."""
 
     item_id: ItemId

@@ -9,7 +9,7 @@ import secrets
 
 from echo.errors import ConfigError, StorageError
 from echo.extras import install_command
-from echo.protocol.actions import Configure
+from echo.protocol.joining import Configure
 from echo.runtime.agent_sampling import CallSampler
 from echo.runtime.agents import AgentParts, Agents
 from echo.runtime.durable import write_file

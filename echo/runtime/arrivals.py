@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 from echo.buffer import StalenessBuffer
-from echo.protocol.actions import Action, Note, RecordEnd, StoreGroup
+from echo.protocol.actions import Action, Note
+from echo.protocol.granting import RecordEnd, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.usefulness import Usefulness
 from echo.rollout import Group

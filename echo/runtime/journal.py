@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echo.protocol.actions import RecordCancel, RecordEnd, RecordGrant, RecordRefusal
+from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal
 from echo.runtime.ledger import Ledger
 
 Record = RecordGrant | RecordCancel | RecordRefusal | RecordEnd

@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from echo.protocol.actions import StoreGroup
 from echo.protocol.codec import encode_group
+from echo.protocol.granting import StoreGroup
 from echo.rollout import Group
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost

@@ -27,14 +27,8 @@ from echo.engine.trainer import StepError, StepResult, Trainer
 from echo.engine.weights import Weights
 from echo.errors import LocalProtocolError, StorageError, TransportError
 from echo.metrics import Snapshot
-from echo.protocol.actions import (
-    Action,
-    RecordCancel,
-    RecordEnd,
-    RecordGrant,
-    RecordRefusal,
-    StoreGroup,
-)
+from echo.protocol.actions import Action
+from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import Manifest
 from echo.rollout import Group, PolicyVersion

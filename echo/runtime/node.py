@@ -23,9 +23,7 @@ from echo.errors import EchoError, ProtocolError, TransportError
 from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.protocol.codec import Frame, describe
 from echo.protocol.pacing import OncePerMinute
-from echo.protocol.parcel import DecodeBlock
 from echo.protocol.session import Session
-from echo.protocol.writing import WriteChunk
 from echo.runtime.threads import ThreadPools, Threads
 from echo.runtime.transport import Connected, Disconnected, Received, Transport
 from echo.units import one_line
@@ -269,7 +267,7 @@ class Node:
                     self._topics.tell(action, now=self.now)
                 case Stop():
                     self.stop(action.reason, action.error)
-                case DecodeBlock() | WriteChunk():
+                case Work():
                     self._work(action)
                 case _:
                     self.on_action(action)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 
 from echo.errors import LocalProtocolError, RemoteProtocolError, StorageError
-from echo.protocol.actions import Action, Configure, VersionArrived
+from echo.protocol.actions import Action
+from echo.protocol.joining import Configure
 from echo.protocol.node_session import NodeSession
 from echo.protocol.relay_session import RelaySession
+from echo.protocol.writing import VersionArrived
 from echo.runtime.arenas import ArenaStore
 from echo.runtime.arenas_parcels import SavedParcel
 from echo.runtime.node import Node

@@ -21,17 +21,12 @@ from blake3 import blake3
 
 from echo.errors import EngineError, LocalProtocolError
 from echo.metrics import WorkerView
-from echo.protocol.actions import (
-    Action,
-    Configure,
-    LeaseCancelled,
-    LeasesChanged,
-    Note,
-    VersionArrived,
-)
+from echo.protocol.actions import Action, Note
+from echo.protocol.joining import Configure
 from echo.protocol.messages import Lease
 from echo.protocol.partials import Draft
-from echo.protocol.worker_session import WorkerSession
+from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
+from echo.protocol.writing import VersionArrived
 from echo.rollout import Group, PolicyVersion, Rollout
 from echo.runtime.episode_loop import EpisodeLoop
 from echo.runtime.relay import DialingNode

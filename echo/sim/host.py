@@ -12,9 +12,7 @@ from collections.abc import Iterable
 from echo.errors import EchoError
 from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.protocol.codec import Frame
-from echo.protocol.parcel import DecodeBlock
 from echo.protocol.session import Session
-from echo.protocol.writing import WriteChunk
 from echo.sim.clock import Clock
 from echo.sim.wires import Port, Wires
 
@@ -102,7 +100,7 @@ class Host:
                 case Stop():
                     self.error = action.error
                     self.end(is_silent=False)
-                case DecodeBlock() | WriteChunk():
+                case Work():
                     self.clock.at(self.clock.now, self._work, action)
                 case _:
                     self.on_action(action)

@@ -15,14 +15,8 @@ from dataclasses import dataclass
 from echo.buffer import StalenessBuffer
 from echo.errors import LocalProtocolError
 from echo.planner.publish_pace import PublishPace
-from echo.protocol.actions import (
-    Action,
-    RecordCancel,
-    RecordEnd,
-    RecordGrant,
-    RecordRefusal,
-    StoreGroup,
-)
+from echo.protocol.actions import Action
+from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.rollout import Group, PolicyVersion
 from echo.sim.activating import Activating

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from echo.protocol.actions import Action, Configure
+from echo.protocol.actions import Action
+from echo.protocol.joining import Configure
 from echo.protocol.relay_session import RelaySession
 from echo.sim.clock import Clock
 from echo.sim.host import Host

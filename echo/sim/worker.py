@@ -7,16 +7,12 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from echo.errors import LocalProtocolError
-from echo.protocol.actions import (
-    Action,
-    Configure,
-    LeaseCancelled,
-    LeasesChanged,
-    VersionArrived,
-)
+from echo.protocol.actions import Action
 from echo.protocol.codec import Frame
+from echo.protocol.joining import Configure
 from echo.protocol.messages import Goodbye, Lease
-from echo.protocol.worker_session import WorkerSession
+from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
+from echo.protocol.writing import VersionArrived
 from echo.rollout import Group, PolicyVersion, Rollout
 from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel, Running

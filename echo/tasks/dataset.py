@@ -81,10 +81,10 @@ from echo.tasks.environment import Environment, Message
 from echo.tasks.task import (
     Example,
     Task,
+    did_you_mean,
     is_heldout,
     load_function,
     load_task,
-    nearest,
 )
 
 # --- forms on disk and on the hub -----------------------------------------------------------------
@@ -359,7 +359,7 @@ class RowsTask(Task):
             if name not in READ_COLUMNS:
                 raise ConfigError(
                     f"task.options.columns.{name}: no such column is read"
-                    f"{nearest(name, READ_COLUMNS)}; there are {', '.join(READ_COLUMNS)}"
+                    f"{did_you_mean(name, READ_COLUMNS)}; there are {', '.join(READ_COLUMNS)}"
                 )
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
@@ -837,7 +837,7 @@ def _check_table(where: str, table: Mapping[str, Any]) -> tuple[str, float]:
     for key in table:
         if key not in _TABLE_KEYS:
             raise ConfigError(
-                f"{where}.{key}: no such key{nearest(key, _TABLE_KEYS)}; it takes "
+                f"{where}.{key}: no such key{did_you_mean(key, _TABLE_KEYS)}; it takes "
                 f"{', '.join(_TABLE_KEYS)}"
             )
     kind, weight = table.get("kind"), table.get("weight", 1)

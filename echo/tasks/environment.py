@@ -61,7 +61,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from echo.tasks.task import Example, RetryCall, Task, nearest
+from echo.tasks.task import Example, RetryCall, Task, did_you_mean
 
 Message = dict[str, Any]
 """A chat message: the texts `role` and `content`, and whatever else the chat template reads."""
@@ -238,7 +238,9 @@ def _carry_out(call: ToolCall, functions: dict[str, Callable[..., object]]) -> s
     function = functions.get(call.name)
     if function is None:
         known = ", ".join(functions)
-        return f"error: no tool {call.name!r}{nearest(call.name, functions)}; there are {known}"
+        return (
+            f"error: no tool {call.name!r}{did_you_mean(call.name, functions)}; there are {known}"
+        )
     try:
         inspect.signature(function).bind(**call.arguments)
     except TypeError as error:

@@ -204,7 +204,7 @@ def load_task(kind: str, options: Mapping[str, Any]) -> Task:
     """
     if kind not in BUILT_IN_TASKS and ":" not in kind:
         raise ConfigError(
-            f"task.kind = {kind!r} is unknown{nearest(kind, BUILT_IN_TASKS)}; built in are "
+            f"task.kind = {kind!r} is unknown{did_you_mean(kind, BUILT_IN_TASKS)}; built in are "
             f"{', '.join(BUILT_IN_TASKS)}; your own task is named 'package.module:Class'"
         )
     module_name, _, class_name = BUILT_IN_TASKS.get(kind, kind).partition(":")
@@ -361,7 +361,7 @@ def _find_class(kind: str, module: ModuleType, name: str) -> type[Task]:
     if found is None:
         raise ConfigError(
             f"task.kind = {kind!r}: {module.__name__} has no {name!r}"
-            f"{nearest(name, tasks)}{listing}"
+            f"{did_you_mean(name, tasks)}{listing}"
         )
     if not (inspect.isclass(found) and issubclass(found, Task)):
         raise ConfigError(
@@ -381,7 +381,7 @@ def _check_options(kind: str, task_class: type[Task], options: Mapping[str, Any]
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"task.options.{name}: {kind!r} has no such option{nearest(name, known)}; "
+                f"task.options.{name}: {kind!r} has no such option{did_you_mean(name, known)}; "
                 f"it takes {', '.join(known) or 'none'}"
             )
 
@@ -426,7 +426,7 @@ def import_module(where: str, name: str) -> ModuleType:
             neighbours = [path.stem for path in Path(directory).glob("*.py")]
             problem = (
                 f"no module {name!r} in {directory} or among the installed packages"
-                f"{nearest(name, neighbours)}"
+                f"{did_you_mean(name, neighbours)}"
             )
         else:
             problem = f"importing {name!r} failed: {type(error).__name__}: {error}"
@@ -482,14 +482,14 @@ def load_function(where: str, spec: str) -> Callable[..., Any]:
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
         raise ConfigError(
-            f"{where}: {module_name} has no function {name!r}{nearest(name, own)}; it defines "
+            f"{where}: {module_name} has no function {name!r}{did_you_mean(name, own)}; it defines "
             f"{', '.join(own) or 'none'}"
         )
     function: Callable[..., Any] = found
     return function
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that names the closest of `known`, or nothing."""
     matches = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -11,7 +11,7 @@ from msgspec import inspect
 
 from echo.errors import LocalProtocolError, RemoteProtocolError
 from echo.protocol import messages, worker_session
-from echo.protocol.actions import HangUp, Note, StoreGroup
+from echo.protocol.actions import HangUp, Note
 from echo.protocol.bounds import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
@@ -30,6 +30,7 @@ from echo.protocol.codec import (
     encode,
     encode_group,
 )
+from echo.protocol.granting import StoreGroup
 from echo.protocol.messages import Deliver, Failed, Heartbeat, LeaseState, NodeStats
 from echo.protocol.partial_codec import MemberHeader
 from echo.rollout import PolicyVersion

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol.actions import Note, Send, VersionArrived
+from echo.protocol.actions import Note, Send
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.codec import decode_envelope, decode_message, encode
 from echo.protocol.manifest import encode_signed
@@ -26,6 +26,7 @@ from echo.protocol.messages import (
     Waiting,
 )
 from echo.protocol.parcel import DecodeBlock
+from echo.protocol.writing import VersionArrived
 from echo.rollout import PolicyVersion
 from tests.protocol.harness import (
     CHUNK_BYTES,

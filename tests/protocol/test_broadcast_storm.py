@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Note, Send, VersionArrived, Work
+from echo.protocol.actions import Note, Send, Work
 from echo.protocol.broadcast import Broadcast, ParentFailed
 from echo.protocol.manifest import FULL, Form
 from echo.protocol.messages import Chunk, Fetch, Gone, Segment
 from echo.protocol.parcel import DecodeBlock
-from echo.protocol.writing import WriteChunk
+from echo.protocol.writing import VersionArrived, WriteChunk
 from echo.rollout import PolicyVersion
 from tests.protocol.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
 from tests.protocol.parcels import Piece, coded, described, published, v, weights
@@ -180,7 +180,7 @@ class Net:
                     self.arrived.append((name, action.version))
                 case Note():
                     pass
-                case DecodeBlock() | WriteChunk():
+                case Work():
                     self.works.append((name, action))
                 case _:
                     raise AssertionError(action)

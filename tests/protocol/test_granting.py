@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from echo.buffer import StalenessBuffer
 from echo.errors import DataError
 from echo.metrics import Counters
-from echo.protocol.actions import Note, RecordEnd, RecordGrant
-from echo.protocol.granting import MAX_ATTEMPTS, Granting
+from echo.protocol.actions import Note
+from echo.protocol.granting import MAX_ATTEMPTS, Granting, RecordEnd, RecordGrant
 from echo.protocol.leases import LeaseBook
 from echo.protocol.membership import Member
 from echo.protocol.messages import Heartbeat, Lease, LeaseState, NodeStats

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.actions import RecordGrant
+from echo.protocol.granting import RecordGrant
 from echo.protocol.hedging import Helper, Running, copies
 from echo.protocol.leases import LeaseRecord
 from tests.protocol.test_granting import make_granting, make_worker

@@ -6,7 +6,7 @@ import pytest
 
 from echo.protocol.actions import Send
 from echo.protocol.messages import Probe, ProbeAck
-from echo.protocol.probing import FIRST_BYTES, MAX_BYTES, MAX_PROBES, Probing, acknowledge
+from echo.protocol.probing import FIRST_BYTES, MAX_PROBE_BYTES, MAX_PROBES, Probing, acknowledge
 from echo.protocol.rates import UplinkEstimate
 from tests.protocol.harness import message_of
 
@@ -38,7 +38,7 @@ def run_link(probing: Probing, rate: float, *, rtt_s: float = 0.04) -> list[tupl
 def test_a_probe_tells_the_rate_and_does_not_block_the_link(rate: float) -> None:
     probing, uplink = make_probing()
     sent = run_link(probing, rate)
-    assert max(num_bytes for num_bytes, _ in sent) <= MAX_BYTES
+    assert max(num_bytes for num_bytes, _ in sent) <= MAX_PROBE_BYTES
     assert max(seconds for _, seconds in sent) <= max(1.1, FIRST_BYTES / rate)
     assert uplink.bytes_per_s is not None
     # It is too short to show all of a fast one; transfers raise it.

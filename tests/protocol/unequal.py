@@ -17,18 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo.protocol.actions import (
-    Action,
-    Configure,
-    LeaseCancelled,
-    LeasesChanged,
-    RecordCancel,
-    RecordGrant,
-    VersionArrived,
-)
+from echo.protocol.actions import Action
 from echo.protocol.delivery import Outbox
+from echo.protocol.granting import RecordCancel, RecordGrant
+from echo.protocol.joining import Configure
 from echo.protocol.messages import Lease
-from echo.protocol.worker_session import Key, WorkerSession
+from echo.protocol.worker_session import Key, LeaseCancelled, LeasesChanged, WorkerSession
+from echo.protocol.writing import VersionArrived
 from echo.rollout import PolicyVersion
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run, make_broadcast, make_group
 

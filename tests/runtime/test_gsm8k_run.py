@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.protocol.actions import StoreGroup
+from echo.protocol.granting import StoreGroup
 from echo.rollout import Group
 from echo.runtime.transport_memory import MemoryNetwork
 from echo.tasks.builtin import Gsm8kTask

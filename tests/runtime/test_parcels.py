@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.protocol.actions import Send, VersionArrived
+from echo.protocol.actions import Send
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.parcel import DecodeBlock
+from echo.protocol.writing import VersionArrived
 from echo.rollout import PolicyVersion
 from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.publication import Publication

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.protocol.actions import StoreGroup
+from echo.protocol.granting import StoreGroup
 from echo.rollout import Group
 from echo.runtime import task_setup, worker
 from echo.runtime.data_plane import load_data
