@@ -231,7 +231,7 @@ def binds_with(module, role, build, model, **options):
     table |= {"sampling": {"max_completion_tokens": 6}}
     assert module not in sys.modules
     try:
-        asyncio.run(build(parse_config(table, role=role)[0], log=logging.getLogger(), **options))
+        asyncio.run(build(parse_config(table, role=role), log=logging.getLogger(), **options))
     except Binds:
         assert module in sys.modules, module
 
