@@ -97,6 +97,7 @@ def test_what_is_set_on_the_command_line_counts(scenario: Path, tmp_path: Path) 
     assert max(map(int, record["staleness"])) <= 1
 
 
+@pytest.mark.slow
 def test_prices_and_a_death_of_the_learner_take_part(
     scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ TABLES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(TABLES)
 def test_nesting_undoes_flattening(table: dict[str, Any]) -> None:
     settings = {path: Setting(value, "file") for path, value in flatten(table)}

@@ -48,9 +48,15 @@ class Lives:
 
     @property
     def saved_step(self) -> int:
-        """Step of the newest checkpoint; 0 without one."""
+        """Step of the checkpoint that a resumed learner takes; 0 without one.
+
+        A learner that dies between its very first checkpoint and the pointer leaves no pointer.
+        """
         pointer = self.cluster.run_dir / "checkpoints" / "latest"
-        return int(pointer.read_text().strip().removeprefix("step_")) if pointer.exists() else 0
+        if pointer.exists():
+            return int(pointer.read_text().strip().removeprefix("step_"))
+        complete = pointer.parent.glob("step_*")
+        return max((int(path.name.removeprefix("step_")) for path in complete), default=0)
 
 
 def choose_point(name: str, lives: Lives, rng: random.Random) -> str:
