@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from echo.errors import TransportError
+from echo.runtime.listening_socket import Gate
 from echo.runtime.transport import (
     Connected,
     Disconnected,
@@ -62,6 +63,10 @@ STRANGERS_S = 0.1
 STRANGERS_NEWS = 1024
 """News that is read in one go to learn who they are."""
 STRANGERS_LOG_S = 60.0
+MAX_ACCEPTED_PER_S = 1024
+"""Connections after which newcomers wait for the next second, beside the few hundred that the
+kernel has let in by then: at a tenth of a millisecond each they cost a tenth of a core. Honest
+nodes never come close: each has some ten connections at most, and keeps them."""
 
 _log = logging.getLogger(__name__)
 
@@ -266,9 +271,11 @@ def _shut_down(descriptor: int, inode: int) -> None:
 class Listener:
     """All inbound peers, and the one channel that they share."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, gate: Gate) -> None:
         self.channel: Channel
         self._host = host
+        self._gate = gate
+        self._num_accepted, self._second_ends_at = 0, -math.inf
         self._by_identity: dict[bytes, Inbound] = {}
         self._by_descriptor: dict[int, Inbound] = {}
         self._open_descriptors: set[int] = set()
@@ -302,6 +309,7 @@ class Listener:
         elif news is News.ACCEPTED:
             self._open_descriptors.add(descriptor)
             self._strangers.add(descriptor)
+            self._count_accepted()
             if self._strangers.are_too_many and not self._is_closing:
                 self._is_closing = True
                 self._host.loop.call_soon(self._close_strangers)
@@ -316,7 +324,18 @@ class Listener:
     def close(self, linger_s: float) -> None:
         """Close the channel, and so every connection."""
         self._strangers.close()
+        self._gate.close()
         self.channel.close(linger_s)
+
+    def _count_accepted(self) -> None:
+        """Keep newcomers waiting for the rest of a second in which many have come."""
+        now = self._host.loop.time()
+        if now >= self._second_ends_at:
+            self._num_accepted, self._second_ends_at = 0, now + 1.0
+        self._num_accepted += 1
+        if self._num_accepted == MAX_ACCEPTED_PER_S:
+            self._gate.shut()
+            self._host.loop.call_at(self._second_ends_at, self._gate.open)
 
     def _close_strangers(self) -> None:
         """Close the oldest of too many, and look again soon: closing them takes a moment."""

@@ -11,9 +11,13 @@ the kernel does not permit the wanted algorithm, and on loopback, the system's d
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import errno
 import logging
 import socket
+import struct
+import sys
 
 from echo.errors import TransportError
 from echo.runtime.transport import parse_address
@@ -21,6 +25,8 @@ from echo.runtime.transport import parse_address
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 512
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of Linux's asm-generic/socket.h
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of every packet
 _REMEDIES = {
     errno.EADDRINUSE: "another process listens there; stop it or choose another port",
     errno.EADDRNOTAVAIL: "this machine has no such address; use one of its own or 0.0.0.0",
@@ -84,3 +90,34 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
             name,
             error,
         )
+
+
+class Gate:
+    """Keeps newcomers from a listening socket for a while, and leaves its connections alone.
+
+    libzmq accepts whoever the kernel offers, at any rate, and ends its connections when it is told
+    to unbind. So the kernel is told to drop what comes to the listening socket itself: newcomers'
+    kernels try again, after one second, two, four. On Linux; elsewhere the gate stays open.
+    """
+
+    def __init__(self, bound: socket.socket) -> None:
+        """Hold the socket, which listens until both it and the gate are closed."""
+        self._socket = bound.dup()
+
+    def shut(self) -> None:
+        """Let nobody in, beside the few hundred who wait for being accepted already."""
+        if sys.platform == "linux":
+            rules = ctypes.create_string_buffer(_DROP)
+            program = struct.pack("HP", 1, ctypes.addressof(rules))
+            with contextlib.suppress(OSError):  # a sandbox that forbids it
+                self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+    def open(self) -> None:
+        """Let everybody in."""
+        if sys.platform == "linux" and self._socket.fileno() >= 0:
+            with contextlib.suppress(OSError):  # it was open
+                self._socket.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._socket.close()

@@ -25,11 +25,7 @@ _log = logging.getLogger(__name__)
 MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
 """Largest file that a worker may inherit; the largest tokenizers in use have some 35 MB."""
 MAX_STRANGERS = 4096
-"""Connections at once that have not said anything yet; a quarter of all open files at most.
-
-How fast they come and go libzmq cannot bound: one costs 0.1 ms of CPU, and the loop reads of so
-many in a turn and no more.
-"""
+"""Connections at once that have not said anything yet; a quarter of all open files at most."""
 FIRST_WINDOW_CHUNKS = 4
 """What a child asks for ahead until its link has shown its rate: several, so that they pipeline."""
 MAX_FIRST_WINDOW_BYTES = 2 << 20
