@@ -194,6 +194,25 @@ def test_pausing_workers_make_nothing_while_weights_arrive() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_measured_period_that_changes_stops_no_run(seed: int) -> None:
+    # A broadcast of about 4.5 noisy steps: the period is measured anew after each version.
+    slow = Region(name="near", bytes_per_s=80 * MB / 4.5, latency_s=0.02)
+    scenario = make_scenario(
+        make_offer(count=1, tokens_per_s=4000.0),
+        job=make_job(max_staleness=6, train_s=1.0),
+        regions=(slow,),
+        num_steps=40,
+        seed=seed,
+        train_spread=0.2,
+    )
+    summary, history = simulate(replace(scenario, is_auto_period=True))
+    assert summary.is_complete
+    assert len({step.publish_period for step in history.steps}) > 2
+
+
+@pytest.mark.slow
 def test_machines_are_paid_for_while_they_are_rented_at_the_price_of_the_time() -> None:
     scenario = make_scenario(make_offer(count=1, can_listen=True), num_steps=6)
     summary, history = simulate(scenario)
