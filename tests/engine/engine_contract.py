@@ -29,7 +29,7 @@ MakeTinyModel = Callable[..., Path]
 MakeEngine = Callable[..., Engine]
 
 EOS = 2
-WITHIN_S = 120.0
+WITHIN_S = 240.0
 """Seconds for whatever is waited for, on a busy machine."""
 SLOW = threading.Event()
 """Set while something is to happen to a generation; engines that run ahead of their callers heed it

@@ -34,7 +34,7 @@ from tests.engine.engine_contract import (
     versions_of,
 )
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("model_dirs", ["tied"], indirect=True, scope="class")
