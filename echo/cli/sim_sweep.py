@@ -95,10 +95,20 @@ def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
     # Started anew, not forked: a fork would inherit whatever threads there are, half alive.
     with interrupts.unwinding(), ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
         try:
+            # An exception in the middle of starting them would leave a pool that cannot be ended.
+            held: list[int] = []
+            before: dict[int, Any] = {
+                number: signal.signal(number, lambda number, _: held.append(number))
+                for number in (signal.SIGTERM, signal.SIGHUP)
+                if signal.getsignal(number) != signal.SIG_IGN
+            }
             # They inherit it: Ctrl-C is for this process alone, which ends them.
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
             futures = [pool.submit(run_one, scenario) for scenario in scenarios]
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for number in held:
+                signal.raise_signal(number)
             return [future.result() for future in futures]
         except SystemExit:
             for process in active_children():

