@@ -5,8 +5,8 @@
 
 Transfers show the rate of whoever serves others, and only as much of it as its children could take.
 A fleet that has just joined is planned as if all were equal, so the slow hold up the fast, which
-then never show what they have: on paper (bench/bench_uplink_errors.py) such a fleet ended at 0.6 of
-the rate that its uplinks allow, and at 0.9 with probes.
+then never show what they have: on paper (bench/bench_uplink_errors.py) three such fleets ended at
+0.67, 0.55 and 0.89 of the rate that their uplinks allow, and at 0.84, 0.86 and 0.89 with probes.
 
 So a node that can serve, and has not been the limit of a transfer yet, sends a message up its
 control link when it holds a version. If that has come within QUICK_S, one four times as long

@@ -65,8 +65,8 @@ STRANGERS_NEWS = 1024
 STRANGERS_LOG_S = 60.0
 MAX_ACCEPTED_PER_S = 1024
 """Connections after which newcomers wait for the next second, beside the few hundred that the
-kernel has let in by then: at a tenth of a millisecond each they cost a tenth of a core. Honest
-nodes never come close: each has some ten connections at most, and keeps them."""
+kernel has let in by then. So many cost a tenth of a core (bench/bench_strangers.py). Honest nodes
+never come close: each has some ten connections at most, and keeps them."""
 
 _log = logging.getLogger(__name__)
 
