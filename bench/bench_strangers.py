@@ -1,8 +1,8 @@
 """A flood of strangers at one listener: its CPU seconds, and the delay of a member's messages.
 
 A process connects and closes as fast as it can. Meanwhile a member that has joined sends one
-message after the other and waits for each to come back. In turns: with the limit on connections per second
-(echo/runtime/links.py), and without. CURVE is on, all on loopback.
+message after the other and waits for each to come back. In turns: without a flood, with the limit
+on connections per second (echo/runtime/links.py), and without it. CURVE is on, all on loopback.
 
     python bench/bench_strangers.py [--seconds 8] [--rounds 3]
 """
