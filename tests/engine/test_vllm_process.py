@@ -37,6 +37,7 @@ from tests.engine.engine_contract import (
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("model_dirs", ["tied"], indirect=True, scope="class")
 class TestProcess(Models):
     """The contract's central parts in one go: each start of the process costs ten seconds."""
