@@ -19,26 +19,28 @@ import virtual_time
 from april_engine import Lengths, Script, Setting, TimedEngine
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.buffer import StalenessBuffer
 from echo.config.load import parse_config
+from echo.core.buffer import StalenessBuffer
+from echo.core.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.engine.engine import Sampling
-from echo.protocol.actions import Action
 from echo.protocol.delivery import Outbox
 from echo.protocol.granting import RecordEnd, RecordGrant, StoreGroup
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
+from echo.protocol.learner_session import LearnerSession
 from echo.protocol.leases import LeaseBook
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
-from echo.protocol.messages import LEARNER_ID, Lease
+from echo.protocol.reception import LearnerSettings
 from echo.protocol.worker_session import WorkerSession
-from echo.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.runtime import wiring
 from echo.runtime.node import Node
 from echo.runtime.sampling import PartialRules
 from echo.runtime.transport import TransportOptions
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo.runtime.worker import WorkerNode, WorkerParts
+from echo.runtime.worker import WorkerNode
+from echo.runtime.worker_parts import WorkerParts
 from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
+from echo.wire.actions import Action
+from echo.wire.messages import LEARNER_ID, Lease
 
 ADDRESS = "tcp://learner:7700"
 OPTIONS = TransportOptions(

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, Engine, Request, Sampling
 from echo.engine.weights import load_directory
-from echo.rollout import PolicyVersion
 
 OLD, NEW = PolicyVersion(1, 1), PolicyVersion(1, 2)
 NUM_ROLLOUTS = 64

@@ -20,7 +20,8 @@ from typing import Any
 import harness
 import matplotlib as mpl
 
-from echo.protocol.topology import Site, plan_topology
+from echo.protocol.topology import plan_topology
+from echo.protocol.topology_fleet import Site
 from echo.protocol.topology_fluid import fluid_rate
 
 mpl.use("Agg")

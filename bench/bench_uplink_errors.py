@@ -30,17 +30,18 @@ from typing import Any
 import harness
 from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
 
+from echo.core.rollout import PolicyVersion
 from echo.protocol import probing, topology_fleet
-from echo.protocol.actions import Send
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.membership import Member
-from echo.protocol.messages import LEARNER_ID, Chunk, NodeStats, Probe
 from echo.protocol.planning import Planning
 from echo.protocol.probing import Probing
-from echo.protocol.topology import Site, plan_topology
+from echo.protocol.topology import plan_topology
+from echo.protocol.topology_fleet import Site
 from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
+from echo.wire.actions import Send
+from echo.wire.messages import LEARNER_ID, Chunk, NodeStats, Probe
 from tests.protocol.harness import KEY, PUBLIC_KEY, message_of
 
 SCALE = 64

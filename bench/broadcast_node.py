@@ -28,15 +28,13 @@ from stream_node import commands, tell, tell_cpu
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.errors import EchoError
-from echo.protocol.actions import Action
+from echo.core.errors import EchoError
+from echo.core.rollout import PolicyVersion
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
-from echo.protocol.messages import LEARNER_ID
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.trust import fingerprint
 from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
 from echo.runtime import wiring
 from echo.runtime.arenas_files import open_arenas
 from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
@@ -48,6 +46,8 @@ from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.publication import Publication
 from echo.runtime.relay import RelayNode
 from echo.runtime.transport import Transport
+from echo.wire.actions import Action
+from echo.wire.messages import LEARNER_ID
 
 LOG = logging.getLogger("bench")
 

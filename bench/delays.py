@@ -51,8 +51,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 if TYPE_CHECKING:
-    from echo.buffer import StalenessBuffer
-    from echo.rollout import Group
+    from echo.core.buffer import StalenessBuffer
+    from echo.core.rollout import Group
     from echo.runtime.learner import LearnerNode
     from echo.runtime.worker import WorkerNode
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echo.buffer import StalenessBuffer
 from echo.config.schema import Config
-from echo.errors import LocalProtocolError
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import LocalProtocolError
+from echo.core.rollout import Lineage
+from echo.protocol.learner_session import LearnerSession
 from echo.protocol.leases import LeaseBook
 from echo.protocol.membership import Member
-from echo.protocol.messages import LEARNER_ID, Lease, Plan
 from echo.protocol.planning import Planning
+from echo.protocol.reception import LearnerSettings
 from echo.protocol.topology_backups import with_backups
 from echo.protocol.topology_fleet import survey
 from echo.protocol.topology_trees import stripe_trees
-from echo.rollout import Lineage
 from echo.runtime import wiring
 from echo.runtime.identity import Identity
+from echo.wire.messages import LEARNER_ID, Lease, TopologyPlan
 
 
 def publishing_session(config: Config, identity: Identity, advertise: str) -> LearnerSession:
@@ -74,7 +75,7 @@ class ForcedPlanning(Planning):
         uplink_bytes_per_s: float | None,
         now: float,
         is_between: bool = False,
-    ) -> dict[str, Plan]:
+    ) -> dict[str, TopologyPlan]:
         # Who cannot be reached serves nobody: in a chain it comes last.
         ordered = sorted(members, key=lambda member: member.advertise is None)
         sites = [self._site(member, set()) for member in ordered]
@@ -89,4 +90,6 @@ class ForcedPlanning(Planning):
             raise LocalProtocolError(f"no {self._ways} stripes over {count - 1} receivers")
         self.epoch += 1
         parents = with_backups(fleet, trees, previous={})
-        return {name: Plan(epoch=self.epoch, stripes=lists) for name, lists in parents.items()}
+        return {
+            name: TopologyPlan(epoch=self.epoch, stripes=lists) for name, lists in parents.items()
+        }

@@ -19,9 +19,9 @@ import numpy as np
 
 from echo.cli.learner import run_learner
 from echo.cli.node import read_file, run_role
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Completion, Engine, Request, Sampling
 from echo.engine.trainer import StepResult, Trainer
-from echo.rollout import Group, PolicyVersion
 from echo.runtime import worker_setup
 
 TOKENS = 16

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echo.rollout import Rollout
+from echo.core.rollout import Rollout
 
 PAD_ID = 0
 """Input id of padding: any id of the vocabulary serves, since nothing that is scored sees it."""

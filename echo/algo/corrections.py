@@ -30,7 +30,7 @@ from echo.algo.loss import (
     needs_of,
     sequence_mean,
 )
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 ImportanceWeight = Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"]
 IMPORTANCE_WEIGHTS: tuple[str, ...] = ("token_tis", "sequence_tis", "token_mis", "sequence_mis")

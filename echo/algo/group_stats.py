@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Self
 
-from echo.rollout import Group
+from echo.core.rollout import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from echo.rollout import Group
+from echo.core.rollout import Group
 
 WINDOW = 256
 """Groups in each of the two samples, at most."""

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0
 """Bound on |log ratio| before exp, as in verl: finite in float32 and far past every clip."""

@@ -23,7 +23,7 @@ from echo.algo.loss import (
     masked_log_ratio,
     required,
 )
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 from echo.kernels.contract import RatioClip
 
 

@@ -22,7 +22,7 @@ from echo.algo.loss import (
     needs_of,
     required,
 )
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 KlEstimator = Literal["k1", "k2", "k3"]
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}

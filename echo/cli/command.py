@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from echo.cli.output import fail
-from echo.errors import EchoError
+from echo.core.errors import EchoError
 
 UNWRAPPED = 10_000
 """A width that no line reaches."""

@@ -14,8 +14,8 @@ from echo.config.machine import read_machine, read_model_facts
 from echo.config.memory import Budget, memory_budget
 from echo.config.schema import Config, ModelSection
 from echo.config.section import Role
-from echo.errors import ConfigError, DataError, EchoError
-from echo.extras import import_extra
+from echo.core.errors import ConfigError, DataError, EchoError
+from echo.core.extras import import_extra
 from echo.runtime.listening_socket import bound_socket
 from echo.tasks.task import load_task
 

@@ -16,8 +16,8 @@ from echo.cli.output import LogFormatter, make_log
 from echo.cli.process import run_loop, run_node
 from echo.config.load import resolved
 from echo.config.schema import Config
-from echo.errors import EchoError
-from echo.metrics import LearningCurve, Snapshot
+from echo.core.errors import EchoError
+from echo.core.metrics import LearningCurve, Snapshot
 from echo.runtime.curve import Join
 from echo.runtime.transport import is_loopback
 from echo.ui.live import LiveView

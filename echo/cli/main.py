@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from echo.cli import parsers
 from echo.cli.output import fail
-from echo.errors import ConfigError
-from echo.extras import install_command, version
+from echo.core.errors import ConfigError
+from echo.core.extras import install_command, version
 
 COMMANDS = {
     "node": "run a learner, worker or relay",

@@ -19,8 +19,8 @@ from echo.config.diff import diff_configs
 from echo.config.load import load_config, load_resolved, parse_config
 from echo.config.schema import Config
 from echo.config.section import Role
-from echo.errors import ConfigError, EchoError
-from echo.extras import find_config
+from echo.core.errors import ConfigError, EchoError
+from echo.core.extras import find_config
 from echo.runtime import wiring
 from echo.runtime.curve import Join
 from echo.runtime.join import ECHO_JOIN

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from echo.errors import (
+from echo.core.errors import (
     ConfigError,
     DataError,
     EchoError,
@@ -15,8 +15,8 @@ from echo.errors import (
     StorageError,
     TransportError,
 )
+from echo.core.units import one_line, without_secrets
 from echo.ui.status_line import StatusLine
-from echo.units import one_line, without_secrets
 
 EXIT_CODES: dict[type[EchoError], int] = {
     ConfigError: 2,

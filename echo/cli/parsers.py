@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from echo.extras import version
+from echo.core.extras import version
 
 ROLES = ("learner", "worker", "relay")
 CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}

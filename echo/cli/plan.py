@@ -30,8 +30,8 @@ from echo.cli.plan_text import (
     refusal_text,
 )
 from echo.config.fleet import Request, load_fleet
-from echo.errors import ConfigError, PlanError, StorageError
-from echo.extras import import_extra
+from echo.core.errors import ConfigError, PlanError, StorageError
+from echo.core.extras import import_extra
 from echo.planner.plan import Outcome, Plan, make_plan
 from echo.planner.remedies import refuse
 from echo.ui.cost_plot import CostPoint, cost_plot

@@ -6,10 +6,10 @@ import math
 
 from echo.cli.plan_text import node_command
 from echo.config.fleet import Request
-from echo.errors import PlanError
+from echo.core.errors import PlanError
+from echo.core.units import format_duration
 from echo.planner.hex import Schedule, Scheduler
 from echo.planner.hex_train import Cluster, HexJob
-from echo.units import format_duration
 
 
 def assign_gpus(request: Request) -> Schedule:

@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 
 from echo.config.fleet import Request
-from echo.errors import ConfigError, DataError, StorageError
+from echo.core.errors import ConfigError, DataError, StorageError
+from echo.core.units import format_bytes, format_duration
 from echo.planner.job import Job
 from echo.planner.overlap import predict, required_rate
 from echo.ui.records import Row, json_lines, read_config, read_metrics
-from echo.units import format_bytes, format_duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

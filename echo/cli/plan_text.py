@@ -12,11 +12,11 @@ from rich.text import Text
 
 from echo.config.fleet import MBIT, Request
 from echo.config.fleet_schema import OfferRow
+from echo.core.rollout import KEEP_VERSIONS
+from echo.core.units import format_bytes, format_duration
 from echo.planner.plan import Outcome, Plan
 from echo.planner.remedies import Refusal
 from echo.planner.roofline import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
-from echo.rollout import KEEP_VERSIONS
-from echo.units import format_bytes, format_duration
 
 DRIVER = "580.65.06"
 """Oldest driver of CUDA 13.0 (its release notes), for which recent PyTorch wheels are built."""

@@ -14,7 +14,7 @@ import uvloop
 from echo.cli import interrupts
 from echo.cli.interrupts import Interrupted
 from echo.cli.output import exit_code
-from echo.errors import EchoError
+from echo.core.errors import EchoError
 from echo.runtime.kernel import raise_descriptor_limit, tune_malloc
 from echo.runtime.node import INTERRUPTED, Node
 

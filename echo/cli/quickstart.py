@@ -26,8 +26,8 @@ from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, quickstart_parser
 from echo.config.load import load_config
 from echo.config.schema import Config
-from echo.errors import ConfigError, EchoError
-from echo.extras import PROGRAMS, find_config
+from echo.core.errors import ConfigError, EchoError
+from echo.core.extras import PROGRAMS, find_config
 from echo.runtime.curve import load_or_create_keys, write_join
 from echo.runtime.join import ECHO_JOIN, join_address
 from echo.tasks.builtin import AdditionTask, CountdownTask

@@ -21,7 +21,7 @@ from echo.config.fleet_rows import Rows, check_row, is_known, place_of, read_tom
 from echo.config.profiles import PROFILES, preset_publish_period
 from echo.config.scenario_schema import SIM_LISTS, FaultRow, PathRow, PriceRow, SimRow
 from echo.config.schema_cost import ActivationSection
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 from echo.sim.scenario import (
     LEARNER_REGION,
     ActivationRule,

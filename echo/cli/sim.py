@@ -22,7 +22,7 @@ from echo.cli.scenario import load_scenario, read_tables
 from echo.cli.sim_replay import comparison, recorded_scenario
 from echo.cli.sim_sweep import sweep
 from echo.cli.sim_text import summary_text, write_run
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 from echo.sim.records import History
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation

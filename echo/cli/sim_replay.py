@@ -15,12 +15,12 @@ from statistics import fmean
 
 from echo.cli.plan_run import RunRates, read_ledger, read_rates
 from echo.config.profiles import PROFILES
+from echo.core.units import format_duration
 from echo.planner.fleet import Fleet, Offer, Region
 from echo.sim.lengths import RecordedLengths
 from echo.sim.scenario import Scenario, Settings
 from echo.sim.summary import RUN_IN, Summary
 from echo.ui.records import Row, json_lines, read_config, read_metrics
-from echo.units import format_duration
 
 REGION = "recorded"
 UNLIMITED = 1e12

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from echo.errors import StorageError
+from echo.core.errors import StorageError
+from echo.core.units import format_duration
 from echo.planner.overlap import Prediction, predict
 from echo.sim.records import BillRecord, History, StepRecord, rent, traffic_cost
 from echo.sim.scenario import Scenario
 from echo.sim.summary import RUN_IN, Summary
 from echo.ui.sim_plot import StepPoint, simulation_plot
-from echo.units import format_duration
 
 AFTER = f" after the first {RUN_IN:.0%} of the steps"
 MAX_DECISIONS = 6

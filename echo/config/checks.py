@@ -13,10 +13,9 @@ from echo.config.layers import Problem
 from echo.config.leaves import kinds_of, leaves, show
 from echo.config.schema import Config
 from echo.config.section import Role
-from echo.units import format_bytes
+from echo.core.units import format_bytes
+from echo.wire.codec import BYTES_PER_TOKEN
 
-BYTES_PER_TOKEN = 17
-"""Id, log-probability, version and mask of one sampled token on the wire."""
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights on an encrypted link."""
 MAX_GROUP_BYTES = 60 << 20

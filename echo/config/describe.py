@@ -10,7 +10,7 @@ from echo.config.memory import Budget
 from echo.config.reference import default_text
 from echo.config.schema import Config
 from echo.config.section import Role
-from echo.units import format_bytes, without_secrets
+from echo.core.units import format_bytes, without_secrets
 
 _WIDTH = 96
 

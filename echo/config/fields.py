@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
-from echo.units import JOIN_SECRET, parse_duration, parse_size
+from echo.core.units import JOIN_SECRET, parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 MAX_NAME_LENGTH = 64

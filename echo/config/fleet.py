@@ -23,7 +23,7 @@ from echo.config.fleet_schema import (
     RegionRow,
 )
 from echo.config.leaves import show
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 from echo.planner.catalogue import GPUS, MODELS, Gpu, ModelShape
 from echo.planner.fleet import Fleet, Offer, Region
 from echo.planner.job import Job

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from echo.config.fleet_schema import LISTS, TABLES, Row
-from echo.config.layers import nearest
 from echo.config.leaves import show
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError, nearest
 
 AnyRow = TypeVar("AnyRow", bound=BaseModel)
 

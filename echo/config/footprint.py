@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from echo.config.schema import Config
-from echo.rollout import KEEP_VERSIONS
+from echo.core.rollout import KEEP_VERSIONS
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number, by type."""

@@ -13,7 +13,7 @@ from typing import Any
 from echo.config.leaves import inherited_keys, show
 from echo.config.load import parse_config, resolved
 from echo.config.schema import Config
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 _TEMPLATE = "model.chat_template"
 """Travels as the file's text; all others as their value."""

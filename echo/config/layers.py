@@ -7,13 +7,13 @@ the table: the keys that it had before are gone.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from echo.config.leaves import KeyPath, every_leaf, find_leaf, sections
+from echo.core.errors import nearest
 
 OVERRIDE = "--set"
 """The source of settings from the command line."""
@@ -107,11 +107,6 @@ def nest(settings: Mapping[KeyPath, Setting]) -> dict[str, Any]:
             value = settings[path].value
             table[path[-1]] = dict(value) if isinstance(value, Mapping) else value
     return root
-
-
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that `word` was probably meant to be, or None."""
-    return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)), None)
 
 
 def _toml_or_text(text: str) -> Any:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from echo.config.profiles import PROFILES
 from echo.config.schema import KINDS, Config
 from echo.config.section import INHERITED, OWN_KIND, Role, Section, kind_of
-from echo.units import without_secrets
+from echo.core.units import without_secrets
 
 KeyPath = tuple[str, ...]
 """A key's place in the file: ("batch", "group_size")."""

@@ -18,20 +18,12 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from echo.config.checks import check_config
-from echo.config.layers import (
-    OVERRIDE,
-    Problem,
-    Setting,
-    nearest,
-    nest,
-    read_layer,
-    read_override,
-)
+from echo.config.layers import OVERRIDE, Problem, Setting, nest, read_layer, read_override
 from echo.config.leaves import KeyPath, Leaf, every_leaf, kinds_of, leaves, show
 from echo.config.profiles import DEFAULT_PROFILE, PROFILES, PULL
 from echo.config.schema import KINDS, Config
 from echo.config.section import OWN_KIND, ROLES, Role
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError, nearest
 
 _FROM_DEFAULT = "default"
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -16,7 +16,7 @@ import psutil
 
 from echo.config.footprint import ModelFacts
 from echo.config.memory import Machine
-from echo.errors import DataError
+from echo.core.errors import DataError
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 

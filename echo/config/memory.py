@@ -14,7 +14,7 @@ from echo.config.footprint import Footprint, Item, ModelFacts
 from echo.config.leaves import show
 from echo.config.schema import Config
 from echo.config.section import Role
-from echo.units import format_bytes
+from echo.core.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

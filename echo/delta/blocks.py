@@ -34,6 +34,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.delta.gaps import (
     Indices,
     apply_changes,
@@ -44,7 +45,6 @@ from echo.delta.gaps import (
     zigzag,
 )
 from echo.delta.streams import Reader, Words, fill, pack_planes
-from echo.errors import LocalProtocolError, RemoteProtocolError
 
 WordBytes: TypeAlias = Literal[1, 2, 4]
 

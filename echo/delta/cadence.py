@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from echo.core.rollout import PolicyVersion
 from echo.delta.paths import Offer, cheapest_path, path_bytes
-from echo.rollout import PolicyVersion
 
 ANCHOR_MARGIN = 0.25
 """Share of an anchor that the deltas behind it may cost before a new one is due."""

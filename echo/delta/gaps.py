@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from echo.core.errors import RemoteProtocolError
 from echo.delta.streams import Bytes, Reader, Words, pack_planes, pack_stream
-from echo.errors import RemoteProtocolError
 
 Indices = npt.NDArray[np.int64]
 

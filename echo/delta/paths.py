@@ -15,8 +15,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from echo.errors import RemoteProtocolError
-from echo.rollout import PolicyVersion
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)

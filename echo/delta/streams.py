@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from echo.errors import RemoteProtocolError
+from echo.core.errors import RemoteProtocolError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[Any]

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from echo.algo.attribution import split_variance
 from echo.algo.batching import Sample, collate, pack_micro_batches
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.policy import Policy
 from echo.engine.sampling import sampling_logprobs
-from echo.rollout import Group, PolicyVersion
 
 ROWS_AT_ONCE = 256
 """Tokens whose full logits exist at one time, where truncation has to be looked at."""

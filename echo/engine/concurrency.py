@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 
-from echo.errors import EngineError
+from echo.core.errors import EngineError
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput
 from echo.algo.losses import make_loss
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

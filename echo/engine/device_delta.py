@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echo.core.errors import EngineError
 from echo.delta.blocks import (
     BLOCK_BYTES,
     UNCHANGED,
@@ -30,7 +31,6 @@ from echo.delta.blocks import (
     most_sparse,
 )
 from echo.delta.words import word_bytes_of
-from echo.errors import EngineError
 from echo.protocol.manifest import TensorSpec
 
 MIN_BLOCK_BYTES = 4 << 10

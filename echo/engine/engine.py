@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from echo.core.errors import ConfigError, DataError, StorageError
+from echo.core.extras import install_command
 from echo.engine.skeleton import build_skeleton, check_weights
 from echo.engine.weights import dtype_name, load_directory, weight_files, write_tensors
-from echo.errors import ConfigError, DataError, StorageError
-from echo.extras import install_command
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from echo.algo.batching import MicroBatch
+from echo.core.errors import DataError, EngineError
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.skeleton import BUILDING
-from echo.errors import DataError, EngineError
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.linear_logprob import TokenLosses, linear_logprob, linear_policy_loss
 

@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from echo.core.errors import StorageError
+from echo.core.rollout import PolicyVersion
 from echo.engine.weights import tensors_from_image
-from echo.errors import StorageError
 from echo.protocol.manifest import Manifest
-from echo.rollout import PolicyVersion
 
 _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
 

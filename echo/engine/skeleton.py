@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from echo.errors import EngineError
+from echo.core.errors import EngineError
 
 MAX_NAMES_LISTED = 5
 BUILDING = threading.Lock()

@@ -40,6 +40,8 @@ from echo.algo.batching import MicroBatch, Sample, collate, pack_micro_batches
 from echo.algo.loss import BatchScores, Loss, LossInputs, LossOutput, needs_of
 from echo.algo.mismatch import mismatch_metrics
 from echo.algo.ppo_losses import ClippedTokenLoss
+from echo.core.errors import ConfigError, DataError
+from echo.core.rollout import Group
 from echo.engine import trainer_state
 from echo.engine.device import pick_device
 from echo.engine.lora import Lora
@@ -52,9 +54,7 @@ from echo.engine.trainer_batch import (
 )
 from echo.engine.trainer_settings import OptimizerSettings as OptimizerSettings
 from echo.engine.trainer_settings import ReferenceModel as ReferenceModel
-from echo.errors import ConfigError, DataError
 from echo.kernels.contract import BackendName
-from echo.rollout import Group
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """What no group is to blame for: settings, a machine that is too small, a device that failed."""

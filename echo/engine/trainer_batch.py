@@ -35,11 +35,8 @@ from echo.algo.batching import Sample
 from echo.algo.gepo import group_log_expectation
 from echo.algo.group_stats import GroupStats
 from echo.algo.loss import LossNeeds
-from echo.errors import DataError
-from echo.rollout import Group, Rollout
-
-MAX_LOGPROB = 1e-3
-"""Log-probabilities above this are none; a little above 0 is rounding."""
+from echo.core.errors import DataError
+from echo.core.rollout import MAX_LOGPROB, Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

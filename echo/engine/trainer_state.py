@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from echo.core.errors import DataError, StorageError
 from echo.engine.weights import write_tensors
-from echo.errors import DataError, StorageError
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

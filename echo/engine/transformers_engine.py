@@ -25,6 +25,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
+from echo.core.units import format_bytes
 from echo.engine.available_memory import available_bytes
 from echo.engine.concurrency import Concurrency, describe, is_out_of_memory
 from echo.engine.engine import UNVERSIONED, Completion, Engine, KvCache, Request, Sampling
@@ -35,9 +38,6 @@ from echo.engine.skeleton import build_skeleton, check_weights
 from echo.engine.version_fence import VersionFence
 from echo.engine.wave import Wave
 from echo.engine.weights import torch_dtype
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
-from echo.units import format_bytes
 
 SAMPLING_BYTES_PER_LOGIT = 32
 """Logits, their float32 copy, log-probabilities, probabilities and the float64 sum, with room."""

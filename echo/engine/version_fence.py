@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
 
 
 class VersionError(EngineError):

@@ -30,6 +30,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from echo.core.rollout import PolicyVersion
 from echo.delta.blocks import SPARSE_SHARE, decode_block
 from echo.engine.device_delta import DeviceDelta
 from echo.engine.weights import (
@@ -42,7 +43,6 @@ from echo.engine.weights import (
     write_image,
 )
 from echo.protocol.manifest import TensorSpec
-from echo.rollout import PolicyVersion
 
 _log = logging.getLogger(__name__)
 

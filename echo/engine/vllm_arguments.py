@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 
+from echo.core.errors import EngineError
+from echo.core.extras import install_command
 from echo.engine.available_memory import available_bytes
 from echo.engine.vllm_plugin import BACKEND, register
-from echo.errors import EngineError
-from echo.extras import install_command
 
 Process = Literal["inline", "engine"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from echo.core.errors import EngineError
 from echo.engine.engine import FinishReason
-from echo.errors import EngineError
 
 START_TIMEOUT_S = 600.0
 """Seconds for vLLM to start: loading its code, compiling, profiling a GPU's memory."""

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.vllm_backend import Backend, EngineDeadError, Sample
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
 
 POLL_S = 0.05
 """Seconds between two looks at whether to stop."""

@@ -28,6 +28,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
+from echo.core.units import format_bytes
 from echo.engine.available_memory import available_bytes
 from echo.engine.concurrency import Concurrency, is_out_of_memory
 from echo.engine.device import set_num_threads
@@ -44,9 +47,6 @@ from echo.engine.vllm_backend import Backend, Death, EngineDeadError, EngineWasD
 from echo.engine.vllm_call import Call, Room, make_params
 from echo.engine.vllm_handover import hand_over
 from echo.engine.vllm_probe import Probe
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
-from echo.units import format_bytes
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from echo.core.errors import EngineError
 from echo.engine.lora import Lora, write_adapter
 from echo.engine.vllm_backend import Backend
 from echo.engine.weights import save_safetensors
-from echo.errors import EngineError
 
 MEMORY = Path("/dev/shm")
 """Where a file is memory that vLLM's processes can map."""

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
+from echo.core.errors import EngineError
 from echo.engine.concurrency import describe
 from echo.engine.vllm_backend import (
     START_TIMEOUT_S,
@@ -28,7 +29,6 @@ from echo.engine.vllm_backend import (
     read_output,
 )
 from echo.engine.vllm_last_words import LastWords
-from echo.errors import EngineError
 
 log = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from blake3 import blake3
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.tiny_model import (
     CHARACTERS,
@@ -39,7 +40,6 @@ from echo.engine.tiny_model import (
     shape,
 )
 from echo.engine.transformers_engine import TransformersEngine
-from echo.errors import ConfigError, EngineError, StorageError
 
 FORMAT = 1
 """Of what the code below makes from a recipe: raise it with a change that changes the model."""

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, FinishReason, Request, Sampling
 from echo.engine.sampling import uniform_at
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
 
 COMPACT_BELOW = 0.75
 """Share of rows still running at which the ended ones are cut out of the batch."""

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from echo.errors import ConfigError, DataError, EngineError, StorageError
+from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.protocol.manifest import TensorSpec
 
 Weights: TypeAlias = Mapping[str, Tensor]

@@ -9,7 +9,7 @@ RatioClip.MAX_LOG_RATIO, and advantage A of the token's rollout:
     A > 0 and r > 1 + high, A < 0 and r > c, or |log r| > MAX_LOG_RATIO. On a bound itself, as in
     PyTorch's clamp, the gradient flows.
 
-Contract: this is the loss of echo.algo.losses.GrpoLoss before its mask and its normaliser. The
+Contract: this is the loss of echo.algo.ppo_losses.GrpoLoss before its mask and its normaliser. The
 caller leaves masked tokens out and weighs the sum with 1 / (tokens of the whole batch). A NaN comes
 out as a NaN, never as a clipped token.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo.units import SIZE_UNITS
+from echo.core.units import SIZE_UNITS
 
 _GIB = SIZE_UNITS["GiB"]
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from echo.core.units import GIGABYTE
 from echo.planner.job import Job
-
-GIGABYTE = 1e9
-"""Providers bill traffic by 10^9 bytes."""
 
 Counts = Sequence[int]
 """Active nodes of each offer, in the order of the fleet's offers."""

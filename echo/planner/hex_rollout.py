@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from echo.errors import PlanError
+from echo.core.errors import PlanError
 from echo.planner.hex_train import PARALLEL_SIZES, Cluster, HexJob, largest_remainder
 from echo.planner.roofline import decode
 

@@ -30,7 +30,7 @@ class Job:
     """Bytes of one publication: all weights, or a delta."""
     chunk_bytes: float = 2.0**20
     upload_bytes_per_token: float = 17.0
-    """Token id and log-prob of 4 bytes, version of 8, mask of 1 (echo/rollout.py)."""
+    """Token id and log-prob of 4 bytes, version of 8, mask of 1 (echo/core/rollout.py)."""
     has_pausing_workers: bool = False
     """Whether workers stop generating while new weights arrive."""
     margin: float = 0.1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
 
 MAX_PENDING = 64
 """Versions whose arrival is awaited for the measurement; a slower node is not waited for."""

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from echo.planner.fleet import GIGABYTE, Fleet, Offer
+from echo.core.units import GIGABYTE
+from echo.planner.fleet import Fleet, Offer
 from echo.planner.job import Job
 from echo.planner.overlap import is_enough, required_rate, window_s
 

@@ -24,12 +24,12 @@ from statistics import fmean, median
 from echo.planner.activation import UNLIMITED, Links, Outlook, Worker
 from echo.planner.job import Job
 from echo.planner.review import IDLE_TOLERANCE, Answer, Decision, Question
-from echo.protocol.actions import Action, Note
 from echo.protocol.capability import Capability
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.membership import Member
-from echo.protocol.metering import BYTES_PER_TOKEN
 from echo.protocol.standby import set_standby
+from echo.wire.actions import Action, Note
+from echo.wire.codec import BYTES_PER_TOKEN
 
 DRIFT = 0.2
 """Change of a rate or time, as a share, that asks for another answer."""

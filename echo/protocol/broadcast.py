@@ -41,33 +41,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol.actions import Action, Work
-from echo.protocol.codec import Frame
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
+from echo.core.timers import earliest
+from echo.protocol.children import Child
 from echo.protocol.lanes import ParentFailed as ParentFailed
-from echo.protocol.manifest import Form, Manifest, SignedManifest
-from echo.protocol.messages import (
+from echo.protocol.manifest import Manifest, SignedManifest
+from echo.protocol.parcel import DecodeBlock, Parcel, SegmentTable
+from echo.protocol.rates import UplinkEstimate
+from echo.protocol.receiver import Receiver
+from echo.protocol.resuming import Record, rebuild
+from echo.protocol.serving import Serving
+from echo.protocol.store import Store
+from echo.protocol.transfer import Arenas, Chunked
+from echo.protocol.transfer import Transfer as Transfer
+from echo.protocol.writing import WriteChunk
+from echo.wire.actions import Action, Work
+from echo.wire.codec import Frame
+from echo.wire.messages import (
     Announce,
     Chunk,
     Credit,
     Fetch,
+    Form,
     Gone,
     Message,
     Segment,
     Subscribe,
     Waiting,
 )
-from echo.protocol.pacing import earliest
-from echo.protocol.parcel import DecodeBlock, Parcel, SegmentTable
-from echo.protocol.rates import UplinkEstimate
-from echo.protocol.receiver import Receiver
-from echo.protocol.resuming import Record, rebuild
-from echo.protocol.serving import Child, Serving
-from echo.protocol.store import Store
-from echo.protocol.transfer import Arenas, Chunked
-from echo.protocol.transfer import Transfer as Transfer
-from echo.protocol.writing import WriteChunk
-from echo.rollout import KEEP_VERSIONS, PolicyVersion
 
 GIVE_UP_STALLS = 4
 """Silences (of stall_s) that a parent may lack a version that the learner has."""

@@ -10,12 +10,10 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import OPEN_END, Fetch
-from echo.protocol.store import ItemId
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
 from echo.protocol.transfer import Chunked
-from echo.rollout import PolicyVersion
+from echo.wire.messages import FULL, OPEN_END, Fetch, ItemId
 
 MAX_LANES = 1024
 PACE_S = 10.0

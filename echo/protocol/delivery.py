@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo.protocol.codec import Frame
-from echo.protocol.messages import Message
+from echo.wire.codec import Frame
+from echo.wire.messages import Message
 
 MAX_UNACKED_GROUPS = 64
 """A full engine's groups, a few times over: so sampling does not pause for a slow disk, and what a

@@ -6,10 +6,10 @@ is left, except from the last call on.
 
 from __future__ import annotations
 
-from echo.protocol.actions import Action
 from echo.protocol.membership import Member, Roster
-from echo.protocol.messages import Finish
 from echo.protocol.reception import SendTo
+from echo.wire.actions import Action
+from echo.wire.messages import Finish
 
 
 class Dismissal:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echo.protocol.messages import Lease, LeaseState
-from echo.protocol.partials import Draft, PartialRollout
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PartialRollout, PolicyVersion
+from echo.protocol.partials import Draft
+from echo.wire.messages import Lease, LeaseState
 
 Key = tuple[int, int]
 """(group id, attempt)."""

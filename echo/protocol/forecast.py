@@ -27,10 +27,10 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
+from echo.core.rollout import PolicyVersion
+from echo.core.timers import RecentMap
 from echo.protocol.leases import LeaseRecord
-from echo.protocol.messages import LeaseState
-from echo.protocol.recent import RecentMap
-from echo.rollout import PolicyVersion
+from echo.wire.messages import LeaseState
 
 MAX_LENGTHS = 256
 """Groups whose lengths are remembered, the newest."""

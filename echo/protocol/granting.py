@@ -17,22 +17,22 @@ from typing import Literal
 
 import msgspec
 
-from echo.metrics import Counters
+from echo.core.metrics import Counters
+from echo.core.rollout import Group, Lineage, PolicyVersion, is_surviving
+from echo.core.timers import RecentMap
 from echo.protocol.accepted import AcceptedGroups
-from echo.protocol.actions import Action, Note
-from echo.protocol.codec import Frame
 from echo.protocol.dispatch import Load, by_finish, slowdown
 from echo.protocol.forecast import MAX_WORKERS, Forecast, Speed
 from echo.protocol.handover import Handover
 from echo.protocol.hedging import Helper, Running, copies
 from echo.protocol.leases import LeaseBook, LeaseRecord, most_promised, oldest_version
 from echo.protocol.membership import Member
-from echo.protocol.messages import Heartbeat, Lease, LeaseState
 from echo.protocol.prompting import first_usable
-from echo.protocol.recent import RecentMap
 from echo.protocol.reception import LearnerSettings
 from echo.protocol.settled import SettledGroups
-from echo.rollout import Group, Lineage, PolicyVersion, is_surviving
+from echo.wire.actions import Action, Note
+from echo.wire.codec import Frame
+from echo.wire.messages import Heartbeat, Lease, LeaseState
 
 MAX_ATTEMPTS = 20
 """Grants of one group after which it is given up: something about it kills workers."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from echo.metrics import Counters
-from echo.protocol.bounds import MAX_LEASE_BYTES
-from echo.protocol.codec import Frame
+from echo.core.bounds import MAX_LEASE_BYTES
+from echo.core.metrics import Counters
 from echo.protocol.membership import Member
-from echo.protocol.messages import Grant, Heartbeat, Lease
+from echo.wire.codec import Frame
+from echo.wire.messages import Grant, Heartbeat, Lease
 
 MAX_SHIPPED_BYTES = 1 << 30
 """Of shipped rollouts: at nine bytes per token, 100 million tokens."""

@@ -23,20 +23,17 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from echo.errors import RemoteProtocolError
-from echo.metrics import Counters
-from echo.protocol.actions import Action
-from echo.protocol.codec import Frame, decode_group, encode_group
+from echo.core.errors import RemoteProtocolError
+from echo.core.metrics import Counters
+from echo.core.rollout import MAX_LOGPROB, Group, Lineage, PartialRollout, find_fault, trim_stale
 from echo.protocol.granting import Granting, RecordCancel, RecordRefusal, StoreGroup
 from echo.protocol.leases import LeaseRecord
-from echo.protocol.messages import OUTRUN, Ack, Deliver, Failed, Partial, known_reason
 from echo.protocol.partial_codec import decode_members
-from echo.protocol.partials import PartialRollout
 from echo.protocol.reception import Complain, LearnerSettings, SendTo
-from echo.rollout import Group, Lineage, find_fault, trim_stale
+from echo.wire.actions import Action
+from echo.wire.codec import Frame, decode_group, encode_group
+from echo.wire.messages import SUPERSEDED, Ack, Deliver, Failed, Partial, known_reason
 
-MAX_LOGPROB = 1e-3
-"""Log-probabilities are at most 0, but for rounding."""
 MAX_CAUSE_LENGTH = 2600
 """Of what a worker says of it, the last characters: a sentence and a traceback."""
 
@@ -283,7 +280,7 @@ class Intake:
         self.granting.leases.give_back(message.group_id, message.attempt, node_id)
         self.counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
-        if message.reason == OUTRUN:
+        if message.reason == SUPERSEDED:
             return acks  # so it goes with each new version
         text = f"{node_id} gives group {message.group_id} back: {message.detail}"
         return [*self._complain(node_id, "given_back", text, now), *acks]

@@ -16,11 +16,15 @@ from typing import Any
 
 from blake3 import blake3
 
-from echo.errors import RefusedError, RemoteProtocolError
-from echo.protocol.actions import Action, Stop
+from echo.core.errors import RefusedError, RemoteProtocolError
+from echo.core.price import Price
+from echo.core.rollout import Lineage
+from echo.core.units import one_line
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.codec import Frame
-from echo.protocol.messages import (
+from echo.protocol.trust import welcome_fault
+from echo.wire.actions import Action, Stop
+from echo.wire.codec import Frame
+from echo.wire.messages import (
     Admitted,
     Asset,
     AssetRequest,
@@ -33,10 +37,6 @@ from echo.protocol.messages import (
     Rehello,
     Welcome,
 )
-from echo.protocol.price import Price
-from echo.protocol.trust import welcome_fault
-from echo.rollout import Lineage
-from echo.units import one_line
 
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",

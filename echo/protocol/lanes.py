@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from echo.protocol.pacing import earliest
+from echo.core.timers import earliest
 from echo.protocol.rates import RateEstimate, window_bytes
 
 MIN_PATIENCE_S = 0.5

@@ -17,12 +17,26 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.metrics import Counters, NodeView
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.metrics import Counters, NodeView
+from echo.core.rollout import Lineage
+from echo.core.timers import OncePerMinute, Paced, RecentMap, earliest
 from echo.protocol.accepted import AcceptedGroups
-from echo.protocol.actions import Action, HangUp, Note, Send, Work
-from echo.protocol.broadcast import Broadcast, ParentFailed
-from echo.protocol.codec import (
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.dismissal import Dismissal
+from echo.protocol.granting import Granting, Obstacle
+from echo.protocol.intake import Intake
+from echo.protocol.lanes import ParentFailed
+from echo.protocol.leases import LeaseBook
+from echo.protocol.membership import Member, Roster
+from echo.protocol.pacing import GRANT_S, PLAN_S
+from echo.protocol.planning import Planning
+from echo.protocol.probing import acknowledge
+from echo.protocol.reception import LearnerSettings as LearnerSettings
+from echo.protocol.reception import Reception
+from echo.protocol.topology_fleet import Site
+from echo.wire.actions import Action, HangUp, Note, Send, Work
+from echo.wire.codec import (
     Envelope,
     Frame,
     decode_envelope,
@@ -31,12 +45,7 @@ from echo.protocol.codec import (
     encode,
     other_protocol,
 )
-from echo.protocol.dismissal import Dismissal
-from echo.protocol.granting import Granting, Obstacle
-from echo.protocol.intake import Intake
-from echo.protocol.leases import LeaseBook
-from echo.protocol.membership import Member, Roster
-from echo.protocol.messages import (
+from echo.wire.messages import (
     LEARNER_ID,
     Ack,
     AssetRequest,
@@ -57,14 +66,6 @@ from echo.protocol.messages import (
     Refuse,
     Rehello,
 )
-from echo.protocol.pacing import GRANT_S, PLAN_S, OncePerMinute, Paced, earliest
-from echo.protocol.planning import Planning
-from echo.protocol.probing import acknowledge
-from echo.protocol.recent import RecentMap
-from echo.protocol.reception import LearnerSettings as LearnerSettings
-from echo.protocol.reception import Reception
-from echo.protocol.topology import Site
-from echo.rollout import Lineage
 
 MAX_NAMES_TOLD = 3
 """Silent nodes that one line names; the rest of them it counts."""

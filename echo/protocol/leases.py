@@ -21,8 +21,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echo.protocol.pacing import Deadlines
-from echo.rollout import Lineage, PolicyVersion, is_surviving
+from echo.core.rollout import Lineage, PolicyVersion, is_surviving
+from echo.core.timers import Deadlines
 
 
 def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:

@@ -16,40 +16,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from echo.errors import RemoteProtocolError
-from echo.rollout import PolicyVersion
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.wire.messages import ITEM_BYTES
 
 HASH_BYTES = 32
 MIN_CHUNK_BYTES = 1 << 10
 MAX_CHUNK_BYTES = 16 << 20
 """Above 1 MiB encryption gets slower, above 4 MiB nothing gets faster (measured on loopback)."""
-ITEM_BYTES = {
-    "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8,
-    "int8": 1, "uint8": 1, "bool": 1, "int16": 2, "int32": 4, "int64": 8,
-    "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
-"""Bytes per element of every dtype that may travel."""
-
-
-class Form(msgspec.Struct, frozen=True, array_like=True):
-    """How a version travels."""
-
-    kind: Literal["full", "anchor", "delta"]
-    """"full" (the image itself), "anchor" (coded on its own) or "delta" (coded against `base`)."""
-    base: PolicyVersion | None = None
-
-    def __str__(self) -> str:
-        return self.kind if self.base is None else f"{self.kind} from {self.base}"
-
-
-FULL = Form("full")
 
 
 class TensorSpec(msgspec.Struct, frozen=True):

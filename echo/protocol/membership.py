@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
-from echo.metrics import NodeView
-from echo.protocol.messages import Heartbeat, Hello, NodeStats, Plan
-from echo.protocol.pacing import Deadlines
-from echo.protocol.price import Price
-from echo.protocol.recent import RecentMap
-from echo.rollout import PolicyVersion
+from echo.core.metrics import NodeView
+from echo.core.price import Price
+from echo.core.rollout import PolicyVersion
+from echo.core.timers import Deadlines, RecentMap
+from echo.wire.messages import Heartbeat, Hello, NodeStats, TopologyPlan
 
 RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
@@ -46,7 +45,7 @@ class Member:
     """Whether it holds such leases and nothing shows that it works."""
     rival: tuple[str, float] | None = None
     """(incarnation, first heard at) of another process that asks for this name."""
-    plan: Plan | None = None
+    plan: TopologyPlan | None = None
     """What it was told of its parents last."""
     partials: Mapping[str, int] = field(default_factory=dict)
     """Its counts of unfinished rollouts, as far as they have been added to the learner's."""

@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from echo.core.units import GIGABYTE
 from echo.protocol.membership import Member, Roster
+from echo.wire.codec import BYTES_PER_TOKEN
 
-GIGABYTE = 1e9
-"""Providers bill traffic by 10^9 bytes."""
-BYTES_PER_TOKEN = 17
-"""Id, log-probability, version and mask of one sampled token on the wire."""
 LOST_COUNTS_FOR_S = 3600.0
 """The usual step of a bill: nobody is told that a machine which vanished bills no more."""
 _TRAFFIC_WINDOW_S = 300.0

@@ -31,12 +31,22 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from echo.errors import RefusedError, RemoteProtocolError, TransportError
-from echo.metrics import Counters
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
-from echo.protocol.bounds import MAX_NODES, clamped_rate
-from echo.protocol.broadcast import Broadcast, ParentFailed
-from echo.protocol.codec import (
+from echo.core.bounds import MAX_NODES, clamped_rate
+from echo.core.errors import RefusedError, RemoteProtocolError, TransportError
+from echo.core.metrics import Counters
+from echo.core.rollout import PolicyVersion
+from echo.core.timers import OncePerMinute, RecentMap, earliest
+from echo.core.units import one_line
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.joining import Joining, describe_failure
+from echo.protocol.joining import NodeSettings as NodeSettings
+from echo.protocol.lanes import ParentFailed
+from echo.protocol.probing import Probing, acknowledge
+from echo.protocol.uplink import Uplink
+from echo.protocol.weights_link import CONNECT_TIMEOUT_S, WeightsLinks
+from echo.protocol.writing import VersionArrived
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
+from echo.wire.codec import (
     Envelope,
     Frame,
     decode_envelope,
@@ -45,9 +55,7 @@ from echo.protocol.codec import (
     encode,
     other_protocol,
 )
-from echo.protocol.joining import Joining, describe_failure
-from echo.protocol.joining import NodeSettings as NodeSettings
-from echo.protocol.messages import (
+from echo.wire.messages import (
     LEARNER_ID,
     Admitted,
     Asset,
@@ -59,21 +67,14 @@ from echo.protocol.messages import (
     LeaseState,
     Message,
     NodeStats,
-    Plan,
     Probe,
     ProbeAck,
     Pulse,
     Refuse,
     Rehello,
+    TopologyPlan,
     Welcome,
 )
-from echo.protocol.pacing import OncePerMinute, earliest
-from echo.protocol.probing import Probing, acknowledge
-from echo.protocol.recent import RecentMap
-from echo.protocol.weights_link import CONNECT_TIMEOUT_S, Uplink, WeightsLinks
-from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
-from echo.units import one_line
 
 MAX_REFUSALS = 3
 """Attempts in a row that each address must have refused before a node gives up."""
@@ -363,7 +364,7 @@ class NodeSession:
                 return self._joining.receive(message, payload, now=now)
             case Admitted():
                 return self._on_admitted(message, now)
-            case Plan():
+            case TopologyPlan():
                 return self._weights.on_plan(message, control=self._control, now=now)
             case Pulse():
                 self.learner_step = message.step

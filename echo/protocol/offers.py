@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
 from echo.delta.paths import Offer, cheapest_path
-from echo.errors import RemoteProtocolError
-from echo.protocol.manifest import FULL, Form, Manifest
-from echo.protocol.messages import Announce
-from echo.protocol.store import ItemId, Store
-from echo.rollout import PolicyVersion
+from echo.protocol.manifest import Manifest
+from echo.protocol.store import Store
+from echo.wire.messages import FULL, Announce, Form, ItemId
 
 MAX_OFFERS = 1000
 """Items that one Announce may name."""

@@ -30,21 +30,21 @@ from dataclasses import dataclass
 import msgspec
 from blake3 import blake3
 
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
 from echo.delta.blocks import decode_block
-from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Work
 from echo.protocol.manifest import (
     HASH_BYTES,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
-    Form,
     Manifest,
     SignedManifest,
     verify,
     verify_signature,
 )
 from echo.protocol.transfer import Chunked, Transfer, new_arena
-from echo.rollout import PolicyVersion
+from echo.wire.actions import Work
+from echo.wire.messages import Form
 
 MAX_BLOCK_OVERHEAD_BYTES = 64
 """By how much a coded block may be longer than what it codes: a tag and a length."""

@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.bounds import MAX_MEMBERS, MAX_TOKENS, NumTokens, Step, Word
-from echo.protocol.codec import DECODE_ERRORS, Frame
-from echo.protocol.messages import Lease
-from echo.protocol.partials import Draft, PartialRollout
+from echo.core.bounds import MAX_MEMBERS, MAX_TOKENS, NumTokens, Step, Word
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PartialRollout
+from echo.protocol.partials import Draft
+from echo.wire.codec import DECODE_ERRORS, Frame
+from echo.wire.messages import Lease
 
 _HEADER_LENGTH_BYTES = 4
 _SAVED_BYTES_PER_TOKEN = 4 + 4 + 1

@@ -20,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from echo.core.timers import MANY_NODES
 from echo.protocol.downlinks import downlink_limits
 from echo.protocol.membership import Member
-from echo.protocol.messages import LEARNER_ID, Plan
-from echo.protocol.pacing import MANY_NODES
-from echo.protocol.topology import Site, Topology, plan_parents, plan_topology
+from echo.protocol.topology import Topology, plan_parents, plan_topology
+from echo.protocol.topology_fleet import Site
 from echo.protocol.transfer import Chunked
+from echo.wire.messages import LEARNER_ID, TopologyPlan
 
 REPLAN_S = 10.0
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
@@ -125,7 +126,7 @@ class Planning:
         uplink_bytes_per_s: float | None,
         now: float,
         is_between: bool = False,
-    ) -> dict[str, Plan]:
+    ) -> dict[str, TopologyPlan]:
         """Plan anew and return every member's plan, changed or not.
 
         Workers on standby get no weights: neither do they slow those down that generate, nor is
@@ -153,7 +154,7 @@ class Planning:
             plans = self._plan_from(view, BUSY_GAIN if does_disturb else MIN_GAIN)
         for member in members:
             if member.is_standby:
-                plans[member.node_id] = Plan(epoch=self.epoch, stripes=())
+                plans[member.node_id] = TopologyPlan(epoch=self.epoch, stripes=())
         return plans
 
     def move(
@@ -163,7 +164,7 @@ class Planning:
         uplink_bytes_per_s: float | None,
         now: float,
         is_between: bool = False,
-    ) -> list[tuple[str, Plan]]:
+    ) -> list[tuple[str, TopologyPlan]]:
         """Plan anew, as `plan`; return (node id, plan) of those whose parents change."""
         plans = self.plan(
             members, uplink_bytes_per_s=uplink_bytes_per_s, now=now, is_between=is_between
@@ -225,7 +226,7 @@ class Planning:
     def _forwarded_bytes(self) -> int:
         return min(self.chunk_bytes, self.payload_bytes)
 
-    def _plan_from(self, view: _View, min_gain: float) -> dict[str, Plan]:
+    def _plan_from(self, view: _View, min_gain: float) -> dict[str, TopologyPlan]:
         listening = tuple(site.node_id for site in view.sites if site.address is not None)
         has_new_hosts = listening != self._listening and len(view.sites) <= MAX_REBUILT
         self._listening = listening
@@ -237,11 +238,11 @@ class Planning:
             self.epoch += 1
         self.topology = topology
         return {
-            node_id: Plan(epoch=self.epoch, stripes=stripes)
+            node_id: TopologyPlan(epoch=self.epoch, stripes=stripes)
             for node_id, stripes in topology.parents.items()
         }
 
-    def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, Plan]:
+    def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
         """Plan one chain, relays first.
 
         The learner tells nobody its address, so who reaches it through a relay cannot take weights
@@ -250,7 +251,8 @@ class Planning:
         self.epoch += 1
         parents = plan_parents(sites, learner_address="")
         return {
-            node_id: Plan(epoch=self.epoch, stripes=(hops,)) for node_id, hops in parents.items()
+            node_id: TopologyPlan(epoch=self.epoch, stripes=(hops,))
+            for node_id, hops in parents.items()
         }
 
     def _site(self, member: Member, suspects: set[str]) -> Site:

@@ -19,10 +19,10 @@ same time makes the first one tell less than the truth.
 
 from __future__ import annotations
 
-from echo.protocol.actions import Action, Send
-from echo.protocol.codec import encode
-from echo.protocol.messages import Probe, ProbeAck
 from echo.protocol.rates import UplinkEstimate
+from echo.wire.actions import Action, Send
+from echo.wire.codec import encode
+from echo.wire.messages import Probe, ProbeAck
 
 FIRST_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
 GROWTH = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from echo.errors import DataError
+from echo.core.errors import DataError
 
 MAX_UNUSABLE = 1000
 """Prompts in a row that cannot be turned into tokens, after which the run ends."""

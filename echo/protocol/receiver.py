@@ -10,34 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from echo.errors import RemoteProtocolError, StorageError
-from echo.protocol.actions import Action, Note, Send
-from echo.protocol.bounds import MAX_RANGES
-from echo.protocol.codec import Frame, encode
+from echo.core.bounds import MAX_RANGES
+from echo.core.errors import RemoteProtocolError, StorageError
+from echo.core.timers import earliest
 from echo.protocol.lanes import MAX_BAD_CHUNKS, Lane, Lanes, ParentFailed
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import (
+from echo.protocol.offers import Offers
+from echo.protocol.parcel import DecodeBlock, Parcel
+from echo.protocol.rates import RateEstimate
+from echo.protocol.room import Room
+from echo.protocol.serving import Serving
+from echo.protocol.store import Store
+from echo.protocol.transfer import Chunked, Transfer
+from echo.protocol.trust import Trust
+from echo.protocol.watchdog import Watchdog
+from echo.protocol.writing import WRONG_HASH, VersionArrived, WriteChunk
+from echo.wire.actions import Action, Note, Send
+from echo.wire.codec import Frame, encode
+from echo.wire.messages import (
+    FULL,
     Announce,
     Chunk,
     Credit,
     Fetch,
     Gone,
+    ItemId,
     Message,
     Segment,
     Subscribe,
     Waiting,
 )
-from echo.protocol.offers import Offers
-from echo.protocol.pacing import earliest
-from echo.protocol.parcel import DecodeBlock, Parcel
-from echo.protocol.rates import RateEstimate
-from echo.protocol.room import Room
-from echo.protocol.serving import Serving
-from echo.protocol.store import ItemId, Store
-from echo.protocol.transfer import Chunked, Transfer
-from echo.protocol.trust import Trust
-from echo.protocol.watchdog import Watchdog
-from echo.protocol.writing import WRONG_HASH, VersionArrived, WriteChunk
 
 
 class Receiver:

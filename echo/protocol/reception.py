@@ -12,13 +12,15 @@ from typing import Any, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.errors import RemoteProtocolError
-from echo.metrics import Counters
-from echo.protocol.actions import Action, Note
-from echo.protocol.codec import Frame
+from echo.core.errors import RemoteProtocolError
+from echo.core.metrics import Counters
+from echo.core.rollout import Lineage
 from echo.protocol.joining import describe_assets, digest_mismatch
 from echo.protocol.membership import Member, Roster
-from echo.protocol.messages import (
+from echo.protocol.trust import sign_welcome
+from echo.wire.actions import Action, Note
+from echo.wire.codec import Frame
+from echo.wire.messages import (
     LEARNER_ID,
     Admitted,
     Asset,
@@ -30,8 +32,6 @@ from echo.protocol.messages import (
     Rehello,
     Welcome,
 )
-from echo.protocol.trust import sign_welcome
-from echo.rollout import Lineage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,19 +2,21 @@
 
 A routed message for the learner goes up the control link; one for a node goes down the link from
 which that node was last heard. What cannot be forwarded is dropped and counted: sender and
-receiver repeat everything that matters (`messages.py`), so a relay keeps no copies and its death
+receiver repeat everything that matters (`wire/messages.py`), so a relay keeps no copies and its
+death
 loses nothing but time.
 """
 
 from __future__ import annotations
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Action, Send
+from echo.core.errors import RemoteProtocolError
+from echo.core.timers import RecentMap
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.codec import Envelope, Frame, forwarded
-from echo.protocol.messages import LEARNER_ID
-from echo.protocol.node_session import NodeSession, NodeSettings
-from echo.protocol.recent import RecentMap
+from echo.protocol.joining import NodeSettings
+from echo.protocol.node_session import NodeSession
+from echo.wire.actions import Action, Send
+from echo.wire.codec import Envelope, Frame, forwarded
+from echo.wire.messages import LEARNER_ID
 
 MAX_ROUTES = 100_000
 """Nodes that are remembered at most, the newest; each costs some hundred bytes."""

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 
 from blake3 import blake3
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.manifest import Form
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
 from echo.protocol.parcel import Parcel
 from echo.protocol.trust import Trust
-from echo.rollout import PolicyVersion
+from echo.wire.messages import Form
 
 Record = tuple[int | None, bytes]
 """A signed table (None, frame), or a chunk (its index, its bytes)."""

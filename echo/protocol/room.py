@@ -7,8 +7,8 @@ once, however often it is tried.
 
 from __future__ import annotations
 
-from echo.errors import StorageError
-from echo.protocol.actions import Note
+from echo.core.errors import StorageError
+from echo.wire.actions import Note
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0

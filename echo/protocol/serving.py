@@ -24,25 +24,26 @@ from __future__ import annotations
 
 import statistics
 
-from echo.protocol.actions import Action, Send
+from echo.core.timers import earliest
 from echo.protocol.children import Child as Child
 from echo.protocol.children import check_fetch
-from echo.protocol.codec import Frame, encode
-from echo.protocol.messages import (
+from echo.protocol.parcel import Parcel
+from echo.protocol.rates import UplinkEstimate
+from echo.protocol.store import Store
+from echo.wire.actions import Action, Send
+from echo.wire.codec import Frame, encode
+from echo.wire.messages import (
     Announce,
     Chunk,
     Credit,
     Fetch,
     Gone,
+    ItemId,
     Message,
     Segment,
     Subscribe,
     Waiting,
 )
-from echo.protocol.pacing import earliest
-from echo.protocol.parcel import Parcel
-from echo.protocol.rates import UplinkEstimate
-from echo.protocol.store import ItemId, Store
 
 PIN_STALLS = 10
 """Silences (of stall_s) after which a child no longer pins the item that it was fetching."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from echo.protocol.actions import Action, Work
-from echo.protocol.codec import Frame
+from echo.wire.actions import Action, Work
+from echo.wire.codec import Frame
 
 
 class Session(Protocol):

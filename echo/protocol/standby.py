@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from echo.protocol.actions import Action
 from echo.protocol.learner_session import LearnerSession
+from echo.wire.actions import Action
 
 
 def set_standby(session: LearnerSession, names: Collection[str], *, now: float) -> list[Action]:

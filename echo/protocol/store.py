@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from echo.protocol.manifest import FULL, Form, Manifest, SignedManifest, encode_signed
-from echo.protocol.messages import ParcelOffer
+from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
+from echo.protocol.manifest import Manifest, SignedManifest, encode_signed
 from echo.protocol.parcel import DecodeBlock, Parcel, SegmentTable
 from echo.protocol.transfer import Arenas, Chunked, HeapArenas, Transfer
-from echo.rollout import KEEP_VERSIONS, PolicyVersion
+from echo.wire.messages import FULL, EncodedVersionOffer, ItemId
 
-ItemId = tuple[PolicyVersion, Form]
 MAX_PARCELS = 64
 """Parcels kept for others at most, however small they are."""
 
@@ -157,10 +156,12 @@ class Store:
         versions = [*self.images, *(version for version, _ in self.parcels)]
         return max(versions, default=None)
 
-    def announcement(self) -> tuple[PolicyVersion, tuple[ParcelOffer, ...], bytes | None] | None:
+    def announcement(
+        self,
+    ) -> tuple[PolicyVersion, tuple[EncodedVersionOffer, ...], bytes | None] | None:
         """Return what an Announce says: (version, offers, signed manifest of its image)."""
         offers = tuple(
-            ParcelOffer(version, form.base, parcel.num_bytes)
+            EncodedVersionOffer(version, form.base, parcel.num_bytes)
             for (version, form), parcel in self.parcels.items()
         )
         newest = max(self.images, default=None)

@@ -25,13 +25,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from echo.protocol.messages import LEARNER_ID
 from echo.protocol.topology_backups import Parents, with_backups
 from echo.protocol.topology_fleet import Fleet, survey
 from echo.protocol.topology_fleet import Site as Site
 from echo.protocol.topology_fluid import Forecast, Trees, forecast, num_children
 from echo.protocol.topology_keep import patched
 from echo.protocol.topology_trees import REGION_COST, chain, star, stripe_trees
+from echo.wire.messages import LEARNER_ID
 
 Kind = Literal["chain", "tree", "stripes", "star"]
 

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
+from echo.core.rollout import PolicyVersion
 from echo.delta.streams import fill
-from echo.protocol.codec import Frame
 from echo.protocol.manifest import Manifest, SignedManifest
-from echo.protocol.messages import OPEN_END
-from echo.rollout import PolicyVersion
+from echo.wire.codec import Frame
+from echo.wire.messages import OPEN_END
 
 
 def new_arena(num_bytes: int) -> memoryview:

@@ -16,13 +16,13 @@ from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol.codec import Frame
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import PolicyVersion
 from echo.protocol.manifest import Manifest, SignedManifest, verify
-from echo.protocol.messages import Welcome
 from echo.protocol.parcel import Parcel, SegmentTable
 from echo.protocol.transfer import Transfer
-from echo.rollout import PolicyVersion
+from echo.wire.codec import Frame
+from echo.wire.messages import Welcome
 
 FINGERPRINT_BYTES = 16
 """128 bits: whoever wants another key with the same fingerprint has 2^128 to try."""

@@ -24,9 +24,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from echo.core.timers import RecentMap
+from echo.core.units import format_duration
 from echo.protocol.forecast import MAX_WORKERS
-from echo.protocol.recent import RecentMap
-from echo.units import format_duration
 
 EXPECTED = 20.0
 """Useful groups that a worker must have been expected to deliver before it is judged."""

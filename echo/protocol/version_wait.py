@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echo.protocol.messages import Lease
+from echo.wire.messages import Lease
 
 MAX_S = 30.0
 

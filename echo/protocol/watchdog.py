@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+from echo.core.timers import earliest
 from echo.protocol.lanes import Lane, Lanes
 from echo.protocol.offers import Offers
-from echo.protocol.pacing import earliest
-from echo.protocol.store import ItemId, Store
+from echo.protocol.store import Store
+from echo.wire.messages import ItemId
 
 WAIT_STALLS = 20
 """Silences (of stall_s) that a parent may wait itself; more than SLOW_AFTER_S in `serving.py`."""

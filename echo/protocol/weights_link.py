@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import itertools
 
-from echo.protocol.actions import Action, Dial, HangUp, Note
-from echo.protocol.broadcast import Broadcast, ParentFailed
-from echo.protocol.lanes import count_lanes, num_sockets
-from echo.protocol.messages import LEARNER_ID, Plan
-from echo.protocol.pacing import earliest
+from echo.core.timers import earliest
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.lanes import ParentFailed, count_lanes, num_sockets
 from echo.protocol.uplink import Uplink as Uplink
+from echo.wire.actions import Action, Dial, HangUp, Note
+from echo.wire.messages import LEARNER_ID, TopologyPlan
 
 CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for a dialled address before the next; a WAN handshake takes under 1."""
@@ -251,7 +251,7 @@ class WeightsLinks:
         """As plans say; empty where they do not."""
         self._quarantined: dict[str, float] = {}
         self._epoch, self._num_stripes = -1, 1
-        self._waiting: tuple[float, Plan] | None = None
+        self._waiting: tuple[float, TopologyPlan] | None = None
         self._lanes: list[LaneLink] = []
 
     def reached(self, rtt_s: float) -> None:
@@ -284,7 +284,7 @@ class WeightsLinks:
         """Note that plans are numbered anew, as after a restart of the learner."""
         self._epoch = -1
 
-    def on_plan(self, plan: Plan, *, control: Uplink | None, now: float) -> list[Action]:
+    def on_plan(self, plan: TopologyPlan, *, control: Uplink | None, now: float) -> list[Action]:
         """Follow a plan, unless it is an old one, or for a process that bore this name before.
 
         One with another number of stripes waits for a fetch to end soon; one without any ends it.
@@ -304,7 +304,7 @@ class WeightsLinks:
             return []
         return self._apply(plan, control, now)
 
-    def _apply(self, plan: Plan, control: Uplink | None, now: float) -> list[Action]:
+    def _apply(self, plan: TopologyPlan, control: Uplink | None, now: float) -> list[Action]:
         self._waiting = None
         self._num_stripes = len(plan.stripes)
         num_lanes = count_lanes(self._num_stripes, self.sockets_per_link)

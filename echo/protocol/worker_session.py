@@ -18,15 +18,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Action, Note
-from echo.protocol.bounds import MAX_LEASES, MAX_PAYLOAD_BYTES
+from echo.core.bounds import MAX_LEASES, MAX_PAYLOAD_BYTES
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import Group, Lineage, PartialRollout, PolicyVersion
+from echo.core.timers import earliest
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.codec import Frame, encode_group, payload_bytes
 from echo.protocol.delivery import Outbox
 from echo.protocol.drafts import Drafts, Key
-from echo.protocol.messages import (
-    OUTRUN,
+from echo.protocol.joining import NodeSettings
+from echo.protocol.node_session import NodeSession
+from echo.protocol.partial_codec import decode_members, encode_members
+from echo.protocol.partials import Draft
+from echo.protocol.version_wait import VersionWait
+from echo.wire.actions import Action, Note
+from echo.wire.codec import Frame, encode_group, payload_bytes
+from echo.wire.messages import (
+    SUPERSEDED,
     Ack,
     Deliver,
     Failed,
@@ -36,15 +43,9 @@ from echo.protocol.messages import (
     Message,
     NodeStats,
     Partial,
-    Plan,
+    TopologyPlan,
     known_reason,
 )
-from echo.protocol.node_session import NodeSession, NodeSettings
-from echo.protocol.pacing import earliest
-from echo.protocol.partial_codec import decode_members, encode_members
-from echo.protocol.partials import Draft, PartialRollout
-from echo.protocol.version_wait import VersionWait
-from echo.rollout import Group, Lineage, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,9 @@ class WorkerSession(NodeSession):
         self, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
         actions = super()._on_learner_message(message, payload, now)
-        if not isinstance(message, Plan) or message.is_standby == (self.standby_since is not None):
+        if not isinstance(message, TopologyPlan) or message.is_standby == (
+            self.standby_since is not None
+        ):
             return actions
         self.standby_since = now if message.is_standby else None
         text = "not needed for now: standing by" if message.is_standby else "needed: active again"
@@ -287,7 +290,7 @@ class WorkerSession(NodeSession):
             traceback=traceback,
         )
         self.outbox.put(_key_of(lease), message)
-        level = "info" if reason == OUTRUN else "warning"
+        level = "info" if reason == SUPERSEDED else "warning"
         return [Note(level, f"group {lease.group_id}: {reason}: {detail}", reason)]
 
     # --- time ------------------------------------------------------------------------------------
@@ -324,12 +327,12 @@ class WorkerSession(NodeSession):
             actions += self._refuse(lease, "version_not_installed", why)
         for lease in outrun:
             why = f"exactly {lease.exact_version} is wanted, {installed} is installed"
-            actions += self._refuse(lease, OUTRUN, why)
+            actions += self._refuse(lease, SUPERSEDED, why)
         return actions
 
     def outrun(self, lease: Lease, why: str, *, now: float) -> list[Action]:
         """Give back a lease whose version was replaced before the engine could begin it."""
-        return [*self._refuse(lease, OUTRUN, why), *self._send_due(now)]
+        return [*self._refuse(lease, SUPERSEDED, why), *self._send_due(now)]
 
     def on_installed(self, version: PolicyVersion, *, now: float) -> list[Action]:
         """Note which version samples from now on, tell the learner, and give back what it ends."""

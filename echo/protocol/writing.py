@@ -28,11 +28,11 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from echo.protocol.actions import Action, Work
-from echo.protocol.codec import Frame
-from echo.protocol.store import ItemId
+from echo.core.rollout import PolicyVersion
 from echo.protocol.transfer import Chunked
-from echo.rollout import PolicyVersion
+from echo.wire.actions import Action, Work
+from echo.wire.codec import Frame
+from echo.wire.messages import ItemId
 
 WRONG_HASH = "its hash is wrong"
 """What `run` returns of a chunk that is not what the learner signed; else the disk is at fault."""

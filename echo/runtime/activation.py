@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from echo.config.schema import Config
-from echo.metrics import CostView
+from echo.core.metrics import CostView
+from echo.planner.publish_pace import PublishPace
 from echo.planner.review import Answer, Decision, Question
-from echo.protocol.actions import Action
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.metering import LOST_COUNTS_FOR_S, Meter
 from echo.runtime.history import read_records
 from echo.runtime.ledger import Ledger
 from echo.runtime.progress import Progress
-from echo.runtime.publication import PublishPace
 from echo.runtime.threads import Pool
+from echo.wire.actions import Action
 
 LOOK_S = 0.1
 """Seconds between looks at who holds the newest version: how finely a broadcast is timed."""

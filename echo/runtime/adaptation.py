@@ -13,10 +13,10 @@ import logging
 from collections.abc import Mapping
 
 from echo.algo.staleness_control import ControlSettings, Decision, Signals, StalenessController
-from echo.buffer import StalenessBuffer
 from echo.config.schema import Config
+from echo.core.buffer import StalenessBuffer
+from echo.planner.publish_pace import PublishPace
 from echo.runtime.ledger import Ledger
-from echo.runtime.publication import PublishPace
 
 
 class Adaptation:

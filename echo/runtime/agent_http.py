@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
+from echo.core.errors import DataError, EchoError, TransportError
+from echo.core.units import one_line
 from echo.engine.version_fence import VersionError
-from echo.errors import DataError, EchoError, TransportError
-from echo.protocol.codec import DECODE_ERRORS
 from echo.runtime.agent_sessions import Session, SessionError
 from echo.runtime.agent_wire import (
     Answer,
@@ -45,7 +45,7 @@ from echo.runtime.agent_wire import (
 )
 from echo.runtime.agents import Agents, StoppingError
 from echo.tasks.rewards import RewardError
-from echo.units import one_line
+from echo.wire.codec import DECODE_ERRORS
 
 MAX_BODY_BYTES = 16 << 20
 TOKEN_S = 10.0

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from echo.core.errors import EchoError
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, Engine, Request, Sampling
-from echo.errors import EchoError
-from echo.rollout import PolicyVersion
 from echo.runtime.threads import Threads
 
 MAX_CALLS = 64

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from echo.core.errors import EchoError
+from echo.core.rollout import Group, Rollout
 from echo.engine.engine import Completion
-from echo.errors import EchoError
-from echo.protocol.messages import Lease
-from echo.rollout import Group, Rollout
+from echo.wire.messages import Lease
 
 MAX_ATTEMPTS = 3
 """How often one episode is handed out before its group is given up."""

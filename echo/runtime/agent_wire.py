@@ -11,15 +11,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from echo.errors import EchoError
-from echo.protocol.bounds import MAX_TOKENS, TokenId
-from echo.protocol.codec import DECODE_ERRORS
-from echo.rollout import PolicyVersion
+from echo.core.bounds import MAX_TOKENS, TokenId
+from echo.core.errors import EchoError
+from echo.core.rollout import PolicyVersion
 from echo.runtime.agent_sampling import Bounds
 from echo.runtime.agent_sessions import Turn
 from echo.runtime.agents import CallOptions, Prompt
 from echo.tasks.dialogue import Dialogue
 from echo.tasks.environment import find_calls, without_calls
+from echo.wire.codec import DECODE_ERRORS
 
 MAX_VERSION_WAIT_S = 60.0
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3

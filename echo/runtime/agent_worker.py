@@ -7,8 +7,8 @@ import json
 import os
 import secrets
 
-from echo.errors import ConfigError, StorageError
-from echo.extras import install_command
+from echo.core.errors import ConfigError, StorageError
+from echo.core.extras import install_command
 from echo.protocol.joining import Configure
 from echo.runtime.agent_sampling import CallSampler
 from echo.runtime.agents import AgentParts, Agents

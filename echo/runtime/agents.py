@@ -18,17 +18,17 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from echo.core.errors import DataError
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.version_fence import VersionError
-from echo.errors import DataError
-from echo.protocol.actions import Action
-from echo.protocol.messages import Lease
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime.agent_sampling import ANY_VERSION, Bounds, CallSampler
 from echo.runtime.agent_sessions import Episodes, Session, SessionError, Turn, make_group
 from echo.runtime.threads import Pool
 from echo.tasks.dialogue import Dialogue
 from echo.tasks.task import Example
+from echo.wire.actions import Action
+from echo.wire.messages import Lease
 
 SEGMENT_TOKENS = 16
 """Tokens between two pieces of a streamed answer."""

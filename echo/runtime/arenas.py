@@ -40,15 +40,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from echo.core.errors import StorageError
+from echo.core.rollout import PolicyVersion
+from echo.core.units import format_bytes
 from echo.delta.streams import fill
-from echo.errors import StorageError
-from echo.protocol.codec import Frame
 from echo.protocol.manifest import Manifest
 from echo.protocol.transfer import Journal
-from echo.rollout import PolicyVersion
 from echo.runtime.arenas_parcels import SavedParcel
 from echo.runtime.arenas_scan import held_chunks
-from echo.units import format_bytes
+from echo.wire.codec import Frame
 
 MAX_SPARES = 2
 """Dropped arenas kept for recycling: one is still being sent while the other is filled anew."""

@@ -49,9 +49,10 @@ from pathlib import Path
 from blake3 import blake3
 
 from echo.config.machine import read_machine
-from echo.errors import LocalProtocolError, StorageError
+from echo.core.errors import LocalProtocolError, StorageError
+from echo.core.rollout import PolicyVersion
+from echo.core.units import format_bytes
 from echo.protocol.transfer import Journal
-from echo.rollout import PolicyVersion
 from echo.runtime.arenas import (
     ArenaStore,
     MemoryArenas,
@@ -63,7 +64,6 @@ from echo.runtime.arenas import (
 from echo.runtime.arenas_lock import lock_directory
 from echo.runtime.arenas_parcels import ParcelFiles, SavedParcel, is_parcel
 from echo.runtime.arenas_thread import DiskThread
-from echo.units import format_bytes
 
 DEFAULT_SHARE = 0.9
 """Share of the free memory or disk that versions may take, where network.store_bytes is unset."""

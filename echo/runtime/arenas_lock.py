@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from echo.errors import StorageError
+from echo.core.errors import StorageError
 
 
 def lock_directory(directory: Path, name: str) -> int:

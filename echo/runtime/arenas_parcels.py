@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
 from echo.runtime.arenas_thread import DiskThread
 
 _HEADER = struct.Struct("<4sII")

@@ -13,17 +13,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
-from echo.buffer import StalenessBuffer
-from echo.protocol.actions import Action, Note
+from echo.core.buffer import StalenessBuffer
+from echo.core.rollout import Group
 from echo.protocol.granting import RecordEnd, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.usefulness import Usefulness
-from echo.rollout import Group
 from echo.runtime.late_rewards import LateRewards
 from echo.runtime.ledger import Ledger
 from echo.runtime.progress import Progress
 from echo.runtime.task_metrics import TaskMetrics
 from echo.tasks.rewards import RewardError
+from echo.wire.actions import Action, Note
 
 
 class Arrivals:

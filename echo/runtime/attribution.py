@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from echo.config.schema import Config
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.attribution import MismatchProbe
 from echo.engine.device import pick_device
 from echo.engine.lora import Lora
@@ -13,7 +14,6 @@ from echo.engine.policy import frozen_policy
 from echo.engine.retention import VersionRetention
 from echo.engine.trainer import StepResult, Trainer
 from echo.engine.weights import Weights, torch_dtype
-from echo.rollout import Group, PolicyVersion
 from echo.runtime.publication import Publication
 from echo.runtime.worker_setup import make_sampling
 from echo.tasks import tokenization

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from echo.errors import StorageError
+from echo.core.errors import StorageError
 from echo.runtime.durable import hash_file, sync_path, write_file
 
 FORMAT = 2

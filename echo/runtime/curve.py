@@ -34,7 +34,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from echo.config.fields import OLD_JOIN
-from echo.errors import ConfigError, StorageError, TransportError
+from echo.core.errors import ConfigError, StorageError, TransportError
 from echo.protocol.trust import fingerprint, show_fingerprint
 from echo.runtime.durable import make_private_directory, write_file
 from echo.runtime.identity import load_or_create_signing_key

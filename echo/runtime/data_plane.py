@@ -10,9 +10,10 @@ from typing import Any
 
 from echo.config.inherit import inherited_settings
 from echo.config.schema import Config
+from echo.core.errors import ConfigError, DataError
+from echo.core.units import format_bytes
 from echo.engine.lora import Lora
 from echo.engine.weights import resolve_model
-from echo.errors import ConfigError, DataError
 from echo.runtime import wiring
 from echo.runtime.lora_setup import learner_lora
 from echo.runtime.prompts import PromptSource
@@ -22,7 +23,6 @@ from echo.tasks import tokenization
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Example, Task, load_task, task_digests
-from echo.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, Request
-from echo.protocol.messages import Lease
 from echo.protocol.partials import Draft
-from echo.rollout import PolicyVersion
+from echo.wire.messages import Lease
 
 
 def exact_version_of(leases: Iterable[Lease]) -> PolicyVersion | None:

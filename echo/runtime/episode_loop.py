@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from echo.core.rollout import Rollout
 from echo.engine.engine import Sampling
 from echo.engine.version_fence import VersionError
-from echo.protocol.messages import Lease
 from echo.protocol.partials import Draft
 from echo.protocol.worker_session import WorkerSession
-from echo.rollout import Rollout
 from echo.runtime.engine_call import exact_version_of
 from echo.runtime.episodes import EpisodePlayer, openings_of
 from echo.runtime.threads import Threads
 from echo.tasks.rewards import RewardError
+from echo.wire.messages import Lease
 
 
 class EpisodeLoop:

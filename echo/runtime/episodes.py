@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from echo.core.errors import DataError
+from echo.core.rollout import PolicyVersion, Rollout
 from echo.engine.engine import Completion, Engine, Request, Sampling
-from echo.errors import DataError
-from echo.protocol.messages import Lease
-from echo.rollout import PolicyVersion, Rollout
 from echo.tasks.environment import Message
 from echo.tasks.rewards import MAX_RETRIES, TICK_S, Episode, RewardError, TaskHost
 from echo.tasks.task import Example
+from echo.wire.messages import Lease
 
 MAX_THREADS = 64
 """Replies that are waited for at one time; how many run is the host's affair."""

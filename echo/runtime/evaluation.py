@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Engine, Request, Sampling
 from echo.engine.weights import Weights
-from echo.rollout import PolicyVersion
 from echo.runtime.episodes import EpisodePlayer, Opening
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echo.errors import StorageError
-from echo.rollout import Lineage, PolicyVersion, is_surviving
+from echo.core.errors import StorageError
+from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 
 SpoolPlace = tuple[str, int, int, str]
 """(file name, offset, length, BLAKE3 hash in hexadecimal digits) of a group in the spool.

@@ -10,7 +10,7 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.errors import StorageError
+from echo.core.errors import StorageError
 from echo.runtime.durable import make_private_directory, write_file
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from echo.config.fields import has_secret
 from echo.config.schema import Config
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 from echo.protocol.trust import fingerprint
 from echo.runtime.curve import CurveKeys, Join
 from echo.runtime.identity import load_signing_key

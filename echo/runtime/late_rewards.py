@@ -13,12 +13,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from echo.protocol.codec import encode_group
+from echo.core.rollout import Group
 from echo.protocol.granting import StoreGroup
-from echo.rollout import Group
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
+from echo.wire.codec import encode_group
 
 
 class Spawn(Protocol):

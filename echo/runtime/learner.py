@@ -22,16 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from echo.buffer import StalenessBuffer
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import LocalProtocolError, StorageError, TransportError
+from echo.core.metrics import Snapshot
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.trainer import StepError, StepResult, Trainer
 from echo.engine.weights import Weights
-from echo.errors import LocalProtocolError, StorageError, TransportError
-from echo.metrics import Snapshot
-from echo.protocol.actions import Action
+from echo.planner.publish_pace import PublishPace
 from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import Manifest
-from echo.rollout import Group, PolicyVersion
 from echo.runtime.activation import Activating
 from echo.runtime.adaptation import Adaptation
 from echo.runtime.arrivals import Arrivals
@@ -44,12 +44,13 @@ from echo.runtime.ledger import Ledger
 from echo.runtime.node import Node
 from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.progress import Progress
-from echo.runtime.publication import Publication, PublishPace
+from echo.runtime.publication import Publication
 from echo.runtime.reporting import Reporting
 from echo.runtime.threads import Threads
 from echo.runtime.transport import Transport
 from echo.runtime.waiting import Waiting
 from echo.tasks.rewards import RewardError
+from echo.wire.actions import Action
 
 MAX_FAILED_STEPS = 5
 """Batches in a row of which no step could be made, after which the run ends with the cause."""

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from echo.config.schema import Config
+from echo.core.errors import DataError
+from echo.core.metrics import LearningCurve, Snapshot
 from echo.engine.device import pick_device
 from echo.engine.lora import export_adapter
 from echo.engine.policy import float32_attention
@@ -20,8 +22,7 @@ from echo.engine.weights import (
     tensors_from_image,
     torch_dtype,
 )
-from echo.errors import DataError
-from echo.metrics import LearningCurve, Snapshot
+from echo.planner.publish_pace import PublishPace
 from echo.protocol.manifest import Manifest
 from echo.runtime import wiring
 from echo.runtime.activation import make_activating
@@ -39,7 +40,7 @@ from echo.runtime.learner_state import open_run
 from echo.runtime.lora_setup import base_name
 from echo.runtime.parcels import Coder
 from echo.runtime.progress import Progress
-from echo.runtime.publication import PublishPace, make_images, make_publication
+from echo.runtime.publication import make_images, make_publication
 from echo.runtime.task_setup import make_player, turns_of
 from echo.runtime.threads import Threads
 from echo.runtime.transport import Transport

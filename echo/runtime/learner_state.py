@@ -10,14 +10,14 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from echo.buffer import StalenessBuffer
 from echo.config.inherit import inherited_settings
 from echo.config.load import save_resolved
 from echo.config.schema import Config
+from echo.core.buffer import StalenessBuffer
 from echo.engine.trainer import Trainer
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
+from echo.protocol.learner_session import LearnerSession
 from echo.protocol.leases import LeaseBook
-from echo.protocol.messages import LEARNER_ID
+from echo.protocol.reception import LearnerSettings
 from echo.runtime import wiring
 from echo.runtime.activation import resumed_spending
 from echo.runtime.attribution import Attribution, make_attribution
@@ -28,6 +28,7 @@ from echo.runtime.lora_setup import base_settings
 from echo.runtime.recovery import StartingPoint, begin, enter, recover
 from echo.runtime.task_setup import code_settings
 from echo.runtime.trainer_setup import build_trainer
+from echo.wire.messages import LEARNER_ID
 
 LOST_WORKER = "(before the restart)"
 """Holder of leases that were out when the learner died, until their worker claims them."""

@@ -51,11 +51,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from blake3 import blake3
 
-from echo.errors import RemoteProtocolError, StorageError
-from echo.protocol.codec import Frame, decode_group
-from echo.rollout import Group, PolicyVersion
+from echo.core.errors import RemoteProtocolError, StorageError
+from echo.core.rollout import Group, PolicyVersion
 from echo.runtime.durable import sync_path
 from echo.runtime.history import SpoolPlace, read_records
+from echo.wire.codec import Frame, decode_group
 
 SPOOL_FILE_BYTES = 64 << 20
 """Size at which a new spool file is begun; small enough to be freed soon."""

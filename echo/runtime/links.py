@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 from echo.runtime.listening_socket import Gate
 from echo.runtime.transport import (
     Connected,

@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 from echo.runtime.transport import parse_address
 
 _log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from echo.config.schema import Config
+from echo.core.errors import ConfigError, DataError
 from echo.engine.lora import Lora, base_digest, is_adapter
 from echo.engine.weights import resolve_model
-from echo.errors import ConfigError, DataError
 from echo.runtime.durable import write_file
 
 NAME, REVISION, DIGEST = "base.name", "base.revision", "base.digest"

@@ -19,14 +19,14 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
-from echo.errors import EchoError, ProtocolError, TransportError
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
-from echo.protocol.codec import Frame, describe
-from echo.protocol.pacing import OncePerMinute
+from echo.core.errors import EchoError, ProtocolError, TransportError
+from echo.core.timers import OncePerMinute
+from echo.core.units import one_line
 from echo.protocol.session import Session
 from echo.runtime.threads import ThreadPools, Threads
 from echo.runtime.transport import Connected, Disconnected, Received, Transport
-from echo.units import one_line
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
+from echo.wire.codec import Frame, describe
 
 REPEAT_S = 60.0
 """Seconds between two lines of one topic."""

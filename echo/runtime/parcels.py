@@ -25,17 +25,19 @@ import msgspec
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo.core.rollout import PolicyVersion
 from echo.delta.blocks import block_bytes_of, encode_block
 from echo.delta.cadence import AnchorPlan
 from echo.delta.paths import Offer
 from echo.delta.words import word_bytes_of
-from echo.protocol.actions import Action
-from echo.protocol.broadcast import Broadcast, Transfer
-from echo.protocol.manifest import HASH_BYTES, Form, Manifest, encode_signed, sign
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.manifest import HASH_BYTES, Manifest, encode_signed, sign
 from echo.protocol.parcel import SegmentTable, split_blocks
-from echo.rollout import PolicyVersion
+from echo.protocol.transfer import Transfer
 from echo.runtime.publication import Publication
 from echo.runtime.threads import Pool
+from echo.wire.actions import Action
+from echo.wire.messages import Form
 
 _log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from echo.algo.group_stats import GroupStats
 from echo.algo.length_bias import LengthBias
-from echo.metrics import CostView, LearningCurve, Snapshot
+from echo.core.metrics import CostView, LearningCurve, Snapshot
+from echo.core.rollout import Group
+from echo.core.units import format_bytes
+from echo.planner.publish_pace import PublishPace
 from echo.protocol.learner_session import LearnerSession
-from echo.rollout import Group
-from echo.runtime.publication import PublishPace
-from echo.units import format_bytes
 
 RATE_WINDOW_S = 10.0
 """Seconds over which the display averages its rates."""

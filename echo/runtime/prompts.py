@@ -13,10 +13,10 @@ from dataclasses import asdict
 
 import msgspec
 
-from echo.errors import DataError
-from echo.protocol.bounds import MAX_LEASE_BYTES
-from echo.protocol.messages import Lease
+from echo.core.bounds import MAX_LEASE_BYTES
+from echo.core.errors import DataError
 from echo.tasks.task import Example, Task
+from echo.wire.messages import Lease
 
 CACHED_LEASES = 4096
 """Leases kept in memory, so that a result is checked without tokenising its prompt again."""

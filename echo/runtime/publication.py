@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.schema import Config
+from echo.core.rollout import PolicyVersion
 from echo.delta.blocks import block_bytes_of
 from echo.engine.version_images import CodedDelta, VersionImages
 from echo.engine.weights import Weights
 from echo.planner.publish_pace import MAX_PENDING as MAX_PENDING
 from echo.planner.publish_pace import PublishPace as PublishPace
 from echo.protocol.manifest import Manifest, SignedManifest, build_manifest, sign
-from echo.rollout import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)

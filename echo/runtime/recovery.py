@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echo.errors import ConfigError, StorageError
-from echo.rollout import Group, Lineage, find_fault, trim_stale
+from echo.core.errors import ConfigError, StorageError
+from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 from echo.runtime.checkpoint import CheckpointInfo, drop_later, find_whole
 from echo.runtime.history import read_history
 from echo.runtime.ledger import Ledger

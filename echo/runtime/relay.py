@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from echo.errors import LocalProtocolError, RemoteProtocolError, StorageError
-from echo.protocol.actions import Action
+from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from echo.protocol.joining import Configure
 from echo.protocol.node_session import NodeSession
 from echo.protocol.relay_session import RelaySession
@@ -15,6 +14,7 @@ from echo.runtime.arenas_parcels import SavedParcel
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
 from echo.runtime.transport import Transport
+from echo.wire.actions import Action
 
 
 class DialingNode(Node):

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from echo.config.schema import Config
-from echo.protocol.messages import Goodbye
+from echo.core.units import format_duration
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime.agent_worker import AgentWorkerNode
-from echo.units import format_duration
+from echo.wire.messages import Goodbye
 
 CHECK_S = 0.25
 RELEASE_TIMEOUT_S = 60.0

@@ -24,17 +24,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from echo.core.errors import RemoteProtocolError, StorageError
+from echo.core.rollout import StaleTokens
 from echo.engine.engine import Engine, Sampling
 from echo.engine.version_fence import VersionError
-from echo.errors import RemoteProtocolError, StorageError
-from echo.protocol.actions import Action
-from echo.protocol.messages import Lease
 from echo.protocol.partial_codec import decode_drafts, encode_drafts
-from echo.protocol.partials import Draft, StaleTokens, freshen
+from echo.protocol.partials import Draft, freshen
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime.durable import write_file
 from echo.runtime.engine_call import EngineCall
 from echo.runtime.threads import Threads
+from echo.wire.actions import Action
+from echo.wire.messages import Lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

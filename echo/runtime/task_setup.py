@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from echo.config.schema import Config
+from echo.core.errors import ConfigError
 from echo.engine.engine import Engine
-from echo.errors import ConfigError
 from echo.protocol.joining import CODE
 from echo.runtime.episodes import EpisodePlayer
 from echo.tasks import tokenization

@@ -11,8 +11,9 @@ from echo.config.schema import Config
 from echo.engine.custom_loss import load_loss
 from echo.engine.device import pick_device, pick_dtype, set_num_threads
 from echo.engine.lora import Lora, load_adapter
-from echo.engine.trainer import OptimizerSettings, ReferenceModel, Trainer
+from echo.engine.trainer import Trainer
 from echo.engine.trainer_batch import AdvantageSettings
+from echo.engine.trainer_settings import OptimizerSettings, ReferenceModel
 from echo.engine.weights import Weights, load_directory, resolve_model
 from echo.runtime.lora_setup import initial_adapter
 from echo.runtime.recovery import StartingPoint

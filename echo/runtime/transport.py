@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 
 PeerId: TypeAlias = str
 """Names a peer within one transport: opaque, minted by the transport, never reused."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 from echo.runtime.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,

@@ -40,7 +40,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 from echo.runtime.curve import CurveKeys
 from echo.runtime.links import Burst, DialledLink, Inbound, Listener, OnNews
 from echo.runtime.listening_socket import Gate, bound_socket, listen

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import logging
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
+from echo.core.units import format_duration
 from echo.protocol.granting import Obstacle
 from echo.protocol.learner_session import LearnerSession
 from echo.runtime.progress import describe_wait
-from echo.units import format_duration
 
 FIRST_WORKER_S = 4 * 3600.0
 """How long a learner waits for its first worker at least."""

@@ -9,10 +9,10 @@ import socket
 
 from echo import __version__
 from echo.config.schema import Config, NetworkSection
-from echo.protocol.bounds import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
+from echo.core.bounds import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
+from echo.core.price import Price
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.node_session import NodeSettings
-from echo.protocol.price import Price
+from echo.protocol.joining import NodeSettings
 from echo.protocol.transfer import Arenas
 from echo.runtime.curve import CurveKeys
 from echo.runtime.join import dial_addresses, signing_fingerprint

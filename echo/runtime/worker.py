@@ -19,15 +19,13 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from echo.errors import EngineError, LocalProtocolError
-from echo.metrics import WorkerView
-from echo.protocol.actions import Action, Note
+from echo.core.errors import EngineError, LocalProtocolError
+from echo.core.metrics import WorkerView
+from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.protocol.joining import Configure
-from echo.protocol.messages import Lease
 from echo.protocol.partials import Draft
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
 from echo.protocol.writing import VersionArrived
-from echo.rollout import Group, PolicyVersion, Rollout
 from echo.runtime.episode_loop import EpisodeLoop
 from echo.runtime.relay import DialingNode
 from echo.runtime.sampling import RolloutLoop
@@ -36,6 +34,8 @@ from echo.runtime.transport import Transport
 from echo.runtime.worker_parts import WorkerParts, install
 from echo.tasks.rewards import TICK_S, RewardError
 from echo.tasks.task import Example
+from echo.wire.actions import Action, Note
+from echo.wire.messages import Lease
 
 DRAIN_S = 30.0
 """Seconds that a stopping worker waits for its last rewards and its acknowledgements."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from echo.core.errors import EngineError
 from echo.engine.engine import Engine, Sampling
 from echo.engine.weights import tensors_from_image
-from echo.errors import EngineError
-from echo.protocol.broadcast import Transfer
+from echo.protocol.transfer import Transfer
 from echo.runtime.agents import AgentParts
 from echo.runtime.episodes import EpisodePlayer
 from echo.runtime.sampling import PartialRules

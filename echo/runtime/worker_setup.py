@@ -18,6 +18,8 @@ from echo.config.layers import OVERRIDE
 from echo.config.load import keys_set_by_user
 from echo.config.machine import read_machine
 from echo.config.schema import Config, VllmSection
+from echo.core.errors import ConfigError, StorageError
+from echo.core.rollout import PolicyVersion
 from echo.engine.device import pick_device
 from echo.engine.engine import Engine, Sampling
 from echo.engine.lora import Lora
@@ -25,10 +27,8 @@ from echo.engine.skeleton import import_architecture
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.vllm_arguments import Process
 from echo.engine.weights import load_directory, publish_image, resolve_model
-from echo.errors import ConfigError, StorageError
 from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox
 from echo.protocol.worker_session import WorkerSession
-from echo.rollout import PolicyVersion
 from echo.runtime import wiring
 from echo.runtime.agents import AgentParts
 from echo.runtime.arenas_files import open_arenas

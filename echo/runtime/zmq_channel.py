@@ -14,7 +14,7 @@ from typing import TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 from echo.runtime.curve import KeyPair
 from echo.runtime.links import News, OnNews
 from echo.runtime.transport import MESSAGE_OVERHEAD_BYTES, Frame, TransportOptions

@@ -8,12 +8,12 @@ computed is left out.
 from __future__ import annotations
 
 from echo.planner.publish_pace import PublishPace
-from echo.protocol.actions import Action
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.metering import LOST_COUNTS_FOR_S, Meter
 from echo.sim.records import BillRecord, History
 from echo.sim.scenario import ActivationRule, Scenario
+from echo.wire.actions import Action
 
 LOOK_S = 1.0
 """Between looks at costs and workers, as in `runtime/activation.py`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from weakref import WeakValueDictionary
 
-from echo.protocol.codec import Frame
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.wire.codec import Frame
 
 
 class SharedArenas:

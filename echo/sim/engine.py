@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from echo.protocol.messages import Lease
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
 from echo.sim.lengths import GroupLength
+from echo.wire.messages import Lease
 
 
 @dataclass(slots=True, eq=False)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from echo.errors import EchoError
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
-from echo.protocol.codec import Frame
+from echo.core.errors import EchoError
 from echo.protocol.session import Session
 from echo.sim.clock import Clock
 from echo.sim.wires import Port, Wires
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
+from echo.wire.codec import Frame
 
 LEAST_WAIT_S = 0.001
 """A deadline that stays in the past must not hold up time, as in `runtime/node.py`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from echo.rollout import Group, Lineage, find_fault
+from echo.core.rollout import Group, Lineage, find_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echo.buffer import StalenessBuffer
-from echo.errors import LocalProtocolError
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import LocalProtocolError
+from echo.core.rollout import Group, PolicyVersion
 from echo.planner.publish_pace import PublishPace
-from echo.protocol.actions import Action
 from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.learner_session import LearnerSession
-from echo.rollout import Group, PolicyVersion
 from echo.sim.activating import Activating
 from echo.sim.clock import Clock
 from echo.sim.groups import Groups
@@ -27,6 +26,7 @@ from echo.sim.journal import Journal
 from echo.sim.records import History, StepRecord
 from echo.sim.versions import Versions
 from echo.sim.wires import Port, Wires
+from echo.wire.actions import Action
 
 LOOK_S = 0.1
 """Between looks at who holds the newest version, as in `runtime/learner.py`."""

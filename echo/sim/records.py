@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from echo.planner.fleet import GIGABYTE, Offer
+from echo.core.units import GIGABYTE
+from echo.planner.fleet import Offer
 from echo.planner.review import Decision
 from echo.sim.scenario import LEARNER_REGION, PriceChange, Scenario
 

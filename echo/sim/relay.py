@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from echo.protocol.actions import Action
 from echo.protocol.joining import Configure
 from echo.protocol.relay_session import RelaySession
 from echo.sim.clock import Clock
 from echo.sim.host import Host
 from echo.sim.wires import Port, Wires
+from echo.wire.actions import Action
 
 
 class SimRelay(Host):

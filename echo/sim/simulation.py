@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo.core.price import Price
 from echo.planner.fleet import Offer
 from echo.planner.publish_pace import PublishPace
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox
 from echo.protocol.joining import NodeSettings
-from echo.protocol.price import Price
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.worker_session import WorkerSession
 from echo.sim.activating import make_activating, spent_before

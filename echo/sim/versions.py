@@ -17,8 +17,8 @@ import numpy.typing as npt
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo.core.rollout import PolicyVersion
 from echo.delta.blocks import encode_block
-from echo.protocol.actions import Action
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.manifest import (
     Manifest,
@@ -30,7 +30,7 @@ from echo.protocol.manifest import (
 )
 from echo.protocol.parcel import SegmentTable
 from echo.protocol.transfer import Transfer
-from echo.rollout import PolicyVersion
+from echo.wire.actions import Action
 
 CHUNK_BYTES = 1 << 10
 """Of what is sent as a rule: the least that a manifest allows."""

@@ -6,19 +6,19 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from echo.errors import LocalProtocolError
-from echo.protocol.actions import Action
-from echo.protocol.codec import Frame
+from echo.core.errors import LocalProtocolError
+from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.protocol.joining import Configure
-from echo.protocol.messages import Goodbye, Lease
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
 from echo.protocol.writing import VersionArrived
-from echo.rollout import Group, PolicyVersion, Rollout
 from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel, Running
 from echo.sim.groups import Groups
 from echo.sim.host import Host
 from echo.sim.wires import Port, Wires
+from echo.wire.actions import Action
+from echo.wire.codec import Frame
+from echo.wire.messages import Goodbye, Lease
 
 RETRY_S = 5.0
 """Between looks at whether a worker that is to leave has nothing in hand any more."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from echo.errors import DataError
+from echo.core.errors import DataError
 from echo.tasks.tokenization import decode, render_messages
 
 Ids = npt.NDArray[np.int32]

@@ -28,8 +28,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from echo.errors import ConfigError, DataError
-from echo.extras import install_command
+from echo.core.errors import ConfigError, DataError
+from echo.core.extras import install_command
 from echo.tasks.environment import Environment, Message, find_calls, without_calls
 from echo.tasks.task import Example
 

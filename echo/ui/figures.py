@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echo.errors import StorageError
-from echo.extras import import_extra
+from echo.core.errors import StorageError
+from echo.core.extras import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

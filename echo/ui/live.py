@@ -18,7 +18,7 @@ from rich.errors import ConsoleError, LiveError
 from rich.live import Live
 from rich.text import Text
 
-from echo.metrics import Snapshot
+from echo.core.metrics import Snapshot
 from echo.ui import sections
 from echo.ui.charts import fit
 from echo.ui.pace import Pace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from echo.metrics import Snapshot
+from echo.core.metrics import Snapshot
 
 _STEPS_REMEMBERED = 20
 """Enough to even out single slow steps, few enough to follow a change of the number of workers."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from echo.metrics import Snapshot
+from echo.core.metrics import Snapshot
 from echo.ui.charts import clean
 from echo.ui.pace import Pace, clock
 from echo.ui.sections import idle_shares, short_count

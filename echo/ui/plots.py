@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from echo.errors import DataError
+from echo.core.errors import DataError
 from echo.ui.figures import new_figure, save_figure
 from echo.ui.records import MetricsHistory, read_config, read_metrics, staleness_of
 

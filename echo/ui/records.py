@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from echo.errors import DataError, StorageError
+from echo.core.errors import DataError, StorageError
 
 Row = dict[str, Any]
 

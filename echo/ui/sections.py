@@ -17,7 +17,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from echo.metrics import CostView, NodeView, Snapshot
+from echo.core.metrics import CostView, NodeView, Snapshot
+from echo.core.units import format_bytes
 from echo.ui.charts import (
     Curve,
     Marks,
@@ -31,7 +32,6 @@ from echo.ui.charts import (
     value_range,
 )
 from echo.ui.pace import clock
-from echo.units import format_bytes
 
 _LABEL_WIDTH = 9
 _WRAPPER = Console(file=io.StringIO())

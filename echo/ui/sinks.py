@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from echo.errors import StorageError
-from echo.extras import import_extra
+from echo.core.errors import StorageError
+from echo.core.extras import import_extra
 
 logger = logging.getLogger(__name__)
 

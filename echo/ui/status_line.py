@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from echo.metrics import WorkerView
+from echo.core.metrics import WorkerView
 
 REFRESH_S = 1.0
 """Seconds between two states of the line."""

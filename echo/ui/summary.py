@@ -17,8 +17,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from echo.errors import DataError
-from echo.extras import PROGRAMS
+from echo.core.errors import DataError
+from echo.core.extras import PROGRAMS
+from echo.core.units import format_bytes
 from echo.ui.charts import bar, pad
 from echo.ui.learning import learning_facts
 from echo.ui.pace import clock
@@ -32,7 +33,6 @@ from echo.ui.records import (
     read_metrics,
 )
 from echo.ui.sections import short_count, staleness_bins
-from echo.units import format_bytes
 
 _REWARD_STEPS = 5
 """Steps whose mean stands for the reward before and after: one batch alone is too noisy."""

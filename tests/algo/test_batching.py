@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.algo.batching import Sample, collate, pack_micro_batches
-from echo.rollout import Rollout
+from echo.core.rollout import Rollout
 
 
 def make_sample(

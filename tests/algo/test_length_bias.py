@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from echo.algo.length_bias import MIN_GROUPS, LengthBias
-from echo.rollout import Group, Rollout
+from echo.core.rollout import Group, Rollout
 
 
 def group(group_id: int, *lengths: int) -> Group:

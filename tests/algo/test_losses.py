@@ -23,7 +23,7 @@ from echo.algo.corrections import MaskedLoss, RolloutMasks, importance_weights
 from echo.algo.loss import Loss, needs_of
 from echo.algo.losses import LOSSES, make_loss
 from echo.algo.reference import KlEstimator, ReferenceKlLoss
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 from tests.algo import slow_losses as slow
 from tests.algo.batches import (
     GROUP_SIZE,

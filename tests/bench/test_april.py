@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Request, Sampling
-from echo.rollout import PolicyVersion
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = Sampling(1.0, 1.0, 0, 1 << 20, ())

@@ -11,7 +11,7 @@ import pytest
 from echo.cli.plan import main
 from echo.cli.plan_run import calibrate, read_rates, run_report
 from echo.config.fleet import parse_fleet
-from echo.errors import ConfigError, DataError, StorageError
+from echo.core.errors import ConfigError, DataError, StorageError
 from tests.config.test_fleet import changed
 
 

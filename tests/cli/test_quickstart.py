@@ -26,7 +26,7 @@ from echo.cli.quickstart import (
     wait_for,
 )
 from echo.config.load import load_config, parse_config
-from echo.extras import find_config
+from echo.core.extras import find_config
 from echo.runtime.curve import Join
 
 PATIENT = """

@@ -11,7 +11,7 @@ import pytest
 
 from echo.cli.scenario import load_scenario, read_tables
 from echo.cli.sim import main
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = """

@@ -14,7 +14,7 @@ from echo.config.inherit import (
 )
 from echo.config.leaves import find_leaf, inherited_keys
 from echo.config.load import keys_set_by_user, parse_config
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 LEARNER = ("profile=wan", "sampling.temperature=0.9", "task.options.digits=3", "run.seed=5")
 

@@ -23,7 +23,7 @@ from echo.config.load import (
     save_resolved,
 )
 from echo.config.schema import Config
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 PATHS = sorted({leaf.path for leaf in every_leaf()})
 BROKEN = """

@@ -15,7 +15,7 @@ from echo.algo.losses import LOSSES, make_loss
 from echo.config import losses
 from echo.config.load import parse_config, resolved
 from echo.config.section import OWN_KIND
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 from echo.runtime.trainer_setup import build_loss
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echo.config.machine import read_machine, read_model_facts
-from echo.errors import DataError
+from echo.core.errors import DataError
 
 DIMENSIONS = {
     "num_hidden_layers": 2,

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.delta import blocks as blocks_module
 from echo.delta.blocks import (
     CHANGES,
@@ -25,7 +26,6 @@ from echo.delta.blocks import (
     decode_block,
     encode_block,
 )
-from echo.errors import LocalProtocolError, RemoteProtocolError
 
 WORD_BYTES = st.sampled_from([1, 2, 4])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.delta.cadence import MAX_STEPS, RETRY_AFTER, AnchorPlan
 from echo.delta.paths import Offer, cheapest_path, path_bytes
-from echo.rollout import PolicyVersion
 
 FULL = 1_000_000
 

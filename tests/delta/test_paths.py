@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
 from echo.delta.paths import Offer, cheapest_path, path_bytes
-from echo.errors import RemoteProtocolError
-from echo.rollout import PolicyVersion
 
 
 def v(step: int) -> PolicyVersion:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.protocol.messages import PROTOCOL_VERSION
+from echo.wire.messages import PROTOCOL_VERSION
 from tests.e2e.audit import Audit
 from tests.e2e.cluster import Cluster, NodeProcess
 

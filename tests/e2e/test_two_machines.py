@@ -25,7 +25,8 @@ from pathlib import Path
 import pytest
 
 from echo.runtime.join import ECHO_JOIN
-from tests.e2e.cluster import REPOSITORY, WITHIN_S, NodeProcess
+from tests.e2e.cluster import WITHIN_S, NodeProcess
+from tests.e2e.fork_server import REPOSITORY
 
 pytestmark = [
     pytest.mark.e2e,

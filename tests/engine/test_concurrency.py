@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
 from echo.engine.concurrency import Concurrency, describe, is_out_of_memory
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.wave import Wave
 from echo.engine.weights import load_directory
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
 
 HOW = Sampling(1.0, 1.0, 0, 16, (2, 9))
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echo.algo.ppo_losses import GrpoLoss
+from echo.core.errors import ConfigError, DataError, EngineError
 from echo.engine.lora import (
     ADAPTER_FILE,
     Lora,
@@ -20,10 +21,10 @@ from echo.engine.lora import (
     export_adapter,
     load_adapter,
 )
-from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.engine.trainer import Trainer
+from echo.engine.trainer_settings import OptimizerSettings
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.weights import load_directory, save_safetensors
-from echo.errors import ConfigError, DataError, EngineError
 from tests.engine.engine_contract import (
     SAMPLINGS,
     TOLERANCE,

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from echo.algo.batching import MicroBatch, Sample, collate
+from echo.core.errors import DataError, EngineError
+from echo.core.rollout import Rollout
 from echo.engine.policy import Policy, frozen_policy
-from echo.errors import DataError, EngineError
-from echo.rollout import Rollout
 
 torch.set_num_threads(1)
 

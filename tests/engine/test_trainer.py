@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
 from echo.algo.ppo_losses import GrpoLoss
-from echo.engine.trainer import OptimizerSettings, StepError, Trainer
+from echo.core.errors import DataError, StorageError
+from echo.core.rollout import Group, Rollout
+from echo.engine.trainer import StepError, Trainer
 from echo.engine.trainer_batch import AdvantageSettings
-from echo.errors import DataError, StorageError
-from echo.rollout import Group, Rollout
+from echo.engine.trainer_settings import OptimizerSettings
 
 torch.set_num_threads(1)
 

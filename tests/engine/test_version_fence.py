@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
 from echo.engine.version_fence import VersionError, VersionFence
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 

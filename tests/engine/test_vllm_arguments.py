@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from echo.core.errors import EngineError
 from echo.engine import vllm_arguments
 from echo.engine.vllm_arguments import check_installation, kv_cache_bytes, make_arguments
-from echo.errors import EngineError
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:

@@ -17,10 +17,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 import torch
 from torch import Tensor
 
+from echo.core.errors import EngineError
 from echo.engine.engine import Sampling
 from echo.engine.vllm_engine import MAX_RESTARTS, VllmEngine
 from echo.engine.weights import load_directory
-from echo.errors import EngineError
 from tests.engine.engine_contract import (
     ENDLESS,
     SLOW,

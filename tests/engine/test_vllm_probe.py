@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from echo.core.errors import EngineError
 from echo.engine.vllm_probe import NUM_TOKENS, Probe
 from echo.engine.weights import load_directory, publish_image, tensors_from_image
-from echo.errors import EngineError
 
 MakeTinyModel = Callable[..., Path]
 

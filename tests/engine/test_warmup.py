@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.engine import warmup
 from echo.engine.warmup import RECIPES, WarmModel, WarmupRecipe
-from echo.errors import ConfigError, EngineError, StorageError
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.tokenization import load_tokenizer
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.engine import weights
 from echo.engine.tiny_model import build_model
 from echo.engine.weights import (
@@ -24,7 +25,6 @@ from echo.engine.weights import (
     save_hf,
     tensors_from_image,
 )
-from echo.errors import ConfigError, DataError, EngineError, StorageError
 from echo.protocol.manifest import TensorSpec
 
 MakeTinyModel = Callable[..., Path]

@@ -14,7 +14,8 @@ import torch
 
 from echo.algo.losses import make_loss
 from echo.engine.tiny_model import build_model, save_tiny_model
-from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.engine.trainer import Trainer
+from echo.engine.trainer_settings import OptimizerSettings
 from echo.kernels import triton_kernels
 from echo.kernels.contract import BackendName
 from tests.engine.test_trainer import gradients, make_groups

@@ -26,13 +26,11 @@ import torch
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
+from echo.core.errors import EchoError, EngineError
+from echo.core.metrics import Snapshot
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
 from echo.engine.trainer import StepError, StepResult
-from echo.errors import EchoError, EngineError
-from echo.metrics import Snapshot
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import Fetch
-from echo.rollout import Group, PolicyVersion
 from echo.runtime import learner_setup, learner_state, relay_setup, worker_setup
 from echo.runtime.ledger import Ledger
 from echo.runtime.node import Node
@@ -45,6 +43,7 @@ from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.network import Link, Network
 from echo.tasks.builtin import AdditionTask
 from echo.tasks.rewards import LaterHost
+from echo.wire.messages import FULL, Fetch
 from tests.e2e.audit import audit, read_ledger
 from tests.protocol.harness import message_of
 

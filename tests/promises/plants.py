@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from echo import buffer
-from echo.buffer import StalenessBuffer
+from echo.core import buffer
+from echo.core.buffer import StalenessBuffer
 from echo.protocol import granting, intake, joining, trust, writing
-from echo.protocol.actions import Stop
-from echo.protocol.codec import decode_envelope
 from echo.protocol.delivery import Outbox
 from echo.protocol.granting import Granting
 from echo.protocol.handover import Handover
@@ -26,12 +24,14 @@ from echo.protocol.learner_session import LearnerSession
 from echo.protocol.leases import LeaseBook
 from echo.protocol.manifest import SignedManifest
 from echo.protocol.membership import Member, Roster
-from echo.protocol.messages import Ack
 from echo.protocol.node_session import NodeSession
 from echo.protocol.settled import SettledGroups
 from echo.protocol.transfer import HeapArenas, Transfer
 from echo.protocol.watchdog import Watchdog
 from echo.runtime import history
+from echo.wire.actions import Stop
+from echo.wire.codec import decode_envelope
+from echo.wire.messages import Ack
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTS: dict[int, Plant] = {}
@@ -177,8 +177,9 @@ def keep_leases_for_ever(patch: pytest.MonkeyPatch) -> None:
 def lose_what_waits(patch: pytest.MonkeyPatch) -> None:
     """Forget, at a resume, the groups that were acknowledged and not yet trained."""
     from echo.runtime import learner_state
+    from echo.runtime.recovery import recover as recover_recovery
 
-    recover = learner_state.recover
+    recover = recover_recovery
 
     def forgetful(*arguments: Any, **named: Any) -> Any:
         return dataclasses.replace(recover(*arguments, **named), buffered=[])
@@ -240,10 +241,11 @@ def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
 @plant(22)
 def say_installed(patch: pytest.MonkeyPatch) -> None:
     """Take a version that the engine refuses for installed."""
-    from echo.errors import EngineError
+    from echo.core.errors import EngineError
     from echo.runtime import worker
+    from echo.runtime.worker_parts import install as install_worker_parts
 
-    install = worker.install
+    install = install_worker_parts
 
     def careless(*arguments: Any) -> str:
         try:

@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.errors import RefusedError, TransportError
-from echo.metrics import Counters
-from echo.protocol import codec
-from echo.protocol.actions import Send
-from echo.protocol.messages import Ack, Chunk, Deliver, Fetch
-from echo.protocol.partials import PartialRollout
+from echo.core.errors import RefusedError, TransportError
+from echo.core.metrics import Counters
+from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.protocol.standby import set_standby
-from echo.rollout import PolicyVersion
 from echo.sim.network import Link
+from echo.wire import codec
+from echo.wire.actions import Send
+from echo.wire.messages import Ack, Chunk, Deliver, Fetch
 from tests.protocol.harness import (
     KEY,
     LEARNER_ADDRESS,

@@ -6,8 +6,8 @@ import math
 import random
 from collections.abc import Callable
 
-from echo.protocol.topology import Site, Topology
-from echo.protocol.topology_fleet import Fleet, survey
+from echo.protocol.topology import Topology
+from echo.protocol.topology_fleet import Fleet, Site, survey
 
 MBIT = 125e3
 """Bytes per second."""

@@ -21,26 +21,26 @@ import numpy as np
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.buffer import StalenessBuffer
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop
+from echo.core.buffer import StalenessBuffer
+from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.codec import decode_envelope, decode_message
 from echo.protocol.delivery import Outbox
 from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.joining import Configure, NodeSettings
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.leases import LeaseBook
 from echo.protocol.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
-from echo.protocol.messages import Lease
 from echo.protocol.node_session import NodeSession
 from echo.protocol.parcel import DecodeBlock
 from echo.protocol.reception import LearnerSettings
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
 from echo.protocol.writing import VersionArrived
-from echo.rollout import Group, Lineage, PolicyVersion, Rollout
 from echo.runtime.history import read_history
 from echo.sim.network import Link, Network
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop
+from echo.wire.codec import decode_envelope, decode_message
+from echo.wire.messages import Lease
 
 if TYPE_CHECKING:
     import pytest  # benchmarks use this file, too, where it may not be installed

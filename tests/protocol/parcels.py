@@ -11,10 +11,10 @@ import random
 import msgspec
 from blake3 import blake3
 
+from echo.core.rollout import PolicyVersion
 from echo.delta.blocks import encode_block
 from echo.protocol.manifest import (
     HASH_BYTES,
-    Form,
     Manifest,
     SignedManifest,
     TensorSpec,
@@ -23,7 +23,7 @@ from echo.protocol.manifest import (
     sign,
 )
 from echo.protocol.parcel import Parcel, SegmentTable, split_blocks
-from echo.rollout import PolicyVersion
+from echo.wire.messages import Form
 from tests.protocol.harness import CHUNK_BYTES, KEY
 
 IMAGE_BYTES = 40 * CHUNK_BYTES + 100

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from echo.core.price import Price
 from echo.planner.review import Decision
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
-from echo.protocol.price import Price
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run
 
 SETTINGS = {

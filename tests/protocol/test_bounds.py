@@ -9,10 +9,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol import messages, worker_session
-from echo.protocol.actions import HangUp, Note
-from echo.protocol.bounds import (
+from echo.core.bounds import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
     MAX_LEASE_BYTES,
@@ -21,7 +18,14 @@ from echo.protocol.bounds import (
     MIN_RATE,
     clamped_rate,
 )
-from echo.protocol.codec import (
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.protocol import worker_session
+from echo.protocol.granting import StoreGroup
+from echo.protocol.partial_codec import MemberHeader
+from echo.wire import messages
+from echo.wire.actions import HangUp, Note
+from echo.wire.codec import (
     Envelope,
     GroupHeader,
     decode_envelope,
@@ -30,10 +34,7 @@ from echo.protocol.codec import (
     encode,
     encode_group,
 )
-from echo.protocol.granting import StoreGroup
-from echo.protocol.messages import Deliver, Failed, Heartbeat, LeaseState, NodeStats
-from echo.protocol.partial_codec import MemberHeader
-from echo.rollout import PolicyVersion
+from echo.wire.messages import Deliver, Failed, Heartbeat, LeaseState, NodeStats
 from tests.protocol.harness import Run, make_group, make_lease, message_of
 from tests.protocol.schema import (
     extreme_messages,

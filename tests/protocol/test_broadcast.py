@@ -10,24 +10,16 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol.actions import Note, Send
-from echo.protocol.broadcast import Broadcast, ParentFailed
-from echo.protocol.codec import decode_envelope, decode_message, encode
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.lanes import ParentFailed
 from echo.protocol.manifest import encode_signed
-from echo.protocol.messages import (
-    Announce,
-    Chunk,
-    Credit,
-    Fetch,
-    Finish,
-    Gone,
-    Subscribe,
-    Waiting,
-)
 from echo.protocol.parcel import DecodeBlock
 from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
+from echo.wire.actions import Note, Send
+from echo.wire.codec import decode_envelope, decode_message, encode
+from echo.wire.messages import Announce, Chunk, Credit, Fetch, Finish, Gone, Subscribe, Waiting
 from tests.protocol.harness import (
     CHUNK_BYTES,
     PUBLIC_KEY,

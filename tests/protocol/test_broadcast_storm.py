@@ -20,14 +20,14 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Note, Send, Work
-from echo.protocol.broadcast import Broadcast, ParentFailed
-from echo.protocol.manifest import FULL, Form
-from echo.protocol.messages import Chunk, Fetch, Gone, Segment
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.lanes import ParentFailed
 from echo.protocol.parcel import DecodeBlock
 from echo.protocol.writing import VersionArrived, WriteChunk
-from echo.rollout import PolicyVersion
+from echo.wire.actions import Note, Send, Work
+from echo.wire.messages import FULL, Chunk, Fetch, Form, Gone, Segment
 from tests.protocol.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
 from tests.protocol.parcels import Piece, coded, described, published, v, weights
 from tests.protocol.test_store import Rooms

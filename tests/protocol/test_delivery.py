@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from echo.protocol.delivery import Outbox
-from echo.protocol.messages import Deliver
+from echo.wire.messages import Deliver
 
 
 def fill(outbox: Outbox, *group_ids: int) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from echo.protocol.forecast import MAX_LENGTHS, Forecast, Lengths
 from echo.protocol.leases import LeaseRecord
-from echo.protocol.messages import LeaseState
+from echo.wire.messages import LeaseState
 
 
 def make_forecast() -> Forecast:

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.buffer import StalenessBuffer
-from echo.errors import DataError
-from echo.metrics import Counters
-from echo.protocol.actions import Note
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import DataError
+from echo.core.metrics import Counters
+from echo.core.rollout import Lineage, PolicyVersion
 from echo.protocol.granting import MAX_ATTEMPTS, Granting, RecordEnd, RecordGrant
 from echo.protocol.leases import LeaseBook
 from echo.protocol.membership import Member
-from echo.protocol.messages import Heartbeat, Lease, LeaseState, NodeStats
 from echo.protocol.reception import LearnerSettings
 from echo.protocol.settled import SettledGroups
-from echo.rollout import Lineage, PolicyVersion
+from echo.wire.actions import Note
+from echo.wire.messages import Heartbeat, Lease, LeaseState, NodeStats
 from tests.protocol.harness import KEY, make_group, make_lease
 
 LINEAGES = (Lineage(1, 0), Lineage(2, 3))

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo.metrics import Counters
-from echo.protocol import codec
+from echo.core.metrics import Counters
+from echo.core.rollout import PartialRollout
 from echo.protocol.handover import Handover
-from echo.protocol.messages import Grant, Heartbeat, NodeStats, Partial
 from echo.protocol.partial_codec import decode_members, encode_members
-from echo.protocol.partials import PartialRollout
+from echo.wire import codec
+from echo.wire.messages import Grant, Heartbeat, NodeStats, Partial
 from tests.protocol.harness import Process, Run, make_lease, message_of
 from tests.protocol.test_granting import make_worker
 

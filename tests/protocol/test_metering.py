@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from echo.core.price import Price
 from echo.protocol.membership import Member, Roster
-from echo.protocol.messages import NodeStats
 from echo.protocol.metering import Meter
-from echo.protocol.price import Price
+from echo.wire.messages import NodeStats
 
 HOUR = 3600.0
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.manifest import FULL, Form
-from echo.protocol.messages import Announce, ParcelOffer
+from echo.core.errors import RemoteProtocolError
 from echo.protocol.offers import MAX_OFFERS, MAX_REFUSED, Offers
-from echo.protocol.store import ItemId, Store
+from echo.protocol.store import Store
 from echo.protocol.transfer import Transfer
+from echo.wire.messages import FULL, Announce, EncodedVersionOffer, Form, ItemId
 from tests.protocol.parcels import IMAGE_BYTES, described, form_on, parcel_of, v, weights
 
 ANCHOR = Form("anchor")
@@ -35,7 +34,7 @@ def hear(
     message = Announce(
         version=v(max([full or 0, *(step for step, _, _ in parcels)])),
         offers=tuple(
-            ParcelOffer(v(step), None if base is None else v(base), size)
+            EncodedVersionOffer(v(step), None if base is None else v(base), size)
             for step, base, size in parcels
         ),
     )

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import RemoteProtocolError
+from echo.core.errors import RemoteProtocolError
 from echo.protocol.manifest import HASH_BYTES, encode_signed, sign
 from echo.protocol.parcel import DecodeBlock, Parcel, SegmentTable, split_blocks
 from echo.protocol.transfer import Transfer, new_arena

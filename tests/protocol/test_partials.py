@@ -10,17 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import RemoteProtocolError
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import (
+    Group,
+    Lineage,
+    PartialRollout,
+    PolicyVersion,
+    StaleTokens,
+    find_fault,
+    trim_stale,
+)
 from echo.protocol.drafts import Drafts
-from echo.protocol.messages import Lease
 from echo.protocol.partial_codec import (
     decode_drafts,
     decode_members,
     encode_drafts,
     encode_members,
 )
-from echo.protocol.partials import Draft, Freshened, PartialRollout, StaleTokens, freshen
-from echo.rollout import Group, Lineage, PolicyVersion, find_fault, trim_stale
+from echo.protocol.partials import Draft, Freshened, freshen
+from echo.wire.messages import Lease
 
 FIRST = (Lineage(1, 0),)
 

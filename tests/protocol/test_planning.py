@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.protocol import planning as planning_module
-from echo.protocol.actions import Action, Note
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.membership import Member
-from echo.protocol.messages import LEARNER_ID, Hello, NodeStats, Plan
 from echo.protocol.planning import BUSY_GAIN, MIN_GAIN, REPLAN_S, WORTHWHILE_S, Planning
-from echo.protocol.topology import Site, Topology, plan_topology
-from echo.rollout import PolicyVersion
+from echo.protocol.topology import Topology, plan_topology
+from echo.protocol.topology_fleet import Site
+from echo.wire.actions import Action, Note
+from echo.wire.messages import LEARNER_ID, Hello, NodeStats, TopologyPlan
 from tests.protocol.harness import CHUNK_BYTES, Run, make_version
 from tests.protocol.parcels import v
 
@@ -45,11 +46,11 @@ def plan(
     now: float = 0.0,
     uplink: float | None = 100 * MB,
     is_between: bool = False,
-) -> dict[str, Plan]:
+) -> dict[str, TopologyPlan]:
     return planning.plan(members, uplink_bytes_per_s=uplink, now=now, is_between=is_between)
 
 
-def first_parents(plans: dict[str, Plan]) -> dict[str, set[str]]:
+def first_parents(plans: dict[str, TopologyPlan]) -> dict[str, set[str]]:
     return {name: {stripe[0][0] for stripe in each.stripes} for name, each in plans.items()}
 
 
@@ -150,7 +151,7 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
     calls: list[bool] = []
     made = planning.plan
 
-    def noting(*args: Any, is_between: bool = False, **kwargs: Any) -> dict[str, Plan]:
+    def noting(*args: Any, is_between: bool = False, **kwargs: Any) -> dict[str, TopologyPlan]:
         calls.append(is_between)
         return made(*args, is_between=is_between, **kwargs)
 
@@ -189,7 +190,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     calls: list[int] = []
     made, grants = session.planning.plan, session.grant
 
-    def noting(members: Sequence[Member], **kwargs: Any) -> dict[str, Plan]:
+    def noting(members: Sequence[Member], **kwargs: Any) -> dict[str, TopologyPlan]:
         calls.append(len(members))
         return made(members, **kwargs)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from echo.protocol.actions import Send
-from echo.protocol.messages import Probe, ProbeAck
 from echo.protocol.probing import FIRST_BYTES, MAX_PROBE_BYTES, MAX_PROBES, Probing, acknowledge
 from echo.protocol.rates import UplinkEstimate
+from echo.wire.actions import Send
+from echo.wire.messages import Probe, ProbeAck
 from tests.protocol.harness import message_of
 
 GIB = 1 << 30

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from echo.protocol.actions import Note
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import Announce, Fetch, Subscribe
 from echo.protocol.resuming import Record, rebuild
 from echo.protocol.trust import Trust
+from echo.wire.actions import Note
+from echo.wire.messages import FULL, Announce, Fetch, Subscribe
 from tests.protocol.harness import PUBLIC_KEY, make_broadcast, message_of
 from tests.protocol.parcels import coded, form_on, published, v, weights
 from tests.protocol.test_store import Pages, Rooms

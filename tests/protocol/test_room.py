@@ -6,12 +6,11 @@ import itertools
 
 import pytest
 
-from echo.errors import StorageError
-from echo.protocol.actions import Note
-from echo.protocol.manifest import FULL, Form
-from echo.protocol.messages import Announce, ParcelOffer
+from echo.core.errors import StorageError
+from echo.core.rollout import PolicyVersion
 from echo.protocol.room import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S, Room
-from echo.rollout import PolicyVersion
+from echo.wire.actions import Note
+from echo.wire.messages import FULL, Announce, EncodedVersionOffer, Form
 from tests.protocol.parcels import v
 from tests.protocol.test_broadcast_storm import Net, run
 
@@ -154,6 +153,6 @@ def test_nothing_to_try_is_nothing_to_wait_for() -> None:
     net.wait(FIRST_PAUSE_S)
     assert node.deadline is None
     assert node.receiver.store.get((v(1), FULL)) is None
-    message = Announce(version=v(1), offers=(ParcelOffer(v(1), v(0), 1),))
+    message = Announce(version=v(1), offers=(EncodedVersionOffer(v(1), v(0), 1),))
     net.deliver((link, "b"), (message, []))
     assert node.receiver.item == (v(1), Form("delta", v(0)))

@@ -8,20 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Action, Send
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import (
-    OPEN_END,
-    Announce,
-    Chunk,
-    Credit,
-    Fetch,
-    Gone,
-    Segment,
-    Subscribe,
-    Waiting,
-)
+from echo.core.errors import RemoteProtocolError
 from echo.protocol.parcel import Parcel
 from echo.protocol.rates import RISE_S
 from echo.protocol.serving import (
@@ -33,6 +20,19 @@ from echo.protocol.serving import (
 )
 from echo.protocol.store import Store
 from echo.protocol.transfer import Transfer
+from echo.wire.actions import Action, Send
+from echo.wire.messages import (
+    FULL,
+    OPEN_END,
+    Announce,
+    Chunk,
+    Credit,
+    Fetch,
+    Gone,
+    Segment,
+    Subscribe,
+    Waiting,
+)
 from tests.protocol.harness import CHUNK_BYTES, message_of
 from tests.protocol.parcels import coded, described, form_on, parcel_of, v, weights
 

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo.errors import RefusedError, TransportError
-from echo.protocol import codec
-from echo.protocol.actions import Action, Send, Stop
-from echo.protocol.codec import encode
-from echo.protocol.messages import (
+from echo.core.errors import RefusedError, TransportError
+from echo.core.rollout import PolicyVersion
+from echo.protocol.serving import SLOW_AFTER_S, WAITING_PERIOD_S
+from echo.wire import codec
+from echo.wire.actions import Action, Send, Stop
+from echo.wire.codec import encode
+from echo.wire.messages import (
     Ack,
     Chunk,
     Deliver,
@@ -26,8 +28,6 @@ from echo.protocol.messages import (
     Rehello,
     Waiting,
 )
-from echo.protocol.serving import SLOW_AFTER_S, WAITING_PERIOD_S
-from echo.rollout import PolicyVersion
 from tests.protocol.harness import (
     LEARNER_ADDRESS,
     Process,
@@ -546,7 +546,7 @@ def test_a_worker_believes_the_learner_only_on_its_control_link(tmp_path: Path) 
     run = Run(tmp_path)
     _, relay, [worker] = start_all(run)
     run.world.run(5.0)
-    finish = codec.encode(Finish(reason="ha"), source="learner", target="w1")
+    finish = encode(Finish(reason="ha"), source="learner", target="w1")
     actions = worker.session.receive("in99", finish, now=5.0)
     assert "Finish that did not come from the learner's side" in actions[0].text
     actions = relay.session.receive("in99", finish, now=5.0)
@@ -559,7 +559,7 @@ def test_a_message_for_another_node_is_refused_by_who_does_not_relay(tmp_path: P
     run = Run(tmp_path)
     learner, _, [worker] = start_all(run)
     run.world.run(3.0)
-    stray = codec.encode(Finish(reason="x"), source="learner", target="w9")
+    stray = encode(Finish(reason="x"), source="learner", target="w9")
     for process in (learner, worker):
         [note] = process.session.receive("in99", stray, now=3.0)
         assert "w9" in note.text
@@ -570,12 +570,12 @@ def test_a_relay_without_route_or_uplink_drops_and_counts(tmp_path: Path) -> Non
     learner, relay, _ = start_all(run, workers=0)
     run.world.run(3.0)
     control = relay.session._control.peer
-    down = codec.encode(Finish(reason="x"), source="learner", target="w9")
+    down = encode(Finish(reason="x"), source="learner", target="w9")
     assert relay.session.receive(control, down, now=3.0) == []
     assert relay.session.counters["dropped/no_route"] == 1
     run.world.kill(learner)
     run.world.run(4.0)
-    up = codec.encode(Finish(reason="x"), source="w9", target="learner")
+    up = encode(Finish(reason="x"), source="w9", target="learner")
     assert relay.session.receive("in98", up, now=4.0) == []
     assert relay.session.counters["dropped/no_uplink"] == 1
 
@@ -587,7 +587,7 @@ def deliver(run: Run, group_id: int, **changes: Any) -> tuple[Any, list[Any]]:
     group = changes.pop("group", None) or make_group(group_id, PolicyVersion(1, 0))
     header, arrays = codec.encode_group(group)
     arrays = changes.pop("arrays", arrays)
-    frames = codec.encode(Deliver(**label), (header, arrays), source="w1", target="learner")
+    frames = encode(Deliver(**label), (header, arrays), source="w1", target="learner")
     actions = learner.session.receive("in0", frames, now=run.world.now)
     messages = [message_of(a.frames) for a in actions if isinstance(a, Send)]
     acks = [message for message in messages if isinstance(message, Ack)]
@@ -688,7 +688,7 @@ def test_an_acknowledgement_takes_a_lease_from_the_queue(hung_run: Run) -> None:
     worker = hung_run.world.process("w1")
     ack = Ack(group_id=1, attempt=0, outcome="duplicate")
     control = worker.session._control.peer
-    worker.session.receive(control, codec.encode(ack, source="learner", target="w1"), now=3.0)
+    worker.session.receive(control, encode(ack, source="learner", target="w1"), now=3.0)
     assert sorted(group_id for group_id, _ in worker.session.drafts.queue) == [0, 2]
 
 
@@ -701,7 +701,7 @@ def test_a_full_outbox_stops_leases_until_it_is_acknowledged(hung_run: Run) -> N
     assert session.outbox.is_full
     assert session.capacity() == 0
     assert session.take(1, group_size=2) == []
-    ack = codec.encode(Ack(group_id=0, attempt=0, outcome="accepted"), source="l", target="w1")
+    ack = encode(Ack(group_id=0, attempt=0, outcome="accepted"), source="l", target="w1")
     actions = session.receive(session._control.peer, ack, now=3.1)
     assert isinstance(message_of(actions[-1].frames), Heartbeat)
     assert session.capacity() == 3
@@ -722,7 +722,7 @@ def test_a_node_that_is_not_known_is_told_to_say_hello(tmp_path: Path) -> None:
     run = Run(tmp_path)
     learner = run.start_learner()
     beat = Heartbeat(installed=None, capacity=0, leases=(), stats=NodeStats())
-    frames = codec.encode(beat, source="w7", target="learner")
+    frames = encode(beat, source="w7", target="learner")
     [answer] = learner.session.receive("in0", frames, now=0.0)
     assert type(message_of(answer.frames)).__name__ == "Rehello"
 
@@ -732,7 +732,7 @@ def test_the_ready_of_a_process_that_was_replaced_does_not_admit_it(tmp_path: Pa
     learner = run.start_learner()
     run.start_worker("w1")
     run.world.run(3.0)
-    ready = codec.encode(Ready(incarnation="older", digests={}), source="w1", target="learner")
+    ready = encode(Ready(incarnation="older", digests={}), source="w1", target="learner")
     [answer] = learner.session.receive("in9", ready, now=3.0)
     assert isinstance(message_of(answer.frames), Rehello)
 
@@ -745,7 +745,7 @@ def test_a_node_that_was_forgotten_while_it_waited_says_hello_again(tmp_path: Pa
     run.world.run(2.0)
     assert state_of(worker) == "readying"
     learner.session.roster.nodes.clear()
-    rehello = codec.encode(Rehello(), source="learner", target="w1")
+    rehello = encode(Rehello(), source="learner", target="w1")
     [answer] = worker.session.receive(worker.session._control.peer, rehello, now=2.0)
     assert isinstance(message_of(answer.frames), Hello)
     assert state_of(worker) == "joining"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from echo.protocol.messages import Plan
+from echo.core.rollout import PolicyVersion
 from echo.protocol.standby import set_standby
-from echo.rollout import PolicyVersion
+from echo.wire.messages import TopologyPlan
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run, message_of
 
 
@@ -88,15 +88,15 @@ def test_the_children_of_a_worker_that_is_put_on_standby_get_other_parents(tmp_p
 @pytest.mark.slow
 def test_a_lost_plan_is_repeated_until_the_worker_stands_by(tmp_path: Path) -> None:
     run, learner, [_, w2] = start(tmp_path)
-    lost: list[Plan] = []
+    lost: list[TopologyPlan] = []
 
     def drop(source: str, target: str, frames: list[bytes]) -> bool:
         if source != "learner" or target != "w2" or len(lost) >= 3:
             return False
         message = message_of(frames)
-        if isinstance(message, Plan):
+        if isinstance(message, TopologyPlan):
             lost.append(message)
-        return isinstance(message, Plan)
+        return isinstance(message, TopologyPlan)
 
     run.world.drop = drop
     park(run, learner, "w2")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from echo.errors import StorageError
-from echo.protocol.manifest import FULL, encode_signed
-from echo.protocol.messages import ParcelOffer
+from echo.core.errors import StorageError
+from echo.core.rollout import PolicyVersion
+from echo.protocol.manifest import encode_signed
 from echo.protocol.parcel import Parcel
 from echo.protocol.store import MAX_PARCELS, Store
 from echo.protocol.transfer import Transfer
-from echo.rollout import PolicyVersion
+from echo.wire.messages import FULL, EncodedVersionOffer
 from tests.protocol.parcels import IMAGE_BYTES, coded, described, form_on, parcel_of, v, weights
 
 
@@ -192,7 +192,7 @@ def test_what_is_announced() -> None:
     store = Store(keep_versions=1)
     assert store.announcement() is None
     parcel = store.parcels[v(2), form_on(1)] = parcel_of(2, 1)
-    offer = ParcelOffer(v(2), v(1), parcel.num_bytes)
+    offer = EncodedVersionOffer(v(2), v(1), parcel.num_bytes)
     assert store.announcement() == (v(2), (offer,), None)
     whole(store, 1)
     assert store.announcement() == (v(1), (offer,), encode_signed(described(1)[0]))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.topology import Site, Topology, plan_parents, plan_topology
+from echo.protocol.topology import Topology, plan_parents, plan_topology
+from echo.protocol.topology_fleet import Site
 from echo.protocol.topology_fluid import fluid_rate
 from tests.protocol.fleets import MBIT, check, depth, draw, flat, fleet_of, learner, site, trees_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo.core.rollout import PolicyVersion
 from echo.protocol.manifest import build_manifest, sign
 from echo.protocol.transfer import Transfer, new_arena
-from echo.rollout import PolicyVersion
 
 IMAGE = bytes(range(256)) * 10
 CHUNK_BYTES = 1024

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.protocol.leases import most_promised, oldest_step
-from echo.protocol.messages import Lease
 from echo.protocol.version_wait import VersionWait
-from echo.rollout import PolicyVersion
+from echo.wire.messages import Lease
 from tests.protocol.harness import Process, Run, make_lease
 
 NEWER = PolicyVersion(1, 7)

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import pytest
 
-from echo.protocol.manifest import Form
-from echo.protocol.messages import Announce, Chunk, Fetch, Message, ParcelOffer, Segment, Waiting
 from echo.protocol.watchdog import WAIT_STALLS
+from echo.wire.messages import (
+    Announce,
+    Chunk,
+    EncodedVersionOffer,
+    Fetch,
+    Form,
+    Message,
+    Segment,
+    Waiting,
+)
 from tests.protocol.parcels import v
 from tests.protocol.test_broadcast_storm import Net, pieces_of, right_chunks, run
 
@@ -29,7 +37,7 @@ class Liar:
 
     def announce(self, step: int | None = None) -> None:
         version = v(self.step if step is None else step)
-        self.say(Announce(version=version, offers=(ParcelOffer(version, v(0), 1),)))
+        self.say(Announce(version=version, offers=(EncodedVersionOffer(version, v(0), 1),)))
 
     def wait(self) -> None:
         self.say(Waiting(version=v(self.step), form=DELTA))
@@ -192,7 +200,7 @@ def test_a_pause_before_an_item_does_not_count_for_it() -> None:
     net.nodes["b"].receiver.offers.refuse((v(1), DELTA))
     net.nodes["b"].receiver.end()
     net.wait(100.0)
-    liar.say(Announce(version=v(2), offers=(ParcelOffer(v(2), v(0), 1),)))
+    liar.say(Announce(version=v(2), offers=(EncodedVersionOffer(v(2), v(0), 1),)))
     net.settle()
     assert net.nodes["b"].receiver.item == (v(2), DELTA)
     liar.say(Waiting(version=v(2), form=DELTA))

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from echo.protocol import lanes
-from echo.protocol.actions import Note, Send
-from echo.protocol.broadcast import ParentFailed
-from echo.protocol.lanes import MAX_BAD_CHUNKS
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import Chunk, Credit, Fetch
+from echo.protocol.lanes import MAX_BAD_CHUNKS, ParentFailed
 from echo.protocol.writing import WRONG_HASH, WriteChunk
+from echo.wire.actions import Note, Send
+from echo.wire.messages import FULL, Chunk, Credit, Fetch
 from tests.protocol.harness import CHUNK_BYTES, message_of
 from tests.protocol.parcels import v
 from tests.protocol.test_broadcast_storm import IMAGE_BYTES, Net, image_of

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo.protocol.actions import Action
+from echo.core.rollout import PolicyVersion
 from echo.protocol.delivery import Outbox
+from echo.protocol.drafts import Key
 from echo.protocol.granting import RecordCancel, RecordGrant
 from echo.protocol.joining import Configure
-from echo.protocol.messages import Lease
-from echo.protocol.worker_session import Key, LeaseCancelled, LeasesChanged, WorkerSession
+from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
 from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
+from echo.wire.actions import Action
+from echo.wire.messages import Lease
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run, make_broadcast, make_group
 
 MEDIAN_TOKENS, MAX_TOKENS = 60, 1200

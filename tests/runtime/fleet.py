@@ -21,15 +21,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from bench.publishing import ForcedPlanning, publishing_session
 from echo.config.load import parse_config
 from echo.config.schema import Config
+from echo.core.rollout import PolicyVersion
 from echo.protocol import lanes
-from echo.protocol.actions import Action
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.manifest import FULL, TensorSpec, build_manifest, sign
-from echo.protocol.messages import LEARNER_ID, Chunk, Fetch
+from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.trust import fingerprint
-from echo.rollout import PolicyVersion
 from echo.runtime import wiring
 from echo.runtime.arenas import ArenaStore
 from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
@@ -49,6 +47,8 @@ from echo.runtime.transport import (
 )
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.network import Link, Network
+from echo.wire.actions import Action
+from echo.wire.messages import FULL, LEARNER_ID, Chunk, Fetch
 from tests.protocol.harness import message_of
 
 CHUNK_BYTES = 128 << 10

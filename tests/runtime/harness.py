@@ -13,7 +13,7 @@ from typing import Any
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.metrics import Snapshot
+from echo.core.metrics import Snapshot
 from echo.runtime.data_plane import load_data
 from echo.runtime.learner import LearnerNode
 from echo.runtime.learner_setup import assemble_learner

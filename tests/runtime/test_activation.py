@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from echo.metrics import Snapshot
+from echo.core.metrics import Snapshot
 from echo.runtime.activation import spent_before
 from echo.runtime.learner import LearnerNode
 from tests.runtime.harness import Play, Run, ends, running

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from echo.algo.staleness_control import ControlSettings
-from echo.buffer import StalenessBuffer
 from echo.config.load import parse_config
-from echo.rollout import Lineage
+from echo.core.buffer import StalenessBuffer
+from echo.core.rollout import Lineage
+from echo.planner.publish_pace import PublishPace
 from echo.runtime.adaptation import make_adaptation
 from echo.runtime.ledger import Ledger
-from echo.runtime.publication import PublishPace
 from tests.runtime.harness import Play, Run, read_jsonl, running
 
 GOOD = {"ess": 0.99, "mismatch_kl": 0.0, "clip_ratio/mean": 0.0}

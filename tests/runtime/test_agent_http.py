@@ -31,9 +31,10 @@ from openai import (
 
 from echo.algo.ppo_losses import GrpoLoss
 from echo.cli.output import exit_code
-from echo.engine.trainer import OptimizerSettings, Trainer
-from echo.errors import ConfigError, TransportError
-from echo.rollout import Group
+from echo.core.errors import ConfigError, TransportError
+from echo.core.rollout import Group
+from echo.engine.trainer import Trainer
+from echo.engine.trainer_settings import OptimizerSettings
 from echo.runtime import agent_http
 from echo.runtime.agent_http import Endpoint
 from echo.runtime.agent_worker import TOKEN_VARIABLE

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion
-from echo.protocol.messages import Lease
-from echo.rollout import PolicyVersion
 from echo.runtime.agent_sessions import (
     MAX_ATTEMPTS,
     Episodes,
@@ -17,6 +16,7 @@ from echo.runtime.agent_sessions import (
     Turn,
     make_group,
 )
+from echo.wire.messages import Lease
 
 
 def lease_of(group_id: int, attempt: int = 0) -> Lease:

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion
-from echo.rollout import PolicyVersion
 from echo.runtime.agent_sessions import Turn
 from echo.runtime.agent_wire import (
     Answer,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from echo.core.metrics import Counters
+from echo.core.rollout import PolicyVersion
 from echo.engine.version_fence import VersionError
-from echo.metrics import Counters
-from echo.rollout import PolicyVersion
 from echo.runtime.agent_sampling import Bounds
 from echo.runtime.agents import Agents, CallOptions
 from echo.runtime.threads import ThreadPools

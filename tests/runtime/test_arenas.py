@@ -18,9 +18,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from echo.errors import StorageError
-from echo.rollout import PolicyVersion
-from echo.runtime import arenas
+from echo.core.errors import StorageError
+from echo.core.rollout import PolicyVersion
 from echo.runtime.arenas import MAX_SPARES, ArenaStore, MemoryArenas
 from echo.runtime.arenas_files import FileArenas, open_arenas
 from tests.runtime.test_arenas_scan import CHUNK_BYTES, IMAGE, describe, held
@@ -266,7 +265,7 @@ class Recycling(RuleBasedStateMachine):
         spares = sum(map(len, self.store._spares))
         assert self.store.bytes_held == sum(map(len, self.live.values()))
         assert self.store.bytes_held + spares <= self.store.limit_bytes
-        assert len(self.store._spares) <= arenas.MAX_SPARES
+        assert len(self.store._spares) <= MAX_SPARES
 
 
 TestRecycling = Recycling.TestCase

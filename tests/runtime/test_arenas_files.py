@@ -20,14 +20,15 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.memory import Machine
-from echo.errors import LocalProtocolError, RemoteProtocolError, StorageError
-from echo.protocol.codec import Frame
-from echo.protocol.manifest import FULL, encode_signed, sign, verify
+from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from echo.core.rollout import PolicyVersion
+from echo.protocol.manifest import encode_signed, sign, verify
 from echo.protocol.transfer import Transfer
 from echo.protocol.writing import WriteChunk
-from echo.rollout import PolicyVersion
 from echo.runtime import arenas_files, arenas_lock
 from echo.runtime.arenas_files import FileArenas
+from echo.wire.codec import Frame
+from echo.wire.messages import FULL
 from tests.runtime.test_arenas_scan import CHUNK_BYTES, IMAGE, describe, held
 
 SIZE = 1 << 16
@@ -184,7 +185,7 @@ def test_a_recycled_file_bears_its_new_name_only(opened: Opened) -> None:
 WRITER = """
 import os, sys
 from pathlib import Path
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
 from echo.runtime.arenas_files import FileArenas
 directory, image, manifest, chunk_bytes, order = sys.argv[1:]
 image, chunk_bytes = Path(image).read_bytes(), int(chunk_bytes)
@@ -386,7 +387,7 @@ def test_a_directory_that_disappears_is_an_error(opened: Opened) -> None:
 def test_two_processes_never_share_a_directory(opened: Opened, tmp_path: Path) -> None:
     opened()
     program = (
-        "import sys; from pathlib import Path; from echo.errors import StorageError\n"
+        "import sys; from pathlib import Path; from echo.core.errors import StorageError\n"
         "from echo.runtime.arenas_files import FileArenas\n"
         "try: FileArenas(Path(sys.argv[1]), 1)\n"
         "except StorageError as error: print(error)"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.errors import LocalProtocolError
-from echo.rollout import PolicyVersion
+from echo.core.errors import LocalProtocolError
+from echo.core.rollout import PolicyVersion
 from echo.runtime.arenas import MemoryArenas
 from echo.runtime.arenas_files import FileArenas
 from echo.runtime.arenas_parcels import ParcelFile, SavedParcel

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.core.rollout import PolicyVersion
 from echo.protocol.manifest import Manifest, build_manifest
-from echo.rollout import PolicyVersion
 from echo.runtime import arenas_scan
 from echo.runtime.arenas_scan import held_chunks
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
 from echo.runtime.arenas import MemoryArenas
 from tests.runtime.fleet import IMAGE_BYTES, Fleet, play
 

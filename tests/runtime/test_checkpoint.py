@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from echo.errors import StorageError
+from echo.core.errors import StorageError
 from echo.runtime.checkpoint import (
     CheckpointInfo,
     Checkpoints,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import ConfigError, StorageError
+from echo.core.errors import ConfigError, StorageError
 from echo.protocol.trust import fingerprint
 from echo.runtime.curve import (
     CurveKeys,

@@ -12,11 +12,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from echo.config.load import parse_config
+from echo.core.rollout import PolicyVersion
 from echo.engine.device_delta import DeviceDelta
 from echo.engine.version_images import VersionImages
 from echo.engine.weights import Weights
-from echo.protocol.broadcast import Broadcast, Transfer
-from echo.rollout import PolicyVersion
+from echo.protocol.broadcast import Broadcast
+from echo.protocol.transfer import Transfer
 from echo.runtime import parcels
 from echo.runtime.parcels import Coder, Segment
 from echo.runtime.publication import Publication, make_images, make_publication

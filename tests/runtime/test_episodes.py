@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from echo.core.rollout import PolicyVersion, Rollout
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
-from echo.rollout import PolicyVersion, Rollout
 from echo.runtime.episodes import EpisodePlayer, Opening
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import InlineHost, Limits, RewardError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.errors import StorageError
+from echo.core.errors import StorageError
 from echo.runtime.curve import load_or_create_keys
 from echo.runtime.identity import load_or_create_identity
 

@@ -6,7 +6,7 @@ import pytest
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 from echo.protocol.trust import fingerprint
 from echo.runtime.curve import Join
 from echo.runtime.identity import load_or_create_signing_key

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo.errors import StorageError
-from echo.protocol.codec import encode_group
-from echo.rollout import Group, Lineage, PolicyVersion, Rollout, trim_stale
+from echo.core.errors import StorageError
+from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout, trim_stale
 from echo.runtime import ledger as ledger_module
 from echo.runtime.history import History, SpoolPlace, read_history, read_records
 from echo.runtime.ledger import Ledger
+from echo.wire.codec import encode_group
 
 V0 = PolicyVersion(1, 0)
 OPEN: list[Ledger] = []
@@ -429,7 +429,7 @@ import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.runtime.test_ledger import begin, make_group, store
-from echo.errors import StorageError
+from echo.core.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 ledger = begin(Path({run_dir!r}))
 store(ledger, make_group(0))

@@ -13,9 +13,9 @@ import torch
 from echo.config.inherit import apply_inherited, inherited_settings
 from echo.config.load import parse_config
 from echo.config.schema import Config
+from echo.core.errors import ConfigError, DataError
+from echo.core.rollout import Lineage
 from echo.engine.lora import export_adapter
-from echo.errors import ConfigError, DataError
-from echo.rollout import Lineage
 from echo.runtime.lora_setup import (
     base_settings,
     initial_adapter,

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.protocol.actions import Send
+from echo.core.rollout import PolicyVersion
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.parcel import DecodeBlock
 from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
 from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.publication import Publication
 from echo.runtime.threads import ThreadPools
+from echo.wire.actions import Send
 from tests.protocol.harness import message_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from echo.algo.group_stats import GroupStats
-from echo.metrics import LearningCurve
-from echo.rollout import Group
+from echo.core.metrics import LearningCurve
+from echo.core.rollout import Group
 from echo.runtime.progress import IDLE_WINDOW_STEPS, RATE_WINDOW_S, Progress, describe_wait
 from tests.runtime.harness import Play, Run, running
 from tests.runtime.test_recovery import make_group

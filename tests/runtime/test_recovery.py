@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from echo.core.errors import ConfigError, StorageError
+from echo.core.rollout import Group, Lineage, Rollout
 from echo.engine import trainer_state
 from echo.engine.trainer_state import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
-from echo.errors import ConfigError, StorageError
-from echo.protocol.codec import encode_group
-from echo.rollout import Group, Lineage, Rollout
 from echo.runtime.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
 from echo.runtime.history import read_history
 from echo.runtime.ledger import Ledger
 from echo.runtime.recovery import StartingPoint, begin, enter, recover
+from echo.wire.codec import encode_group
 
 
 def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:

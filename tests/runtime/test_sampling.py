@@ -15,16 +15,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.version_fence import VersionError
 from echo.protocol.drafts import Drafts
-from echo.protocol.messages import Lease
 from echo.protocol.partial_codec import decode_drafts
-from echo.protocol.partials import Draft, PartialRollout
-from echo.rollout import Lineage, PolicyVersion
+from echo.protocol.partials import Draft
 from echo.runtime.engine_call import EngineCall
 from echo.runtime.sampling import PartialRules, RolloutLoop
 from echo.runtime.threads import ThreadPools
+from echo.wire.messages import Lease
 from tests.e2e.audit import audit
 from tests.runtime.harness import Play, Run, ends, running
 

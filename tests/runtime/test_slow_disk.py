@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from bench.publishing import ForcedPlanning
-from echo.protocol.codec import Frame
 from echo.runtime.arenas_files import FileArenas
+from echo.wire.codec import Frame
 from tests.runtime.fleet import IMAGE_BYTES, NUM_CHUNKS, Fleet, play
 
 pytestmark = pytest.mark.slow

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from echo.protocol.codec import encode
-from echo.protocol.messages import Greet
 from echo.runtime import zmq_channel
 from echo.runtime.kernel import descriptor_limit, raise_descriptor_limit
 from echo.runtime.links import RESERVED_DESCRIPTORS, Strangers
 from echo.runtime.transport import Connected, Received, TransportOptions, parse_address
 from echo.runtime.transport_zmq import ZmqTransport
+from echo.wire.codec import encode
+from echo.wire.messages import Greet
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from echo.core.rollout import Group
 from echo.protocol.granting import StoreGroup
-from echo.rollout import Group
 from echo.runtime import task_setup, worker
 from echo.runtime.data_plane import load_data
 from echo.tasks.rewards import RewardError

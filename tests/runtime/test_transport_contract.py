@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 from echo.runtime.curve import CurveKeys, Join
 from echo.runtime.transport import (
     MESSAGE_OVERHEAD_BYTES,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 from echo.runtime.curve import CurveKeys, Join, KeyPair
 from echo.runtime.transport import (
     Connected,

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 from echo.runtime import links
 from echo.runtime.transport import Connected, Disconnected, Received, TransportOptions
 from echo.runtime.transport_zmq import ZmqTransport

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.errors import TransportError
+from echo.core.errors import TransportError
 from echo.protocol.learner_session import LearnerSession
 from echo.runtime.waiting import FIRST_WORKER_S, Waiting
 from tests.protocol.harness import Run as PaperRun

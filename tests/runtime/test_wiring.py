@@ -6,8 +6,8 @@ import re
 import pytest
 
 from echo.config.load import parse_config
-from echo.errors import TransportError
-from echo.protocol.bounds import MAX_MESSAGE_BYTES
+from echo.core.bounds import MAX_MESSAGE_BYTES
+from echo.core.errors import TransportError
 from echo.runtime import wiring
 from echo.runtime.kernel import KernelFacts
 

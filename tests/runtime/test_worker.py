@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from echo.cli.output import exit_code
+from echo.core.errors import ConfigError, EngineError
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED
 from echo.engine.transformers_engine import TransformersEngine
-from echo.errors import ConfigError, EngineError
 from echo.protocol.granting import Granting
-from echo.protocol.messages import Lease
-from echo.rollout import PolicyVersion
+from echo.wire.messages import Lease
 from tests.runtime.harness import Play, Run, ends, read_jsonl, running
 
 TASK = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
 from echo.sim.arenas import SharedArenas
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from echo.protocol.messages import Lease
-from echo.rollout import Group, Lineage, PolicyVersion
+from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.sim.journal import Journal
 from echo.sim.worker import make_group
+from echo.wire.messages import Lease
 
 
 def group(group_id: int, step: int, *, lineage: int = 1) -> Group:

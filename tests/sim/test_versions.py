@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo.core.rollout import PolicyVersion
 from echo.protocol.broadcast import Broadcast
-from echo.protocol.manifest import Form
-from echo.rollout import PolicyVersion
 from echo.sim.versions import CHUNK_BYTES, Versions
+from echo.wire.messages import Form
 
 MB = 1e6
 

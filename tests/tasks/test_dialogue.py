@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from echo.errors import DataError
+from echo.core.errors import DataError
 from echo.tasks.dialogue import Dialogue
 
 TEMPLATE = (

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from echo.metrics import NodeView
+from echo.core.metrics import NodeView
 from echo.ui import sections
 from echo.ui.live import LiveView, _newest_whole, render
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from echo.errors import DataError, StorageError
+from echo.core.errors import DataError, StorageError
 from echo.ui.records import read_config, read_ledger, read_metrics, staleness_of
 
 

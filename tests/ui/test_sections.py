@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.metrics import CostView, NodeView
+from echo.core.metrics import CostView, NodeView
 from echo.ui import sections
 
 

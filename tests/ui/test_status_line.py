@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from echo.metrics import WorkerView
+from echo.core.metrics import WorkerView
 from echo.ui import status_line
 from echo.ui.status_line import StatusLine, WorkerStatus, show_status
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.errors import DataError, StorageError
+from echo.core.errors import DataError, StorageError
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, summarise
 

@@ -141,3 +141,7 @@ def one_line(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+GIGABYTE = 1e9
+"""Providers bill traffic by 10^9 bytes."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echo.errors import EchoError
-from echo.protocol.codec import Frame
+from echo.core.errors import EchoError
+from echo.wire.codec import Frame
 
 
 class Action:

@@ -1,7 +1,7 @@
 """Bytes to messages and back, with every bound checked before anything is believed.
 
-The bounds are those of `bounds.py`: sizes here, ranges of values by the decoder, which knows them
-from the fields' types. Whoever sends is held to the same sizes as whoever receives.
+The bounds are those of `core/bounds.py`: sizes here, ranges of values by the decoder, which knows
+them from the fields' types. Whoever sends is held to the same sizes as whoever receives.
 
 The header frame is msgpack: [protocol version, source node, target node, message, hops]. A link
 message has an empty target. The message itself is decoded in a second step, so that a node of
@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol.bounds import (
+from echo.core.bounds import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
     MAX_MEMBERS,
@@ -33,8 +32,9 @@ from echo.protocol.bounds import (
     NumTokens,
     Word,
 )
-from echo.protocol.messages import PROTOCOL_VERSION, AnyMessage, Message
-from echo.rollout import Group, Rollout
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import Group, Rollout
+from echo.wire.messages import PROTOCOL_VERSION, AnyMessage, Message
 
 Frame = bytes | bytearray | memoryview
 
@@ -187,7 +187,7 @@ class GroupHeader(msgspec.Struct, frozen=True):
 
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)
-_BYTES_PER_TOKEN = 4 + 4 + 8 + 1
+BYTES_PER_TOKEN = 4 + 4 + 8 + 1
 """int32 id, float32 log-prob, two int32 of the version, one byte of mask."""
 
 
@@ -230,7 +230,7 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
         raise RemoteProtocolError(
             f"group {header.group_id}: lengths, rewards and finish reasons disagree"
         )
-    expected = 4 * header.num_prompt_tokens + _BYTES_PER_TOKEN * sum(header.num_tokens)
+    expected = 4 * header.num_prompt_tokens + BYTES_PER_TOKEN * sum(header.num_tokens)
     if len(arrays_frame) != expected:
         raise RemoteProtocolError(
             f"group {header.group_id}: {len(arrays_frame)} bytes of arrays where its header needs "

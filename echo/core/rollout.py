@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -226,3 +226,93 @@ def find_fault(
     if staleness_of(group, step=step) > max_staleness:
         return "stale"
     return None
+
+
+MAX_LOGPROB = 1e-3
+"""Log-probabilities above this are none; a little above 0 is rounding."""
+
+
+StaleTokens = Literal["keep", "mask", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartialRollout:
+    """One answer so far; T tokens, none at first."""
+
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """[T] sampled ids."""
+    sampler_logprobs: npt.NDArray[np.float32] = field(
+        default_factory=lambda: np.empty(0, np.float32)
+    )
+    """[T] natural-log probability of each id under the distribution really sampled from, nats."""
+    policy_versions: npt.NDArray[np.int32] = field(
+        default_factory=lambda: np.empty((0, 2), np.int32)
+    )
+    """[T, 2] (lineage, step) of the weights that sampled each token."""
+    completion_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    """[T] True where the token may be trained on."""
+    finish_reason: str = ""
+    """"stop" or "length"; empty while it is unfinished."""
+    num_segments: int = 0
+    """Calls of an engine that have sampled for it, whatever became of their tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, masked ones included."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """The distinct versions that sampled its tokens, masked ones included, oldest first."""
+        rows = np.unique(self.policy_versions, axis=0).tolist()
+        return [PolicyVersion(*row) for row in rows]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has come to its end."""
+        return bool(self.finish_reason)
+
+    def extended(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        versions: npt.NDArray[np.int32],
+        *,
+        finish_reason: str,
+    ) -> PartialRollout:
+        """Return it with one more segment; a `finish_reason` of "abort" leaves it unfinished."""
+        return PartialRollout(
+            token_ids=np.concatenate([self.token_ids, token_ids]),
+            sampler_logprobs=np.concatenate([self.sampler_logprobs, logprobs]),
+            policy_versions=np.concatenate([self.policy_versions, versions]),
+            completion_mask=np.concatenate(
+                [self.completion_mask, np.ones(len(token_ids), np.bool_)]
+            ),
+            finish_reason="" if finish_reason == "abort" else finish_reason,
+            num_segments=self.num_segments + 1,
+        )
+
+    def anew(self) -> PartialRollout:
+        """Return it without its tokens; the next segment gets another seed than the first had."""
+        return PartialRollout(num_segments=self.num_segments)
+
+    def without(self, is_stale: npt.NDArray[np.bool_]) -> PartialRollout:
+        """Return it with these tokens masked."""
+        if not (self.completion_mask & is_stale).any():
+            return self
+        return replace(self, completion_mask=self.completion_mask & ~is_stale)
+
+    def rollout(self, reward: float, *, stale_tokens: StaleTokens) -> Rollout:
+        """Return the finished rollout."""
+        finished = self
+        if stale_tokens == "mask":
+            newest = self.policy_versions[-1]
+            finished = self.without((self.policy_versions != newest).any(axis=1))
+        return Rollout(
+            token_ids=finished.token_ids,
+            sampler_logprobs=finished.sampler_logprobs,
+            policy_versions=finished.policy_versions,
+            completion_mask=finished.completion_mask,
+            reward=reward,
+            finish_reason=finished.finish_reason,
+        )

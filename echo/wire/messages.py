@@ -1,7 +1,7 @@
 """Every message that nodes exchange, and nothing else.
 
-A message on the wire is one header frame followed by raw payload frames (`codec.py`). There are
-two kinds:
+A message on the wire is one header frame followed by raw payload frames (`wire/codec.py`). There
+are two kinds:
 
 * **Link messages** concern the two ends of one connection only: greeting, and the weights plane,
   which is pulled hop by hop (`broadcast.py`).
@@ -24,19 +24,21 @@ Grant).
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from echo.protocol.bounds import (
+from echo.core.bounds import (
     MAX_LEASES,
     MAX_NAMES,
     MAX_NODES,
     MAX_PAYLOAD_BYTES,
+    MAX_RANGES,
     MAX_TOKENS,
     Address,
     Attempt,
+    Capacity,
     Count,
     GroupId,
     Key,
@@ -47,30 +49,166 @@ from echo.protocol.bounds import (
     Place,
     Progress,
     Rate,
-    Room,
     Seconds,
     Seed,
+    Size,
     Step,
+    StripeIndex,
     TokenId,
     Word,
 )
-from echo.protocol.link_messages import OPEN_END as OPEN_END
-from echo.protocol.link_messages import Announce as Announce
-from echo.protocol.link_messages import Chunk as Chunk
-from echo.protocol.link_messages import Credit as Credit
-from echo.protocol.link_messages import Fetch as Fetch
-from echo.protocol.link_messages import Gone as Gone
-from echo.protocol.link_messages import Greet as Greet
-from echo.protocol.link_messages import Greeted as Greeted
-from echo.protocol.link_messages import Message as Message
-from echo.protocol.link_messages import ParcelOffer as ParcelOffer
-from echo.protocol.link_messages import Probe as Probe
-from echo.protocol.link_messages import ProbeAck as ProbeAck
-from echo.protocol.link_messages import Segment as Segment
-from echo.protocol.link_messages import Subscribe as Subscribe
-from echo.protocol.link_messages import Waiting as Waiting
-from echo.protocol.price import Price
-from echo.rollout import Lineage, PolicyVersion
+from echo.core.price import Price
+from echo.core.rollout import Lineage, PolicyVersion
+
+ITEM_BYTES = {
+    "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8,
+    "int8": 1, "uint8": 1, "bool": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+"""Bytes per element of every dtype that may travel."""
+
+
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    """How a version travels."""
+
+    kind: Literal["full", "anchor", "delta"]
+    """"full" (the image itself), "anchor" (coded on its own) or "delta" (coded against `base`)."""
+    base: PolicyVersion | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.base is None else f"{self.kind} from {self.base}"
+
+
+FULL = Form("full")
+
+
+# --- from protocol/link_messages.py: The messages that concern the two ends of one connection
+# only: greeting, and the weights plane.
+#
+# `wire/messages.py` says who may send what, and names them all.
+
+
+OPEN_END = 1 << 40
+"""Where a run of places stops whose end is not known yet."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all messages; the tag is the class name. Fields have ranges (`core/bounds.py`)."""
+
+
+class Greet(Message, frozen=True):
+    """First message on a dialled link: who dials, and what the link is for."""
+
+    node_id: NodeId
+    role: Word
+    purpose: Word
+    """"control" (routed messages) or "weights" (the pull protocol)."""
+
+
+class Greeted(Message, frozen=True):
+    """Answer to Greet: who was reached."""
+
+    node_id: NodeId
+    role: Word
+
+
+class Probe(Message, frozen=True):
+    """Child to parent: bytes of nothing, to see how fast they come through (`probing.py`)."""
+
+
+class ProbeAck(Message, frozen=True):
+    """Parent to child: they have come."""
+
+
+class Subscribe(Message, frozen=True):
+    """Child to parent: tell me of versions newer than this; answered by Announce or Waiting."""
+
+    newest: PolicyVersion | None
+
+
+class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
+    """One parcel (`parcel.py`) that a parent has, or is getting."""
+
+    version: PolicyVersion
+    base: PolicyVersion | None
+    """What the receiver must hold; None for an anchor."""
+    num_bytes: Size
+    """Its size, or what it is expected to be while it is still being coded."""
+
+
+class Announce(Message, frozen=True):
+    """Parent to child: what can be had here.
+
+    The payload frame, if there is one, is the signed manifest of `version`, whose image can be had
+    in full. Without it the version is still being coded or is on its way, as a parcel.
+    """
+
+    version: PolicyVersion
+    offers: Annotated[tuple[EncodedVersionOffer, ...], Meta(max_length=MAX_NODES)] = ()
+
+
+class Fetch(Message, frozen=True):
+    """Child to parent: send these chunks, in ascending order, up to the credit.
+
+    Resuming after a cut and changing the parent are this same message with other ranges. It
+    replaces any earlier Fetch over this link. Of the item's chunks it concerns only lane `lane`,
+    those with index % num_lanes == lane: the others are fetched over other links.
+    """
+
+    version: PolicyVersion
+    ranges: Annotated[tuple[tuple[Place, Place], ...], Meta(max_length=MAX_RANGES)]
+    """Half-open [start, stop) runs of missing places in the lane, ascending; place p is the chunk
+    lane + p * num_lanes. A last run that stops at OPEN_END goes on with chunks yet to be coded."""
+    credit_bytes: Size
+    form: Form = FULL
+    lane: StripeIndex = 0
+    num_lanes: StripeIndex = 1
+    num_segments: Place = 0
+    """Segments of the parcel that the child has; it is sent those that follow."""
+
+
+class Credit(Message, frozen=True):
+    """Child to parent: so many bytes have come, and that many more may be sent."""
+
+    version: PolicyVersion
+    credit_bytes: Size
+    form: Form = FULL
+    taken_bytes: Size = 0
+    """Since the last Credit; they show the rate of the uplink."""
+
+
+class Segment(Message, frozen=True):
+    """Parent to child: the next part of a parcel's table; signed, it is the payload frame."""
+
+    version: PolicyVersion
+    form: Form
+    index: Place
+
+
+class Chunk(Message, frozen=True):
+    """Parent to child: one chunk; its bytes are the payload frame."""
+
+    version: PolicyVersion
+    index: Place
+    form: Form = FULL
+
+
+class Waiting(Message, frozen=True):
+    """Parent to child: I live, but what you want has not reached me yet."""
+
+    version: PolicyVersion | None
+    """The version of the chunk that is wanted; None if it is any newer version."""
+    form: Form = FULL
+    again_s: Seconds = 0.0
+    """Within how long I say so again, seconds; 0 for as often as anybody does."""
+
+
+class Gone(Message, frozen=True):
+    """Parent to child: this version, in this form, can no longer be had here."""
+
+    version: PolicyVersion
+    form: Form = FULL
+
 
 Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
@@ -183,7 +321,7 @@ class Goodbye(Message, frozen=True):
 Parents = Annotated[tuple[tuple[NodeId, Address], ...], Meta(max_length=MAX_NODES)]
 
 
-class Plan(Message, frozen=True):
+class TopologyPlan(Message, frozen=True):
     """Where to get weights from: parents in order of preference, the learner last."""
 
     epoch: Count
@@ -241,7 +379,7 @@ class NodeStats(Message, frozen=True, tag=False):
     refused: Counts = msgspec.field(default_factory=dict)
     partials: Counts = msgspec.field(default_factory=dict)
     """What became of unfinished rollouts since the process started, by name."""
-    num_places: Room = 0
+    num_places: Capacity = 0
     """Groups that a worker samples at one time; others wait there. 0: all that it can hold."""
 
 
@@ -250,7 +388,7 @@ class Heartbeat(Message, frozen=True):
 
     installed: PolicyVersion | None
     """Newest version that the engine samples from (a relay: that it holds whole)."""
-    capacity: Room
+    capacity: Capacity
     """Groups that the worker can hold at once, running and waiting; 0 for a relay."""
     leases: Annotated[tuple[LeaseState, ...], Meta(max_length=MAX_LEASES)]
     """Leases running, waiting or delivered but not acknowledged."""
@@ -310,7 +448,7 @@ class Partial(Message, frozen=True):
     attempt: Attempt
 
 
-OUTRUN = "version_replaced"
+SUPERSEDED = "version_replaced"
 """Reason for which a worker gives a lease back whose exact version it has no more: as a rule."""
 
 
@@ -323,7 +461,7 @@ REASONS = frozenset(
         # why a worker gives one up
         "prompt_too_long", "group_too_large", "reward_error", "reward_too_large", "reward_timeout",
         "reward_memory", "reward_lost", "reward_retries", "agent_error", "agent_failed",
-        "agent_timeout", "version_not_installed", OUTRUN,
+        "agent_timeout", "version_not_installed", SUPERSEDED,
     }
 )  # fmt: skip
 """Why a group was not taken; they name counters, and no other word of a peer's does."""
@@ -382,7 +520,7 @@ ROUTED_MESSAGES = (
     | Rehello
     | Finish
     | Goodbye
-    | Plan
+    | TopologyPlan
     | Heartbeat
     | Pulse
     | Grant
@@ -392,3 +530,6 @@ ROUTED_MESSAGES = (
     | Ack
 )
 AnyMessage = LINK_MESSAGES | ROUTED_MESSAGES
+
+
+ItemId = tuple[PolicyVersion, Form]

@@ -15,10 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 DISTRIBUTION = "echo-rl"
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAMS = "bin/" if (CHECKOUT / "bin" / "echo-setup").exists() else ""
 """What stands before the names of our programs in a command to copy."""
 ROLES = ("learner", "worker", "relay")
@@ -45,7 +45,7 @@ def find_config(name: str) -> Path:
     Raises:
         ConfigError: if this installation lacks it.
     """
-    for directory in (Path("configs"), Path(__file__).parent / "configs"):
+    for directory in (Path("configs"), Path(__file__).parents[1] / "configs"):
         if (directory / name).exists():
             return directory / name
     raise ConfigError(f"configs/{name} did not come with this installation of Echo")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from echo.protocol.bounds import Money
+from echo.core.bounds import Money
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):

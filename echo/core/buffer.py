@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from echo.rollout import Group, Lineage, find_fault, trim_stale
+from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Evicted:
 
     group: Group
     reason: str
-    """As `echo.rollout.find_fault` names it, for example "stale" or "abandoned_version"."""
+    """As `echo.core.rollout.find_fault` names it, for example "stale" or "abandoned_version"."""
 
 
 class StalenessBuffer:

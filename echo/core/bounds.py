@@ -71,8 +71,8 @@ Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
 """Bytes of one thing."""
 Place: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 """Which chunk or segment, or how many."""
-Lane: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_NODES)]
-Room: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LEASES)]
+StripeIndex: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_NODES)]
+Capacity: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LEASES)]
 """Groups that a worker can hold, or samples at one time."""
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Period: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e9)]

@@ -15,6 +15,11 @@ EchoError
 A message says what is wrong, with the values, where, and what to do about it.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class EchoError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -58,3 +63,8 @@ class PlanError(EchoError):
 
 class EngineError(EchoError):
     """The model runtime failed."""
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that `word` was probably meant to be, or None."""
+    return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)), None)
