@@ -160,7 +160,7 @@ async def give(transport: ZmqTransport, data: memoryview) -> None:
 async def run_taker(arguments: argparse.Namespace) -> None:
     """Take chunks and give credit for more, a quarter of the window at a time."""
     join = Join.parse(arguments.connect) if arguments.curve else None
-    keys = None if join is None else CurveKeys.of_node("worker", join)
+    keys = None if join is None else CurveKeys.of_node("worker", join.secret, join.address)
     transport = ZmqTransport(None, OPTIONS, keys)
     await transport.start()
     peer = transport.dial(arguments.connect if join is None else join.address)

@@ -3,8 +3,7 @@
 A routed message for the learner goes up the control link; one for a node goes down the link from
 which that node was last heard. What cannot be forwarded is dropped and counted: sender and
 receiver repeat everything that matters (`wire/messages.py`), so a relay keeps no copies and its
-death
-loses nothing but time.
+death loses nothing but time.
 """
 
 from __future__ import annotations

@@ -128,23 +128,23 @@ class CurveKeys:
         )
 
     @classmethod
-    def of_node(cls, role: str, join: Join, *addresses: str) -> CurveKeys:
+    def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:
         """Return the keys of a relay, or new ones of a worker.
 
         Args:
             role: relay or worker.
-            join: how it has joined.
-            addresses: more that it may dial; their keys serve where one is written without.
+            secret: of the run, from the join string.
+            addresses: that it may dial; their keys serve where one is written without.
         """
-        relay = _derive(join.secret, "relay")
+        relay = _derive(secret, "relay")
         known = {}
-        for address in (*addresses, join.address):
+        for address in addresses:
             key = parse_key(address)
             if key is not None:
                 known[without_key(address)] = key
         return cls(
             server=relay if role == "relay" else KeyPair.of(secrets.token_bytes(KEY_BYTES)),
-            client=_derive(join.secret, "client"),
+            client=_derive(secret, "client"),
             relay_key=relay.public,
             known=known,
         )

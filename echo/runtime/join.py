@@ -91,7 +91,7 @@ def node_keys(config: Config, role: str) -> CurveKeys | None:
             "it, or name a file that holds it with security.join (a run that shall not be "
             "encrypted: security.curve=false on all its nodes)"
         )
-    return CurveKeys.of_node(role, join, *dial_addresses(config, role))
+    return CurveKeys.of_node(role, join.secret, *dial_addresses(config, role), join.address)
 
 
 def join_address(address: str, advertise: str | None) -> str:

@@ -88,7 +88,7 @@ class World:
 
     def _keys(self) -> CurveKeys | None:
         join = Join("tcp://learner:1", bytes(16), bytes(16))
-        return CurveKeys.of_node("relay", join) if self._is_encrypted else None
+        return CurveKeys.of_node("relay", join.secret, join.address) if self._is_encrypted else None
 
     async def pair(self, options: TransportOptions = OPTIONS) -> tuple[Node, Node, str, str]:
         """Return listener, dialler, the dialler's id there, and the listener's id here."""
