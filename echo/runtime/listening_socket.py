@@ -59,7 +59,7 @@ async def bound_socket(address: str, congestion_control: str | None) -> socket.s
     return bound
 
 
-def listen(bound: socket.socket, address: str) -> None:
+def listen_on(bound: socket.socket, address: str) -> None:
     """Let others connect.
 
     Raises:

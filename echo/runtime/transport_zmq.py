@@ -43,7 +43,7 @@ import zmq
 from echo.core.errors import TransportError
 from echo.runtime.curve import CurveKeys
 from echo.runtime.links import Burst, DialledLink, Inbound, Listener, OnNews
-from echo.runtime.listening_socket import Gate, bound_socket, listen
+from echo.runtime.listening_socket import Gate, bound_socket, listen_on
 from echo.runtime.transport import (
     PeerId,
     Transport,
@@ -291,7 +291,7 @@ class ZmqTransport(Transport):
 
     def _listen(self, bound: socket.socket) -> Listener:
         host, port = bound.getsockname()[:2]
-        listen(bound, format_address(host, port))
+        listen_on(bound, format_address(host, port))
         listener = Listener(self, Gate(bound))
         channel = ZmqChannel(
             self.context,
