@@ -23,6 +23,7 @@ from echo.config.load import parse_config
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.engine.engine import Sampling
+from echo.net.transport import TransportOptions
 from echo.protocol.delivery import Outbox
 from echo.protocol.granting import RecordEnd, RecordGrant, StoreGroup
 from echo.protocol.learner_session import LearnerSession
@@ -33,7 +34,6 @@ from echo.protocol.worker_session import WorkerSession
 from echo.runtime import wiring
 from echo.runtime.node import Node
 from echo.runtime.sampling import PartialRules
-from echo.runtime.transport import TransportOptions
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker import WorkerNode
 from echo.runtime.worker_parts import WorkerParts

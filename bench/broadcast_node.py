@@ -30,6 +30,8 @@ from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import EchoError
 from echo.core.rollout import PolicyVersion
+from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
+from echo.net.transport import Transport
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.relay_session import RelaySession
@@ -37,7 +39,7 @@ from echo.protocol.trust import fingerprint
 from echo.protocol.writing import VersionArrived
 from echo.runtime import wiring
 from echo.runtime.arenas_files import open_arenas
-from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
+from echo.runtime.curve import Join
 from echo.runtime.identity import Identity
 from echo.runtime.join import node_keys
 from echo.runtime.kernel import tune_malloc
@@ -45,7 +47,6 @@ from echo.runtime.node import Node
 from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.publication import Publication
 from echo.runtime.relay import RelayNode
-from echo.runtime.transport import Transport
 from echo.wire.actions import Action
 from echo.wire.messages import LEARNER_ID
 

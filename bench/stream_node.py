@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
+from echo.net.transport import Connected, Received, TransportOptions
+from echo.net.zmq import ZmqTransport
 from echo.protocol.trust import FINGERPRINT_BYTES
-from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
+from echo.runtime.curve import Join
 from echo.runtime.kernel import tune_malloc
-from echo.runtime.transport import Connected, Received, TransportOptions
-from echo.runtime.transport_zmq import ZmqTransport
 
 READ_BYTES = 1 << 20
 SOURCE_BYTES = 128 << 20

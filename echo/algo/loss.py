@@ -79,7 +79,7 @@ class LossInputs:
     staleness: Tensor | None = None
     """[B, T] int64 optimizer steps between the policy that sampled a token and the learner's."""
     log_expectation: Tensor | None = None
-    """[B] log of the group expectation of the sampler's probability (gepo.py); data."""
+    """[B] log of the group expectation of the sampler's probability (algo/losses.py); data."""
     batch_scores: BatchScores | None = None
     """Where the loss needs them."""
     reference_logprobs: Tensor | None = None

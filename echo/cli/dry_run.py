@@ -16,7 +16,7 @@ from echo.config.schema import Config, ModelSection
 from echo.config.section import Role
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.extras import import_extra
-from echo.runtime.listening_socket import bound_socket
+from echo.net.zmq import bound_socket
 from echo.tasks.task import load_task
 
 

@@ -18,8 +18,8 @@ from echo.config.load import resolved
 from echo.config.schema import Config
 from echo.core.errors import EchoError
 from echo.core.metrics import LearningCurve, Snapshot
+from echo.net.transport import is_loopback
 from echo.runtime.curve import Join
-from echo.runtime.transport import is_loopback
 from echo.ui.live import LiveView
 from echo.ui.plots import learning_curve
 from echo.ui.records import read_metrics

@@ -32,8 +32,7 @@ from echo.cli.plan_text import (
 from echo.config.fleet import Request, load_fleet
 from echo.core.errors import ConfigError, PlanError, StorageError
 from echo.core.extras import import_extra
-from echo.planner.plan import Outcome, Plan, make_plan
-from echo.planner.remedies import refuse
+from echo.fleet.provisioning import Forecast, Provisioning, provision, refuse
 from echo.ui.cost_plot import CostPoint, cost_plot
 
 
@@ -72,7 +71,7 @@ def plan_fleet(request: Request, out: Path, console: Console) -> int:
     Raises:
         PlanError: if no fleet is sufficient; says why and what would help.
     """
-    plan = make_plan(request.fleet, request.job, request.periods)
+    plan = provision(request.fleet, request.job, request.periods)
     if plan is None:
         raise PlanError(refusal_text(refuse(request.fleet, request.job, request.periods)))
     console.print(plan_tables(request, plan))
@@ -98,7 +97,7 @@ def plan_hetero(request: Request, out: Path, console: Console) -> int:
     return 0
 
 
-def plan_record(request: Request, plan: Plan) -> dict[str, Any]:
+def plan_record(request: Request, plan: Provisioning) -> dict[str, Any]:
     """Return the plan as it is written to plan.json."""
     record: dict[str, Any] = to_json(plan)
     record["rent"] = [
@@ -136,7 +135,7 @@ def write_json(path: Path, record: Any) -> None:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _point(plan: Plan, outcome: Outcome) -> CostPoint:
+def _point(plan: Provisioning, outcome: Forecast) -> CostPoint:
     return CostPoint(
         fleet_words(plan, outcome),
         outcome.prediction.idle_share,

@@ -8,8 +8,7 @@ from echo.cli.plan_text import node_command
 from echo.config.fleet import Request
 from echo.core.errors import PlanError
 from echo.core.units import format_duration
-from echo.planner.hex import Schedule, Scheduler
-from echo.planner.hex_train import Cluster, HexJob
+from echo.fleet.hetero import Cluster, HexJob, HexScheduler, Schedule
 
 
 def assign_gpus(request: Request) -> Schedule:
@@ -22,7 +21,7 @@ def assign_gpus(request: Request) -> Schedule:
     counts: dict[str, int] = {request.learner.gpu: request.learner.num_gpus}
     for row in request.offers:
         counts[row.gpu] = counts.get(row.gpu, 0) + row.count * row.num_gpus
-    scheduler = Scheduler(
+    scheduler = HexScheduler(
         Cluster(gpus={name: request.gpus[name] for name in counts}, counts=counts),
         HexJob(
             model=request.model,

@@ -16,8 +16,8 @@ from statistics import fmean, median, pstdev
 from echo.config.fleet import Request
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.units import format_bytes, format_duration
-from echo.planner.job import Job
-from echo.planner.overlap import predict, required_rate
+from echo.fleet.job import Job
+from echo.fleet.overlap import predict, required_rate
 from echo.ui.records import Row, json_lines, read_config, read_metrics
 
 

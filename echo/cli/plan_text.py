@@ -14,9 +14,8 @@ from echo.config.fleet import MBIT, Request
 from echo.config.fleet_schema import OfferRow
 from echo.core.rollout import KEEP_VERSIONS
 from echo.core.units import format_bytes, format_duration
-from echo.planner.plan import Outcome, Plan
-from echo.planner.remedies import Refusal
-from echo.planner.roofline import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
+from echo.fleet.gpus import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
+from echo.fleet.provisioning import Forecast, Provisioning, Refusal
 
 DRIVER = "580.65.06"
 """Oldest driver of CUDA 13.0 (its release notes), for which recent PyTorch wheels are built."""
@@ -24,7 +23,7 @@ ENVIRONMENT_GB = 12
 """Disk of one worker's Python environment with CUDA libraries; bin/echo-setup asks for 10."""
 
 
-def plan_tables(request: Request, plan: Plan) -> RenderableType:
+def plan_tables(request: Request, plan: Provisioning) -> RenderableType:
     """Return the plan for the terminal."""
     return Group(
         _fleet_table(plan),
@@ -36,13 +35,13 @@ def plan_tables(request: Request, plan: Plan) -> RenderableType:
     )
 
 
-def fleet_words(plan: Plan, outcome: Outcome) -> str:
+def fleet_words(plan: Provisioning, outcome: Forecast) -> str:
     """Return the counts of a fleet in a few words: "3 fra-4090 + 1 ore-a100"."""
     named = zip(plan.fleet.offers, outcome.counts, strict=True)
     return " + ".join(f"{count} {offer.name}" for offer, count in named if count) or "nothing"
 
 
-def _fleet_table(plan: Plan) -> Table:
+def _fleet_table(plan: Provisioning) -> Table:
     table = Table(title="rent", title_justify="left")
     for name in ("nodes", "of", "what", "region"):
         table.add_column(name, justify="right" if name in ("nodes", "of") else "left")
@@ -62,7 +61,7 @@ def _fleet_table(plan: Plan) -> Table:
     return table
 
 
-def _figures_table(plan: Plan) -> Table:
+def _figures_table(plan: Provisioning) -> Table:
     outcome, job = plan.outcome, plan.job
     prediction = outcome.prediction
     bounds = plan.staleness_bounds
@@ -104,7 +103,7 @@ def _rate(value: float) -> str:
     return "no rate suffices" if math.isinf(value) else f"{value:.3g}/s"
 
 
-def _sensitivity_table(plan: Plan) -> Table:
+def _sensitivity_table(plan: Provisioning) -> Table:
     table = Table(title="one change", title_justify="left")
     table.add_column("change")
     table.add_column("learner waits", justify="right")
@@ -134,7 +133,7 @@ def refusal_text(refusal: Refusal) -> str:
     return "\n".join(lines)
 
 
-def machine_filter(request: Request, plan: Plan, row: OfferRow) -> str:
+def machine_filter(request: Request, plan: Provisioning, row: OfferRow) -> str:
     """Return the least that a rented machine must have, as a marketplace's search expression.
 
     The syntax is that of `vastai search offers`; memory and disk in GB, links in Mbit/s.
@@ -160,7 +159,7 @@ def machine_filter(request: Request, plan: Plan, row: OfferRow) -> str:
     return " ".join(terms)
 
 
-def filters_text(request: Request, plan: Plan) -> str:
+def filters_text(request: Request, plan: Provisioning) -> str:
     """Return one filter per offer in use."""
     weights = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
     lines = [f"least of each rented machine ({weights} of weights), as a marketplace filter:"]
@@ -171,7 +170,7 @@ def filters_text(request: Request, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def commands_text(request: Request, plan: Plan) -> str:
+def commands_text(request: Request, plan: Provisioning) -> str:
     """Return the commands that start the plan, machine by machine."""
     job, learner = plan.job, request.learner
     lines = [
@@ -212,7 +211,7 @@ def commands_text(request: Request, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _learner_prices(request: Request, plan: Plan) -> list[str]:
+def _learner_prices(request: Request, plan: Provisioning) -> list[str]:
     """Return what the activation of the run has to know: its budget, and what traffic costs."""
     sets = [f"learner.price_per_h={request.learner.price_per_h:g}"]
     dearest = max(request.regions[row.region].price_per_gb for row, _, _ in _used(request, plan))
@@ -244,6 +243,6 @@ def node_command(role: str, settings: Sequence[str]) -> str:
     return shlex.join(["bin/echo-node", "--role", role, "--config", "configs/wan.toml", *sets])
 
 
-def _used(request: Request, plan: Plan) -> list[tuple[OfferRow, str, int]]:
+def _used(request: Request, plan: Provisioning) -> list[tuple[OfferRow, str, int]]:
     rows = zip(request.offers, plan.fleet.offers, plan.outcome.counts, strict=True)
     return [(row, offer.name, count) for row, offer, count in rows if count]

@@ -15,7 +15,8 @@ from echo.cli import interrupts
 from echo.cli.interrupts import Interrupted
 from echo.cli.output import exit_code
 from echo.core.errors import EchoError
-from echo.runtime.kernel import raise_descriptor_limit, tune_malloc
+from echo.net.zmq import raise_descriptor_limit
+from echo.runtime.kernel import tune_malloc
 from echo.runtime.node import INTERRUPTED, Node
 
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from echo.cli.plan_run import RunRates, read_ledger, read_rates
 from echo.config.profiles import PROFILES
 from echo.core.units import format_duration
-from echo.planner.fleet import Fleet, Offer, Region
+from echo.fleet.market import Offer, Region, RentedFleet
 from echo.sim.lengths import RecordedLengths
 from echo.sim.scenario import Scenario, Settings
 from echo.sim.summary import RUN_IN, Summary
@@ -48,7 +48,7 @@ def recorded_scenario(run_dir: Path, *, seed: int, num_chunks: int) -> Scenario:
     offers = tuple(_offer(name, rates) for name in rates.workers)
     return Scenario(
         name=f"{rates.name}, replayed",
-        fleet=Fleet(
+        fleet=RentedFleet(
             offers=offers,
             regions={REGION: Region(name=REGION, bytes_per_s=rate, latency_s=0.0005)},
             uplink_bytes_per_s=UNLIMITED,

@@ -9,7 +9,7 @@ from typing import Any
 
 from echo.core.errors import StorageError
 from echo.core.units import format_duration
-from echo.planner.overlap import Prediction, predict
+from echo.fleet.overlap import Prediction, predict
 from echo.sim.records import BillRecord, History, StepRecord, rent, traffic_cost
 from echo.sim.scenario import Scenario
 from echo.sim.summary import RUN_IN, Summary

@@ -24,10 +24,17 @@ from echo.config.fleet_schema import (
 )
 from echo.config.leaves import show
 from echo.core.errors import ConfigError
-from echo.planner.catalogue import GPUS, MODELS, Gpu, ModelShape
-from echo.planner.fleet import Fleet, Offer, Region
-from echo.planner.job import Job
-from echo.planner.roofline import BYTES_PER_WEIGHT, decode, train_seconds
+from echo.fleet.gpus import (
+    BYTES_PER_WEIGHT,
+    GPUS,
+    MODELS,
+    Gpu,
+    ModelShape,
+    decode_rate,
+    train_seconds,
+)
+from echo.fleet.job import Job
+from echo.fleet.market import Offer, Region, RentedFleet
 
 MBIT = 1e6 / 8
 """Bytes per second of one Mbit/s."""
@@ -39,7 +46,7 @@ ODD_PRICE_FACTOR = 3.0
 class Request:
     """What a fleet file asks to be planned."""
 
-    fleet: Fleet
+    fleet: RentedFleet
     job: Job
     periods: tuple[int, ...]
     """Publish periods to try, in order."""
@@ -226,7 +233,7 @@ def _request(
     job = _job(job_row, learner, gpus[learner.gpu], model, notices)
     fixed = job_row.publish_period
     return Request(
-        fleet=Fleet(
+        fleet=RentedFleet(
             offers=tuple(offers),
             regions={name: _region(row) for name, row in regions.items()},
             uplink_bytes_per_s=learner.uplink_mbit_per_s * MBIT,
@@ -268,7 +275,7 @@ def _offer(
         )
     tokens_per_s, concurrency = row.tokens_per_s, row.concurrency
     if tokens_per_s is None or concurrency is None:
-        estimate = decode(
+        estimate = decode_rate(
             gpu,
             model,
             prompt_tokens=job.prompt_tokens,

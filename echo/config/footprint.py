@@ -18,7 +18,7 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) and mask (1)
 VOCAB_CHUNK = 8192
-"""Columns of logits that exist at one time; as in kernels/linear_logprob.py, which loads torch."""
+"""Columns of logits that exist at one time; as in kernels/logprob.py, which loads torch."""
 MAX_UNACKED_GROUPS = 64
 """Groups that a relay holds until the learner has them; as in protocol/delivery.py."""
 _LOGPROB_CHUNK_COPIES = 2  # logits of a vocabulary chunk, and their gradient

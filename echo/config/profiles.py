@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from echo.planner.publish_pace import auto_publish_period as auto_publish_period
+from echo.fleet.overlap import auto_publish_period as auto_publish_period
 
 DEFAULT_PROFILE = "lan"
 

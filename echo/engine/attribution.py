@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from echo.algo.attribution import split_variance
-from echo.algo.batching import Sample, collate, pack_micro_batches
+from echo.algo.batching import TrainingRow, collate, pack_micro_batches
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.policy import Policy
@@ -159,7 +159,7 @@ class MismatchProbe:
         """Return log-probabilities, and the log of the mass that truncation keeps, per token."""
         self._policy.load(tensors)
         samples = [
-            Sample(prompt_ids=group.prompt_ids, rollout=group.rollouts[0], advantage=0.0)
+            TrainingRow(prompt_ids=group.prompt_ids, rollout=group.rollouts[0], advantage=0.0)
             for group in groups
         ]
         logprobs: dict[int, Floats] = {}

@@ -15,38 +15,12 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput
-from echo.algo.losses import make_loss
+from echo.algo.loss import Loss, LossNeeds, LossOutput
+from echo.algo.losses import CustomLoss, make_loss
 from echo.core.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CustomLoss:
-    """A function of the user's with its options."""
-
-    kind: str
-    """Its import path."""
-    function: Callable[..., LossOutput]
-    options: Mapping[str, Any]
-    needs: LossNeeds
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return what the function returns.
-
-        Raises:
-            ConfigError: if that is not a `LossOutput`.
-        """
-        output = self.function(inputs, **self.options)
-        if not isinstance(output, LossOutput):
-            raise ConfigError(
-                f"loss.kind = {self.kind!r} returned {type(output).__name__}, expected "
-                "echo.algo.loss.LossOutput"
-            )
-        return output
 
 
 def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:

@@ -2,7 +2,7 @@
 
 Any model that AutoModelForCausalLM knows will do, as long as its logits are exactly hidden states
 times LM head: the log-probabilities are computed from these two, so that [tokens, vocabulary]
-never exists (kernels/linear_logprob.py). Models that scale, cap or shift their logits are refused;
+never exists (kernels/logprob.py). Models that scale, cap or shift their logits are refused;
 besides a look at the configuration, a few tokens are put through both ways and compared.
 
 The parameters are float32 masters. With a compute type of bfloat16 the backbone runs under torch's
@@ -29,7 +29,7 @@ from echo.core.errors import DataError, EngineError
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.skeleton import BUILDING
 from echo.kernels.contract import BackendName, RatioClip
-from echo.kernels.linear_logprob import TokenLosses, linear_logprob, linear_policy_loss
+from echo.kernels.logprob import TokenLosses, linear_logprob, linear_policy_loss
 
 LOGIT_SETTINGS = {
     "final_logit_softcapping": None,
@@ -72,7 +72,7 @@ class Policy:
             gradient_checkpointing: recompute the layers' activations in the backward.
             is_frozen: never trained: it scores only.
             compute_dtype: float32 or bfloat16, of matrix products and activations.
-            backend: of the log-probabilities (kernels/backend.py).
+            backend: of the log-probabilities (kernels/logprob.py).
 
         Raises:
             DataError: if the directory or the tensors do not make up a model.

@@ -36,10 +36,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echo.algo.batching import MicroBatch, Sample, collate, pack_micro_batches
+from echo.algo.batching import MicroBatch, TrainingRow, collate, pack_micro_batches
+from echo.algo.diagnostics import mismatch_metrics
 from echo.algo.loss import BatchScores, Loss, LossInputs, LossOutput, needs_of
-from echo.algo.mismatch import mismatch_metrics
-from echo.algo.ppo_losses import ClippedTokenLoss
+from echo.algo.losses import ClippedTokenLoss
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import Group
 from echo.engine import trainer_state
@@ -113,7 +113,7 @@ class Trainer:
             device: torch's name of it, or "auto" for CUDA where there is a GPU, else the CPU.
             dtype: of matrix products and activations, float32 or bfloat16; weights, gradients,
                 optimizer and log-probabilities are float32 in either case.
-            backend: of the log-probabilities (kernels/backend.py).
+            backend: of the log-probabilities (kernels/logprob.py).
             init_tensors: what to start from instead: all weights, or those of `lora`.
             lora: the adapter to train in place of all weights, and its base.
             micro_batch_tokens: padded tokens that go through the model at once.
@@ -247,7 +247,7 @@ class Trainer:
             For each group and rollout, [T] nats at the sampling temperature.
         """
         samples = [
-            Sample(prompt_ids=group.prompt_ids, rollout=rollout, advantage=0.0)
+            TrainingRow(prompt_ids=group.prompt_ids, rollout=rollout, advantage=0.0)
             for group in groups
             for rollout in group.rollouts
         ]
@@ -301,7 +301,7 @@ class Trainer:
         self._num_skipped_nonfinite = state.counters["num_skipped_nonfinite"]
 
     def _micro_batches(
-        self, samples: Sequence[Sample], *, score_all: bool = False
+        self, samples: Sequence[TrainingRow], *, score_all: bool = False
     ) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield indices of `samples` and their micro-batch on the device."""
         packed = pack_micro_batches(
@@ -348,7 +348,7 @@ class Trainer:
         return logprobs
 
     @torch.no_grad()
-    def _score_batch(self, samples: Sequence[Sample]) -> BatchScores:
+    def _score_batch(self, samples: Sequence[TrainingRow]) -> BatchScores:
         """Return every trained token's log-ratio and advantage, by a pass without gradient."""
         log_ratios: list[Tensor] = []
         advantages: list[Tensor] = []

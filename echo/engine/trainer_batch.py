@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from echo.algo.advantages import group_advantages, overlong_penalties
-from echo.algo.batching import Sample
-from echo.algo.gepo import group_log_expectation
-from echo.algo.group_stats import GroupStats
+from echo.algo.batching import TrainingRow
+from echo.algo.diagnostics import GroupStats
 from echo.algo.loss import LossNeeds
+from echo.algo.losses import group_log_expectation
 from echo.core.errors import DataError
 from echo.core.rollout import MAX_LOGPROB, Group, Rollout
 
@@ -63,7 +63,7 @@ class AdvantageSettings:
 class StepBatch:
     """What one step trains on."""
 
-    samples: list[Sample]
+    samples: list[TrainingRow]
     """Those that go through the model."""
     num_tokens: int
     """Trained tokens of the batch, of rollouts that need no model too."""
@@ -203,7 +203,7 @@ def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
 
 def _group_samples(
     group: Group, index: int, settings: AdvantageSettings, needs: LossNeeds
-) -> list[Sample]:
+) -> list[TrainingRow]:
     rewards = torch.tensor([group.rewards], dtype=torch.float64)
     if settings.overlong_buffer_tokens:
         rewards += overlong_penalties(
@@ -219,7 +219,7 @@ def _group_samples(
     log_expectation = _log_expectation(group.rollouts) if needs.group_expectation else 0.0
     rollouts = _trained_part(group, settings).rollouts
     return [
-        Sample(
+        TrainingRow(
             prompt_ids=group.prompt_ids,
             rollout=rollout,
             advantage=advantage,
@@ -240,7 +240,7 @@ def _log_expectation(rollouts: Sequence[Rollout]) -> float:
     return float(group_log_expectation(own, torch.zeros(len(means), dtype=torch.int64))[0])
 
 
-def _with_gradient(samples: Sequence[Sample], needs: LossNeeds) -> list[Sample]:
+def _with_gradient(samples: Sequence[TrainingRow], needs: LossNeeds) -> list[TrainingRow]:
     """Return the samples that a loss with these needs has a use for."""
     if needs.every_rollout:
         live = [sample for sample in samples if sample.num_trained]

@@ -8,41 +8,13 @@ after which the next one is due, and learner and workers would wait for each oth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from echo.core.rollout import PolicyVersion
+from echo.fleet.overlap import auto_publish_period
 
 MAX_PENDING = 64
 """Versions whose arrival is awaited for the measurement; a slower node is not waited for."""
-
-
-def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) -> int:
-    """Return the smallest period in which training hides the broadcast of one version.
-
-    The smallest kappa with kappa * t_train_s > t_bcast_s, at most S + 1: with a longer period the
-    newest published version would be too old to sample for the step before the next publication,
-    and learner and workers would wait for each other.
-
-    Args:
-        t_train_s: seconds per optimizer step, above 0.
-        t_bcast_s: seconds until the slowest active worker holds a published version, from 0 up.
-        max_staleness: S, from 0 up.
-
-    Returns:
-        Optimizer steps between publications, from 1 to S + 1.
-
-    Raises:
-        ValueError: if an argument is out of its range.
-    """
-    if not (t_train_s > 0 and t_bcast_s >= 0 and max_staleness >= 0):
-        raise ValueError(
-            f"auto_publish_period({t_train_s=}, {t_bcast_s=}, {max_staleness=}): t_train_s must be "
-            "above 0, the others at least 0"
-        )
-    longest = max_staleness + 1
-    ratio = t_bcast_s / t_train_s
-    return longest if ratio >= longest else min(longest, math.floor(ratio) + 1)
 
 
 class PublishPace:

@@ -3,8 +3,8 @@
     look (often) -> measured rates, times, idle share
     question (when something has drifted) -> answer, in a thread -> decision -> set_standby
 
-A question (`echo.planner.review`) is asked when a worker comes or goes, when a rate, a price or the
-learner's step has moved by DRIFT, when the learner waits, or while a change is still to be made.
+A question (`echo.fleet.activation`) is asked when a worker comes or goes, when a rate, a price or
+the learner's step has moved by DRIFT, when the learner waits, or while a change is still to be made.
 While answers change nothing and nothing drifts, questions come more and more seldom.
 
 A worker that was activated stays so for `min_dwell_s` before it is dropped for its cost, twice as
@@ -21,9 +21,17 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from echo.planner.activation import UNLIMITED, Links, Outlook, Worker
-from echo.planner.job import Job
-from echo.planner.review import IDLE_TOLERANCE, Answer, Decision, Question
+from echo.fleet.activation import (
+    IDLE_TOLERANCE,
+    UNLIMITED,
+    ActivationDecision,
+    Links,
+    Outlook,
+    PricedWorker,
+    Question,
+    ReviewAnswer,
+)
+from echo.fleet.job import Job
 from echo.protocol.capability import Capability
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.membership import Member
@@ -293,10 +301,10 @@ class Activation:
             budget_per_h=settings.budget_per_h,
         )
 
-    def _worker(self, session: LearnerSession, member: Member, rate: float) -> Worker:
+    def _worker(self, session: LearnerSession, member: Member, rate: float) -> PricedWorker:
         stats, price = member.stats, member.price
         down = session.planning.downlink_limits.get(member.node_id)
-        return Worker(
+        return PricedWorker(
             name=member.node_id,
             tokens_per_s=rate * self._trust,
             concurrency=max(1, member.capacity // 2) * self.settings.group_size,
@@ -341,10 +349,10 @@ class Activation:
         self,
         session: LearnerSession,
         question: Question,
-        answer: Answer,
+        answer: ReviewAnswer,
         *,
         now: float,
-    ) -> tuple[list[Action], Decision | None]:
+    ) -> tuple[list[Action], ActivationDecision | None]:
         """Carry out an answer; return the actions, and the decision if anything changes.
 
         Workers that came meanwhile stay active; of those that left nothing is said.
@@ -360,7 +368,7 @@ class Activation:
             return [], None
         self._num_idle_answers = 0
         standby = {n for n, m in members.items() if m.is_standby} - set(activated) | set(parked)
-        decision = Decision(
+        decision = ActivationDecision(
             step=session.step,
             cause=answer.cause,
             activated=tuple(activated),

@@ -22,8 +22,8 @@ from typing import Any
 
 from echo.config.schema import Config
 from echo.core.metrics import CostView
+from echo.fleet.activation import ActivationDecision, Question, ReviewAnswer
 from echo.planner.publish_pace import PublishPace
-from echo.planner.review import Answer, Decision, Question
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.metering import LOST_COUNTS_FOR_S, Meter
@@ -159,14 +159,14 @@ class Activating:
             perform(self._decide(activation, question, answer, clock()))
 
     def _decide(
-        self, activation: Activation, question: Question, answer: Answer, now: float
+        self, activation: Activation, question: Question, answer: ReviewAnswer, now: float
     ) -> list[Action]:
         actions, decision = activation.decide(self._session, question, answer, now=now)
         if decision is not None:
             self._tell(decision)
         return actions
 
-    def _tell(self, decision: Decision) -> None:
+    def _tell(self, decision: ActivationDecision) -> None:
         self._last_decision = str(decision)
         self._log.info("activation: %s", self._last_decision)
         self._ledger.append("activation", **_json(asdict(decision)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from echo.algo.staleness_control import ControlSettings, Decision, Signals, StalenessController
+from echo.algo.corrections import BoundDecision, ControlSettings, Signals, StalenessController
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.planner.publish_pace import PublishPace
@@ -72,7 +72,7 @@ class Adaptation:
         self._pace.limit(decision.bound)
         return decision.bound < decision.before
 
-    def _tell(self, decision: Decision) -> None:
+    def _tell(self, decision: BoundDecision) -> None:
         self._ledger.append(
             "bound",
             step=decision.step,

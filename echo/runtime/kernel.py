@@ -11,26 +11,10 @@ which sysctl would make that unnecessary. All values are of the network namespac
 from __future__ import annotations
 
 import ctypes
-import math
-import resource
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
-ASSUMED_RATE_BYTES_PER_S = 125e6
-"""1 Gbit/s: the link for which `auto` provides."""
-ASSUMED_RTT_S = 0.1
-WINDOW_SHARE = 0.7
-"""Measured share of a kernel buffer that is in flight at most; the rest is bookkeeping."""
-WANTED_BUFFER_BYTES = 64 << 20
-"""What to set the buffers to: room for several times the product above."""
-SOCKETS_WITHOUT_BBR = 4
-"""Least number of connections where one lost packet halves a connection's rate."""
-MAX_SOCKETS = 8
-"""Beyond, nothing was gained."""
-
-WANTED_DESCRIPTORS = 1 << 16
-"""Open files: enough for a learner with thousands of workers that have several links each."""
+from echo.net.zmq import KernelFacts
 
 _SYSCTLS = Path("/proc/sys/net/ipv4")
 
@@ -38,30 +22,6 @@ _SYSCTLS = Path("/proc/sys/net/ipv4")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEPT_BYTES = 64 << 20
 _LARGEST_FROM_HEAP = 32 << 20  # glibc takes no more
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelFacts:
-    """Settings of TCP; None where the system does not tell."""
-
-    congestion_control: str | None = None
-    """What new sockets use."""
-    can_use_bbr: bool | None = None
-    """Whether this process may choose BBR for a socket of its own."""
-    is_bbr_available: bool | None = None
-    """Whether the kernel has it, whoever may choose it."""
-    max_send_buffer_bytes: int | None = None
-    max_receive_buffer_bytes: int | None = None
-    slow_start_after_idle: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """What follows from the facts."""
-
-    num_sockets_per_link: int
-    warnings: tuple[str, ...]
-    """One per setting that costs speed, with the sysctl and the value to give it."""
 
 
 def read_facts(sysctls: Path = _SYSCTLS) -> KernelFacts:
@@ -77,66 +37,6 @@ def read_facts(sysctls: Path = _SYSCTLS) -> KernelFacts:
         max_receive_buffer_bytes=_last_number(_read(sysctls / "tcp_rmem")),
         slow_start_after_idle=None if not after_idle else after_idle != ["0"],
     )
-
-
-def advise(facts: KernelFacts) -> Advice:
-    """Return how many connections one link needs for 1 Gbit/s at 100 ms, and what would help."""
-    bdp_bytes = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
-    known = [
-        size
-        for size in (facts.max_send_buffer_bytes, facts.max_receive_buffer_bytes)
-        if size is not None
-    ]
-    num_sockets, warnings = 1, []
-    if not known:
-        num_sockets = SOCKETS_WITHOUT_BBR
-    elif min(known) < 2 * bdp_bytes:
-        enough = bdp_bytes / (WINDOW_SHARE * max(1, min(known)))
-        num_sockets = min(MAX_SOCKETS, 2 ** math.ceil(math.log2(max(1.0, enough))))
-    for name, size in (
-        ("tcp_wmem", facts.max_send_buffer_bytes),
-        ("tcp_rmem", facts.max_receive_buffer_bytes),
-    ):
-        if size is not None and size < 2 * bdp_bytes:
-            mbit_per_s = round(WINDOW_SHARE * size / ASSUMED_RTT_S * 8e-6)
-            middle = "16384" if name == "tcp_wmem" else "131072"
-            warnings.append(
-                f"net.ipv4.{name} allows {size} bytes, about {mbit_per_s} Mbit/s per connection at "
-                f'100 ms: sysctl -w net.ipv4.{name}="4096 {middle} {WANTED_BUFFER_BYTES}"'
-            )
-    if facts.can_use_bbr is False:
-        num_sockets = max(num_sockets, SOCKETS_WITHOUT_BBR)
-        load = "" if facts.is_bbr_available else "modprobe tcp_bbr && "
-        warnings.append(
-            f"bbr cannot be chosen, so weights go out by {facts.congestion_control}, which "
-            f"crawls on links that lose packets: {load}sysctl -w "
-            'net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
-        )
-        if facts.slow_start_after_idle:
-            warnings.append(
-                "net.ipv4.tcp_slow_start_after_idle is 1: every version starts slowly again: "
-                "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
-            )
-    return Advice(num_sockets, tuple(warnings))
-
-
-def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
-    """Raise the limit of open files as far as it may be; return what it is now.
-
-    Every link takes descriptors, and the usual soft limit of 1024 is meant for programs that use
-    `select`, which nothing here does.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < target:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
-    return descriptor_limit()
-
-
-def descriptor_limit() -> int:
-    """Return how many files this process may have open."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def tune_malloc() -> bool:

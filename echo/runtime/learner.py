@@ -28,6 +28,7 @@ from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.trainer import StepError, StepResult, Trainer
 from echo.engine.weights import Weights
+from echo.net.transport import Transport
 from echo.planner.publish_pace import PublishPace
 from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.learner_session import LearnerSession
@@ -47,7 +48,6 @@ from echo.runtime.progress import Progress
 from echo.runtime.publication import Publication
 from echo.runtime.reporting import Reporting
 from echo.runtime.threads import Threads
-from echo.runtime.transport import Transport
 from echo.runtime.waiting import Waiting
 from echo.tasks.rewards import RewardError
 from echo.wire.actions import Action

@@ -22,13 +22,15 @@ from echo.engine.weights import (
     tensors_from_image,
     torch_dtype,
 )
+from echo.net.curve import CurveKeys
+from echo.net.transport import Transport
 from echo.planner.publish_pace import PublishPace
 from echo.protocol.manifest import Manifest
 from echo.runtime import wiring
 from echo.runtime.activation import make_activating
 from echo.runtime.adaptation import make_adaptation
 from echo.runtime.checkpoint import Checkpoints
-from echo.runtime.curve import CurveKeys, load_or_create_keys, write_join
+from echo.runtime.curve import load_or_create_keys, write_join
 from echo.runtime.data_plane import Data, load_data
 from echo.runtime.evaluation import Evaluations, Evaluator
 from echo.runtime.identity import load_or_create_identity
@@ -43,7 +45,6 @@ from echo.runtime.progress import Progress
 from echo.runtime.publication import make_images, make_publication
 from echo.runtime.task_setup import make_player, turns_of
 from echo.runtime.threads import Threads
-from echo.runtime.transport import Transport
 from echo.runtime.waiting import Waiting
 from echo.runtime.worker_setup import (
     context_window,

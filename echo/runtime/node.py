@@ -22,9 +22,9 @@ from typing import Any
 from echo.core.errors import EchoError, ProtocolError, TransportError
 from echo.core.timers import OncePerMinute
 from echo.core.units import one_line
+from echo.net.transport import Connected, Disconnected, Received, Transport
 from echo.protocol.session import Session
 from echo.runtime.threads import ThreadPools, Threads
-from echo.runtime.transport import Connected, Disconnected, Received, Transport
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, describe
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-from echo.algo.group_stats import GroupStats
-from echo.algo.length_bias import LengthBias
+from echo.algo.diagnostics import GroupStats, LengthBias
 from echo.core.metrics import CostView, LearningCurve, Snapshot
 from echo.core.rollout import Group
 from echo.core.units import format_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from echo.net.transport import Transport
 from echo.protocol.joining import Configure
 from echo.protocol.node_session import NodeSession
 from echo.protocol.relay_session import RelaySession
@@ -13,7 +14,6 @@ from echo.runtime.arenas import ArenaStore
 from echo.runtime.arenas_parcels import SavedParcel
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
-from echo.runtime.transport import Transport
 from echo.wire.actions import Action
 
 

@@ -7,13 +7,13 @@ import logging
 
 from echo.config.machine import read_machine
 from echo.config.schema import Config
+from echo.net.transport import Transport
 from echo.protocol.relay_session import RelaySession
 from echo.runtime import wiring
 from echo.runtime.arenas_files import open_arenas
 from echo.runtime.join import dial_addresses, node_keys
 from echo.runtime.relay import RelayNode
 from echo.runtime.threads import Threads
-from echo.runtime.transport import Transport
 
 
 async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
-from echo.algo.reference import ReferenceKlLoss
+from echo.algo.losses import ReferenceKlLoss
 from echo.config.schema import Config
 from echo.engine.custom_loss import load_loss
 from echo.engine.device import pick_device, pick_dtype, set_num_threads

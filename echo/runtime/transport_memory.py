@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from echo.core.errors import TransportError
-from echo.runtime.transport import (
+from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
     Disconnected,

@@ -11,14 +11,14 @@ from echo import __version__
 from echo.config.schema import Config, NetworkSection
 from echo.core.bounds import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 from echo.core.price import Price
+from echo.net.curve import CurveKeys
+from echo.net.transport import TransportOptions, is_loopback, parse_key, with_key
+from echo.net.zmq import ZmqTransport, advise, descriptor_limit
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.joining import NodeSettings
 from echo.protocol.transfer import Arenas
-from echo.runtime.curve import CurveKeys
 from echo.runtime.join import dial_addresses, signing_fingerprint
-from echo.runtime.kernel import advise, descriptor_limit, read_facts
-from echo.runtime.transport import TransportOptions, is_loopback, parse_key, with_key
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.runtime.kernel import read_facts
 
 _log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from blake3 import blake3
 from echo.core.errors import EngineError, LocalProtocolError
 from echo.core.metrics import WorkerView
 from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.net.transport import Transport
 from echo.protocol.joining import Configure
 from echo.protocol.partials import Draft
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
@@ -30,7 +31,6 @@ from echo.runtime.episode_loop import EpisodeLoop
 from echo.runtime.relay import DialingNode
 from echo.runtime.sampling import RolloutLoop
 from echo.runtime.threads import MAX_BLOCKING, Threads
-from echo.runtime.transport import Transport
 from echo.runtime.worker_parts import WorkerParts, install
 from echo.tasks.rewards import TICK_S, RewardError
 from echo.tasks.task import Example

@@ -27,6 +27,7 @@ from echo.engine.skeleton import import_architecture
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.vllm_arguments import Process
 from echo.engine.weights import load_directory, publish_image, resolve_model
+from echo.net.transport import Transport
 from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime import wiring
@@ -38,7 +39,6 @@ from echo.runtime.retirement import RentedWorker, terms_of
 from echo.runtime.sampling import PartialRules
 from echo.runtime.task_setup import Judge, check_inherited_code, make_judge, make_player
 from echo.runtime.threads import Threads
-from echo.runtime.transport import Transport
 from echo.runtime.worker import WorkerNode
 from echo.runtime.worker_parts import WorkerParts
 from echo.tasks import tokenization

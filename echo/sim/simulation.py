@@ -12,7 +12,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.price import Price
-from echo.planner.fleet import Offer
+from echo.fleet.market import Offer
 from echo.planner.publish_pace import PublishPace
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox

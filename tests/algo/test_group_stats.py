@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from echo.algo.group_stats import GroupStats
+from echo.algo.diagnostics import GroupStats
 from echo.core.rollout import Group, Rollout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from echo.algo.length_bias import MIN_GROUPS, LengthBias
+from echo.algo.diagnostics import MIN_GROUPS, LengthBias
 from echo.core.rollout import Group, Rollout
 
 

@@ -17,7 +17,7 @@ from echo.cli.parsers import node_parser
 from echo.cli.plan import main, to_json
 from echo.cli.plan_text import _signed
 from echo.config.load import load_config, parse_config
-from echo.planner.overlap import Resource
+from echo.fleet.overlap import Resource
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet-example.toml"
 

@@ -14,7 +14,7 @@ from echo.config.load import parse_config
 from echo.config.memory import Budget, Machine, memory_budget
 from echo.config.schema import Config
 from echo.config.section import Role
-from echo.kernels.linear_logprob import linear_logprob
+from echo.kernels.logprob import linear_logprob
 from echo.protocol.delivery import MAX_UNACKED_GROUPS
 
 GIB = 2**30

@@ -23,8 +23,8 @@ from functools import wraps
 from typing import Any
 
 from echo.engine.trainer import Trainer
+from echo.net.zmq import ZmqTransport
 from echo.runtime.ledger import Ledger
-from echo.runtime.transport_zmq import ZmqTransport
 from echo.wire.codec import decode_envelope, decode_message
 from echo.wire.messages import Announce
 

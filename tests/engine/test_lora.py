@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echo.algo.ppo_losses import GrpoLoss
+from echo.algo.losses import GrpoLoss
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.engine.lora import (
     ADAPTER_FILE,

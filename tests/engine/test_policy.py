@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from echo.algo.batching import MicroBatch, Sample, collate
+from echo.algo.batching import MicroBatch, TrainingRow, collate
 from echo.core.errors import DataError, EngineError
 from echo.core.rollout import Rollout
 from echo.engine.policy import Policy, frozen_policy
@@ -36,7 +36,7 @@ def make_batch() -> MicroBatch:
             finish_reason="stop",
         )
         prompt_ids = np.array(prompt, dtype=np.int32)
-        samples.append(Sample(prompt_ids=prompt_ids, rollout=rollout, advantage=1.0))
+        samples.append(TrainingRow(prompt_ids=prompt_ids, rollout=rollout, advantage=1.0))
     return collate(samples)
 
 

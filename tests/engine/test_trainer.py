@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
-from echo.algo.ppo_losses import GrpoLoss
+from echo.algo.losses import GrpoLoss
 from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, Rollout
 from echo.engine.trainer import StepError, Trainer

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.planner.activation import Links
-from echo.planner.review import Question
+from echo.fleet.activation import Links, Question
 from tests.planner.test_activation import JOB, instant, worker
 
 WORKERS = tuple(worker(f"w{n}", 4.0, 1.0 + n / 10) for n in range(6))

@@ -31,12 +31,12 @@ from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
 from echo.engine.trainer import StepError, StepResult
+from echo.net.transport import PeerId, TransportOptions
 from echo.runtime import learner_setup, learner_state, relay_setup, worker_setup
 from echo.runtime.ledger import Ledger
 from echo.runtime.node import Node
 from echo.runtime.prompts import PromptSource
 from echo.runtime.sampling import PartialRules
-from echo.runtime.transport import PeerId, TransportOptions
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker_parts import WorkerParts
 from echo.sim.clock import InlineThreads, VirtualLoop

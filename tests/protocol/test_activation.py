@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from echo.core.price import Price
-from echo.planner.review import Decision
+from echo.fleet.activation import ActivationDecision
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run
 
@@ -35,7 +35,7 @@ class Play:
         self.activation = Activation(
             ActivationSettings(**SETTINGS | settings), now=self.run.world.now
         )
-        self.decisions: list[tuple[float, Decision]] = []
+        self.decisions: list[tuple[float, ActivationDecision]] = []
         self.waited_s = 0.0
         self.step_s = 5.0
         self._stepped_at = 0.0

@@ -22,6 +22,15 @@ from bench.publishing import ForcedPlanning, publishing_session
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.rollout import PolicyVersion
+from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
+from echo.net.transport import (
+    PeerId,
+    Received,
+    Transport,
+    TransportEvent,
+    TransportOptions,
+    TransportStats,
+)
 from echo.protocol import lanes
 from echo.protocol.broadcast import Broadcast
 from echo.protocol.learner_session import LearnerSession
@@ -30,21 +39,13 @@ from echo.protocol.relay_session import RelaySession
 from echo.protocol.trust import fingerprint
 from echo.runtime import wiring
 from echo.runtime.arenas import ArenaStore
-from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
+from echo.runtime.curve import Join
 from echo.runtime.identity import Identity
 from echo.runtime.join import node_keys
 from echo.runtime.node import Node
 from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.publication import Publication
 from echo.runtime.relay import RelayNode
-from echo.runtime.transport import (
-    PeerId,
-    Received,
-    Transport,
-    TransportEvent,
-    TransportOptions,
-    TransportStats,
-)
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.network import Link, Network
 from echo.wire.actions import Action

@@ -14,13 +14,13 @@ from typing import Any
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.metrics import Snapshot
+from echo.net.transport import TransportOptions
 from echo.runtime.data_plane import load_data
 from echo.runtime.learner import LearnerNode
 from echo.runtime.learner_setup import assemble_learner
 from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode
 from echo.runtime.relay_setup import assemble_relay
-from echo.runtime.transport import TransportOptions
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker import WorkerNode
 from echo.runtime.worker_setup import assemble_worker

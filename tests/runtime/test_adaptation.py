@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from echo.algo.staleness_control import ControlSettings
+from echo.algo.corrections import ControlSettings
 from echo.config.load import parse_config
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Lineage

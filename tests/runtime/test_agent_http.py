@@ -29,7 +29,7 @@ from openai import (
     NotFoundError,
 )
 
-from echo.algo.ppo_losses import GrpoLoss
+from echo.algo.losses import GrpoLoss
 from echo.cli.output import exit_code
 from echo.core.errors import ConfigError, TransportError
 from echo.core.rollout import Group

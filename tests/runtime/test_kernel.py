@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.runtime.kernel import KernelFacts, advise, read_facts
+from echo.net.zmq import KernelFacts, advise
+from echo.runtime.kernel import read_facts
 
 MIB = 1 << 20
 REPOSITORY = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def test_this_kernel_can_be_read() -> None:
 def test_a_process_keeps_what_it_has_freed_once_told() -> None:
     script = """
 import resource
-from echo.runtime.kernel import tune_malloc
+from echo.net.zmq import tune_malloc
 import sys, ctypes
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

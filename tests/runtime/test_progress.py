@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from echo.algo.group_stats import GroupStats
+from echo.algo.diagnostics import GroupStats
 from echo.core.metrics import LearningCurve
 from echo.core.rollout import Group
 from echo.runtime.progress import IDLE_WINDOW_STEPS, RATE_WINDOW_S, Progress, describe_wait

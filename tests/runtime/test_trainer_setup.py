@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from echo.algo.reference import ReferenceKlLoss
+from echo.algo.losses import ReferenceKlLoss
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import DataError

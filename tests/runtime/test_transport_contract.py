@@ -11,8 +11,8 @@ import pytest
 import uvloop
 
 from echo.core.errors import TransportError
-from echo.runtime.curve import CurveKeys, Join
-from echo.runtime.transport import (
+from echo.net.curve import CurveKeys
+from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
     Disconnected,
@@ -22,8 +22,9 @@ from echo.runtime.transport import (
     TransportOptions,
     parse_address,
 )
+from echo.net.zmq import ZmqTransport
+from echo.runtime.curve import Join
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo.runtime.transport_zmq import ZmqTransport
 
 LISTEN = "tcp://127.0.0.1:0"
 OPTIONS = TransportOptions(

@@ -16,8 +16,8 @@ import pytest
 import uvloop
 
 from echo.core.errors import TransportError
-from echo.runtime.curve import CurveKeys, KeyPair
-from echo.runtime.transport import (
+from echo.net.curve import CurveKeys, KeyPair
+from echo.net.transport import (
     Connected,
     Disconnected,
     Received,
@@ -27,7 +27,7 @@ from echo.runtime.transport import (
     with_key,
     without_key,
 )
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.net.zmq import ZmqTransport
 
 OPTIONS = TransportOptions(
     # Nobody is found dead because of a busy machine: no heartbeat is missed while a test may run.

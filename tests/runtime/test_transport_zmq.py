@@ -20,9 +20,9 @@ import pytest
 import uvloop
 
 from echo.core.errors import TransportError
-from echo.runtime import links
-from echo.runtime.transport import Connected, Disconnected, Received, TransportOptions
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.net import zmq
+from echo.net.transport import Connected, Disconnected, Received, TransportOptions
+from echo.net.zmq import ZmqTransport
 
 OPTIONS = TransportOptions(
     max_message_bytes=1 << 20,
@@ -96,8 +96,8 @@ def child_process(transport: ZmqTransport, then: str) -> subprocess.Popen[bytes]
     """Start a process that dials, says hello, and then does something."""
     script = f"""
         import asyncio, time
-        from echo.runtime.transport import TransportOptions
-        from echo.runtime.transport_zmq import ZmqTransport
+        from echo.net.transport import TransportOptions
+        from echo.net.zmq import ZmqTransport
         async def main():
             transport = ZmqTransport(None, TransportOptions(max_unread_messages=8))
             await transport.start()
@@ -370,7 +370,7 @@ def test_why_nobody_is_reached_is_told_apart(run: Run, monkeypatch: pytest.Monke
                     (OSError(113, "No route to host"), "cannot be reached: No route to host"),
                 ):
                     with monkeypatch.context() as patch:
-                        patch.setattr(links, "look_at", raising(error))
+                        patch.setattr(zmq, "look_at", raising(error))
                         assert text in (await first_failure(dialler, closed))[0]
             server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
             tunnel = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -8,8 +8,8 @@ import pytest
 from echo.config.load import parse_config
 from echo.core.bounds import MAX_MESSAGE_BYTES
 from echo.core.errors import TransportError
+from echo.net.zmq import KernelFacts
 from echo.runtime import wiring
-from echo.runtime.kernel import KernelFacts
 
 KEY = "k" * 42 + "A"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.planner.fleet import Region
-from echo.planner.overlap import predict
+from echo.fleet.market import Region
+from echo.fleet.overlap import predict
 from echo.sim.records import History
 from echo.sim.scenario import ActivationRule, Fault, PriceChange
 from echo.sim.simulation import Simulation

@@ -1,13 +1,13 @@
 """Which of the workers that are there should generate: the cheapest set that satisfies the rule.
 
 A fleet file offers so many nodes of a kind; a run has workers, each with its own measured rate.
-Workers that are alike are put together as one offer, so that `echo.planner.selection` answers for
+Workers that are alike are put together as one offer, so that `echo.fleet.selection` answers for
 them, too: exactly where HiGHS is done in a second, greedily beyond. With more than MAX_OFFERS kinds
 those are put together that differ by less than a share that grows until few enough are left; the
 slowest and the dearest then stand for their kind, so what is chosen is sufficient in any case.
 
 The time of a broadcast is the caller's own forecast for exactly these workers. The model of
-`echo.planner.fleet` serves for the search; where it was too optimistic about the set that was
+`echo.fleet.market` serves for the search; where it was too optimistic about the set that was
 found, what is missing is added, and the search is made again.
 
 If no set satisfies rule and budget, the choice is the cheapest for the least longer step that one
@@ -20,11 +20,11 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from echo.planner.fleet import Counts, Fleet, Offer, Region
-from echo.planner.job import Job
-from echo.planner.overlap import is_enough, predict, required_rate
-from echo.planner.remedies import slowed
-from echo.planner.selection import select
+from echo.fleet.job import Job
+from echo.fleet.market import Counts, Offer, Region, RentedFleet
+from echo.fleet.overlap import is_enough, predict, required_rate
+from echo.fleet.provisioning import slowed
+from echo.fleet.selection import select
 
 MAX_OFFERS = 32
 """Kinds of workers up to which HiGHS mostly answers within its second."""
@@ -37,7 +37,7 @@ UNLIMITED = 1e15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
+class PricedWorker:
     """One worker, as far as it is known."""
 
     name: str
@@ -100,7 +100,7 @@ class Choice:
 class Roll:
     """Workers by kind, and how sets of them are judged."""
 
-    def __init__(self, workers: Sequence[Worker], links: Links) -> None:
+    def __init__(self, workers: Sequence[PricedWorker], links: Links) -> None:
         """Take the workers there are; their names differ."""
         self.workers = tuple(workers)
         self.links = links
@@ -108,7 +108,9 @@ class Roll:
         self._alone_s = [links.broadcast_s([kind[0].name]) for kind in self.kinds]
         """Seconds of a broadcast to one worker of each kind: what any set with it needs."""
 
-    def fleet(self, job: Job, *, overhead_s: float = 0.0, is_uplink_shared: bool = True) -> Fleet:
+    def fleet(
+        self, job: Job, *, overhead_s: float = 0.0, is_uplink_shared: bool = True
+    ) -> RentedFleet:
         """Return the workers as offers.
 
         Args:
@@ -133,7 +135,7 @@ class Roll:
             offer = _offer(kind[0].name, kind)
             rate = job.version_bytes / alone_s if alone_s > 0 else UNLIMITED
             offers.append(replace(offer, down_bytes_per_s=min(offer.down_bytes_per_s, rate)))
-        return Fleet(
+        return RentedFleet(
             offers=tuple(offers),
             regions=regions,
             uplink_bytes_per_s=links.uplink_bytes_per_s if is_uplink_shared else UNLIMITED,
@@ -193,11 +195,11 @@ class Roll:
         return sorted(names, key=lambda name: (-value[name], name))
 
 
-def gather(workers: Sequence[Worker]) -> list[list[Worker]]:
+def gather(workers: Sequence[PricedWorker]) -> list[list[PricedWorker]]:
     """Return the workers by kind, with at most MAX_OFFERS kinds if what they cost allows it."""
-    kinds: list[list[Worker]] = []
+    kinds: list[list[PricedWorker]] = []
     for width in _WIDTHS:
-        found: dict[object, list[Worker]] = {}
+        found: dict[object, list[PricedWorker]] = {}
         for worker in workers:
             found.setdefault(_kind(worker, width), []).append(worker)
         kinds = list(found.values())
@@ -206,7 +208,7 @@ def gather(workers: Sequence[Worker]) -> list[list[Worker]]:
     return kinds
 
 
-def _kind(worker: Worker, width: float) -> object:
+def _kind(worker: PricedWorker, width: float) -> object:
     """Return what workers have in common that are alike up to a share of `width`."""
 
     def about(value: float) -> float:
@@ -227,7 +229,7 @@ def _kind(worker: Worker, width: float) -> object:
     return worker.region, worker.can_listen, *map(about, amounts)
 
 
-def _offer(name: str, kind: Sequence[Worker]) -> Offer:
+def _offer(name: str, kind: Sequence[PricedWorker]) -> Offer:
     """Return a kind as an offer: the worst of everything that its workers have."""
     first = kind[0]
     longest = max(worker.concurrency / max(worker.tokens_per_s, 1e-9) for worker in kind)
@@ -249,7 +251,7 @@ def _offer(name: str, kind: Sequence[Worker]) -> Offer:
 
 
 def choose(
-    workers: Sequence[Worker], job: Job, links: Links, *, preferred: Collection[str] = ()
+    workers: Sequence[PricedWorker], job: Job, links: Links, *, preferred: Collection[str] = ()
 ) -> Choice:
     """Return the cheapest set of workers that satisfies the rule within the budget.
 
@@ -303,3 +305,167 @@ def _degrade(roll: Roll, job: Job, preferred: Collection[str]) -> Choice:
         names -= {name}
         outlook, is_exact = roll.outlook(job, names), False
     return Choice(active=names, outlook=outlook, is_exact=is_exact, slowdown=slowdown)
+
+
+# --- from planner/review.py: Whether the workers that are active are the right ones, and which
+# step to take if not.
+#
+# What is active is compared with the cheapest set that satisfies the rule with its margin
+# (`echo.fleet.activation`). Two things keep it calm:
+#
+# * *hysteresis*: what is active counts as enough with half the margin, and where the learner has
+# not
+#   waited lately whatever the estimates say; a cheaper set must save `min_saving`, and one with
+#   other workers that much against the best that those which are active can do by themselves:
+#   estimates differ from one question to the next, equal workers by chance;
+# * *small steps*: a quarter of the workers at most is dropped at a time, the worst first: that
+# which
+#   costs most for each rollout it adds. And only while those that hold weights are enough without
+#   it,
+#   so that one that is activated in another's place has caught up before the other is dropped.
+#
+# A budget goes before all that. Where nothing satisfies rule and budget, the answer is the
+# cheapest
+# set for the least longer step.
+
+
+IDLE_TOLERANCE = 0.02
+"""Share of the time that a learner may wait and still count as busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReviewAnswer:
+    """What to do about a question."""
+
+    active: frozenset[str]
+    """Who should generate from now on."""
+    before: Outlook
+    after: Outlook
+    choice: Choice
+    cause: str
+    """Why anything changes; empty if nothing does."""
+    is_pending: bool
+    """Whether there is more to be changed that has to wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """All that an answer depends on, at one instant; it can be answered in another thread."""
+
+    workers: tuple[PricedWorker, ...]
+    job: Job
+    links: Links
+    active: frozenset[str]
+    settled: frozenset[str]
+    """Active workers whose dwell is over."""
+    ready: frozenset[str]
+    """Workers that hold weights which leases are granted for."""
+    idle_share: float
+    """Measured, lately."""
+    min_saving: float
+
+    def solve(self) -> ReviewAnswer:
+        """Return what to do; takes seconds for many kinds of workers."""
+        roll = Roll(self.workers, self.links)
+        calm = replace(self.job, margin=self.job.margin / 2)
+        before = roll.outlook(calm, self.active)
+        choice = self._choose()
+        is_enough = before.is_sufficient or self.idle_share <= IDLE_TOLERANCE
+        saving = before.cost_per_h - choice.outlook.cost_per_h
+        pays = saving > 0 and saving >= self.min_saving * before.cost_per_h
+        cause, wanted = "", self.active
+        if before.cost_per_h > self.job.budget_per_h * (1 + 1e-9):
+            cause, wanted = "the budget per hour is passed", choice.active
+        elif not is_enough:
+            cause = "the active workers are not enough"
+            spared = self.settled if choice.slowdown > 1 and pays else frozenset()
+            wanted = self._within_budget(roll, (self.active - spared) | choice.active, choice)
+        elif pays:
+            cause = "fewer or cheaper workers are enough"
+            wanted = self._shrunk(roll, calm, choice)
+            if wanted > self.active:
+                cause = "cheaper workers are there, and begin before others are put on standby"
+        if wanted == self.active:
+            cause = ""
+        return ReviewAnswer(
+            active=wanted,
+            before=before,
+            after=roll.outlook(calm, wanted),
+            choice=choice,
+            cause=cause,
+            is_pending=(bool(cause) or pays) and wanted != choice.active,
+        )
+
+    def _choose(self) -> Choice:
+        """Return the best set, or that of the active workers alone if it is hardly worse."""
+        choice = choose(self.workers, self.job, self.links, preferred=self.active)
+        if choice.active <= self.active or self.active <= choice.active:
+            return choice
+        members = [worker for worker in self.workers if worker.name in self.active]
+        own = choose(members, self.job, self.links)
+        if own.slowdown > 1 >= choice.slowdown:
+            return choice
+        less = 1 - self.min_saving
+        is_faster = choice.slowdown < less * own.slowdown
+        is_cheaper = choice.outlook.cost_per_h < less * own.outlook.cost_per_h
+        return choice if is_faster or (is_cheaper and choice.slowdown <= own.slowdown) else own
+
+    def _within_budget(self, roll: Roll, names: frozenset[str], choice: Choice) -> frozenset[str]:
+        """Return a set, or what was chosen instead if the set costs too much."""
+        cost_per_h = roll.outlook(self.job, names).cost_per_h
+        return names if cost_per_h <= self.job.budget_per_h else choice.active
+
+    def _shrunk(self, roll: Roll, job: Job, choice: Choice) -> frozenset[str]:
+        """Return the active workers without the worst of those that are not chosen.
+
+        Where none can be dropped before others have taken its place, these are activated first.
+        """
+        names, num_left = self.active, max(1, len(self.active) // 4)
+        dropped = [n for n in self.active - choice.active if n in self.settled]
+        for name in roll.worst_first(job, dropped):
+            without = names - {name}
+            if num_left and roll.outlook(job, without & self.ready).is_sufficient:
+                names, num_left = without, num_left - 1
+        if names == self.active and dropped:
+            return self._within_budget(roll, self.active | choice.active, choice)
+        return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationDecision:
+    """A change that was made, with the numbers behind it."""
+
+    step: int
+    cause: str
+    activated: tuple[str, ...]
+    parked: tuple[str, ...]
+    num_active: int
+    num_standby: int
+    before: Outlook
+    after: Outlook
+    train_s: float
+    idle_share: float
+    """Measured before the change."""
+    slowdown: float
+    """Above 1: no set satisfies rule and budget, and steps take so much longer."""
+    is_exact: bool
+
+    def __str__(self) -> str:
+        """Say what was decided, in one line."""
+        parts = [f"{self.num_active} of {self.num_active + self.num_standby} workers active"]
+        for verb, names in (("activated", self.activated), ("put on standby", self.parked)):
+            if names:
+                shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+                parts.append(f"{verb} {shown}")
+        after = self.after
+        parts.append(
+            f"{after.rate:.3g} rollouts/s for the {after.required:.3g} that are needed, broadcast "
+            f"{after.broadcast_s:.3g} s"
+        )
+        parts.append(f"${after.cost_per_h:.2f}/h in place of ${self.before.cost_per_h:.2f}/h")
+        if self.slowdown > 1:
+            parts.append(
+                f"nothing better is there within the budget: the learner waits "
+                f"{after.idle_share:.0%} of the time"
+            )
+        return f"{self.cause}: {'; '.join(parts)}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from echo.core.units import GIGABYTE
-from echo.planner.job import Job
+from echo.fleet.job import Job
 
 Counts = Sequence[int]
 """Active nodes of each offer, in the order of the fleet's offers."""
@@ -76,7 +76,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class RentedFleet:
     """Everything on offer, and the learner's side of the links."""
 
     offers: tuple[Offer, ...]

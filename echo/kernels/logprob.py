@@ -18,6 +18,7 @@ Shapes: N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,9 +26,126 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from echo.kernels.backend import load_kernels
-from echo.kernels.contract import BackendName, Kernels, LiveRows, PolicyRows, RatioClip
-from echo.kernels.policy_coefficient import check_policy_rows
+from echo.kernels import torch_kernels
+from echo.kernels.contract import (
+    BackendName,
+    Kernels,
+    LiveRows,
+    PolicyRows,
+    RatioClip,
+    is_describable,
+)
+
+# --- from kernels/backend.py: Which backend computes an operation.
+#
+# Triton is never imported before it is needed, and not needed without a GPU: PyTorch for CPUs does
+# not bring it, PyTorch for CUDA does.
+
+
+def load_kernels(backend: BackendName, values: Tensor, weight: Tensor | None = None) -> Kernels:
+    """Return the backend that computes with `values`, and with the LM head if there is one.
+
+    "auto" is Triton on an NVIDIA GPU, products with the head only in bfloat16; PyTorch elsewhere.
+    No tensor core multiplies float32 exactly, so cuBLAS is best there; gradients of logits in
+    float16 would need their loss scaled up.
+
+    Args:
+        backend: by name.
+        values: [N, D] hidden states with `weight` [V, D], or [N] numbers without.
+        weight: the LM head.
+
+    Raises:
+        ValueError: if the name is unknown, or Triton is demanded and cannot compute this input.
+    """
+    if backend not in ("auto", "triton", "torch"):
+        raise ValueError(f"backend = {backend!r}: use 'auto', 'triton' or 'torch'")
+    is_faster = values.is_cuda and (weight is None or values.dtype == torch.bfloat16)
+    if backend == "torch" or (backend == "auto" and not is_faster):
+        return torch_kernels
+    obstacle = _obstacle_of_device(values.device)
+    if obstacle is None and weight is not None:
+        obstacle = _obstacle_of_head(values, weight)
+    if obstacle is None:
+        from echo.kernels import triton_kernels
+
+        return triton_kernels
+    if backend == "auto":
+        return torch_kernels
+    raise ValueError(f"backend = 'triton': {obstacle}; 'torch' computes everywhere")
+
+
+def _obstacle_of_device(device: torch.device) -> str | None:
+    """Return why Triton cannot compute on this device, None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cuda" and torch.version.cuda:
+        major, minor = torch.cuda.get_device_capability(device)
+        return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, below 8.0"
+    if device.type != "cpu":
+        return f"there is no kernel for device {device}"
+    from echo.kernels import triton_kernels
+
+    if triton_kernels.IS_INTERPRETED:
+        return None
+    return "the tensors are on the CPU, and TRITON_INTERPRET=1 was not set at the start"
+
+
+def _obstacle_of_head(hidden: Tensor, weight: Tensor) -> str | None:
+    """Return why Triton cannot multiply these two, None if it can."""
+    if hidden.dtype != weight.dtype:
+        return f"hidden is {hidden.dtype}, but weight is {weight.dtype}"
+    if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"there is no kernel for {hidden.dtype}"
+    if is_describable(weight):
+        return None
+    return (
+        f"weight {list(weight.shape)} has strides {list(weight.stride())}; its rows must be "
+        "contiguous and begin at multiples of 16 bytes"
+    )
+
+
+# --- from kernels/policy_coefficient.py: The policy loss of single tokens with its derivative:
+# GRPO's ratio, clip-higher and dual clip.
+#
+# With r = exp(learner logprob - sampler logprob), where the log ratio is bounded by
+# RatioClip.MAX_LOG_RATIO, and advantage A of the token's rollout:
+#
+#     l = -min(r A, clip(r, 1 - low, 1 + high) A);   for A < 0 with dual clip c also  l <= -c A.
+#
+#     coefficient = dl / d logprob = -r A, or 0 where a clip is active: where A < 0 and r < 1 -
+#     low,
+#     A > 0 and r > 1 + high, A < 0 and r > c, or |log r| > MAX_LOG_RATIO. On a bound itself, as in
+#     PyTorch's clamp, the gradient flows.
+#
+# Contract: this is the loss of echo.algo.losses.GrpoLoss before its mask and its normaliser. The
+# caller leaves masked tokens out and weighs the sum with 1 / (tokens of the whole batch). A NaN
+# comes
+# out as a NaN, never as a clipped token.
+#
+# The derivative needs nothing but the token's own log-probability, so a kernel that has just
+# computed
+# this can give both at once (linear_policy_loss). Losses on whole rollouts or groups (GSPO, GEPO)
+# need their sums first and stay with autograd.
+#
+# Source: GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729.
+
+
+def check_policy_rows(
+    sampler_logprobs: Tensor, advantages: Tensor, clip: RatioClip, *, like: Tensor
+) -> PolicyRows:
+    """Return the rows in the dtype of `like` [N], as constants.
+
+    Raises:
+        ValueError: if a shape differs from that of `like`.
+    """
+    for name, values in (("sampler_logprobs", sampler_logprobs), ("advantages", advantages)):
+        if values.shape != like.shape:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, expected {list(like.shape)}: one per token"
+            )
+    sampler_logprobs = sampler_logprobs.detach().to(like.dtype).contiguous()
+    return PolicyRows(sampler_logprobs, advantages.detach().to(like.dtype).contiguous(), clip)
+
 
 IGNORE_INDEX = -100
 """Id of a row that is not scored, as in PyTorch: its outputs and gradients are 0."""
@@ -102,7 +220,7 @@ def linear_policy_loss(
 ) -> TokenLosses:
     """Return each token's clipped policy loss along with what `linear_logprob` returns.
 
-    The same numbers as the loss of policy_coefficient.py on top of `linear_logprob`, with ratio,
+    The same numbers as the loss of kernels/logprob.py on top of `linear_logprob`, with ratio,
     clip and coefficient computed where the log-probability is. The loss of a batch is the sum of
     `losses` over its trained tokens (others carry IGNORE_INDEX) divided by their number.
 

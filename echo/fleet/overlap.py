@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import NormalDist
 
-from echo.planner.job import Job
+from echo.fleet.job import Job
 
 _CYCLES = 40
 """Publications that a prediction follows; the first half is run-in and does not count."""
@@ -296,3 +296,31 @@ def staleness_range(
     floor = idle(limit)
     saturated = next((bound for bound in range(least, limit) if idle(bound) <= floor + 1e-3), limit)
     return least, saturated
+
+
+def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) -> int:
+    """Return the smallest period in which training hides the broadcast of one version.
+
+    The smallest kappa with kappa * t_train_s > t_bcast_s, at most S + 1: with a longer period the
+    newest published version would be too old to sample for the step before the next publication,
+    and learner and workers would wait for each other.
+
+    Args:
+        t_train_s: seconds per optimizer step, above 0.
+        t_bcast_s: seconds until the slowest active worker holds a published version, from 0 up.
+        max_staleness: S, from 0 up.
+
+    Returns:
+        Optimizer steps between publications, from 1 to S + 1.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+    """
+    if not (t_train_s > 0 and t_bcast_s >= 0 and max_staleness >= 0):
+        raise ValueError(
+            f"auto_publish_period({t_train_s=}, {t_bcast_s=}, {max_staleness=}): t_train_s must be "
+            "above 0, the others at least 0"
+        )
+    longest = max_staleness + 1
+    ratio = t_bcast_s / t_train_s
+    return longest if ratio >= longest else min(longest, math.floor(ratio) + 1)
