@@ -18,7 +18,7 @@ from broadcast_lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_
 from broadcast_paths import Loopback, Wan, show_work, work_of
 from broadcast_results import deliver, rows_of, show
 
-from echo.config.machine import read_machine
+from echo.config.memory import read_machine
 
 MIB = 1 << 20
 PAYLOAD_SHARE = 1448 / 1500

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from echo.config.leaves import find_leaf, sections
 from echo.config.reference import reference
+from echo.config.schema import find_leaf, sections
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

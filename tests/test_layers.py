@@ -74,7 +74,6 @@ IMPURE = {
 # Who blocks the caller or takes threads in runtime/ beside its port, and why the loop never waits.
 BLOCKING: dict[str, str] = {
     "threads.py": "the port itself",
-    "transport_zmq.py": "ends libzmq's context: sockets are never part of a simulation",
     "arenas_thread.py": "writes what nobody waits for, in order",
     "arenas_scan.py": "hashes on all cores within one blocking call",
     "parcels.py": "codes on all cores within one blocking call",

@@ -174,24 +174,19 @@ class MaskedLoss:
         return LossOutput(loss=output.loss, token_counts=output.token_counts | counts)
 
 
-# --- from algo/staleness_control.py: How stale rollouts may be, following what the last steps
-# could still learn from them.
+# --- How stale rollouts may be, following what the last steps could still learn from them ---
 #
 # Each step reports three signals of how far sampler and learner are apart. They are smoothed; a
-# bound
-# that is too high shows in any of them, room for a higher one only in all:
+# bound that is too high shows in any of them, room for a higher one only in all:
 #
-#     too high        ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high
-#     room for more   ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high /
-#     2,
-#                     and the rollouts were as old as the bound lets them be
+#     too high ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high room for more ess
+#     > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2, and the rollouts
+#     were as old as the bound lets them be
 #
 # Too high lowers the bound by 1, by half of it where a signal is past twice its limit; room for
-# more,
-# `patience` steps in a row, raises it by 1. After each decision there are `patience` steps without
-# one, for it acts on rollouts that are granted later. The bound stays between two limits, and
-# never
-# passes the hard one, which the buffer keeps whatever is decided here.
+# more, `patience` steps in a row, raises it by 1. After each decision there are `patience` steps
+# without one, for it acts on rollouts that are granted later. The bound stays between two limits,
+# and never passes the hard one, which the buffer keeps whatever is decided here.
 #
 # Source: additive increase, and a decrease that may be multiplicative, as in TCP's congestion
 # control; the signals are those that the field logs.

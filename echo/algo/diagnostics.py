@@ -91,8 +91,7 @@ def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
     return float(np.abs(below_a - below_b).max())
 
 
-# --- from algo/group_stats.py: What can be said of groups without a model: rewards, lengths, and
-# which of them teach anything.
+# What can be said of groups without a model: rewards, lengths, and which of them teach anything
 #
 # Sums, not groups, are kept, so that the groups which did not count towards a step can be told
 # together with those which did: a mean reward over useful groups only would never reach 1.
@@ -163,8 +162,7 @@ class GroupStats:
         }
 
 
-# --- from algo/mismatch.py: How far the policy that sampled is from the policy being trained, in
-# four numbers.
+# --- How far the policy that sampled is from the policy being trained, in four numbers ---
 
 
 def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:

@@ -1,7 +1,9 @@
 """Every policy loss by the name that the field gives it.
 
-The losses stand by family: a ratio per token, per rollout, per group. What they see and return is in
-loss.py, masks that any of them can wear in corrections.py.
+The losses stand by family: a ratio per token, per rollout, per group. What they see and return
+is in loss.py, masks that any of them can wear in corrections.py.
+
+Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a batch.
 """
 
 from __future__ import annotations
@@ -32,12 +34,10 @@ from echo.algo.loss import (
 from echo.core.errors import ConfigError
 from echo.kernels.contract import RatioClip
 
-# --- from algo/kl.py: Estimates of a divergence between two policies from the tokens that were
-# sampled.
+# --- Estimates of a divergence between two policies from the tokens that were sampled ---
 #
 # Each takes the log-probabilities of the same tokens under two policies and returns one estimate
-# per
-# token. With tokens sampled from `logprobs`' policy p and r = other / p, all estimate KL(p ||
+# per token. With tokens sampled from `logprobs`' policy p and r = other / p, all estimate KL(p ||
 # other):
 #
 #     k1 = -log r             unbiased, can be negative, noisy
@@ -45,15 +45,13 @@ from echo.kernels.contract import RatioClip
 #     k3 = r - 1 - log r      unbiased, never negative; heavy-tailed where r is large
 #
 # As penalties differentiated through `logprobs` they differ: the gradient of k1 has expectation 0
-# and
-# pulls nowhere, that of k2 is the gradient of KL(p || other), that of k3 the gradient of the other
-# direction, KL(other || p).
+# and pulls nowhere, that of k2 is the gradient of KL(p || other), that of k3 the gradient of the
+# other direction, KL(other || p).
 #
-# Source: J. Schulman, "Approximating KL Divergence" (2020).
-# Differs from the source: log r is limited in k3, so that one token cannot make a sum infinite.
-# Limits: tokens must come from `logprobs`' own policy. Where they are several versions old,
-# multiply
-# by the importance ratio, or read the result as a distance on the tokens at hand.
+# Source: J. Schulman, "Approximating KL Divergence" (2020). Differs from the source: log r is
+# limited in k3, so that one token cannot make a sum infinite. Limits: tokens must come from
+# `logprobs`' own policy. Where they are several versions old, multiply by the importance ratio, or
+# read the result as a distance on the tokens at hand.
 
 
 MIN_LOG_RATIO = -20.0
@@ -78,10 +76,7 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio
 
 
-# --- from algo/ppo_losses.py: The clipped surrogate of PPO on token ratios, and the losses that
-# are made of it.
-#
-# Shapes: B rollouts of this micro-batch, T completion tokens (padded).
+# --- The clipped surrogate of PPO on token ratios, and the losses that are made of it ---
 
 
 def clipped_surrogate(
@@ -405,9 +400,7 @@ class DecoupledPpoLoss:
         )
 
 
-# --- from algo/gspo.py: Group sequence policy optimisation: one ratio per rollout.
-#
-# Shapes: B rollouts of this micro-batch, T completion tokens (padded).
+# --- Group sequence policy optimisation: one ratio per rollout ---
 
 
 def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
@@ -457,25 +450,18 @@ class GspoLoss:
         )
 
 
-# --- from algo/gepo.py: Group expectation policy optimisation: the sampler's probability replaced
-# by its group's mean.
+# Group expectation policy optimisation: the sampler's probability replaced by its group's mean
 #
 # A single rollout's ratio explodes where the sampler thought it unlikely. Here the denominator is
-# an
-# expectation over the whole group, so one unlikely member cannot blow up. It needs nothing but the
-# sampler's log-probabilities: the learner computes it once per group, after the final masks, and
-# no
-# worker's number is trusted. A group that lost a member has no such expectation and is left out
-# whole. A member that is not trained on (`overlong_filter`) is not lost: it was sampled, so it
-# stays
-# in the expectation, and leaves the sum.
+# an expectation over the whole group, so one unlikely member cannot blow up. It needs nothing but
+# the sampler's log-probabilities: the learner computes it once per group, after the final masks,
+# and no worker's number is trusted. A group that lost a member has no such expectation and is left
+# out whole. A member that is not trained on (`overlong_filter`) is not lost: it was sampled, so it
+# stays in the expectation, and leaves the sum.
 #
-# Rollouts continued under a newer policy mix two policies in one q_i, and groups sampled by
-# several
+# Rollouts continued under a newer policy mix two policies in one q_i, and groups sampled by several
 # versions mix them in one expectation. The paper has one sampler per group; such mixtures deviate
 # from it. `groups/mixed` measures them.
-#
-# Shapes: B rollouts of this micro-batch, T completion tokens (padded), N rollouts.
 
 
 def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
@@ -585,10 +571,7 @@ class GepoLoss:
         )
 
 
-# --- from algo/reference.py: A pull towards a frozen reference policy, around any loss.
-#
-# Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a
-# batch.
+# --- A pull towards a frozen reference policy, around any loss ---
 
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -603,8 +586,8 @@ class ReferenceKlLoss:
     """A loss plus c KL(learner || reference), estimated on the batch's own tokens.
 
     loss = inner + c sum_t w_t k_t / num_tokens, with k_t one of k1, k2, k3 of learner and reference
-    (below) and w_t = min(pi(t) / mu(t), 2), learner over sampler: tokens are the sampler's, so without
-    the weight it is not the learner's divergence that is estimated. The weight carries the
+    (below) and w_t = min(pi(t) / mu(t), 2), learner over sampler: tokens are the sampler's, so
+    without the weight it is not the learner's divergence that is estimated. The weight carries the
     gradient for k1 and k3, and none for k2. So below the cap all three pull the same way: their
     gradient has the expectation of w log(pi / ref) grad log pi, which is that of the divergence.
 
@@ -656,13 +639,9 @@ class ReferenceKlLoss:
         return values * (weights.detach() if self.estimator == "k2" else weights)
 
 
-# --- from algo/token_losses.py: Losses that treat the ratio of each token in another way than
-# PPO's clip.
+# --- Losses that treat the ratio of each token in another way than PPO's clip ---
 #
 # All take the ratio r_t = pi(t) / mu(t) of learner to sampler, limited to |log r| <= 20.
-#
-# Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a
-# batch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

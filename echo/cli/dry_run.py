@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from echo.config.describe import dry_run_text
-from echo.config.footprint import ModelFacts
-from echo.config.machine import read_machine, read_model_facts
-from echo.config.memory import Budget, memory_budget
+from echo.config.fields import Role
+from echo.config.load import dry_run_text
+from echo.config.memory import Budget, ModelFacts, memory_budget, read_machine, read_model_facts
 from echo.config.schema import Config, ModelSection
-from echo.config.section import Role
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.extras import import_extra
 from echo.net.zmq import bound_socket

@@ -19,10 +19,10 @@ from echo.config.schema import Config
 from echo.core.errors import EchoError
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.net.transport import is_loopback
+from echo.records.run_files import read_metrics
 from echo.runtime.curve import Join
 from echo.ui.live import LiveView
 from echo.ui.plots import learning_curve
-from echo.ui.records import read_metrics
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, summarise
 

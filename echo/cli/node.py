@@ -14,11 +14,9 @@ from echo.cli.dry_run import check_start, dry_run
 from echo.cli.output import fail, make_log, show
 from echo.cli.parsers import node_parser
 from echo.cli.process import run_loop, run_node
-from echo.config.describe import schema_help
-from echo.config.diff import diff_configs
-from echo.config.load import load_config, load_resolved, parse_config
+from echo.config.fields import Role
+from echo.config.load import diff_configs, load_config, load_resolved, parse_config, schema_help
 from echo.config.schema import Config
-from echo.config.section import Role
 from echo.core.errors import ConfigError, EchoError
 from echo.core.extras import find_config
 from echo.runtime import wiring

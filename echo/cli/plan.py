@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from statistics import fmean, median, pstdev
 from typing import Any
 
 from rich.console import Console
@@ -21,19 +22,61 @@ from rich.console import Console
 from echo.cli.command import run_command
 from echo.cli.parsers import plan_parser
 from echo.cli.plan_hetero import assign_gpus, assignment_text
-from echo.cli.plan_run import calibrate, read_rates, run_report
-from echo.cli.plan_text import (
-    commands_text,
-    filters_text,
-    fleet_words,
-    plan_tables,
-    refusal_text,
-)
-from echo.config.fleet import Request, load_fleet
-from echo.core.errors import ConfigError, PlanError, StorageError
+from echo.cli.plan_run import calibrate, read_ledger, run_report
+from echo.cli.plan_text import commands_text, filters_text, fleet_words, plan_tables, refusal_text
+from echo.config.fleet_file import FleetRequest, load_fleet
+from echo.core.errors import ConfigError, DataError, PlanError, StorageError
 from echo.core.extras import import_extra
+from echo.fleet.job import Job
 from echo.fleet.provisioning import Forecast, Provisioning, provision, refuse
+from echo.records.run_files import RunRates, _values, read_config, read_metrics
 from echo.ui.cost_plot import CostPoint, cost_plot
+
+
+def read_rates(run_dir: Path) -> RunRates:
+    """Return the rates of the run in `run_dir`.
+
+    Raises:
+        DataError: if it has made no step or accepted no group yet.
+        StorageError: if a file is damaged.
+    """
+    config = read_config(run_dir)
+    rows = read_metrics(run_dir).train
+    group_size = config["batch"]["group_size"]
+    workers, group_tokens = read_ledger(run_dir / "ledger.jsonl", group_size)
+    if not rows or not workers:
+        raise DataError(f"{run_dir}: no step or no accepted group yet, no rates to take")
+    rows = rows[len(rows) // 5 :]  # the first fifth is run-in
+    train_s = fmean(_values(rows, "time/train"))
+    wait_s = fmean(_values(rows, "time/wait_for_batch"))
+    broadcasts = [
+        (row["broadcast/seconds"], row["broadcast/goodput"] * row["broadcast/seconds"])
+        for row in rows
+        if row.get("broadcast/seconds") and row.get("broadcast/goodput")
+    ]
+    mean_tokens = fmean(group_tokens) / group_size
+    job = Job(
+        groups_per_step=config["batch"]["groups_per_step"],
+        group_size=group_size,
+        max_staleness=config["sync"]["max_staleness"],
+        publish_period=round(median(_values(rows, "publish_period") or [1.0])),
+        train_s=train_s,
+        completion_tokens=mean_tokens,
+        max_completion_tokens=max(mean_tokens, config["sampling"]["max_completion_tokens"]),
+        # The ledger has totals of groups; lengths within one are taken as independent.
+        completion_spread=pstdev(group_tokens) / fmean(group_tokens) * math.sqrt(group_size),
+        version_bytes=median(size for _, size in broadcasts) if broadcasts else 0.0,
+        margin=0.0,
+    )
+    return RunRates(
+        name=run_dir.resolve().name,
+        num_steps=len(rows),
+        job=job,
+        workers=workers,
+        broadcast_s=median(seconds for seconds, _ in broadcasts) if broadcasts else 0.0,
+        idle_share=wait_s / (wait_s + train_s) if wait_s + train_s > 0 else 0.0,
+        useful_share=fmean(_values(rows, "groups/useful") or [1.0]),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +108,7 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def plan_fleet(request: Request, out: Path, console: Console) -> int:
+def plan_fleet(request: FleetRequest, out: Path, console: Console) -> int:
     """Print and write the plan of a request.
 
     Raises:
@@ -88,7 +131,7 @@ def plan_fleet(request: Request, out: Path, console: Console) -> int:
     return 0
 
 
-def plan_hetero(request: Request, out: Path, console: Console) -> int:
+def plan_hetero(request: FleetRequest, out: Path, console: Console) -> int:
     """Print and write the division of all GPUs of a request between training and generation."""
     schedule = assign_gpus(request)
     print(assignment_text(request, schedule), file=console.file)
@@ -97,7 +140,7 @@ def plan_hetero(request: Request, out: Path, console: Console) -> int:
     return 0
 
 
-def plan_record(request: Request, plan: Provisioning) -> dict[str, Any]:
+def plan_record(request: FleetRequest, plan: Provisioning) -> dict[str, Any]:
     """Return the plan as it is written to plan.json."""
     record: dict[str, Any] = to_json(plan)
     record["rent"] = [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from echo.cli.plan_text import node_command
-from echo.config.fleet import Request
+from echo.config.fleet_file import FleetRequest
 from echo.core.errors import PlanError
 from echo.core.units import format_duration
 from echo.fleet.hetero import Cluster, HexJob, HexScheduler, Schedule
 
 
-def assign_gpus(request: Request) -> Schedule:
+def assign_gpus(request: FleetRequest) -> Schedule:
     """Return the best division of the learner's GPUs and all offers' between the two jobs.
 
     Raises:
@@ -41,7 +41,7 @@ def assign_gpus(request: Request) -> Schedule:
     return schedule
 
 
-def assignment_text(request: Request, schedule: Schedule) -> str:
+def assignment_text(request: FleetRequest, schedule: Schedule) -> str:
     """Return the division, and the commands for those parts of it that Echo can start."""
     lines = [
         f"{request.model.name}: {format_duration(schedule.step_s)} per step "
@@ -67,7 +67,7 @@ def assignment_text(request: Request, schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def _learner_command(request: Request, schedule: Schedule) -> str:
+def _learner_command(request: FleetRequest, schedule: Schedule) -> str:
     """Return how to start the training, as far as there is a learner that can do it."""
     num_gpus = sum(stage.num_gpus for stage in schedule.training.stages)
     if num_gpus > 1:
@@ -75,7 +75,7 @@ def _learner_command(request: Request, schedule: Schedule) -> str:
     return node_command("learner", [f"learner.advertise={request.learner.address}"])
 
 
-def _worker_command(request: Request, num_gpus: int) -> str:
+def _worker_command(request: FleetRequest, num_gpus: int) -> str:
     """Return the command of one worker that samples on so many GPUs."""
     sets = [f'worker.connect=["{request.learner.address}"]', "engine.kind=vllm"]
     if num_gpus > 1:

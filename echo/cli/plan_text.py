@@ -10,8 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from echo.config.fleet import MBIT, Request
-from echo.config.fleet_schema import OfferRow
+from echo.config.fleet_file import MBIT, FleetRequest, OfferRow
 from echo.core.rollout import KEEP_VERSIONS
 from echo.core.units import format_bytes, format_duration
 from echo.fleet.gpus import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
@@ -23,7 +22,7 @@ ENVIRONMENT_GB = 12
 """Disk of one worker's Python environment with CUDA libraries; bin/echo-setup asks for 10."""
 
 
-def plan_tables(request: Request, plan: Provisioning) -> RenderableType:
+def plan_tables(request: FleetRequest, plan: Provisioning) -> RenderableType:
     """Return the plan for the terminal."""
     return Group(
         _fleet_table(plan),
@@ -133,7 +132,7 @@ def refusal_text(refusal: Refusal) -> str:
     return "\n".join(lines)
 
 
-def machine_filter(request: Request, plan: Provisioning, row: OfferRow) -> str:
+def machine_filter(request: FleetRequest, plan: Provisioning, row: OfferRow) -> str:
     """Return the least that a rented machine must have, as a marketplace's search expression.
 
     The syntax is that of `vastai search offers`; memory and disk in GB, links in Mbit/s.
@@ -159,7 +158,7 @@ def machine_filter(request: Request, plan: Provisioning, row: OfferRow) -> str:
     return " ".join(terms)
 
 
-def filters_text(request: Request, plan: Provisioning) -> str:
+def filters_text(request: FleetRequest, plan: Provisioning) -> str:
     """Return one filter per offer in use."""
     weights = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
     lines = [f"least of each rented machine ({weights} of weights), as a marketplace filter:"]
@@ -170,7 +169,7 @@ def filters_text(request: Request, plan: Provisioning) -> str:
     return "\n".join(lines)
 
 
-def commands_text(request: Request, plan: Provisioning) -> str:
+def commands_text(request: FleetRequest, plan: Provisioning) -> str:
     """Return the commands that start the plan, machine by machine."""
     job, learner = plan.job, request.learner
     lines = [
@@ -211,7 +210,7 @@ def commands_text(request: Request, plan: Provisioning) -> str:
     return "\n".join(lines)
 
 
-def _learner_prices(request: Request, plan: Provisioning) -> list[str]:
+def _learner_prices(request: FleetRequest, plan: Provisioning) -> list[str]:
     """Return what the activation of the run has to know: its budget, and what traffic costs."""
     sets = [f"learner.price_per_h={request.learner.price_per_h:g}"]
     dearest = max(request.regions[row.region].price_per_gb for row, _, _ in _used(request, plan))
@@ -222,7 +221,7 @@ def _learner_prices(request: Request, plan: Provisioning) -> list[str]:
     return sets
 
 
-def _worker_settings(request: Request, row: OfferRow, name: str) -> list[str]:
+def _worker_settings(request: FleetRequest, row: OfferRow, name: str) -> list[str]:
     relay = request.regions[row.region].relay
     parents = [relay.address] if relay else []
     connect = ", ".join(f'"{address}"' for address in [*parents, request.learner.address])
@@ -243,6 +242,6 @@ def node_command(role: str, settings: Sequence[str]) -> str:
     return shlex.join(["bin/echo-node", "--role", role, "--config", "configs/wan.toml", *sets])
 
 
-def _used(request: Request, plan: Provisioning) -> list[tuple[OfferRow, str, int]]:
+def _used(request: FleetRequest, plan: Provisioning) -> list[tuple[OfferRow, str, int]]:
     rows = zip(request.offers, plan.fleet.offers, plan.outcome.counts, strict=True)
     return [(row, offer.name, count) for row, offer, count in rows if count]

@@ -18,10 +18,11 @@ from rich.console import Console
 from echo.cli.command import run_command
 from echo.cli.parsers import sim_parser
 from echo.cli.plan import to_json, write_json
-from echo.cli.scenario import load_scenario, read_tables
+from echo.cli.scenario import load_scenario
 from echo.cli.sim_replay import comparison, recorded_scenario
 from echo.cli.sim_sweep import sweep
 from echo.cli.sim_text import summary_text, write_run
+from echo.config.fleet_file import read_tables
 from echo.core.errors import ConfigError
 from echo.sim.records import History
 from echo.sim.scenario import Scenario

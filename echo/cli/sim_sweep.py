@@ -18,7 +18,8 @@ from rich.table import Table
 
 from echo.cli import interrupts
 from echo.cli.plan import to_json, write_json
-from echo.cli.scenario import load_scenario, override, split_override
+from echo.cli.scenario import load_scenario
+from echo.config.fleet_file import override, split_override
 from echo.core.errors import ConfigError
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation

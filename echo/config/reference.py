@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from itertools import groupby
 
-from echo.config.leaves import Leaf, every_leaf, sections, show
+from echo.config.schema import Leaf, every_leaf, sections, show
 
 _HEAD = """# Configuration
 

@@ -15,8 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-# --- from protocol/recent.py: A dictionary of bounded size that forgets the entry that was written
-# longest ago.
+# --- A dictionary of bounded size that forgets the entry that was written longest ago ---
 
 
 RecentKey = TypeVar("RecentKey")

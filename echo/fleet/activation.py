@@ -307,25 +307,20 @@ def _degrade(roll: Roll, job: Job, preferred: Collection[str]) -> Choice:
     return Choice(active=names, outlook=outlook, is_exact=is_exact, slowdown=slowdown)
 
 
-# --- from planner/review.py: Whether the workers that are active are the right ones, and which
-# step to take if not.
+# --- Whether the workers that are active are the right ones, and which step to take if not ---
 #
 # What is active is compared with the cheapest set that satisfies the rule with its margin
-# (`echo.fleet.activation`). Two things keep it calm:
+# (`echo.planner.activation`). Two things keep it calm:
 #
 # * *hysteresis*: what is active counts as enough with half the margin, and where the learner has
-# not
-#   waited lately whatever the estimates say; a cheaper set must save `min_saving`, and one with
+#   not waited lately whatever the estimates say; a cheaper set must save `min_saving`, and one with
 #   other workers that much against the best that those which are active can do by themselves:
-#   estimates differ from one question to the next, equal workers by chance;
-# * *small steps*: a quarter of the workers at most is dropped at a time, the worst first: that
-# which
-#   costs most for each rollout it adds. And only while those that hold weights are enough without
-#   it,
-#   so that one that is activated in another's place has caught up before the other is dropped.
+#   estimates differ from one question to the next, equal workers by chance; * *small steps*: a
+#   quarter of the workers at most is dropped at a time, the worst first: that which costs most for
+#   each rollout it adds. And only while those that hold weights are enough without it, so that one
+#   that is activated in another's place has caught up before the other is dropped.
 #
-# A budget goes before all that. Where nothing satisfies rule and budget, the answer is the
-# cheapest
+# A budget goes before all that. Where nothing satisfies rule and budget, the answer is the cheapest
 # set for the least longer step.
 
 

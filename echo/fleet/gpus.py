@@ -20,13 +20,11 @@ from dataclasses import dataclass
 
 from echo.core.units import SIZE_UNITS
 
-# --- from planner/catalogue.py: The GPUs and models that the planner knows by name; a fleet file
-# can change and add rows.
+# --- The GPUs and models that the planner knows by name; a fleet file can change and add rows ---
 #
 # Peak arithmetic is dense bfloat16 (float16 where a GPU lacks it) with float32 accumulation, from
-# the
-# vendor's data sheets; memory bandwidth likewise. Prices are what one such GPU typically cost per
-# hour on a marketplace in 2025-2026: they only fill in for a missing offer and move every week.
+# the vendor's data sheets; memory bandwidth likewise. Prices are what one such GPU typically cost
+# per hour on a marketplace in 2025-2026: they only fill in for a missing offer and move every week.
 
 
 _GIB = SIZE_UNITS["GiB"]

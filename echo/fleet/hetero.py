@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from echo.core.errors import PlanError
 from echo.fleet.gpus import (
@@ -234,15 +233,13 @@ def _gradients_s(cluster: Cluster, job: HexJob, stages: Sequence[StagePlan]) -> 
     return slowest
 
 
-# --- from planner/hex_rollout.py: Phase 1 of AReaL-Hex, generation side: which replicas to run on
-# the GPUs given to generation.
+# Phase 1 of AReaL-Hex, generation side: which replicas to run on the GPUs given to generation
 #
 # With continuous shares of the rollouts the optimum for given replicas is proportional to their
 # rates, so the paper's programme (bilinear as printed) is an integer knapsack: maximise the summed
 # rate of the replicas subject to the GPUs of each type. The shares are then rounded.
 #
-# Source: AReaL-Hex, arXiv:2511.00796, Eq. 2. Differs from the paper: rates come from this
-# project's
+# Source: AReaL-Hex, arXiv:2511.00796, Eq. 2. Differs from the paper: rates come from this project's
 # roofline, since HexGen's cost model is not reproduced there.
 
 
@@ -314,6 +311,8 @@ def choose_replicas(
     use = np.array([[dict(r.gpus).get(name, 0) for r in replicas] for name in types], dtype=float)
     limits = np.array([counts[name] for name in types], dtype=float)
     rates = np.array([replica.tokens_per_s for replica in replicas])
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     result = milp(
         -rates / rates.max(),
         integrality=np.ones(len(replicas)),
@@ -337,16 +336,14 @@ def share_rollouts(replicas: Sequence[tuple[Replica, int]], num_rollouts: int) -
     return RolloutPlan(replicas=tuple(replicas), rollouts=tuple(shares))
 
 
-# --- from planner/hex.py: AReaL-Hex: divide unequal GPUs of one site between training and
-# generation.
+# --- AReaL-Hex: divide unequal GPUs of one site between training and generation ---
 #
-# Phase 1 prices a division: the fastest training plan on one side (fleet/hetero.py), the fastest
-# replicas on the other (fleet/hetero.py). Phase 2 finds the division. The paper bisects training's
+# Phase 1 prices a division: the fastest training plan on one side (hex_train.py), the fastest
+# replicas on the other (hex_rollout.py). Phase 2 finds the division. The paper bisects training's
 # share of the arithmetic and, at each share, takes the partition that keeps links inside training
 # and memory bandwidth inside generation (its Eq. 3); an exact share does not exist for whole GPUs,
 # so the share has a tolerance of half the largest GPU. From there single and joint moves of GPUs
-# are
-# taken until none shortens the step any more.
+# are taken until none shortens the step any more.
 #
 # A step lasts max(C_T, C_I): generation (with rewards and the update of its weights) and training
 # overlap, as far as staleness allows.

@@ -270,11 +270,10 @@ def _least_factor(
     return high, selection
 
 
-# --- from planner/plan.py: The plan: the fleet to rent, what it leads to, what one change more or
-# less would do.
+# --- The plan: the fleet to rent, what it leads to, what one change more or less would do ---
 #
 # Where nothing fits, the plan is the list of reasons and the changes that would help, the smallest
-# first (`echo.fleet.provisioning`).
+# first (`echo.planner.remedies`).
 
 
 PARETO_SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from echo.core.units import GIGABYTE
 from echo.fleet.job import Job
@@ -98,6 +97,9 @@ class _Programme:
         upper = np.ones(self.size)
         upper[: self.num_offers] = [offer.count for offer in offers]
         upper[self.time_index] = job.publish_period * job.train_s * (1 - _SLACK)
+        # Imported here: the runtime chooses on small nodes, which do without scipy.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         result = milp(
             self.costs,
             integrality=is_integer,
@@ -223,15 +225,14 @@ class _Programme:
         return row
 
 
-# --- from planner/selection.py: The cheapest set of nodes that satisfies the provisioning rule.
+# --- The cheapest set of nodes that satisfies the provisioning rule ---
 #
 # The rule is convex in the number of nodes: the time of a broadcast is a maximum of linear
-# functions,
-# and both the rate that pausing workers need and the time of gathering a batch are convex. So the
-# exact optimum is a mixed-integer linear programme (HiGHS) to which tangents are added until its
-# answer satisfies the rule itself; without a tangent at the answer it would be too optimistic,
-# never
-# too pessimistic. `select_greedily` answers for the sizes where HiGHS takes longer than a second.
+# functions, and both the rate that pausing workers need and the time of gathering a batch are
+# convex. So the exact optimum is a mixed-integer linear programme (HiGHS) to which tangents are
+# added until its answer satisfies the rule itself; without a tangent at the answer it would be too
+# optimistic, never too pessimistic. `select_greedily` answers for the sizes where HiGHS takes
+# longer than a second.
 
 
 TIME_LIMIT_S = 1.0
@@ -283,8 +284,6 @@ def select(
 
 
 def _solve(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...] | None, bool]:
-    # Imported here: it needs scipy, which the runtime's own choices on a small node do without.
-
     try:
         return select_exactly(fleet, job, time_limit_s=TIME_LIMIT_S), True
     except OutOfTimeError:

@@ -30,12 +30,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from echo.kernels.contract import LiveRows, PolicyRows, PolicyTerms, RatioClip, Scores, aligned
 
-# --- from kernels/launch_configs.py: How each Triton kernel is launched: tables by Triton version
-# instead of autotuning.
+# --- How each Triton kernel is launched: tables by Triton version instead of autotuning ---
 #
 # A search at run time costs a start of minutes, may choose differently in every process, and with
-# it
-# changes bits. What decides is the compiler: the same tile spills registers under one version of
+# it changes bits. What decides is the compiler: the same tile spills registers under one version of
 # Triton and not under the next. The entries are those that compile for sm_90a without spilling to
 # speak of (tests/kernels/test_launch_configs.py holds them to it); their speed has not been
 # measured.

@@ -1,5 +1,3 @@
-"""Parts of runtime/curve."""
-
 """CURVE key pairs: who may connect, and how a node knows to whom it has connected.
 
 All links are encrypted with CURVE (elliptic curve 25519, forward secret), and it answers two

@@ -63,17 +63,14 @@ from echo.net.transport import (
     without_key,
 )
 
-# --- from runtime/kernel.py: What the kernel and the C library allow the transport, read once when
-# a node starts.
+# --- What the kernel and the C library allow the transport, read once when a node starts ---
 #
 # One TCP connection over a long link is as fast as its buffers and its congestion control permit,
 # whatever ZeroMQ does. At 1 Gbit/s and 100 ms, whose bandwidth-delay product is 12.5 MB, one
 # connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link, since about 0.7 of a
-# buffer is window, and several together all of it. With losses cubic falls far below, BBR does
-# not.
+# buffer is window, and several together all of it. With losses cubic falls far below, BBR does not.
 # So nodes open several connections to a parent where buffers are small or BBR cannot be had, and
-# say
-# which sysctl would make that unnecessary. All values are of the network namespace.
+# say which sysctl would make that unnecessary. All values are of the network namespace.
 
 
 ASSUMED_RATE_BYTES_PER_S = 125e6
@@ -176,17 +173,15 @@ def descriptor_limit() -> int:
     return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
-# --- from runtime/listening_socket.py: The socket that a parent listens on, made here so that its
-# congestion control can be chosen.
+# The socket that a parent listens on, made here so that its congestion control can be chosen
 #
 # It is bound first and listens later: the address is taken before a node has opened its files, and
 # strangers cannot take the descriptors that it opens them with.
 #
 # Accepted connections inherit the setting, and it rules the direction that carries the weights:
-# from
-# the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses.
-# Where
-# the kernel does not permit the wanted algorithm, and on loopback, the system's default stays.
+# from the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses.
+# Where the kernel does not permit the wanted algorithm, and on loopback, the system's default
+# stays.
 
 
 _log = logging.getLogger(__name__)
@@ -857,10 +852,9 @@ async def look_at(
         return said
 
 
-# --- from runtime/zmq_channel.py: One raw ZeroMQ socket on the loop, with the news of its
-# connections and the bytes it owes.
+# --- One raw ZeroMQ socket on the loop, with the news of its connections and the bytes it owes ---
 #
-# See echo/net/zmq.py for what it is for and why it is done so.
+# See echo/runtime/transport_zmq.py for what it is for and why it is done so.
 
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -1076,14 +1070,12 @@ def _as_frame(part: zmq.Frame) -> Frame:
     return part.bytes if len(part) < _ZERO_COPY_BYTES else part.buffer
 
 
-# --- from runtime/zmq_admission.py: Who may connect to a CURVE listener: those who dial with the
-# key of the run, and nobody else.
+# Who may connect to a CURVE listener: those who dial with the key of the run, and nobody else
 #
 # libzmq asks inside its own process, by messages to an agreed address (ZAP, RFC 27), while it
-# shakes
-# hands with a client. The answers come from the loop: no thread, and no list of keys to keep,
-# since
-# the run has one key for all who dial. A client that is refused learns that it was, and is closed.
+# shakes hands with a client. The answers come from the loop: no thread, and no list of keys to
+# keep, since the run has one key for all who dial. A client that is refused learns that it was, and
+# is closed.
 
 
 _ENDPOINT = "inproc://zeromq.zap.01"
@@ -1144,46 +1136,33 @@ class ZapHandler:
             self._num_unlogged, self._logged_at = 0, now
 
 
-# --- from runtime/transport_zmq.py: Messages over ZeroMQ: the only file that knows it.
+# --- Messages over ZeroMQ: the only file that knows it ---
 #
-# Parents bind one ROUTER, and every dial is a DEALER (`echo.net.zmq` keeps their states).
+# Parents bind one ROUTER, and every dial is a DEALER (`echo.runtime.links` keeps their states).
 #
 # **One connection, one identity.** The ROUTER names each inbound connection by itself (no routing
-# id
-# is sent), so a node that comes back after a half-open connection is a new peer at once instead of
-# a
-# refused duplicate. A DEALER lives for one connection: libzmq's own reconnection is off, and
+# id is sent), so a node that comes back after a half-open connection is a new peer at once instead
+# of a refused duplicate. A DEALER lives for one connection: libzmq's own reconnection is off, and
 # ZMQ_IMMEDIATE stays 0, because 1 throws away what a peer said just before it closed.
 #
 # **Bytes are counted by what libzmq has released.** A ROUTER cannot tell what waits for one peer,
-# and
-# its high-water mark counts messages, dropping silently unless ROUTER_MANDATORY is set. So there
-# is
-# none on sends. Instead pyzmq's tracker of a zero-copy frame says when libzmq has passed it on to
-# the
-# kernel; a connection sends in order, so one tracker settles everything before it. That is exact,
-# needs no acknowledgements on the wire, and one tracker per 64 KiB keeps it cheap. On the other
-# side
-# RCVHWM stops reading, TCP fills, trackers stay open, and `send` refuses. (Left to admission:
-# libzmq
-# gathers the frames of one message without a bound on their number.)
+# and its high-water mark counts messages, dropping silently unless ROUTER_MANDATORY is set. So
+# there is none on sends. Instead pyzmq's tracker of a zero-copy frame says when libzmq has passed
+# it on to the kernel; a connection sends in order, so one tracker settles everything before it.
+# That is exact, needs no acknowledgements on the wire, and one tracker per 64 KiB keeps it cheap.
+# On the other side RCVHWM stops reading, TCP fills, trackers stay open, and `send` refuses. (Left
+# to admission: libzmq gathers the frames of one message without a bound on their number.)
 #
 # **Sockets are drained raw, on the loop.** A reader callback only notes that a socket has
-# something;
-# `receive` takes messages until EAGAIN or the end of its budget, one wake-up per burst instead of
-# one
-# future per message, and yields to the loop before it goes on. The descriptor is edge-triggered:
-# an
-# edge means "look at ZMQ_EVENTS", any send may swallow one and therefore looks too, and a socket
-# stays noted until it said EAGAIN. Monitors are drained in their callback at once, since libzmq's
-# I/O
-# thread waits on a full one.
+# something; `receive` takes messages until EAGAIN or the end of its budget, one wake-up per burst
+# instead of one future per message, and yields to the loop before it goes on. The descriptor is
+# edge-triggered: an edge means "look at ZMQ_EVENTS", any send may swallow one and therefore looks
+# too, and a socket stays noted until it said EAGAIN. Monitors are drained in their callback at
+# once, since libzmq's I/O thread waits on a full one.
 #
-# **Encryption** is CURVE (echo/runtime/curve.py), on all links of a transport with keys and on
-# none
+# **Encryption** is CURVE (echo/runtime/curve.py), on all links of a transport with keys and on none
 # of one without. A stranger who does not speak it, or nothing at all, is closed when the
-# handshake's
-# time is up; a plain listener has no such defence against the bytes of ZMTP 1.
+# handshake's time is up; a plain listener has no such defence against the bytes of ZMTP 1.
 #
 # Heartbeats are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.
 

@@ -4,8 +4,8 @@
     question (when something has drifted) -> answer, in a thread -> decision -> set_standby
 
 A question (`echo.fleet.activation`) is asked when a worker comes or goes, when a rate, a price or
-the learner's step has moved by DRIFT, when the learner waits, or while a change is still to be made.
-While answers change nothing and nothing drifts, questions come more and more seldom.
+the learner's step has moved by DRIFT, when the learner waits, or while a change is still to be
+made. While answers change nothing and nothing drifts, questions come more and more seldom.
 
 A worker that was activated stays so for `min_dwell_s` before it is dropped for its cost, twice as
 long each time that it was dropped and soon missed. One that joins generates, so that its rate is

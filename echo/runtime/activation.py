@@ -27,8 +27,7 @@ from echo.planner.publish_pace import PublishPace
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.metering import LOST_COUNTS_FOR_S, Meter
-from echo.runtime.history import read_records
-from echo.runtime.ledger import Ledger
+from echo.records.ledger import Ledger, read_records
 from echo.runtime.progress import Progress
 from echo.runtime.threads import Pool
 from echo.wire.actions import Action

@@ -16,7 +16,7 @@ from echo.algo.corrections import BoundDecision, ControlSettings, Signals, Stale
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.planner.publish_pace import PublishPace
-from echo.runtime.ledger import Ledger
+from echo.records.ledger import Ledger
 
 
 class Adaptation:

@@ -10,9 +10,9 @@ import secrets
 from echo.core.errors import ConfigError, StorageError
 from echo.core.extras import install_command
 from echo.protocol.joining import Configure
+from echo.records.files import write_file
 from echo.runtime.agent_sampling import CallSampler
 from echo.runtime.agents import AgentParts, Agents
-from echo.runtime.durable import write_file
 from echo.runtime.sampling import RolloutLoop
 from echo.runtime.worker import WorkerNode
 

@@ -48,11 +48,12 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from echo.config.machine import read_machine
+from echo.config.memory import read_machine
 from echo.core.errors import LocalProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.protocol.transfer import Journal
+from echo.records.files import lock_directory
 from echo.runtime.arenas import (
     ArenaStore,
     MemoryArenas,
@@ -61,7 +62,6 @@ from echo.runtime.arenas import (
     advise_huge_pages,
     map_memory,
 )
-from echo.runtime.arenas_lock import lock_directory
 from echo.runtime.arenas_parcels import ParcelFiles, SavedParcel, is_parcel
 from echo.runtime.arenas_thread import DiskThread
 

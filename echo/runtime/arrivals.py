@@ -18,8 +18,8 @@ from echo.core.rollout import Group
 from echo.protocol.granting import RecordEnd, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.usefulness import Usefulness
+from echo.records.ledger import Ledger
 from echo.runtime.late_rewards import LateRewards
-from echo.runtime.ledger import Ledger
 from echo.runtime.progress import Progress
 from echo.runtime.task_metrics import TaskMetrics
 from echo.tasks.rewards import RewardError

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from echo.core.errors import StorageError
-from echo.runtime.durable import hash_file, sync_path, write_file
+from echo.records.files import hash_file, sync_path, write_file
 
 FORMAT = 2
 INFO_FILE = "checkpoint.json"

@@ -18,7 +18,7 @@ from echo.core.errors import ConfigError, StorageError, TransportError
 from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import parse_address, with_key
 from echo.protocol.trust import fingerprint, show_fingerprint
-from echo.runtime.durable import make_private_directory, write_file
+from echo.records.files import make_private_directory, write_file
 from echo.runtime.identity import load_or_create_signing_key
 
 _JOIN = re.compile(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo.config.inherit import inherited_settings
+from echo.config.load import inherited_settings
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.units import format_bytes

@@ -11,7 +11,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.errors import StorageError
-from echo.runtime.durable import make_private_directory, write_file
+from echo.records.files import make_private_directory, write_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal
-from echo.runtime.ledger import Ledger
+from echo.records.ledger import Ledger
 
 Record = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
 

@@ -33,6 +33,7 @@ from echo.planner.publish_pace import PublishPace
 from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.manifest import Manifest
+from echo.records.ledger import Ledger
 from echo.runtime.activation import Activating
 from echo.runtime.adaptation import Adaptation
 from echo.runtime.arrivals import Arrivals
@@ -41,7 +42,6 @@ from echo.runtime.evaluation import Evaluations
 from echo.runtime.farewell import Farewell
 from echo.runtime.journal import record
 from echo.runtime.learner_plan import LearnerPlan
-from echo.runtime.ledger import Ledger
 from echo.runtime.node import Node
 from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.progress import Progress

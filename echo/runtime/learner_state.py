@@ -10,20 +10,19 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from echo.config.inherit import inherited_settings
-from echo.config.load import save_resolved
+from echo.config.load import inherited_settings, save_resolved
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.engine.trainer import Trainer
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.leases import LeaseBook
 from echo.protocol.reception import LearnerSettings
+from echo.records.ledger import Ledger
 from echo.runtime import wiring
 from echo.runtime.activation import resumed_spending
 from echo.runtime.attribution import Attribution, make_attribution
 from echo.runtime.data_plane import Data
 from echo.runtime.identity import Identity
-from echo.runtime.ledger import Ledger
 from echo.runtime.lora_setup import base_settings
 from echo.runtime.recovery import StartingPoint, begin, enter, recover
 from echo.runtime.task_setup import code_settings

@@ -16,7 +16,7 @@ from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.engine.lora import Lora, base_digest, is_adapter
 from echo.engine.weights import resolve_model
-from echo.runtime.durable import write_file
+from echo.records.files import write_file
 
 NAME, REVISION, DIGEST = "base.name", "base.revision", "base.digest"
 """What the learner tells its workers beside the inherited settings."""

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
+from echo.records.ledger import Ledger, read_state
 from echo.runtime.checkpoint import CheckpointInfo, drop_later, find_whole
-from echo.runtime.history import read_history
-from echo.runtime.ledger import Ledger
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +87,7 @@ def recover(
     info = CheckpointInfo(run_id=run_id, lineage=1, step=0) if found is None else found.info
     if info.run_id != run_id:
         raise ConfigError(f"{path} belongs to run {info.run_id}, the directory to {run_id}")
-    history = read_history(ledger.path, lineage=info.lineage, step=info.step)
+    history = read_state(ledger.path, lineage=info.lineage, step=info.step)
     lineage = Lineage(history.lineages[-1].lineage + 1, info.step)
     start = StartingPoint(
         lineages=(*history.lineages, lineage),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from echo.config.machine import read_machine
+from echo.config.memory import read_machine
 from echo.config.schema import Config
 from echo.net.transport import Transport
 from echo.protocol.relay_session import RelaySession

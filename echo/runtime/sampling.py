@@ -31,7 +31,7 @@ from echo.engine.version_fence import VersionError
 from echo.protocol.partial_codec import decode_drafts, encode_drafts
 from echo.protocol.partials import Draft, freshen
 from echo.protocol.worker_session import WorkerSession
-from echo.runtime.durable import write_file
+from echo.records.files import write_file
 from echo.runtime.engine_call import EngineCall
 from echo.runtime.threads import Threads
 from echo.wire.actions import Action

@@ -13,10 +13,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from echo.config.inherit import apply_inherited, check_inherited
-from echo.config.layers import OVERRIDE
-from echo.config.load import keys_set_by_user
-from echo.config.machine import read_machine
+from echo.config.load import OVERRIDE, apply_inherited, check_inherited, keys_set_by_user
+from echo.config.memory import read_machine
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import PolicyVersion

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from echo.ui.records import Row
+from echo.records.run_files import MetricsRow
 
 CAUSES = ("staleness", "numerics", "truncation", "tokenisation")
 """Of the mismatch between sampler and learner, in the order in which they are told."""
 
 
-def learning_facts(train: Sequence[Row], *, num_last: int) -> tuple[tuple[str, str], ...]:
+def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple[str, str], ...]:
     """Return (label, text) of what the run has measured; what it has not is left out.
 
     Args:
@@ -32,12 +32,12 @@ def learning_facts(train: Sequence[Row], *, num_last: int) -> tuple[tuple[str, s
     return tuple((label, text) for label, text in facts if text)
 
 
-def _mean(rows: Sequence[Row], name: str) -> float | None:
+def _mean(rows: Sequence[MetricsRow], name: str) -> float | None:
     values = [row[name] for row in rows if row.get(name) is not None]
     return fmean(values) if values else None
 
 
-def _groups(last: Sequence[Row]) -> str:
+def _groups(last: Sequence[MetricsRow]) -> str:
     useful = _mean(last, "groups/useful")
     right, wrong = _mean(last, "groups/all_right"), _mean(last, "groups/all_wrong")
     if useful is None or right is None or wrong is None:
@@ -47,7 +47,7 @@ def _groups(last: Sequence[Row]) -> str:
     )
 
 
-def _off_policy(last: Sequence[Row]) -> str:
+def _off_policy(last: Sequence[MetricsRow]) -> str:
     names = {"ess": "ess", "mismatch KL": "mismatch_kl", "clipped": "clip_ratio/mean"}
     values = {label: _mean(last, name) for label, name in names.items()}
     parts = [
@@ -58,7 +58,7 @@ def _off_policy(last: Sequence[Row]) -> str:
     return ", ".join(parts) + f" in the last {len(last)} steps" if parts else ""
 
 
-def _mismatch(train: Sequence[Row]) -> str:
+def _mismatch(train: Sequence[MetricsRow]) -> str:
     """Each cause's part of the variance, summed over all measurements."""
     measured = [row for row in train if row.get("attribution/variance") is not None]
     shared = [row for row in measured if row.get(f"attribution/{CAUSES[0]}") is not None]
@@ -77,19 +77,19 @@ def _mismatch(train: Sequence[Row]) -> str:
     return f"{text}; {gone}" if gone else text
 
 
-def _bound(train: Sequence[Row]) -> str:
+def _bound(train: Sequence[MetricsRow]) -> str:
     bounds = [row["staleness/bound"] for row in train if "staleness/bound" in row]
     if not bounds or min(bounds) == max(bounds):
         return ""
     return f"{min(bounds):g} to {max(bounds):g}, {bounds[-1]:g} in the end (causes in the ledger)"
 
 
-def _reference(last: Sequence[Row]) -> str:
+def _reference(last: Sequence[MetricsRow]) -> str:
     divergence = _mean(last, "kl/reference")
     return "" if divergence is None else f"{divergence:.3g} nats per token away"
 
 
-def _cost(train: Sequence[Row]) -> str:
+def _cost(train: Sequence[MetricsRow]) -> str:
     """What it cost in all; a run that was resumed goes on counting."""
     rows = [row for row in train if row.get("cost/total") is not None]
     if not rows:
@@ -99,7 +99,7 @@ def _cost(train: Sequence[Row]) -> str:
     return text if per_token is None else f"{text}, ${per_token:.3g} per million accepted tokens"
 
 
-def _continued(row: Row) -> str:
+def _continued(row: MetricsRow) -> str:
     """What became of the rollouts that did not end in the call of the engine that began them."""
     resumed = row.get("count/partials/resumed")
     age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
@@ -112,7 +112,7 @@ def _continued(row: Row) -> str:
     )
 
 
-def _lengths(train: Sequence[Row]) -> str:
+def _lengths(train: Sequence[MetricsRow]) -> str:
     """Whether what is trained on is as long as what is sampled; only where it differs."""
     rows = [row for row in train if row.get("lengths/bias") is not None]
     if not rows or not rows[-1].get("count/partials/resumed"):

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from echo.core.errors import DataError
+from echo.records.ledger import staleness_of_group
+from echo.records.run_files import MetricsHistory, read_config, read_metrics
 from echo.ui.figures import new_figure, save_figure
-from echo.ui.records import MetricsHistory, read_config, read_metrics, staleness_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,7 +130,7 @@ def _draw_staleness(
 
     shares = []
     for history in histories:
-        tokens = staleness_of(history.train)
+        tokens = staleness_of_group(history.train)
         total = sum(tokens.values())
         if total:
             shares.append({staleness: count / total for staleness, count in tokens.items()})

@@ -20,18 +20,11 @@ from rich.text import Text
 from echo.core.errors import DataError
 from echo.core.extras import PROGRAMS
 from echo.core.units import format_bytes
+from echo.records.ledger import LedgerTotals, totals_of
+from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
 from echo.ui.charts import bar, pad
 from echo.ui.learning import learning_facts
 from echo.ui.pace import clock
-from echo.ui.records import (
-    Evaluation,
-    LedgerTotals,
-    MetricsHistory,
-    Row,
-    read_config,
-    read_ledger,
-    read_metrics,
-)
 from echo.ui.sections import short_count, staleness_bins
 
 _REWARD_STEPS = 5
@@ -104,7 +97,7 @@ def summarise(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSum
     """
     config = read_config(run_dir)
     history = read_metrics(run_dir)
-    ledger = read_ledger(run_dir)
+    ledger = totals_of(run_dir)
     if not history.train:
         raise DataError(
             f"{run_dir / 'metrics.jsonl'}: no optimizer step yet, nothing to sum up; "
@@ -266,7 +259,7 @@ def _paths(run_dir: Path) -> dict[str, Path]:
     return {label: path for label, path in candidates.items() if path.exists()}
 
 
-def _next_commands(run_dir: Path, config: Row) -> list[str]:
+def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
     """Go on for longer, try another staleness bound, load the result."""
     run, sync = _section(config, "run"), _section(config, "sync")
     # Broken where a shell lets them be, so that they can be copied from a narrow terminal.
@@ -283,6 +276,6 @@ def _next_commands(run_dir: Path, config: Row) -> list[str]:
     ]
 
 
-def _section(config: Row, name: str) -> Row:
+def _section(config: MetricsRow, name: str) -> MetricsRow:
     section = config.get(name)
     return section if isinstance(section, dict) else {}

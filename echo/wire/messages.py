@@ -82,10 +82,9 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 FULL = Form("full")
 
 
-# --- from protocol/link_messages.py: The messages that concern the two ends of one connection
-# only: greeting, and the weights plane.
+# The messages that concern the two ends of one connection only: greeting, and the weights plane
 #
-# `wire/messages.py` says who may send what, and names them all.
+# `messages.py` says who may send what, and names them all.
 
 
 OPEN_END = 1 << 40

@@ -9,8 +9,8 @@ import pytest
 
 from echo.cli.dry_run import check_start, dry_run
 from echo.cli.node import main
+from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
-from echo.config.section import ROLES, Role
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "tcp://10.0.0.1:7700"

@@ -10,7 +10,7 @@ import echo.cli.main
 from echo import __version__
 from echo.cli import parsers
 from echo.cli.main import COMMANDS, find_command, main
-from echo.config.section import ROLES
+from echo.config.fields import ROLES
 from echo.core.extras import install_command
 
 ROOT = Path(__file__).parents[2]

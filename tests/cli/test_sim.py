@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from echo.cli.scenario import load_scenario, read_tables
+from echo.cli.scenario import load_scenario
 from echo.cli.sim import main
+from echo.config.fleet_file import read_tables
 from echo.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

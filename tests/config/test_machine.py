@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.config.machine import read_machine, read_model_facts
+from echo.config.memory import read_machine, read_model_facts
 from echo.core.errors import DataError
 
 DIMENSIONS = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.config.profiles import preset_publish_period
+from echo.config.schema import preset_publish_period
 from echo.fleet.overlap import auto_publish_period
 
 

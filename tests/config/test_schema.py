@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echo.config.leaves import every_leaf, show
 from echo.config.load import parse_config
-from echo.config.profiles import PROFILES
+from echo.config.schema import PROFILES, every_leaf, show
 from echo.core.errors import ConfigError
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from echo.engine.trainer import Trainer
 from echo.net.zmq import ZmqTransport
-from echo.runtime.ledger import Ledger
+from echo.records.ledger import Ledger
 from echo.wire.codec import decode_envelope, decode_message
 from echo.wire.messages import Announce
 

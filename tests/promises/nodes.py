@@ -32,8 +32,8 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
 from echo.engine.trainer import StepError, StepResult
 from echo.net.transport import PeerId, TransportOptions
+from echo.records.ledger import Ledger
 from echo.runtime import learner_setup, learner_state, relay_setup, worker_setup
-from echo.runtime.ledger import Ledger
 from echo.runtime.node import Node
 from echo.runtime.prompts import PromptSource
 from echo.runtime.sampling import PartialRules

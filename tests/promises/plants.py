@@ -28,7 +28,7 @@ from echo.protocol.node_session import NodeSession
 from echo.protocol.settled import SettledGroups
 from echo.protocol.transfer import HeapArenas, Transfer
 from echo.protocol.watchdog import Watchdog
-from echo.runtime import history
+from echo.records import ledger
 from echo.wire.actions import Stop
 from echo.wire.codec import decode_envelope
 from echo.wire.messages import Ack
@@ -190,7 +190,7 @@ def lose_what_waits(patch: pytest.MonkeyPatch) -> None:
 @plant(13)
 def count_void_steps(patch: pytest.MonkeyPatch) -> None:
     """Take the steps after the checkpoint for done."""
-    patch.setattr(history, "is_surviving", lambda version, lineages: True)
+    patch.setattr(ledger, "is_surviving", lambda version, lineages: True)
 
 
 @plant(14)
@@ -231,8 +231,8 @@ def lose_what_is_evicted(patch: pytest.MonkeyPatch) -> None:
 @plant(18)
 def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
     """Neither keep a second learner out, nor cut what is torn, nor hash a checkpoint."""
+    from echo.records.ledger import Ledger
     from echo.runtime import checkpoint
-    from echo.runtime.ledger import Ledger
 
     patch.setattr(Ledger, "_take_over", lambda self: None)
     patch.setattr(checkpoint, "_verify", lambda path, sums: None)

@@ -36,7 +36,7 @@ from echo.protocol.reception import LearnerSettings
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
 from echo.protocol.writing import VersionArrived
-from echo.runtime.history import read_history
+from echo.records.ledger import read_state
 from echo.sim.network import Link, Network
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop
 from echo.wire.codec import decode_envelope, decode_message
@@ -386,7 +386,7 @@ class Run:
         else:
             self.ledger.write_text("".join(json.dumps(r) + "\n" for r in self.records))
             lineage, step = self.checkpoint
-            history = read_history(self.ledger, lineage=lineage, step=step)
+            history = read_state(self.ledger, lineage=lineage, step=step)
             lineages = (*history.lineages, Lineage(history.lineages[-1].lineage + 1, step))
             next_group_id, settled = history.next_group_id, history.settled
             granted, waiting = history.granted, history.waiting

@@ -25,7 +25,8 @@ from echo.core.rollout import PolicyVersion
 from echo.protocol.manifest import encode_signed, sign, verify
 from echo.protocol.transfer import Transfer
 from echo.protocol.writing import WriteChunk
-from echo.runtime import arenas_files, arenas_lock
+from echo.records import files
+from echo.runtime import arenas_files
 from echo.runtime.arenas_files import FileArenas
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL
@@ -422,7 +423,7 @@ def test_a_directory_that_cannot_be_used_is_an_error(
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(arenas_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     with pytest.raises(StorageError, match="cannot be locked: No locks available; choose a"):
         FileArenas(tmp_path / "arenas", LIMIT)
 

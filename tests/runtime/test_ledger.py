@@ -13,9 +13,8 @@ import pytest
 
 from echo.core.errors import StorageError
 from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout, trim_stale
-from echo.runtime import ledger as ledger_module
-from echo.runtime.history import History, SpoolPlace, read_history, read_records
-from echo.runtime.ledger import Ledger
+from echo.records import ledger as ledger_module
+from echo.records.ledger import Ledger, LedgerState, SpoolPlace, read_records, read_state
 from echo.wire.codec import encode_group
 
 V0 = PolicyVersion(1, 0)
@@ -80,8 +79,8 @@ def begin(run_dir: Path, **numbers: Any) -> Ledger:
     return ledger
 
 
-def history(run_dir: Path, *, lineage: int = 1, step: int = 0) -> History:
-    return read_history(run_dir / "ledger.jsonl", lineage=lineage, step=step)
+def history(run_dir: Path, *, lineage: int = 1, step: int = 0) -> LedgerState:
+    return read_state(run_dir / "ledger.jsonl", lineage=lineage, step=step)
 
 
 # --- records -------------------------------------------------------------------------------------
@@ -201,7 +200,7 @@ def test_a_record_of_a_later_release_is_passed_over(tmp_path: Path) -> None:
     ledger = begin(tmp_path)
     ledger.append("praised", group=0)
     ledger.close()
-    assert history(tmp_path) == History(lineages=(Lineage(1, 0),))
+    assert history(tmp_path) == LedgerState(lineages=(Lineage(1, 0),))
 
 
 # --- what is left to do --------------------------------------------------------------------------
@@ -371,7 +370,7 @@ def test_a_flipped_bit_anywhere_in_a_stored_group_is_noticed(tmp_path: Path) -> 
 def test_a_file_is_deleted_when_all_its_groups_are_final(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "SPOOL_FILE_BYTES", 1)
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
     ledger = begin(tmp_path)
     groups = [make_group(i) for i in range(5)]
     store(ledger, *groups)
@@ -390,7 +389,7 @@ def test_a_file_is_deleted_when_all_its_groups_are_final(
 def test_room_in_the_spool_is_bounded_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "SPOOL_FILE_BYTES", 1)
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
     size = 4 + sum(map(len, encode_group(make_group(0))))
     ledger = begin(tmp_path, spool_bytes=2 * size)
     store(ledger, make_group(0), make_group(1))
@@ -410,7 +409,7 @@ def test_room_in_the_spool_is_bounded_and_comes_back(
 def test_after_a_restart_files_in_which_nothing_waits_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "SPOOL_FILE_BYTES", 1)
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
     ledger = begin(tmp_path)
     store(ledger, make_group(0), make_group(1))
     ledger.close()

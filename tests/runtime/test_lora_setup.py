@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from echo.config.inherit import apply_inherited, inherited_settings
-from echo.config.load import parse_config
+from echo.config.load import apply_inherited, inherited_settings, parse_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import Lineage

@@ -14,9 +14,8 @@ from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, Rollout
 from echo.engine import trainer_state
 from echo.engine.trainer_state import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
+from echo.records.ledger import Ledger, read_state
 from echo.runtime.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
-from echo.runtime.history import read_history
-from echo.runtime.ledger import Ledger
 from echo.runtime.recovery import StartingPoint, begin, enter, recover
 from echo.wire.codec import encode_group
 
@@ -216,7 +215,7 @@ def test_without_a_whole_checkpoint_nothing_is_written(run_dir: Path) -> None:
 
 def test_a_flipped_bit_in_a_stored_group_ends_that_group(run_dir: Path) -> None:
     with opened(run_dir) as ledger:
-        _, offset, length, _ = read_history(ledger.path, lineage=1, step=1).waiting[1]
+        _, offset, length, _ = read_state(ledger.path, lineage=1, step=1).waiting[1]
     # In the last number of its log-probabilities: nothing else about it would look wrong.
     flip_a_bit(run_dir / "spool" / "000001.bin", offset + length - 1)
     start = resume(run_dir)

@@ -11,8 +11,7 @@ import pytest
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.config.inherit import inherited_settings
-from echo.config.load import parse_config
+from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, RefusedError
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.trust import sign_welcome

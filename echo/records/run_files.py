@@ -6,16 +6,20 @@ that names the line. Rows of steps that a resume abandoned do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
 
 from echo.core.errors import DataError, StorageError
+from echo.fleet.job import Job
 
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Evaluation:
 class MetricsHistory:
     """The rows of metrics.jsonl that lie on the surviving line of the run."""
 
-    train: tuple[Row, ...] = ()
+    train: tuple[MetricsRow, ...] = ()
     """Rows of optimizer steps, by step; all have `reward/mean`."""
     evaluations: tuple[Evaluation, ...] = ()
     broadcast_bytes: float = 0
@@ -44,23 +48,7 @@ class MetricsHistory:
     """Unix seconds of every row, in order of writing."""
 
 
-@dataclass(slots=True)
-class LedgerTotals:
-    """What the ledger says about a run, in totals of its surviving line."""
-
-    num_tokens: int = 0
-    """Completion tokens of the accepted groups."""
-    num_trained: int = 0
-    """Groups trained on."""
-    discarded: dict[str, int] = field(default_factory=dict)
-    """Groups discarded, by reason."""
-    staleness_tokens: dict[int, int] = field(default_factory=dict)
-    """Trained tokens by staleness."""
-    lineage_starts: list[float] = field(default_factory=list)
-    """Unix seconds at which each lineage began."""
-
-
-def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+def json_lines(path: Path) -> Iterator[tuple[int, MetricsRow]]:
     """Yield (line number from 1, object) of each line of `path`; a torn last line is left out.
 
     Raises:
@@ -82,7 +70,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def read_config(run_dir: Path) -> Row:
+def read_config(run_dir: Path) -> MetricsRow:
     """Return the resolved configuration of the run in `run_dir`.
 
     Raises:
@@ -105,7 +93,7 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
     later steps is left out. So it is where a step comes again.
     """
     path = run_dir / "metrics.jsonl"
-    train: list[Row] = []
+    train: list[MetricsRow] = []
     evaluations: dict[int, Evaluation] = {}
     times = []
     broadcast_bytes = 0.0
@@ -135,69 +123,7 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
     )
 
 
-def read_ledger(run_dir: Path) -> LedgerTotals:
-    """Add up ledger.jsonl of the run in `run_dir`.
-
-    A lineage that forks at step f voids what older lineages trained in steps after f.
-    """
-    path = run_dir / "ledger.jsonl"
-    totals = LedgerTotals()
-    trained: list[Row] = []
-    for number, record in json_lines(path):
-        where = f"{path}:{number}"
-        try:
-            _count(record, totals, trained)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StorageError(
-                f"{where}: damaged {record.get('kind')!r} record: {type(error).__name__} {error}"
-            ) from error
-    for record in trained:
-        totals.num_trained += len(record["groups"])
-        for staleness, tokens in record["staleness"].items():
-            known = totals.staleness_tokens.get(int(staleness), 0)
-            totals.staleness_tokens[int(staleness)] = known + tokens
-    return totals
-
-
-def staleness_of(rows: tuple[Row, ...]) -> dict[int, int]:
-    """Return trained tokens by staleness, summed over `staleness/hist` of metric rows."""
-    totals: dict[int, int] = {}
-    for row in rows:
-        histogram: Mapping[str, int] = row.get("staleness/hist") or {}
-        for staleness, tokens in histogram.items():
-            totals[int(staleness)] = totals.get(int(staleness), 0) + tokens
-    return totals
-
-
-def _count(record: Row, totals: LedgerTotals, trained: list[Row]) -> None:
-    """Add one ledger record to `totals`, a trained one to `trained`."""
-    match record["kind"]:
-        case "lineage":
-            totals.lineage_starts.append(float(record["at"]))
-            trained[:] = [
-                earlier
-                for earlier in trained
-                if earlier["lineage"] >= record["lineage"] or earlier["step"] <= record["fork_step"]
-            ]
-        case "accepted":
-            totals.num_tokens += int(record["tokens"])
-        case "trained":
-            trained.append(
-                {
-                    "lineage": int(record["lineage"]),
-                    "step": int(record["step"]),
-                    "groups": list(record["groups"]),
-                    "staleness": {int(s): int(n) for s, n in record["staleness"].items()},
-                }
-            )
-        case "discarded":
-            reason = str(record["reason"])
-            totals.discarded[reason] = totals.discarded.get(reason, 0) + 1
-        case _:
-            pass  # Grants, publications and checkpoints say nothing about these totals.
-
-
-def _json_object(text: bytes, where: str) -> Row:
+def _json_object(text: bytes, where: str) -> MetricsRow:
     try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -207,14 +133,14 @@ def _json_object(text: bytes, where: str) -> Row:
     return value
 
 
-def _finite(row: Row, key: str, where: str) -> float:
+def _finite(row: MetricsRow, key: str, where: str) -> float:
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise StorageError(f"{where}: {key} is {value!r}, expected a number; the file is damaged")
     return value
 
 
-def _evaluation(row: Row, step: int) -> Evaluation | None:
+def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
     """The evaluation in `row`, if there is one: eval/<task>/pass@1 and eval/<task>/greedy."""
     sampled = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/pass@1")]
     greedy = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/greedy")]
@@ -222,3 +148,55 @@ def _evaluation(row: Row, step: int) -> Evaluation | None:
         return None
     num_errors = int(row.get("eval/reward_errors") or 0)
     return Evaluation(int(row.get("eval/version", step)), sampled[0], greedy[0], num_errors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRate:
+    """What one worker did."""
+
+    tokens_per_s: float
+    """Completion tokens per second while it held a group."""
+    concurrency: int
+    """Most rollouts that it held side by side."""
+    group_s: float
+    """Median seconds from grant to acceptance of a group."""
+    pace: float
+    """Completion tokens per second of one group, from grant to acceptance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRates:
+    """What a run says about itself."""
+
+    name: str
+    num_steps: int
+    job: Job
+    """With the run's own times, lengths and sizes."""
+    workers: Mapping[str, WorkerRate]
+    broadcast_s: float
+    """Median seconds of a broadcast; 0 if none was recorded."""
+    idle_share: float
+    """Recorded share of the time in which the learner waited."""
+    useful_share: float
+    """Recorded share of the groups whose rewards were not all equal."""
+
+
+def _values(rows: Sequence[MetricsRow], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _rate(spans: list[tuple[float, float, int]], group_size: int) -> WorkerRate:
+    """Return a worker's rate from (granted at, accepted at, tokens) of its groups."""
+    busy_s, until = 0.0, -math.inf
+    for begin, end, _ in sorted(spans):
+        busy_s += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    changes = sorted([(begin, 1) for begin, _, _ in spans] + [(end, -1) for _, end, _ in spans])
+    most = max(accumulate(change for _, change in changes))
+    return WorkerRate(
+        tokens_per_s=sum(count for _, _, count in spans) / max(busy_s, 1e-9),
+        concurrency=most * group_size,
+        group_s=median(end - begin for begin, end, _ in spans),
+        pace=sum(count for _, _, count in spans)
+        / max(sum(end - begin for begin, end, _ in spans), 1e-9),
+    )
