@@ -23,12 +23,11 @@ from echo.config.load import parse_config
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.engine.engine import Sampling
+from echo.leases.book import LeaseBook
+from echo.leases.outbox import Outbox
+from echo.leases.scheduler import RecordEnd, RecordGrant, StoreGroup
 from echo.net.transport import TransportOptions
-from echo.protocol.delivery import Outbox
-from echo.protocol.granting import RecordEnd, RecordGrant, StoreGroup
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.leases import LeaseBook
-from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.reception import LearnerSettings
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime import wiring
@@ -39,6 +38,7 @@ from echo.runtime.worker import WorkerNode
 from echo.runtime.worker_parts import WorkerParts
 from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
+from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.wire.actions import Action
 from echo.wire.messages import LEARNER_ID, Lease
 

@@ -37,7 +37,7 @@ import numpy.typing as npt
 import zstandard
 
 from echo.core.units import parse_size
-from echo.delta.blocks import BLOCK_BYTES, WordBytes, decode_block, encode_block
+from echo.weights.delta import BLOCK_BYTES, WordBytes, decode_block, encode_block
 
 LEARNING_RATES = (1e-7, 1e-6, 5e-6, 1e-5)
 CODECS = ("unchanged", "raw", "changes", "difference", "xor", "planes")

@@ -33,10 +33,7 @@ from echo.core.rollout import PolicyVersion
 from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import Transport
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.relay_session import RelaySession
-from echo.protocol.trust import fingerprint
-from echo.protocol.writing import VersionArrived
 from echo.runtime import wiring
 from echo.runtime.arenas_files import open_arenas
 from echo.runtime.curve import Join
@@ -47,6 +44,9 @@ from echo.runtime.node import Node
 from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.publication import Publication
 from echo.runtime.relay import RelayNode
+from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.receiver import VersionArrived
+from echo.weights.store import fingerprint
 from echo.wire.actions import Action
 from echo.wire.messages import LEARNER_ID
 

@@ -8,16 +8,15 @@ from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Lineage
+from echo.leases.book import LeaseBook
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.leases import LeaseBook
 from echo.protocol.membership import Member
-from echo.protocol.planning import Planning
 from echo.protocol.reception import LearnerSettings
-from echo.protocol.topology_backups import with_backups
-from echo.protocol.topology_fleet import survey
-from echo.protocol.topology_trees import stripe_trees
 from echo.runtime import wiring
 from echo.runtime.identity import Identity
+from echo.weights.topology.plan import Planner, with_backups
+from echo.weights.topology.sites import survey
+from echo.weights.topology.trees import stripe_trees
 from echo.wire.messages import LEARNER_ID, Lease, TopologyPlan
 
 
@@ -56,10 +55,10 @@ def _no_lease(group_id: int, attempt: int) -> Lease:
     raise LocalProtocolError(f"lease {group_id}/{attempt} where there are no workers")
 
 
-class ForcedPlanning(Planning):
+class ForcedPlanning(Planner):
     """A learner's planning that always makes the same kind of plan."""
 
-    def __init__(self, planning: Planning, kind: str, ways: int = 0) -> None:
+    def __init__(self, planning: Planner, kind: str, ways: int = 0) -> None:
         """Plan chain, star, tree (`ways` is the fan-out) or stripes (`ways` of them)."""
         super().__init__(learner=planning.learner, chunk_bytes=planning.chunk_bytes)
         self.epoch = planning.epoch

@@ -36,7 +36,7 @@ from echo.sim.scenario import LEARNER_REGION, ActivationRule, Fault, PriceChange
 SIM_TABLES = ("sim", "activation", *SIM_LISTS)
 """What a fleet file has not."""
 MIN_DELTA_GAIN = 1.25
-"""Image to delta below which a run would send the image: `delta/cadence.py`."""
+"""Image to delta below which a run would send the image: `weights/schedule.py`."""
 
 
 def load_scenario(

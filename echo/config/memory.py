@@ -35,7 +35,7 @@ _BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) a
 VOCAB_CHUNK = 8192
 """Columns of logits that exist at one time; as in kernels/logprob.py, which loads torch."""
 MAX_UNACKED_GROUPS = 64
-"""Groups that a relay holds until the learner has them; as in protocol/delivery.py."""
+"""Groups that a relay holds until the learner has them; as in leases/outbox.py."""
 _LOGPROB_CHUNK_COPIES = 2  # logits of a vocabulary chunk, and their gradient
 
 

@@ -3,7 +3,7 @@
 The learner keeps the last published image on its device. Comparing it with the new one, finding
 the words that differ and subtracting them runs there at the speed of its memory; the host receives
 an index and a difference per change, some 4 % of a bf16 image after a small step, and packs them.
-The coded blocks are those of echo.delta.blocks, byte for byte, so that no receiver can tell where
+The coded blocks are those of echo.weights.delta, byte for byte, so that no receiver can tell where
 they were made. A block that is not sparse is copied to the host and coded there.
 
 The host's own copy of the new image costs no transfer either: it is decode_block() of what came
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from echo.core.errors import EngineError
-from echo.delta.blocks import (
+from echo.weights.delta import (
     BLOCK_BYTES,
     UNCHANGED,
     WordBytes,
     encode_block,
     encode_changes,
     most_sparse,
+    word_bytes_of,
 )
-from echo.delta.words import word_bytes_of
-from echo.protocol.manifest import TensorSpec
+from echo.weights.manifest import TensorSpec
 
 MIN_BLOCK_BYTES = 4 << 10
 """Shorter blocks are coded on the host: their headers may exceed what they spare."""

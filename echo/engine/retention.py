@@ -17,7 +17,7 @@ from torch import Tensor
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.engine.weights import tensors_from_image
-from echo.protocol.manifest import Manifest
+from echo.weights.manifest import Manifest
 
 _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
 

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from echo.core.rollout import PolicyVersion
-from echo.delta.blocks import SPARSE_SHARE, decode_block
 from echo.engine.device_delta import DeviceDelta
 from echo.engine.weights import (
     ALIGNMENT_BYTES,
@@ -42,7 +41,8 @@ from echo.engine.weights import (
     publish_image,
     write_image,
 )
-from echo.protocol.manifest import TensorSpec
+from echo.weights.delta import SPARSE_SHARE, decode_block
+from echo.weights.manifest import TensorSpec
 
 _log = logging.getLogger(__name__)
 

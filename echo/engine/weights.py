@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
-from echo.protocol.manifest import TensorSpec
+from echo.weights.manifest import TensorSpec
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Tensors by name, tied ones once."""

@@ -32,7 +32,7 @@ from echo.fleet.activation import (
     ReviewAnswer,
 )
 from echo.fleet.job import Job
-from echo.protocol.capability import Capability
+from echo.leases.dispatch import Throughput
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.membership import Member
 from echo.protocol.standby import set_standby
@@ -94,7 +94,7 @@ class _State:
     """What is kept of a worker."""
 
     incarnation: str
-    capability: Capability
+    capability: Throughput
     since: float
     """When it became active, or was put on standby."""
     num_doublings: int = 0
@@ -133,7 +133,7 @@ class Activation:
         for member in members:
             state = self._states.get(member.node_id)
             if state is None or state.incarnation != member.incarnation:
-                capability = Capability(tokens_sampled=member.num_sampled, now=now)
+                capability = Throughput(tokens_sampled=member.num_sampled, now=now)
                 self._states[member.node_id] = _State(member.incarnation, capability, now)
                 actions += self._welcome(session, member, now)
                 continue

@@ -20,8 +20,8 @@ from echo.core.errors import RefusedError, RemoteProtocolError
 from echo.core.price import Price
 from echo.core.rollout import Lineage
 from echo.core.units import one_line
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.trust import welcome_fault
+from echo.weights.broadcast import Broadcast
+from echo.weights.store import welcome_fault
 from echo.wire.actions import Action, Stop
 from echo.wire.codec import Frame
 from echo.wire.messages import (

@@ -6,8 +6,8 @@ over the link on which it came, so a node may change its way (another relay, or 
 Nothing here waits: what cannot be done now is done when the next heartbeat, result or step makes it
 possible. `buffer` is read for its size; putting groups in and taking them out is the caller's.
 
-Its parts: `reception.py` admits nodes, `granting.py` decides who is given which group, `intake.py`
-judges results, `broadcast.py` distributes the weights.
+Its parts: `reception.py` admits nodes, `leases/scheduler.py` decides who is given which group,
+`leases/scheduler.py` judges results, `weights/broadcast.py` distributes the weights.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
 from echo.core.rollout import Lineage
 from echo.core.timers import OncePerMinute, Paced, RecentMap, earliest
-from echo.protocol.accepted import AcceptedGroups
-from echo.protocol.broadcast import Broadcast
+from echo.leases.book import LeaseBook
+from echo.leases.scheduler import GRANT_S, AcceptedGroups, Intake, Obstacle, Scheduler
 from echo.protocol.dismissal import Dismissal
-from echo.protocol.granting import Granting, Obstacle
-from echo.protocol.intake import Intake
-from echo.protocol.lanes import ParentFailed
-from echo.protocol.leases import LeaseBook
 from echo.protocol.membership import Member, Roster
-from echo.protocol.pacing import GRANT_S, PLAN_S
-from echo.protocol.planning import Planning
-from echo.protocol.probing import acknowledge
 from echo.protocol.reception import LearnerSettings as LearnerSettings
 from echo.protocol.reception import Reception
-from echo.protocol.topology_fleet import Site
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import ParentFailed, acknowledge
+from echo.weights.topology.plan import PLAN_S, Planner
+from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, HangUp, Note, Send, Work
 from echo.wire.codec import (
     Envelope,
@@ -119,7 +115,7 @@ class LearnerSession:
             send=self._to,
             complain=self._complain,
         )
-        self._granting = Granting(
+        self._granting = Scheduler(
             settings,
             leases=leases,
             buffer=buffer,
@@ -148,7 +144,7 @@ class LearnerSession:
             region=settings.region,
             price_per_gb=settings.price_per_gb,
         )
-        self.planning = Planning(learner=learner, chunk_bytes=settings.chunk_bytes)
+        self.planning = Planner(learner=learner, chunk_bytes=settings.chunk_bytes)
 
     @property
     def step(self) -> int:

@@ -58,7 +58,7 @@ class Member:
     """Whether it is given neither leases nor weights for now (`standby.py`)."""
     is_set_aside: bool = False
     """Whether it is given no groups because nothing can be learned from its own
-    (`usefulness.py`)."""
+    (`leases/dispatch.py`)."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
     """(instant, tokens sampled, weight bytes received) of the last heartbeats."""
 

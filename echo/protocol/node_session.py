@@ -21,8 +21,9 @@ Both are replaced independently, and neither loss stops the node's work.
   and once every address has refused its keys three times in a row: that does not mend itself.
 * Welcome of another run or with other settings, another protocol version, or hashes that differ end
   the node: retrying cannot help.
-* So does a Welcome that the learner has not signed: whatever came with it is not used (`trust.py`).
-* The weights link follows the newest Plan (`weights_link.py`).
+* So does a Welcome that the learner has not signed: whatever came with it is not used
+  (`weights/store.py`).
+* The weights link follows the newest Plan (`weights/parents.py`).
 """
 
 from __future__ import annotations
@@ -37,14 +38,12 @@ from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import OncePerMinute, RecentMap, earliest
 from echo.core.units import one_line
-from echo.protocol.broadcast import Broadcast
 from echo.protocol.joining import Joining, describe_failure
 from echo.protocol.joining import NodeSettings as NodeSettings
-from echo.protocol.lanes import ParentFailed
-from echo.protocol.probing import Probing, acknowledge
-from echo.protocol.uplink import Uplink
-from echo.protocol.weights_link import CONNECT_TIMEOUT_S, WeightsLinks
-from echo.protocol.writing import VersionArrived
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import Connection, ParentFailed, UplinkProbe, acknowledge
+from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
+from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import (
     Envelope,
@@ -94,8 +93,8 @@ class NodeSession:
         self.counters = Counters()
         self.is_leaving = False
         self._joining = Joining(settings, broadcast, send=self.to_learner)
-        self._probing = Probing(broadcast.uplink, node_id=settings.node_id)
-        self._control: Uplink | None = None
+        self._probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
+        self._control: Connection | None = None
         self._address_index = 0
         self._lost_at = self._heard_at = now
         self._heartbeat_at = self._beat_at = now
@@ -106,7 +105,7 @@ class NodeSession:
         self._num_refusals: Counter[str] = Counter()
         self._told_at: dict[str, float] = {}
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
-        self._weights = WeightsLinks(
+        self._weights = Parents(
             broadcast, retry_s=settings.retry_s, sockets_per_link=settings.sockets_per_link
         )
         self._weights.retry_preferred_s = settings.dead_after_s
@@ -237,7 +236,7 @@ class NodeSession:
     def _dial_control(self, now: float) -> list[Action]:
         addresses = self._addresses()
         address = addresses[self._address_index % len(addresses)]
-        self._control = Uplink(address, dialled_at=now)
+        self._control = Connection(address, dialled_at=now)
         self._joining.state = "dialling"
         self._joining.retry_at = now + CONNECT_TIMEOUT_S
         return [Dial(address, "control")]

@@ -17,7 +17,7 @@ from echo.core.metrics import Counters
 from echo.core.rollout import Lineage
 from echo.protocol.joining import describe_assets, digest_mismatch
 from echo.protocol.membership import Member, Roster
-from echo.protocol.trust import sign_welcome
+from echo.weights.store import sign_welcome
 from echo.wire.actions import Action, Note
 from echo.wire.codec import Frame
 from echo.wire.messages import (
@@ -65,7 +65,7 @@ class LearnerSettings:
     uplink_bytes_per_s: float | None = None
     """What to take its uplink for until transfers have shown it; None for a usual one."""
     hedge_factor: float | None = None
-    """How many times sooner a copy must be expected (`hedging.py`); None for no copies."""
+    """How many times sooner a copy must be expected (`leases/dispatch.py`); None for no copies."""
     exact_version: bool = False
     """Whether each group is sampled by one version alone: its worker's, when it was granted."""
 

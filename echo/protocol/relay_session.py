@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from echo.core.errors import RemoteProtocolError
 from echo.core.timers import RecentMap
-from echo.protocol.broadcast import Broadcast
 from echo.protocol.joining import NodeSettings
 from echo.protocol.node_session import NodeSession
+from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Send
 from echo.wire.codec import Envelope, Frame, forwarded
 from echo.wire.messages import LEARNER_ID

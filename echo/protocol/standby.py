@@ -2,9 +2,9 @@
 
 A worker on standby keeps its control link and its heartbeats, so that it can be activated within
 one message. It is granted nothing; what it has in hand it finishes and delivers. It gets no weights
-either (`planning.py`): they would cost traffic, and the broadcast would take as long as for all
-workers and not as long as for those that generate. Activated again it fetches, like a late joiner,
-the cheapest of image, anchor and deltas, and is granted leases once it has them.
+either (`weights/topology/plan.py`): they would cost traffic, and the broadcast would take as long
+as for all workers and not as long as for those that generate. Activated again it fetches, like a
+late joiner, the cheapest of image, anchor and deltas, and is granted leases once it has them.
 
 A worker knows that it stands by from its Plan, which then names no parents; the learner repeats the
 Plan with each heartbeat until it is obeyed, so a lost one does no harm.

@@ -1,10 +1,10 @@
 """A worker's conversation with the learner: leases in, groups out.
 
 A lease waits in the queue, runs in the engine, may be parked between two calls of the engine
-(`drafts.py`), and its result lies in the outbox until the learner has it on disk. All places are
-listed in each heartbeat, so the learner knows what it must send again and what it need not renew. A
-cut changes nothing here: running groups go on, results are kept, and after the next Admitted
-everything unacknowledged is sent again.
+(`leases/partials.py`), and its result lies in the outbox until the learner has it on disk. All
+places are listed in each heartbeat, so the learner knows what it must send again and what it need
+not renew. A cut changes nothing here: running groups go on, results are kept, and after the next
+Admitted everything unacknowledged is sent again.
 
 What is parked is shipped to the learner now and then (`ship`), which leases it to others if this
 worker does not come back; a worker that does come back lists what it still has, and is told what is
@@ -22,14 +22,18 @@ from echo.core.bounds import MAX_LEASES, MAX_PAYLOAD_BYTES
 from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import Group, Lineage, PartialRollout, PolicyVersion
 from echo.core.timers import earliest
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.delivery import Outbox
-from echo.protocol.drafts import Drafts, Key
+from echo.leases.outbox import Outbox
+from echo.leases.partials import (
+    LeaseKey,
+    PartialGroup,
+    PartialGroups,
+    decode_members,
+    encode_members,
+)
 from echo.protocol.joining import NodeSettings
 from echo.protocol.node_session import NodeSession
-from echo.protocol.partial_codec import decode_members, encode_members
-from echo.protocol.partials import Draft
 from echo.protocol.version_wait import VersionWait
+from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note
 from echo.wire.codec import Frame, encode_group, payload_bytes
 from echo.wire.messages import (
@@ -79,7 +83,7 @@ class WorkerSession(NodeSession):
         self.tokens_sampled = 0
         self.num_accepted = 0
         """Groups that the learner has taken since this process started."""
-        self.drafts = Drafts()
+        self.drafts = PartialGroups()
         self.partials: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
         self.version_wait = VersionWait()
@@ -161,7 +165,7 @@ class WorkerSession(NodeSession):
             self.drafts.add(lease, members)
         return [LeasesChanged()] if fresh else []
 
-    def _is_known(self, key: Key) -> bool:
+    def _is_known(self, key: LeaseKey) -> bool:
         return key in self.drafts or key in self.outbox.keys
 
     def _on_ack(self, message: Ack, now: float) -> list[Action]:
@@ -200,7 +204,7 @@ class WorkerSession(NodeSession):
         group_size: int,
         max_rollouts: int | None = None,
         now: float | None = None,
-    ) -> list[Draft]:
+    ) -> list[PartialGroup]:
         """Move groups into the engine, as far as there is room: begun ones first, oldest first."""
         if self.outbox.is_full:
             return []
@@ -218,7 +222,7 @@ class WorkerSession(NodeSession):
         if draft is not None:
             draft.num_progress = num_tokens
 
-    def park(self, draft: Draft) -> None:
+    def park(self, draft: PartialGroup) -> None:
         """Put a draft aside that left the engine unfinished."""
         self.drafts.park(draft)
 
@@ -352,5 +356,5 @@ class WorkerSession(NodeSession):
         return self._report(lease, reason, detail, is_elsewhere=True)
 
 
-def _key_of(lease: Lease) -> Key:
+def _key_of(lease: Lease) -> LeaseKey:
     return lease.group_id, lease.attempt

@@ -23,13 +23,13 @@ from typing import Any
 from echo.config.schema import Config
 from echo.core.metrics import CostView
 from echo.fleet.activation import ActivationDecision, Question, ReviewAnswer
-from echo.planner.publish_pace import PublishPace
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.metering import LOST_COUNTS_FOR_S, Meter
 from echo.records.ledger import Ledger, read_records
 from echo.runtime.progress import Progress
 from echo.runtime.threads import Pool
+from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action
 
 LOOK_S = 0.1

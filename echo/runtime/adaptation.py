@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from echo.algo.corrections import BoundDecision, ControlSettings, Signals, StalenessController
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
-from echo.planner.publish_pace import PublishPace
 from echo.records.ledger import Ledger
+from echo.weights.schedule import PublishPace
 
 
 class Adaptation:

@@ -43,11 +43,11 @@ import numpy.typing as npt
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
-from echo.delta.streams import fill
-from echo.protocol.manifest import Manifest
-from echo.protocol.transfer import Journal
 from echo.runtime.arenas_parcels import SavedParcel
 from echo.runtime.arenas_scan import held_chunks
+from echo.weights.delta import fill
+from echo.weights.manifest import Manifest
+from echo.weights.store import SavedItem
 from echo.wire.codec import Frame
 
 MAX_SPARES = 2
@@ -182,7 +182,7 @@ class ArenaStore(abc.ABC):
     def recover(self, run_id: str) -> list[Saved]:
         """Return what a former process left of this run, newest first; to be called once joined.
 
-        The caller verifies the manifest (echo.protocol.manifest.verify), then the chunks
+        The caller verifies the manifest (echo.weights.manifest.verify), then the chunks
         (`verify_held`), and drops what it does not want. Versions of other runs are dropped.
         """
 
@@ -190,7 +190,7 @@ class ArenaStore(abc.ABC):
         """Copy a chunk to its place in an arena, from any thread and without the GIL."""
         fill(place, data)
 
-    def journal(self, version: PolicyVersion) -> Journal | None:
+    def journal(self, version: PolicyVersion) -> SavedItem | None:
         """Return where to write down what comes of an anchor; None where nothing is kept."""
         return None
 

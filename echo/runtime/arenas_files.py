@@ -24,7 +24,7 @@ What happens when
   in the background. Only when more than vm.dirty_ratio (20 % of memory) is dirty does it make the
   writer wait, within a page fault. So chunks are written in threads (`write`, without the GIL) and
   credit for them is given when they are written: on a disk slower than the link the transfer falls
-  to the disk's pace, and the node does everything else as before (`echo/protocol/writing.py`).
+  to the disk's pace, and the node does everything else as before (`echo/weights/receiver.py`).
   Where that is too slow, point store_dir to a tmpfs such as /dev/shm/echo (survives the process,
   not the machine), or raise vm.dirty_ratio.
   Manifests and journals are written, and files removed, in a thread of their own, in order. On the
@@ -52,7 +52,6 @@ from echo.config.memory import read_machine
 from echo.core.errors import LocalProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
-from echo.protocol.transfer import Journal
 from echo.records.files import lock_directory
 from echo.runtime.arenas import (
     ArenaStore,
@@ -64,6 +63,7 @@ from echo.runtime.arenas import (
 )
 from echo.runtime.arenas_parcels import ParcelFiles, SavedParcel, is_parcel
 from echo.runtime.arenas_thread import DiskThread
+from echo.weights.store import SavedItem
 
 DEFAULT_SHARE = 0.9
 """Share of the free memory or disk that versions may take, where network.store_bytes is unset."""
@@ -164,7 +164,7 @@ class FileArenas(ArenaStore):
                 saved.append(found)
         return saved
 
-    def journal(self, version: PolicyVersion) -> Journal | None:
+    def journal(self, version: PolicyVersion) -> SavedItem | None:
         """Return a file for what comes of an anchor."""
         return self._parcels.begin(version, self._run_hash)
 

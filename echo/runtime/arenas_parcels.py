@@ -10,7 +10,7 @@ which tables and chunks are appended as they have been verified:
 
 * **Killed in mid-write**: the last record is torn, and cut off before more is appended. Nothing is
   synced; after a power failure a lost page fails its hash or its signature
-  (`echo/protocol/resuming.py`), and what follows a lost header is not read.
+  (`echo/weights/store.py`), and what follows a lost header is not read.
 * **Limit and full disk**: a journal only spares a later process a transfer. So all of them together
   take what versions leave of network.store_bytes, the oldest give way first, and one that cannot be
   written is removed. Chunks are in memory besides, so nothing else changes.

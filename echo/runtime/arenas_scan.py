@@ -15,7 +15,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from echo.protocol.manifest import Manifest
+from echo.weights.manifest import Manifest
 
 BATCH_BYTES = 1 << 20
 """Bytes hashed per task of the pool: below, handing out the task costs more than the hash."""

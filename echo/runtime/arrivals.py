@@ -15,9 +15,9 @@ from contextlib import suppress
 
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Group
-from echo.protocol.granting import RecordEnd, StoreGroup
+from echo.leases.dispatch import Usefulness
+from echo.leases.scheduler import RecordEnd, StoreGroup
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.usefulness import Usefulness
 from echo.records.ledger import Ledger
 from echo.runtime.late_rewards import LateRewards
 from echo.runtime.progress import Progress

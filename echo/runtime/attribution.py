@@ -18,11 +18,11 @@ from echo.runtime.publication import Publication
 from echo.runtime.worker_setup import make_sampling
 from echo.tasks import tokenization
 
+MAX_KEPT_BYTES = 4 << 30
+"""Published versions kept on the learner's disk for it; a larger model shows less of the past."""
 NUM_ROLLOUTS = 8
 """Of a batch, scored under each version that sampled them: thousands of tokens for a variance, and
 a fraction of what a step costs."""
-MAX_BYTES = 4 << 30
-"""Published versions kept on the learner's disk for it; a larger model shows less of the past."""
 Publish = Callable[[Weights, PolicyVersion], Publication]
 
 
@@ -83,7 +83,7 @@ def make_attribution(
         return None
     retention = VersionRetention(
         config.run_dir / "versions",
-        max_bytes=MAX_BYTES,
+        max_bytes=MAX_KEPT_BYTES,
         # One more than may be trained on: the newest is published before the oldest is used up.
         max_versions=config.sync.max_staleness + 2,
     )

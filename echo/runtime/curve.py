@@ -1,7 +1,7 @@
 """The run's secret and the string with which a node joins, `tcp://host:port#KEY.SECRET.FINGERPRINT`.
 
 Whoever has it is an insider. The last part is the fingerprint of the key with which the learner
-signs versions, settings and hashes of files (`protocol/trust.py`). The learner keeps all parts in
+signs versions, settings and hashes of files (`weights/store.py`). The learner keeps all parts in
 its run directory, and a restart keeps the string. What keys follow from it: `net/curve.py`.
 """
 
@@ -17,9 +17,9 @@ from echo.config.fields import OLD_JOIN
 from echo.core.errors import ConfigError, StorageError, TransportError
 from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import parse_address, with_key
-from echo.protocol.trust import fingerprint, show_fingerprint
 from echo.records.files import make_private_directory, write_file
 from echo.runtime.identity import load_or_create_signing_key
+from echo.weights.store import fingerprint, show_fingerprint
 
 _JOIN = re.compile(
     r"(?P<address>tcp://[^#]+#[A-Za-z0-9_-]{43})\.(?P<secret>[A-Za-z0-9_-]{22})"

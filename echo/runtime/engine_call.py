@@ -9,7 +9,7 @@ import numpy as np
 
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, Request
-from echo.protocol.partials import Draft
+from echo.leases.partials import PartialGroup
 from echo.wire.messages import Lease
 
 
@@ -23,13 +23,13 @@ class EngineCall:
 
     def __init__(
         self,
-        drafts: Sequence[Draft],
+        drafts: Sequence[PartialGroup],
         *,
         num_awaited: int,
         max_s: float | None,
         has_others: Callable[[], bool],
         has_ended: Callable[[], bool],
-        on_whole: Callable[[Draft], None],
+        on_whole: Callable[[PartialGroup], None],
         clock: Callable[[], float],
     ) -> None:
         """Take the groups; nothing is sampled before the engine asks.
@@ -46,7 +46,7 @@ class EngineCall:
         self.drafts = list(drafts)
         self.num_tokens = 0
         self.is_recalled = False
-        self._members: dict[str, tuple[Draft, int]] = {}
+        self._members: dict[str, tuple[PartialGroup, int]] = {}
         self._num_awaited = num_awaited
         self._num_whole = 0
         self.exact_version = exact_version_of(draft.lease for draft in drafts)
@@ -100,14 +100,14 @@ class EngineCall:
             or (self._num_whole >= self._num_awaited and self._has_others())
         )
 
-    def stopped(self, completions: Sequence[Completion]) -> list[Draft]:
+    def stopped(self, completions: Sequence[Completion]) -> list[PartialGroup]:
         """Take what the engine gave back in the end; return the groups that are unfinished."""
         for completion in completions:
             if completion.finish_reason == "abort":
                 self._extend(completion)
         return [draft for draft in self.drafts if not draft.is_whole]
 
-    def _extend(self, completion: Completion) -> Draft:
+    def _extend(self, completion: Completion) -> PartialGroup:
         draft, index = self._members[completion.request_id]
         draft.members[index] = draft.members[index].extended(
             completion.token_ids,

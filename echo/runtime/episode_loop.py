@@ -12,7 +12,7 @@ from typing import Any
 from echo.core.rollout import Rollout
 from echo.engine.engine import Sampling
 from echo.engine.version_fence import VersionError
-from echo.protocol.partials import Draft
+from echo.leases.partials import PartialGroup
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime.engine_call import exact_version_of
 from echo.runtime.episodes import EpisodePlayer, openings_of
@@ -33,7 +33,7 @@ class EpisodeLoop:
         group_size: int,
         groups_per_batch: int,
         is_continuous: bool,
-        admit: Callable[[Draft], bool],
+        admit: Callable[[PartialGroup], bool],
         refuse: Callable[[Sequence[Lease], str], None],
         deliver: Callable[[Lease, Sequence[Rollout] | RewardError], None],
         wake: Callable[[], None],
@@ -92,7 +92,7 @@ class EpisodeLoop:
             self._num_playing += len(batch)
             self._spawn(self._play(batch), name="play")
 
-    async def _play(self, drafts: Sequence[Draft]) -> None:
+    async def _play(self, drafts: Sequence[PartialGroup]) -> None:
         leases = [draft.lease for draft in drafts]
         openings = openings_of(leases, group_size=self._group_size)
         exact_version = exact_version_of(leases)

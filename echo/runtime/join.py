@@ -10,9 +10,9 @@ from echo.config.schema import Config
 from echo.core.errors import ConfigError
 from echo.net.curve import CurveKeys
 from echo.net.transport import format_address, is_loopback, parse_address, without_key
-from echo.protocol.trust import fingerprint
 from echo.runtime.curve import Join
 from echo.runtime.identity import load_signing_key
+from echo.weights.store import fingerprint
 
 ECHO_JOIN = "ECHO_JOIN"
 """Environment variable with the join string, which the command line reads (echo/cli/node.py)."""

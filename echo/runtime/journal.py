@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal
+from echo.leases.scheduler import RecordCancel, RecordEnd, RecordGrant, RecordRefusal
 from echo.records.ledger import Ledger
 
 Record = RecordGrant | RecordCancel | RecordRefusal | RecordEnd

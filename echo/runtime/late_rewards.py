@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from echo.core.rollout import Group
-from echo.protocol.granting import StoreGroup
+from echo.leases.scheduler import StoreGroup
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example

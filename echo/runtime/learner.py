@@ -28,11 +28,9 @@ from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.trainer import StepError, StepResult, Trainer
 from echo.engine.weights import Weights
+from echo.leases.scheduler import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.net.transport import Transport
-from echo.planner.publish_pace import PublishPace
-from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.manifest import Manifest
 from echo.records.ledger import Ledger
 from echo.runtime.activation import Activating
 from echo.runtime.adaptation import Adaptation
@@ -50,6 +48,8 @@ from echo.runtime.reporting import Reporting
 from echo.runtime.threads import Threads
 from echo.runtime.waiting import Waiting
 from echo.tasks.rewards import RewardError
+from echo.weights.manifest import Manifest
+from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action
 
 MAX_FAILED_STEPS = 5

@@ -24,8 +24,6 @@ from echo.engine.weights import (
 )
 from echo.net.curve import CurveKeys
 from echo.net.transport import Transport
-from echo.planner.publish_pace import PublishPace
-from echo.protocol.manifest import Manifest
 from echo.runtime import wiring
 from echo.runtime.activation import make_activating
 from echo.runtime.adaptation import make_adaptation
@@ -51,6 +49,8 @@ from echo.runtime.worker_setup import (
     make_sampling,
 )
 from echo.tasks import tokenization
+from echo.weights.manifest import Manifest
+from echo.weights.schedule import PublishPace
 
 EVALUATION_SEED = 1
 """The same prompts and samples whatever run.seed is, so that runs compare."""

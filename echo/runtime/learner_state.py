@@ -14,8 +14,8 @@ from echo.config.load import inherited_settings, save_resolved
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.engine.trainer import Trainer
+from echo.leases.book import LeaseBook
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.leases import LeaseBook
 from echo.protocol.reception import LearnerSettings
 from echo.records.ledger import Ledger
 from echo.runtime import wiring

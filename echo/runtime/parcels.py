@@ -1,7 +1,7 @@
 """The learner's coder: parcels of a version, segment by segment, while the trainer goes on.
 
-`Parcels.publish` decides in which forms a version goes out (`delta/cadence.py` has the rules), and
-hands them to the broadcast:
+`Parcels.publish` decides in which forms a version goes out (`weights/schedule.py` has the rules),
+and hands them to the broadcast:
 
     image --+--> in full, at once where there is no delta, else behind the delta's first segment
             +--> delta against the version before   } coded in threads, block by block;
@@ -26,16 +26,13 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
-from echo.delta.blocks import block_bytes_of, encode_block
-from echo.delta.cadence import AnchorPlan
-from echo.delta.paths import Offer
-from echo.delta.words import word_bytes_of
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.manifest import HASH_BYTES, Manifest, encode_signed, sign
-from echo.protocol.parcel import SegmentTable, split_blocks
-from echo.protocol.transfer import Transfer
 from echo.runtime.publication import Publication
 from echo.runtime.threads import Pool
+from echo.weights.broadcast import Broadcast
+from echo.weights.delta import block_bytes_of, encode_block, split_blocks, word_bytes_of
+from echo.weights.manifest import HASH_BYTES, Manifest, SegmentTable, encode_signed, sign
+from echo.weights.schedule import EncodedOffer, KeyframeSchedule
+from echo.weights.store import Transfer
 from echo.wire.actions import Action
 from echo.wire.messages import Form
 
@@ -188,7 +185,7 @@ class Parcels:
         self._spawn = spawn
         self._pool = pool
         self._now = now
-        self._plan: AnchorPlan | None = None
+        self._plan: KeyframeSchedule | None = None
         self._last: asyncio.Task[None] | None = None
         self.coded_bytes: dict[PolicyVersion, int] = {}
         """Size of the delta of each version that went out as one; the last few."""
@@ -213,7 +210,7 @@ class Parcels:
             self._publish_image(publication)
             return None
         if self._plan is None:
-            self._plan = AnchorPlan(manifest.num_bytes)
+            self._plan = KeyframeSchedule(manifest.num_bytes)
         if base is None or (self._codec == "auto" and not self._plan.is_delta_due()):
             self._publish_image(publication)
             base = None
@@ -239,7 +236,7 @@ class Parcels:
             )
         )
         if self._plan is not None:
-            self._plan.made(Offer(manifest.version, None, "full", manifest.num_bytes))
+            self._plan.made(EncodedOffer(manifest.version, None, "full", manifest.num_bytes))
 
     async def _code(self, publication: Publication, base: Transfer | None) -> None:
         assert self._plan is not None
@@ -253,13 +250,13 @@ class Parcels:
         if self._plan.is_anchor_due(self._offers(), version):
             await self._send(publication, None)
 
-    def _offers(self) -> list[Offer]:
+    def _offers(self) -> list[EncodedOffer]:
         offers = [
-            Offer(version, None, "full", image.num_bytes)
+            EncodedOffer(version, None, "full", image.num_bytes)
             for version, image in self._broadcast.store.items()
         ]
         offers += [
-            Offer(version, form.base, form.kind, parcel.num_bytes)
+            EncodedOffer(version, form.base, form.kind, parcel.num_bytes)
             for (version, form), parcel in self._broadcast.parcels.items()
         ]
         return offers
@@ -301,6 +298,8 @@ class Parcels:
     def _note(self, manifest: Manifest, base: Transfer | None, num_bytes: int) -> None:
         assert self._plan is not None
         if base is None:
-            self._plan.made(Offer(manifest.version, None, "anchor", num_bytes))
+            self._plan.made(EncodedOffer(manifest.version, None, "anchor", num_bytes))
         else:
-            self._plan.made(Offer(manifest.version, base.manifest.version, "delta", num_bytes))
+            self._plan.made(
+                EncodedOffer(manifest.version, base.manifest.version, "delta", num_bytes)
+            )

@@ -9,8 +9,8 @@ from echo.algo.diagnostics import GroupStats, LengthBias
 from echo.core.metrics import CostView, LearningCurve, Snapshot
 from echo.core.rollout import Group
 from echo.core.units import format_bytes
-from echo.planner.publish_pace import PublishPace
 from echo.protocol.learner_session import LearnerSession
+from echo.weights.schedule import PublishPace
 
 RATE_WINDOW_S = 10.0
 """Seconds over which the display averages its rates."""

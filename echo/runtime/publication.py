@@ -8,12 +8,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.schema import Config
 from echo.core.rollout import PolicyVersion
-from echo.delta.blocks import block_bytes_of
 from echo.engine.version_images import CodedDelta, VersionImages
 from echo.engine.weights import Weights
-from echo.planner.publish_pace import MAX_PENDING as MAX_PENDING
-from echo.planner.publish_pace import PublishPace as PublishPace
-from echo.protocol.manifest import Manifest, SignedManifest, build_manifest, sign
+from echo.weights.delta import block_bytes_of
+from echo.weights.manifest import Manifest, SignedManifest, build_manifest, sign
+from echo.weights.schedule import MAX_PENDING as MAX_PENDING
+from echo.weights.schedule import PublishPace as PublishPace
 
 
 @dataclass(frozen=True, slots=True)

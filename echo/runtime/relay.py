@@ -9,11 +9,11 @@ from echo.net.transport import Transport
 from echo.protocol.joining import Configure
 from echo.protocol.node_session import NodeSession
 from echo.protocol.relay_session import RelaySession
-from echo.protocol.writing import VersionArrived
 from echo.runtime.arenas import ArenaStore
 from echo.runtime.arenas_parcels import SavedParcel
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
+from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
 
 

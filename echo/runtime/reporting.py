@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from echo.core.metrics import Snapshot
-from echo.planner.publish_pace import PublishPace
 from echo.protocol.learner_session import LearnerSession
 from echo.runtime.activation import Activating
 from echo.runtime.learner_plan import LearnerPlan
 from echo.runtime.progress import Progress
+from echo.weights.schedule import PublishPace
 
 Row = Mapping[str, float | Mapping[str, float]]
 

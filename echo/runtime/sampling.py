@@ -28,8 +28,7 @@ from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import StaleTokens
 from echo.engine.engine import Engine, Sampling
 from echo.engine.version_fence import VersionError
-from echo.protocol.partial_codec import decode_drafts, encode_drafts
-from echo.protocol.partials import Draft, freshen
+from echo.leases.partials import PartialGroup, apply_staleness_policy, decode_groups, encode_groups
 from echo.protocol.worker_session import WorkerSession
 from echo.records.files import write_file
 from echo.runtime.engine_call import EngineCall
@@ -64,9 +63,9 @@ class RolloutLoop:
         group_size: int,
         groups_per_batch: int,
         path: Path,
-        admit: Callable[[Draft], bool],
+        admit: Callable[[PartialGroup], bool],
         refuse: Callable[[Sequence[Lease], str], None],
-        deliver: Callable[[Draft], None],
+        deliver: Callable[[PartialGroup], None],
         wake: Callable[[], None],
         perform: Callable[[Sequence[Action]], None],
         spawn: Callable[..., asyncio.Task[None]],
@@ -168,7 +167,7 @@ class RolloutLoop:
             # What is parked now is not continued soon.
             self._ship(is_pausing=True)
 
-    def _freshen(self, draft: Draft) -> None:
+    def _freshen(self, draft: PartialGroup) -> None:
         """Decide what the tokens so far are worth under the present weights."""
         session = self._session
         installed, num_tokens = session.installed_version, draft.num_tokens
@@ -177,7 +176,7 @@ class RolloutLoop:
             return
         step = max(session.learner_step, installed.step)
         oldest = draft.oldest_step
-        result = freshen(
+        result = apply_staleness_policy(
             draft.members,
             stale_tokens=self.rules.stale_tokens,
             max_age=self.rules.max_age,
@@ -194,10 +193,10 @@ class RolloutLoop:
         counts["wasted_tokens"] += result.num_dropped
         counts["age_sum"] += 0 if oldest is None else max(0, step - oldest)
 
-    def _begin(self, drafts: list[Draft]) -> None:
+    def _begin(self, drafts: list[PartialGroup]) -> None:
         loop, places = asyncio.get_running_loop(), self._session.drafts
 
-        def on_whole(draft: Draft) -> None:
+        def on_whole(draft: PartialGroup) -> None:
             if not self._has_ended():
                 loop.call_soon_threadsafe(self._deliver, draft)
 
@@ -293,7 +292,7 @@ class RolloutLoop:
         except OSError as error:
             raise StorageError(f"cannot read {self._path}: {error}") from error
         try:
-            drafts = decode_drafts(data, run_id=self._session.broadcast.run_id)
+            drafts = decode_groups(data, run_id=self._session.broadcast.run_id)
         except RemoteProtocolError as error:
             self._log.warning("dropped %s: %s", self._path, error)
             return
@@ -310,7 +309,7 @@ class RolloutLoop:
         """Write what is unfinished; a disk that takes no more is told of and survived."""
         self._saved_at = self._clock()
         drafts = self._session.drafts.begun()
-        data = encode_drafts(self._session.broadcast.run_id, drafts)
+        data = encode_groups(self._session.broadcast.run_id, drafts)
         if data == self._saved or not (drafts or self._saved):
             return
         self._saved = data

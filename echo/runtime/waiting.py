@@ -19,7 +19,7 @@ import logging
 
 from echo.core.errors import TransportError
 from echo.core.units import format_duration
-from echo.protocol.granting import Obstacle
+from echo.leases.scheduler import Obstacle
 from echo.protocol.learner_session import LearnerSession
 from echo.runtime.progress import describe_wait
 

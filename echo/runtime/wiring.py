@@ -14,11 +14,11 @@ from echo.core.price import Price
 from echo.net.curve import CurveKeys
 from echo.net.transport import TransportOptions, is_loopback, parse_key, with_key
 from echo.net.zmq import ZmqTransport, advise, descriptor_limit
-from echo.protocol.broadcast import Broadcast
 from echo.protocol.joining import NodeSettings
-from echo.protocol.transfer import Arenas
 from echo.runtime.join import dial_addresses, signing_fingerprint
 from echo.runtime.kernel import read_facts
+from echo.weights.broadcast import Broadcast
+from echo.weights.store import VersionStore
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def sockets_per_link(parent: str | None) -> int:
 
 
 def make_broadcast(
-    node_id: str, network: NetworkSection, arenas: Arenas | None = None
+    node_id: str, network: NetworkSection, arenas: VersionStore | None = None
 ) -> Broadcast:
     """Return a node's part of the weights plane with the configuration's bounds.
 

@@ -22,11 +22,10 @@ from blake3 import blake3
 from echo.core.errors import EngineError, LocalProtocolError
 from echo.core.metrics import WorkerView
 from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.leases.partials import PartialGroup
 from echo.net.transport import Transport
 from echo.protocol.joining import Configure
-from echo.protocol.partials import Draft
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
-from echo.protocol.writing import VersionArrived
 from echo.runtime.episode_loop import EpisodeLoop
 from echo.runtime.relay import DialingNode
 from echo.runtime.sampling import RolloutLoop
@@ -34,6 +33,7 @@ from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.runtime.worker_parts import WorkerParts, install
 from echo.tasks.rewards import TICK_S, RewardError
 from echo.tasks.task import Example
+from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action, Note
 from echo.wire.messages import Lease
 
@@ -260,7 +260,7 @@ class WorkerNode(DialingNode):
 
     # --- groups ----------------------------------------------------------------------------------
 
-    def _admit(self, parts: WorkerParts, draft: Draft) -> bool:
+    def _admit(self, parts: WorkerParts, draft: PartialGroup) -> bool:
         """Return whether the prompt leaves room in the window; report it if it does not."""
         num_tokens = len(draft.lease.prompt_ids)
         if num_tokens <= parts.max_prompt_tokens:
@@ -278,10 +278,10 @@ class WorkerNode(DialingNode):
         for lease in leases:
             self.perform(self.session.outrun(lease, why, now=self.now))
 
-    def _on_whole(self, parts: WorkerParts, draft: Draft) -> None:
+    def _on_whole(self, parts: WorkerParts, draft: PartialGroup) -> None:
         self.spawn(self._deliver(parts, draft), name="deliver")
 
-    async def _deliver(self, parts: WorkerParts, draft: Draft) -> None:
+    async def _deliver(self, parts: WorkerParts, draft: PartialGroup) -> None:
         """Score a whole group and deliver it."""
         lease = draft.lease
         example = Example(**lease.example)
@@ -306,7 +306,7 @@ class WorkerNode(DialingNode):
         self._finish(lease, rollouts)
 
     async def _while_progressing(
-        self, draft: Draft, scoring: asyncio.Future[list[float]]
+        self, draft: PartialGroup, scoring: asyncio.Future[list[float]]
     ) -> list[float]:
         """Wait for rewards, and keep the lease meanwhile.
 
@@ -352,7 +352,7 @@ class WorkerNode(DialingNode):
             for name, number in counts.items():
                 self.session.counters.add(name, number)
 
-    def _score_all(self, parts: WorkerParts, example: Example, draft: Draft) -> list[float]:
+    def _score_all(self, parts: WorkerParts, example: Example, draft: PartialGroup) -> list[float]:
         """Return one reward per completion, fewer once nobody waits; runs in another thread."""
         texts = [parts.decode(member.token_ids.tolist()) for member in draft.members]
         rewards: list[float] = []

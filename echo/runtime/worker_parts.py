@@ -11,11 +11,11 @@ from blake3 import blake3
 from echo.core.errors import EngineError
 from echo.engine.engine import Engine, Sampling
 from echo.engine.weights import tensors_from_image
-from echo.protocol.transfer import Transfer
 from echo.runtime.agents import AgentParts
 from echo.runtime.episodes import EpisodePlayer
 from echo.runtime.sampling import PartialRules
 from echo.tasks.rewards import TaskHost
+from echo.weights.store import Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,8 @@ from echo.engine.skeleton import import_architecture
 from echo.engine.transformers_engine import TransformersEngine
 from echo.engine.vllm_arguments import Process
 from echo.engine.weights import load_directory, publish_image, resolve_model
+from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
 from echo.net.transport import Transport
-from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime import wiring
 from echo.runtime.agents import AgentParts

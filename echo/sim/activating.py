@@ -7,12 +7,12 @@ computed is left out.
 
 from __future__ import annotations
 
-from echo.planner.publish_pace import PublishPace
 from echo.protocol.activation import Activation, ActivationSettings, StepTimes
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.metering import LOST_COUNTS_FOR_S, Meter
 from echo.sim.records import BillRecord, History
 from echo.sim.scenario import ActivationRule, Scenario
+from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action
 
 LOOK_S = 1.0

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Group, PolicyVersion
-from echo.planner.publish_pace import PublishPace
-from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
+from echo.leases.scheduler import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.learner_session import LearnerSession
 from echo.sim.activating import Activating
 from echo.sim.clock import Clock
@@ -26,6 +25,7 @@ from echo.sim.journal import Journal
 from echo.sim.records import History, StepRecord
 from echo.sim.versions import Versions
 from echo.sim.wires import Port, Wires
+from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action
 
 LOOK_S = 0.1

@@ -7,15 +7,15 @@ from statistics import fmean
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.buffer import StalenessBuffer
-from echo.protocol.broadcast import Broadcast
+from echo.leases.book import LeaseBook
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.leases import LeaseBook
 from echo.protocol.reception import LearnerSettings
-from echo.protocol.topology_fleet import ASSUMED_BYTES_PER_S
 from echo.sim.journal import Start
 from echo.sim.learner import LearnerTimes
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.versions import CHUNK_BYTES, Versions
+from echo.weights.broadcast import Broadcast
+from echo.weights.topology.sites import ASSUMED_BYTES_PER_S
 from echo.wire.messages import Lease
 
 RUN_ID = "simulation"

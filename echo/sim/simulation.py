@@ -13,9 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.price import Price
 from echo.fleet.market import Offer
-from echo.planner.publish_pace import PublishPace
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox
+from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
 from echo.protocol.joining import NodeSettings
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.worker_session import WorkerSession
@@ -35,6 +33,8 @@ from echo.sim.site import Site
 from echo.sim.versions import Versions
 from echo.sim.wires import Port, Wires
 from echo.sim.worker import SimWorker
+from echo.weights.broadcast import Broadcast
+from echo.weights.schedule import PublishPace
 
 WINDOW_BYTES = 8 << 20
 """What a child asks for ahead at first: chunks are coarse here."""

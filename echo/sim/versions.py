@@ -18,18 +18,18 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
-from echo.delta.blocks import encode_block
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.manifest import (
+from echo.weights.broadcast import Broadcast
+from echo.weights.delta import encode_block
+from echo.weights.manifest import (
     Manifest,
+    SegmentTable,
     SignedManifest,
     TensorSpec,
     build_manifest,
     encode_signed,
     sign,
 )
-from echo.protocol.parcel import SegmentTable
-from echo.protocol.transfer import Transfer
+from echo.weights.store import Transfer
 from echo.wire.actions import Action
 
 CHUNK_BYTES = 1 << 10

@@ -10,12 +10,12 @@ from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.protocol.joining import Configure
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
-from echo.protocol.writing import VersionArrived
 from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel, Running
 from echo.sim.groups import Groups
 from echo.sim.host import Host
 from echo.sim.wires import Port, Wires
+from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
 from echo.wire.codec import Frame
 from echo.wire.messages import Goodbye, Lease

@@ -10,7 +10,7 @@ import pytest
 
 from echo.cli.sim import main
 from echo.cli.sim_text import step_row
-from echo.protocol.granting import RecordGrant, StoreGroup
+from echo.leases.scheduler import RecordGrant, StoreGroup
 from echo.sim.learner import SimLearner
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation

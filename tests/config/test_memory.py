@@ -14,7 +14,7 @@ from echo.config.load import parse_config
 from echo.config.memory import Budget, Footprint, Machine, ModelFacts, memory_budget
 from echo.config.schema import Config
 from echo.kernels.logprob import linear_logprob
-from echo.protocol.delivery import MAX_UNACKED_GROUPS
+from echo.leases.outbox import MAX_UNACKED_GROUPS
 
 GIB = 2**30
 QWEN3_600M = ModelFacts(

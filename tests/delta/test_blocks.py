@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
-from echo.delta import blocks as blocks_module
-from echo.delta.blocks import (
+from echo.weights import delta as blocks_module
+from echo.weights.delta import (
     CHANGES,
     DIFFERENCE,
     PLANES,

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.delta.cadence import MAX_STEPS, RETRY_AFTER, AnchorPlan
-from echo.delta.paths import Offer, cheapest_path, path_bytes
+from echo.weights.schedule import (
+    MAX_STEPS,
+    RETRY_AFTER,
+    EncodedOffer,
+    KeyframeSchedule,
+    cheapest_path,
+    path_bytes,
+)
 
 FULL = 1_000_000
 
@@ -19,26 +25,26 @@ class Learner:
     """Publishes versions as a plan says; nothing is ever forgotten."""
 
     def __init__(self, delta_bytes: int, anchor_bytes: int = 2 * FULL // 3) -> None:
-        self.plan = AnchorPlan(FULL)
+        self.plan = KeyframeSchedule(FULL)
         self.delta_bytes = delta_bytes
         self.anchor_bytes = anchor_bytes
-        self.offers: list[Offer] = []
+        self.offers: list[EncodedOffer] = []
         self.anchors: list[int] = []
         self.deltas: list[int] = []
 
-    def make(self, offer: Offer) -> None:
+    def make(self, offer: EncodedOffer) -> None:
         self.offers.append(offer)
         self.plan.made(offer)
 
     def publish(self, step: int) -> None:
         is_delta_due = step > 0 and self.plan.is_delta_due()
         self.offers = [offer for offer in self.offers if offer.kind != "full"]
-        self.make(Offer(v(step), None, "full", FULL))
+        self.make(EncodedOffer(v(step), None, "full", FULL))
         if is_delta_due:
-            self.make(Offer(v(step), v(step - 1), "delta", self.delta_bytes))
+            self.make(EncodedOffer(v(step), v(step - 1), "delta", self.delta_bytes))
             self.deltas.append(step)
         if self.plan.is_anchor_due(self.offers, v(step)):
-            self.make(Offer(v(step), None, "anchor", self.anchor_bytes))
+            self.make(EncodedOffer(v(step), None, "anchor", self.anchor_bytes))
             self.anchors.append(step)
 
     def late_joiner_pays(self, step: int) -> int:

@@ -13,10 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.errors import EngineError
-from echo.delta.blocks import CHANGES, DIFFERENCE, UNCHANGED, decode_block, encode_block
-from echo.delta.words import word_bytes_of
 from echo.engine.device_delta import DeviceDelta
-from echo.protocol.manifest import TensorSpec
+from echo.weights.delta import (
+    CHANGES,
+    DIFFERENCE,
+    UNCHANGED,
+    decode_block,
+    encode_block,
+    word_bytes_of,
+)
+from echo.weights.manifest import TensorSpec
 
 torch.set_num_threads(1)
 

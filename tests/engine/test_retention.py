@@ -11,7 +11,7 @@ from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.engine.retention import VersionRetention
 from echo.engine.weights import Weights, publish_image
-from echo.protocol.manifest import Manifest, build_manifest
+from echo.weights.manifest import Manifest, build_manifest
 
 
 def publication(step: int, lineage: int = 1) -> tuple[Manifest, bytearray, Weights]:

@@ -25,7 +25,7 @@ from echo.engine.weights import (
     save_hf,
     tensors_from_image,
 )
-from echo.protocol.manifest import TensorSpec
+from echo.weights.manifest import TensorSpec
 
 MakeTinyModel = Callable[..., Path]
 

@@ -1075,6 +1075,11 @@ def _wrapped(paragraph: str) -> list[str]:
     lines = paragraph.strip("\n").splitlines()
     if all(len(line) <= 98 for line in lines):
         return lines
+    starts = [0, *(i for i, line in enumerate(lines) if i and line.lstrip()[:2] in ("* ", "- "))]
+    if len(starts) > 1:
+        ends = [*starts[1:], len(lines)]
+        parts = ["\n".join(lines[a:b]) for a, b in zip(starts, ends, strict=True)]
+        return [line for part in parts for line in _wrapped(part)]
     first, *others = lines
     indent = first[: len(first) - len(first.lstrip())]
     hanging = others[0][: len(others[0]) - len(others[0].lstrip())] if others else indent

@@ -13,22 +13,21 @@ import pytest
 
 from echo.core import buffer
 from echo.core.buffer import StalenessBuffer
-from echo.protocol import granting, intake, joining, trust, writing
-from echo.protocol.delivery import Outbox
-from echo.protocol.granting import Granting
-from echo.protocol.handover import Handover
-from echo.protocol.intake import Intake
+from echo.leases import scheduler
+from echo.leases.book import FinishedGroups, LeaseBook
+from echo.leases.outbox import Outbox
+from echo.leases.partials import ShippedPartials
+from echo.leases.scheduler import Intake, Scheduler
+from echo.protocol import joining
 from echo.protocol.joining import Joining
-from echo.protocol.lanes import Lanes
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.leases import LeaseBook
-from echo.protocol.manifest import SignedManifest
 from echo.protocol.membership import Member, Roster
 from echo.protocol.node_session import NodeSession
-from echo.protocol.settled import SettledGroups
-from echo.protocol.transfer import HeapArenas, Transfer
-from echo.protocol.watchdog import Watchdog
 from echo.records import ledger
+from echo.weights import receiver, store
+from echo.weights.manifest import SignedManifest
+from echo.weights.receiver import StripeLinks, Watchdog
+from echo.weights.store import HeapStore, Transfer
 from echo.wire.actions import Stop
 from echo.wire.codec import decode_envelope
 from echo.wire.messages import Ack
@@ -61,35 +60,35 @@ def ignore_age(patch: pytest.MonkeyPatch, module: Any) -> None:
 @plant(1)
 def train_on_tokens_of_any_age(patch: pytest.MonkeyPatch) -> None:
     """Lease by the learner's step, and check neither on arrival nor at consumption."""
-    ignore_age(patch, intake)
+    ignore_age(patch, scheduler)
     ignore_age(patch, buffer)
-    patch.setattr(granting, "most_promised", lambda **numbers: 10**9)
-    patch.setattr(granting, "oldest_version", lambda lineages, **numbers: None)
+    patch.setattr(scheduler, "most_promised", lambda **numbers: 10**9)
+    patch.setattr(scheduler, "oldest_version", lambda lineages, **numbers: None)
 
 
 @plant(2)
 def lease_by_the_learners_step(patch: pytest.MonkeyPatch) -> None:
     """Take the learner's step where the worker's version belongs."""
 
-    def limit(self: Granting, installed_step: int) -> int:
+    def limit(self: Scheduler, installed_step: int) -> int:
         settings = self.settings
         return (settings.max_staleness + self.step + 1) * settings.groups_per_step
 
-    patch.setattr(Granting, "_limit", limit)
-    patch.setattr(granting, "oldest_version", lambda lineages, **numbers: None)
+    patch.setattr(Scheduler, "_limit", limit)
+    patch.setattr(scheduler, "oldest_version", lambda lineages, **numbers: None)
 
 
 @plant(3)
 def accept_what_is_too_old(patch: pytest.MonkeyPatch) -> None:
     """Leave the age of a result to the buffer."""
-    ignore_age(patch, intake)
+    ignore_age(patch, scheduler)
 
 
 @plant(4)
 def publish_as_measured(patch: pytest.MonkeyPatch) -> None:
     """Let the period follow the broadcast, whatever the bound, and a learner that waits wait."""
-    from echo.planner.publish_pace import PublishPace
     from echo.runtime.waiting import Waiting
+    from echo.weights.schedule import PublishPace
 
     def is_due(self: PublishPace, step: int) -> bool:
         last = self._published_step
@@ -114,7 +113,7 @@ def sample_with_what_is_there(patch: pytest.MonkeyPatch) -> None:
 @plant(6)
 def take_rollouts_of_an_abandoned_lineage(patch: pytest.MonkeyPatch) -> None:
     """Forget that a resume has undone steps."""
-    for module in (intake, buffer):
+    for module in (scheduler, buffer):
         find = module.find_fault  # type: ignore[attr-defined]
 
         def blind(*arguments: Any, find: Any = find, **named: Any) -> str | None:
@@ -127,13 +126,13 @@ def take_rollouts_of_an_abandoned_lineage(patch: pytest.MonkeyPatch) -> None:
 @plant(7)
 def grant_without_a_record(patch: pytest.MonkeyPatch) -> None:
     """Send leases that no record tells of."""
-    grant = Granting.grant
+    grant = Scheduler.grant
 
-    def unrecorded(self: Granting, *arguments: Any, **named: Any) -> Any:
+    def unrecorded(self: Scheduler, *arguments: Any, **named: Any) -> Any:
         _, leases = grant(self, *arguments, **named)
         return [], leases
 
-    patch.setattr(Granting, "grant", unrecorded)
+    patch.setattr(Scheduler, "grant", unrecorded)
 
 
 @plant(8)
@@ -196,7 +195,7 @@ def count_void_steps(patch: pytest.MonkeyPatch) -> None:
 @plant(14)
 def forget_what_is_finished(patch: pytest.MonkeyPatch) -> None:
     """Take a second result of a group for a first one."""
-    patch.setattr(SettledGroups, "__contains__", lambda self, group: False)
+    patch.setattr(FinishedGroups, "__contains__", lambda self, group: False)
 
 
 @plant(15)
@@ -271,13 +270,13 @@ def begin_anew(patch: pytest.MonkeyPatch) -> None:
 @plant(19)
 def change_a_byte(patch: pytest.MonkeyPatch) -> None:
     """Write one byte of each chunk wrongly, after its hash was found right."""
-    write = HeapArenas.write
+    write = HeapStore.write
 
-    def careless(self: HeapArenas, place: memoryview, data: Any) -> None:
+    def careless(self: HeapStore, place: memoryview, data: Any) -> None:
         write(self, place, data)
         place[0] ^= 1
 
-    patch.setattr(HeapArenas, "write", careless)
+    patch.setattr(HeapStore, "write", careless)
 
 
 @plant(20)
@@ -297,7 +296,7 @@ def verify_nothing(patch: pytest.MonkeyPatch) -> None:
 
         __hash__ = bytes.__hash__
 
-    patch.setattr(writing, "blake3", Agreeing)
+    patch.setattr(receiver, "blake3", Agreeing)
 
 
 @plant(21)
@@ -307,12 +306,12 @@ def believe_every_signature(patch: pytest.MonkeyPatch) -> None:
     def trusting(frame: Any, **named: Any) -> Any:
         import msgspec
 
-        from echo.protocol.manifest import Manifest
+        from echo.weights.manifest import Manifest
 
         signed = msgspec.msgpack.decode(frame, type=SignedManifest)
         return signed, msgspec.msgpack.decode(signed.body, type=Manifest)
 
-    patch.setattr(trust, "verify", trusting)
+    patch.setattr(store, "verify", trusting)
 
 
 @plant(25)
@@ -340,7 +339,7 @@ def ask_for_everything_again(patch: pytest.MonkeyPatch) -> None:
 @plant(27)
 def believe_announcements(patch: pytest.MonkeyPatch) -> None:
     """Take an announcement for a delivery, and silence for patience."""
-    patch.setattr(Lanes, "silent", lambda self, chunk_bytes, *, now: [])
+    patch.setattr(StripeLinks, "silent", lambda self, chunk_bytes, *, now: [])
     patch.setattr(Watchdog, "look", lambda self, *arguments, **named: ([], []))
 
 
@@ -382,7 +381,7 @@ def say_that_it_waits(patch: pytest.MonkeyPatch) -> None:
 def bound_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let the outbox grow, and grant without regard for what is promised."""
     patch.setattr(Outbox, "is_full", False)
-    patch.setattr(granting, "most_promised", lambda **numbers: 10**9)
+    patch.setattr(scheduler, "most_promised", lambda **numbers: 10**9)
 
 
 @plant(31)
@@ -429,7 +428,7 @@ def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "hello", eager)
     patch.setattr(Roster, "active", everybody)
     patch.setattr(Member, "is_able", lambda self, usable: True)
-    patch.setattr(Granting, "_bounds", lambda self, workers: {w.installed: 10**6 for w in workers})
+    patch.setattr(Scheduler, "_bounds", lambda self, workers: {w.installed: 10**6 for w in workers})
 
 
 @plant(35)
@@ -442,7 +441,7 @@ def know_one_address(patch: pytest.MonkeyPatch) -> None:
 @plant(36)
 def keep_no_partials(patch: pytest.MonkeyPatch) -> None:
     """Forget what leaving workers have begun."""
-    patch.setattr(Handover, "put", lambda self, *arguments, **named: None)
+    patch.setattr(ShippedPartials, "put", lambda self, *arguments, **named: None)
 
 
 @plant(37)

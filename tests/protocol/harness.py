@@ -23,21 +23,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.delivery import Outbox
-from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
+from echo.leases.book import LeaseBook
+from echo.leases.outbox import Outbox
+from echo.leases.scheduler import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.protocol.joining import Configure, NodeSettings
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.leases import LeaseBook
-from echo.protocol.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
 from echo.protocol.node_session import NodeSession
-from echo.protocol.parcel import DecodeBlock
 from echo.protocol.reception import LearnerSettings
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
-from echo.protocol.writing import VersionArrived
 from echo.records.ledger import read_state
 from echo.sim.network import Link, Network
+from echo.weights.broadcast import Broadcast
+from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
+from echo.weights.receiver import VersionArrived
+from echo.weights.store import DecodeBlock
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop
 from echo.wire.codec import decode_envelope, decode_message
 from echo.wire.messages import Lease

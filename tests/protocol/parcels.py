@@ -12,17 +12,18 @@ import msgspec
 from blake3 import blake3
 
 from echo.core.rollout import PolicyVersion
-from echo.delta.blocks import encode_block
-from echo.protocol.manifest import (
+from echo.weights.delta import encode_block, split_blocks
+from echo.weights.manifest import (
     HASH_BYTES,
     Manifest,
+    SegmentTable,
     SignedManifest,
     TensorSpec,
     build_manifest,
     encode_signed,
     sign,
 )
-from echo.protocol.parcel import Parcel, SegmentTable, split_blocks
+from echo.weights.store import EncodedVersion
 from echo.wire.messages import Form
 from tests.protocol.harness import CHUNK_BYTES, KEY
 
@@ -124,9 +125,9 @@ def form_on(base: int | None) -> Form:
 
 def parcel_of(
     step: int, base: int | None, *, num_pieces: int | None = None, **sizes: int
-) -> Parcel:
+) -> EncodedVersion:
     """Return the learner's parcel, with its first segments or all of them."""
-    parcel = Parcel(v(step), form_on(base))
+    parcel = EncodedVersion(v(step), form_on(base))
     for table, frame, payload in coded(step, base, **sizes)[:num_pieces]:
         parcel.add(table, frame, payload)
     return parcel

@@ -20,9 +20,9 @@ from echo.core.bounds import (
 )
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import PolicyVersion
+from echo.leases.partials import MemberHeader
+from echo.leases.scheduler import StoreGroup
 from echo.protocol import worker_session
-from echo.protocol.granting import StoreGroup
-from echo.protocol.partial_codec import MemberHeader
 from echo.wire import messages
 from echo.wire.actions import HangUp, Note
 from echo.wire.codec import (

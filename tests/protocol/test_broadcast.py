@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import PolicyVersion
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.lanes import ParentFailed
-from echo.protocol.manifest import encode_signed
-from echo.protocol.parcel import DecodeBlock
-from echo.protocol.writing import VersionArrived
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import ParentFailed
+from echo.weights.manifest import encode_signed
+from echo.weights.receiver import VersionArrived
+from echo.weights.store import DecodeBlock
 from echo.wire.actions import Note, Send
 from echo.wire.codec import decode_envelope, decode_message, encode
 from echo.wire.messages import Announce, Chunk, Credit, Fetch, Finish, Gone, Subscribe, Waiting

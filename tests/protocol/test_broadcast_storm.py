@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.lanes import ParentFailed
-from echo.protocol.parcel import DecodeBlock
-from echo.protocol.writing import VersionArrived, WriteChunk
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import ParentFailed
+from echo.weights.receiver import VersionArrived, WriteChunk
+from echo.weights.store import DecodeBlock
 from echo.wire.actions import Note, Send, Work
 from echo.wire.messages import FULL, Chunk, Fetch, Form, Gone, Segment
 from tests.protocol.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of

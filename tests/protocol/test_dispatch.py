@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.dispatch import Load, by_finish
+from echo.leases.dispatch import Load, by_finish
 from tests.protocol.unequal import Unequal
 
 
@@ -159,7 +159,7 @@ def mean_step(
 ) -> float:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         if not by_speed:
-            patch.setattr("echo.protocol.granting.by_finish", equal_shares)
+            patch.setattr("echo.leases.scheduler.by_finish", equal_shares)
         run = Unequal(
             Path(directory),
             tail=1.0,

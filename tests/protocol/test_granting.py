@@ -12,11 +12,10 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.errors import DataError
 from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PolicyVersion
-from echo.protocol.granting import MAX_ATTEMPTS, Granting, RecordEnd, RecordGrant
-from echo.protocol.leases import LeaseBook
+from echo.leases.book import FinishedGroups, LeaseBook
+from echo.leases.scheduler import MAX_ATTEMPTS, RecordEnd, RecordGrant, Scheduler
 from echo.protocol.membership import Member
 from echo.protocol.reception import LearnerSettings
-from echo.protocol.settled import SettledGroups
 from echo.wire.actions import Note
 from echo.wire.messages import Heartbeat, Lease, LeaseState, NodeStats
 from tests.protocol.harness import KEY, make_group, make_lease
@@ -43,7 +42,7 @@ def make_settings(**changes: Any) -> LearnerSettings:
     return LearnerSettings(**(settings | changes))
 
 
-def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Granting:
+def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Scheduler:
     settings: dict[str, Any] = {
         "leases": LeaseBook(timeout_s=10.0),
         "buffer": StalenessBuffer(max_staleness=1, lineages=LINEAGES),
@@ -54,7 +53,7 @@ def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: An
         "settled": range(12),
         "counters": Counters(),
     }
-    return Granting(make_settings(**of), **(settings | changes))
+    return Scheduler(make_settings(**of), **(settings | changes))
 
 
 def make_worker(name: str, installed: tuple[int, int] | None, capacity: int = 8) -> Member:
@@ -71,7 +70,7 @@ def listing(*leases: tuple[int, int, int]) -> Heartbeat:
     )
 
 
-def granted(granting: Granting, *workers: Member, now: float = 0.0) -> dict[str, list[int]]:
+def granted(granting: Scheduler, *workers: Member, now: float = 0.0) -> dict[str, list[int]]:
     records, leases = granting.grant(workers, now=now)
     grants = [r for r in records if isinstance(r, RecordGrant)]
     assert sorted((r.worker_id, r.lease.group_id) for r in grants) == sorted(
@@ -350,7 +349,7 @@ def test_progress_on_one_group_renews_those_that_wait_behind_it() -> None:
 
 @given(st.lists(st.integers(0, 40)), st.lists(st.integers(0, 40)))
 def test_settled_groups_are_a_set(first: list[int], second: list[int]) -> None:
-    settled, expected = SettledGroups(first), set(first)
+    settled, expected = FinishedGroups(first), set(first)
     for group_id in second:
         settled.add(group_id)
         expected.add(group_id)
@@ -359,7 +358,7 @@ def test_settled_groups_are_a_set(first: list[int], second: list[int]) -> None:
 
 
 def test_settled_groups_take_no_memory_once_they_are_contiguous() -> None:
-    settled = SettledGroups([3, 1, 0])
+    settled = FinishedGroups([3, 1, 0])
     assert settled._others == {3}
     settled.add(2)
     assert settled._others == set()

@@ -10,8 +10,7 @@ import pytest
 
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout
-from echo.protocol.handover import Handover
-from echo.protocol.partial_codec import decode_members, encode_members
+from echo.leases.partials import ShippedPartials, decode_members, encode_members
 from echo.wire import codec
 from echo.wire.messages import Grant, Heartbeat, NodeStats, Partial
 from tests.protocol.harness import Process, Run, make_lease, message_of
@@ -60,7 +59,7 @@ def run(hanging_run: Run) -> Run:
 
 def test_the_bound_holds_and_the_newest_statement_of_the_newest_attempt_wins() -> None:
     counters = Counters()
-    handover = Handover(counters, max_bytes=10)
+    handover = ShippedPartials(counters, max_bytes=10)
     handover.put(1, 0, b"12345", num_tokens=5)
     handover.put(1, 0, b"123", num_tokens=3)
     assert handover.num_bytes == 3, "a worker's newer statement replaces its older one"
@@ -76,7 +75,7 @@ def test_the_bound_holds_and_the_newest_statement_of_the_newest_attempt_wins() -
 
 def test_what_workers_count_is_added_once() -> None:
     counters = Counters()
-    handover, member = Handover(counters), make_worker("w1", None)
+    handover, member = ShippedPartials(counters), make_worker("w1", None)
     for counts in ({"parked": 2}, {"parked": 2}, {"parked": 5, "shipped": 1, "unknown": 7}):
         stats = NodeStats(partials=counts)
         handover.count(member, Heartbeat(installed=None, capacity=0, leases=(), stats=stats))

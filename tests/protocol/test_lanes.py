@@ -6,36 +6,36 @@ import math
 
 import pytest
 
-from echo.protocol.lanes import (
+from echo.weights.link import (
+    LOOP_S,
     MAX_PATIENCE_S,
     MAX_PROMISE_S,
     MAX_WINDOW_BYTES,
     MIN_PATIENCE_S,
-    Lane,
-    Lanes,
+    StripeLink,
     num_sockets,
 )
-from echo.protocol.rates import LOOP_S
+from echo.weights.receiver import StripeLinks
 
 CHUNK = 1 << 20
 STALL_S = 2.0
 
 
-def make(*, rtt_s: float | None = 0.1, first: int = 2 * CHUNK) -> Lane:
-    lane = Lane(0, first_window_bytes=first, stall_s=STALL_S)
+def make(*, rtt_s: float | None = 0.1, first: int = 2 * CHUNK) -> StripeLink:
+    lane = StripeLink(0, first_window_bytes=first, stall_s=STALL_S)
     lane.connect("p", rtt_s=rtt_s)
     lane.has_spare = True
     return lane
 
 
-def take(lane: Lane, *, now: float, num_bytes: int = CHUNK) -> tuple[int, int]:
+def take(lane: StripeLink, *, now: float, num_bytes: int = CHUNK) -> tuple[int, int]:
     """Take a chunk that is written at once."""
     lane.came(num_bytes, now=now)
     lane.settle(num_bytes, now=now)
     return lane.took(num_bytes, chunk_bytes=CHUNK)
 
 
-def pull(lane: Lane, rate: float, *, num_chunks: int, at: float = 0.0) -> tuple[float, int]:
+def pull(lane: StripeLink, rate: float, *, num_chunks: int, at: float = 0.0) -> tuple[float, int]:
     """Take chunks at a rate; return (when the last came, credit given)."""
     credit = lane.begin(now=at)
     for _ in range(num_chunks):
@@ -144,7 +144,7 @@ def test_a_parent_that_waits_has_the_time_that_it_says_within_reason(
 
 
 def test_the_silence_of_one_stripe_of_several_is_borne_longer() -> None:
-    lanes = Lanes(first_window_bytes=CHUNK, stall_s=STALL_S)
+    lanes = StripeLinks(first_window_bytes=CHUNK, stall_s=STALL_S)
     lanes.resize(4)
     for lane in lanes:
         lane.connect("p", rtt_s=0.01)
@@ -215,7 +215,7 @@ def test_the_second_silence_counts_with_the_first() -> None:
 
 
 def test_only_silent_lanes_are_named() -> None:
-    lanes = Lanes(first_window_bytes=1, stall_s=STALL_S)
+    lanes = StripeLinks(first_window_bytes=1, stall_s=STALL_S)
     lanes.resize(3)
     for lane in lanes:
         lane.connect(f"p{lane.index}", rtt_s=None)
@@ -228,7 +228,7 @@ def test_only_silent_lanes_are_named() -> None:
 
 
 def test_lanes_come_and_go() -> None:
-    lanes = Lanes(first_window_bytes=1, stall_s=STALL_S)
+    lanes = StripeLinks(first_window_bytes=1, stall_s=STALL_S)
     assert len(lanes) == 1
     lanes[0].connect("p", rtt_s=None)
     assert lanes.resize(4) == []
@@ -243,7 +243,7 @@ def test_lanes_come_and_go() -> None:
 
 
 def test_an_item_is_divided_among_those_that_may_have_it() -> None:
-    lanes = Lanes(first_window_bytes=1, stall_s=STALL_S)
+    lanes = StripeLinks(first_window_bytes=1, stall_s=STALL_S)
     lanes.resize(4)
     assert [lanes.share(lane) for lane in lanes] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     lanes[1].is_denied = True
@@ -262,7 +262,7 @@ def test_far_parents_get_more_connections() -> None:
 
 
 def test_a_connection_that_brings_something_speaks_for_all_to_the_same_parent() -> None:
-    lanes = Lanes(first_window_bytes=1 << 20, stall_s=5.0)
+    lanes = StripeLinks(first_window_bytes=1 << 20, stall_s=5.0)
     lanes.resize(4, 2)
     for lane in lanes:
         lane.connect(f"peer{lane.index}", rtt_s=None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
-from echo.protocol.manifest import (
+from echo.weights.manifest import (
     MAX_CHUNK_BYTES,
     Manifest,
     SignedManifest,

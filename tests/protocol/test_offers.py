@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from echo.core.errors import RemoteProtocolError
-from echo.protocol.offers import MAX_OFFERS, MAX_REFUSED, Offers
-from echo.protocol.store import Store
-from echo.protocol.transfer import Transfer
+from echo.weights.receiver import MAX_OFFERS, MAX_REFUSED, Offers
+from echo.weights.store import ItemStore, Transfer
 from echo.wire.messages import FULL, Announce, EncodedVersionOffer, Form, ItemId
 from tests.protocol.parcels import IMAGE_BYTES, described, form_on, parcel_of, v, weights
 
@@ -18,7 +17,7 @@ ANCHOR = Form("anchor")
 
 def make(*held: int) -> Offers:
     """Return what a node without offers knows, which holds some versions whole."""
-    store = Store(keep_versions=9)
+    store = ItemStore(keep_versions=9)
     for step in held:
         signed, manifest = described(step)
         has_chunk = bytearray(b"\1") * manifest.num_chunks

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.errors import RemoteProtocolError
-from echo.protocol.manifest import HASH_BYTES, encode_signed, sign
-from echo.protocol.parcel import DecodeBlock, Parcel, SegmentTable, split_blocks
-from echo.protocol.transfer import Transfer, new_arena
+from echo.weights.delta import split_blocks
+from echo.weights.manifest import HASH_BYTES, SegmentTable, encode_signed, sign
+from echo.weights.store import DecodeBlock, EncodedVersion, Transfer, allocate
 from tests.protocol.harness import CHUNK_BYTES, PUBLIC_KEY
 from tests.protocol.parcels import (
     BLOCK_BYTES,
@@ -29,20 +29,20 @@ from tests.protocol.parcels import (
 )
 
 verify = functools.partial(
-    Parcel.verify, public_key=PUBLIC_KEY, run_id="run", max_bytes=IMAGE_BYTES
+    EncodedVersion.verify, public_key=PUBLIC_KEY, run_id="run", max_bytes=IMAGE_BYTES
 )
 
 
-def receiver(num_pieces: int, base: int | None = 0) -> Parcel:
+def receiver(num_pieces: int, base: int | None = 0) -> EncodedVersion:
     """Return v1 on its way, with its first tables and no chunk."""
-    parcel = Parcel(v(1), form_on(base))
+    parcel = EncodedVersion(v(1), form_on(base))
     for _, frame, _ in coded(1, base)[:num_pieces]:
         parcel.add(verify(parcel, frame), frame)
-    parcel.arena = new_arena(IMAGE_BYTES)
+    parcel.arena = allocate(IMAGE_BYTES)
     return parcel
 
 
-def payloads(parcel: Parcel, base: int | None = 0) -> list[memoryview]:
+def payloads(parcel: EncodedVersion, base: int | None = 0) -> list[memoryview]:
     """Return all chunks of v1, in order."""
     return [
         payload[start : start + CHUNK_BYTES]
@@ -161,7 +161,7 @@ def test_what_is_taken_for_a_table_is_bounded_by_the_image() -> None:
 
 
 def put(
-    parcel: Parcel, index: int, data: bytes | memoryview, base: int | None
+    parcel: EncodedVersion, index: int, data: bytes | memoryview, base: int | None
 ) -> list[DecodeBlock]:
     parcel.hold(index, data)
     return parcel.decodable(index, None if base is None else memoryview(weights(base)))
@@ -239,17 +239,17 @@ def test_a_wrong_hash_of_what_comes_out_is_found_out() -> None:
     pieces = coded(1, 0)
     table = pieces[0][0]
     hashes = HASH + table.result_hashes[HASH_BYTES:]
-    parcel = Parcel(v(1), form_on(0))
+    parcel = EncodedVersion(v(1), form_on(0))
     frame = signed_frame(msgspec.structs.replace(table, result_hashes=hashes))
     parcel.add(verify(parcel, frame), frame)
-    parcel.arena = new_arena(IMAGE_BYTES)
+    parcel.arena = allocate(IMAGE_BYTES)
     chunks = payloads(parcel)
     works = [work for i in range(parcel.num_chunks) for work in put(parcel, i, chunks[i], 0)]
     assert [bool(work.run()) for work in works] == [True, False, False, False]
 
 
 def test_the_learners_parcel_is_whole_as_soon_as_it_is_coded() -> None:
-    parcel = Parcel(v(1), form_on(0))
+    parcel = EncodedVersion(v(1), form_on(0))
     assert parcel.is_half
     for number, (table, frame, payload) in enumerate(coded(1, 0)):
         parcel.expected_bytes = 1 << 20

@@ -20,14 +20,16 @@ from echo.core.rollout import (
     find_fault,
     trim_stale,
 )
-from echo.protocol.drafts import Drafts
-from echo.protocol.partial_codec import (
-    decode_drafts,
+from echo.leases.partials import (
+    FreshPartials,
+    PartialGroup,
+    PartialGroups,
+    apply_staleness_policy,
+    decode_groups,
     decode_members,
-    encode_drafts,
+    encode_groups,
     encode_members,
 )
-from echo.protocol.partials import Draft, Freshened, freshen
 from echo.wire.messages import Lease
 
 FIRST = (Lineage(1, 0),)
@@ -57,8 +59,8 @@ def fresh(
     max_age: int = 2,
     installed: PolicyVersion | None = None,
     lineages: tuple[Lineage, ...] = FIRST,
-) -> Freshened:
-    return freshen(
+) -> FreshPartials:
+    return apply_staleness_policy(
         members,
         stale_tokens=stale_tokens,
         max_age=max_age,
@@ -68,7 +70,7 @@ def fresh(
     )
 
 
-def masks(result: Freshened) -> list[list[bool]]:
+def masks(result: FreshPartials) -> list[list[bool]]:
     return [member.completion_mask.tolist() for member in result.members]
 
 
@@ -127,7 +129,7 @@ def test_tokens_of_a_lineage_that_was_left_are_of_no_use() -> None:
 
 
 def test_each_segment_has_a_seed_of_its_own() -> None:
-    draft = Draft(lease(3), [PartialRollout(), PartialRollout()])
+    draft = PartialGroup(lease(3), [PartialRollout(), PartialRollout()])
     assert [draft.seed_of(0), draft.seed_of(1)] == [300, 301]
     draft.members[0] = partial((1, 0))
     second = draft.seed_of(0)
@@ -184,22 +186,22 @@ def test_no_bytes_do_harm(data: bytes) -> None:
 
 
 def test_a_file_of_drafts_belongs_to_its_run() -> None:
-    drafts = [Draft(lease(3), MEMBERS), Draft(lease(5, 2), [PartialRollout()])]
-    data = encode_drafts("run", drafts)
-    found = decode_drafts(data, run_id="run")
+    drafts = [PartialGroup(lease(3), MEMBERS), PartialGroup(lease(5, 2), [PartialRollout()])]
+    data = encode_groups("run", drafts)
+    found = decode_groups(data, run_id="run")
     assert [draft.key for draft in found] == [(3, 0), (5, 2)]
     assert found[0].lease == lease(3)
     assert_equal(found[0].members[1], MEMBERS[1])
-    assert decode_drafts(data, run_id="another") == []
+    assert decode_groups(data, run_id="another") == []
     with pytest.raises(RemoteProtocolError):
-        decode_drafts(data[:-5], run_id="run")
+        decode_groups(data[:-5], run_id="run")
 
 
 # --- a life of drafts ----------------------------------------------------------------------------
 
 
 def test_begun_groups_go_first_oldest_first() -> None:
-    drafts = Drafts()
+    drafts = PartialGroups()
     for group_id in (4, 2, 9):
         drafts.add(lease(group_id))
     taken = drafts.take(2, group_size=2)
@@ -212,7 +214,7 @@ def test_begun_groups_go_first_oldest_first() -> None:
 
 
 def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_over() -> None:
-    drafts = Drafts()
+    drafts = PartialGroups()
     over, left = partial((1, 0), reason="stop"), partial((1, 0))
     drafts.add(lease(1), [over, left, left])
     drafts.add(lease(2), [over, over, over])
@@ -233,7 +235,7 @@ def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_o
 
 
 def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> None:
-    drafts = Drafts()
+    drafts = PartialGroups()
     for group_id in range(3):
         drafts.add(lease(group_id))
     running, parked = drafts.take(2, group_size=1)
@@ -251,7 +253,7 @@ def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> No
 
 
 def test_only_news_is_shipped() -> None:
-    drafts = Drafts()
+    drafts = PartialGroups()
     drafts.add(lease(0), [partial((1, 0))])
     assert [d.key for d in drafts.take_due(interval_s=30, now=5.0)] == [(0, 0)]
     assert drafts.take_due(interval_s=0, now=6.0) == []
@@ -269,8 +271,8 @@ class Life:
         self.max_staleness = self.random.randrange(4)
         self.step = self.next_id = 0
         self.installed = PolicyVersion(1, 0)
-        self.drafts = Drafts()
-        self.engine: list[Draft] = []
+        self.drafts = PartialGroups()
+        self.engine: list[PartialGroup] = []
         self.open: set[int] = set()
         self.delivered: list[Group] = []
         self.sampled: dict[tuple[int, int], list[int]] = {}
@@ -287,7 +289,7 @@ class Life:
         taken = self.drafts.take(self.random.randrange(1, 4), group_size=2)
         assert [draft.key for draft in taken][: len(waiting)] == waiting[: len(taken)]
         for draft in taken:
-            draft.members = freshen(
+            draft.members = apply_staleness_policy(
                 draft.members,
                 stale_tokens=self.stale_tokens,
                 max_age=self.max_staleness,
@@ -298,7 +300,7 @@ class Life:
             self.check(draft)
         self.engine += taken
 
-    def check(self, draft: Draft) -> None:
+    def check(self, draft: PartialGroup) -> None:
         """Whatever goes into the engine can be trained on now, and is what was sampled."""
         for index, member in enumerate(draft.members):
             old = member.policy_versions[member.completion_mask, 1] < self.step - self.max_staleness
@@ -333,7 +335,7 @@ class Life:
                 self.drafts.park(draft)
         self.engine = []
 
-    def deliver(self, draft: Draft) -> None:
+    def deliver(self, draft: PartialGroup) -> None:
         assert self.drafts.end(draft.key)
         rollouts = [m.rollout(1.0, stale_tokens=self.stale_tokens) for m in draft.members]
         group = Group(
@@ -350,9 +352,9 @@ class Life:
 
     def crash(self) -> None:
         """Lose the process: what was saved comes back, the rest is granted again."""
-        saved = encode_drafts("run", self.drafts.begun())
-        self.drafts, self.engine = Drafts(), []
-        self.drafts.restore(decode_drafts(saved, run_id="run"))
+        saved = encode_groups("run", self.drafts.begun())
+        self.drafts, self.engine = PartialGroups(), []
+        self.drafts.restore(decode_groups(saved, run_id="run"))
         for group_id in self.open:
             if (group_id, 0) not in self.drafts:
                 self.drafts.add(lease(group_id))

@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol import planning as planning_module
-from echo.protocol.broadcast import Broadcast
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.membership import Member
-from echo.protocol.planning import BUSY_GAIN, MIN_GAIN, REPLAN_S, WORTHWHILE_S, Planning
-from echo.protocol.topology import Topology, plan_topology
-from echo.protocol.topology_fleet import Site
+from echo.weights.broadcast import Broadcast
+from echo.weights.topology import plan as planning_module
+from echo.weights.topology.plan import (
+    BUSY_GAIN,
+    MIN_GAIN,
+    REPLAN_S,
+    WORTHWHILE_S,
+    Planner,
+    Topology,
+    plan_topology,
+)
+from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, Note
 from echo.wire.messages import LEARNER_ID, Hello, NodeStats, TopologyPlan
 from tests.protocol.harness import CHUNK_BYTES, Run, make_version
@@ -26,8 +33,8 @@ MB = 1e6
 LEARNER = Site(LEARNER_ID, "learner", "tcp://l:1", region="here")
 
 
-def make(payload_bytes: int = 1 << 30) -> Planning:
-    planning = Planning(learner=LEARNER, chunk_bytes=1 << 20)
+def make(payload_bytes: int = 1 << 30) -> Planner:
+    planning = Planner(learner=LEARNER, chunk_bytes=1 << 20)
     planning.payload_bytes = payload_bytes
     return planning
 
@@ -41,7 +48,7 @@ def member(
 
 
 def plan(
-    planning: Planning,
+    planning: Planner,
     *members: Member,
     now: float = 0.0,
     uplink: float | None = 100 * MB,
@@ -283,7 +290,7 @@ def test_a_new_host_has_a_small_fleet_planned_afresh() -> None:
 
 def test_where_nobody_is_told_the_learners_address_relays_come_first() -> None:
     """Who reaches the learner through a relay cannot take weights from it."""
-    planning = Planning(learner=Site(LEARNER_ID, "learner", ""), chunk_bytes=1 << 20)
+    planning = Planner(learner=Site(LEARNER_ID, "learner", ""), chunk_bytes=1 << 20)
     slow = {"uplink_bytes_per_s": MB}
     plans = plan(planning, member("w1"), member("r1", role="relay", **slow))
     assert first_parents(plans) == {"r1": {LEARNER_ID}, "w1": {"r1"}}

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from echo.protocol.resuming import Record, rebuild
-from echo.protocol.trust import Trust
+from echo.weights.store import SavedChunk, TrustedManifests, rebuild
 from echo.wire.actions import Note
 from echo.wire.messages import FULL, Announce, Fetch, Subscribe
 from tests.protocol.harness import PUBLIC_KEY, make_broadcast, message_of
@@ -16,15 +15,15 @@ from tests.protocol.parcels import coded, form_on, published, v, weights
 from tests.protocol.test_store import Pages, Rooms
 
 
-def trust(run_id: str = "run") -> Trust:
-    made = Trust()
+def trust(run_id: str = "run") -> TrustedManifests:
+    made = TrustedManifests()
     made.set(public_key=PUBLIC_KEY, run_id=run_id, max_image_bytes=1 << 20)
     return made
 
 
-def records_of(step: int, base: int | None = None) -> list[Record]:
+def records_of(step: int, base: int | None = None) -> list[SavedChunk]:
     """Return the journal of a parcel that came whole, segment by segment."""
-    records: list[Record] = []
+    records: list[SavedChunk] = []
     num_chunks = 0
     for table, frame, payload in coded(step, base):
         records.append((None, frame))
@@ -76,7 +75,7 @@ def test_what_was_verified_before_is_right_again_in_whatever_order_it_came() -> 
 def test_wrong_chunks_are_not_held_and_right_ones_behind_them_are() -> None:
     (table, first, second, third, *_) = records_of(1, None)
     assert first[0] is not None
-    wrong: list[Record] = [
+    wrong: list[SavedChunk] = [
         (first[0], bytes(reversed(first[1]))),
         (second[0], second[1][:-1]),
         (10_000, second[1]),

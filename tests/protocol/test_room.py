@@ -8,7 +8,7 @@ import pytest
 
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
-from echo.protocol.room import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S, Room
+from echo.weights.receiver import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S, Room
 from echo.wire.actions import Note
 from echo.wire.messages import FULL, Announce, EncodedVersionOffer, Form
 from tests.protocol.parcels import v

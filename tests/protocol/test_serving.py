@@ -9,17 +9,9 @@ from typing import Any
 import pytest
 
 from echo.core.errors import RemoteProtocolError
-from echo.protocol.parcel import Parcel
-from echo.protocol.rates import RISE_S
-from echo.protocol.serving import (
-    FORGET_STALLS,
-    MAX_LEAD_CHUNKS,
-    PIN_STALLS,
-    WAITING_PERIOD_S,
-    Serving,
-)
-from echo.protocol.store import Store
-from echo.protocol.transfer import Transfer
+from echo.weights.link import RISE_S
+from echo.weights.sender import FORGET_STALLS, MAX_LEAD_CHUNKS, PIN_STALLS, WAITING_PERIOD_S, Sender
+from echo.weights.store import EncodedVersion, ItemStore, Transfer
 from echo.wire.actions import Action, Send
 from echo.wire.messages import (
     FULL,
@@ -40,13 +32,13 @@ NUM_CHUNKS = 41
 WINDOW = 1 << 20
 
 
-def make(*, num_held: int = NUM_CHUNKS) -> Serving:
+def make(*, num_held: int = NUM_CHUNKS) -> Sender:
     """Return a node that holds the first chunks of v1, with no children."""
-    store = Store(keep_versions=2)
+    store = ItemStore(keep_versions=2)
     signed, manifest = described(1)
     held = bytearray(b"\1") * num_held + bytearray(NUM_CHUNKS - num_held)
     store.images[v(1)] = Transfer(signed, manifest, memoryview(weights(1)), held, num_held)
-    return Serving(store, node_id="a", stall_s=0.5)
+    return Sender(store, node_id="a", stall_s=0.5)
 
 
 def say(actions: Sequence[Action]) -> list[tuple[str, Any]]:
@@ -58,17 +50,17 @@ def chunks(actions: Sequence[Action], peer: str) -> list[int]:
     return [m.index for to, m in say(actions) if to == peer and isinstance(m, Chunk)]
 
 
-def fetch(serving: Serving, peer: str, *, now: float = 0.0, **fields: Any) -> list[Action]:
+def fetch(serving: Sender, peer: str, *, now: float = 0.0, **fields: Any) -> list[Action]:
     given: dict[str, Any] = {"version": v(1), "ranges": ((0, NUM_CHUNKS),), "credit_bytes": WINDOW}
     return serving.receive(peer, Fetch(**(given | fields)), now)
 
 
-def credit(serving: Serving, peer: str, num_chunks: int, now: float) -> list[Action]:
+def credit(serving: Sender, peer: str, num_chunks: int, now: float) -> list[Action]:
     message = Credit(version=v(1), credit_bytes=num_chunks * CHUNK_BYTES)
     return serving.receive(peer, message, now)
 
 
-def hold(serving: Serving, index: int, now: float = 0.0) -> list[Action]:
+def hold(serving: Sender, index: int, now: float = 0.0) -> list[Action]:
     """Let a chunk of v1 arrive."""
     image = serving.store.images[v(1)]
     image.has_chunk[index] = 1
@@ -76,7 +68,7 @@ def hold(serving: Serving, index: int, now: float = 0.0) -> list[Action]:
     return serving.forward((v(1), FULL), index, now)
 
 
-def acknowledge(serving: Serving, peer: str, num_chunks: int, now: float, *, more: int = 0) -> None:
+def acknowledge(serving: Sender, peer: str, num_chunks: int, now: float, *, more: int = 0) -> None:
     """Have a child say that so many chunks have come, and that so many more may."""
     given = {"credit_bytes": more * CHUNK_BYTES, "taken_bytes": num_chunks * CHUNK_BYTES}
     serving.receive(peer, Credit(version=v(1), **given), now)
@@ -275,7 +267,7 @@ def test_one_of_a_third_of_the_rate_is_not_waited_for_after_five_seconds() -> No
     assert lead[-1] > 2 * MAX_LEAD_CHUNKS
 
 
-def take_for(serving: Serving, seconds: float, *, now: float, every: dict[str, int]) -> list[int]:
+def take_for(serving: Sender, seconds: float, *, now: float, every: dict[str, int]) -> list[int]:
     """Let each child take a chunk every so many ticks, without end; count what they are sent."""
     num_sent = dict.fromkeys(every, 0)
     for tick in range(1, int(seconds / 0.25) + 1):
@@ -433,7 +425,7 @@ def test_one_that_asked_for_what_is_not_known_yet_is_told_so_until_it_is() -> No
 
 
 def test_a_subscriber_is_answered_even_with_nothing() -> None:
-    serving = Serving(Store(keep_versions=1), node_id="a", stall_s=0.5)
+    serving = Sender(ItemStore(keep_versions=1), node_id="a", stall_s=0.5)
     told = say(serving.receive("c", Subscribe(newest=None), 0.0))
     assert told == [("c", Waiting(version=None))]
 
@@ -482,10 +474,10 @@ def test_a_child_that_does_not_react_to_what_is_announced_is_forgotten() -> None
 # --- parcels -------------------------------------------------------------------------------------
 
 
-def grown(serving: Serving, pieces: slice) -> tuple[Parcel, list[Action]]:
+def grown(serving: Sender, pieces: slice) -> tuple[EncodedVersion, list[Action]]:
     """Add segments of v2 as a delta to what the node has of it."""
     item = (v(2), form_on(1))
-    parcel = serving.store.parcels.setdefault(item, Parcel(*item))
+    parcel = serving.store.parcels.setdefault(item, EncodedVersion(*item))
     actions = []
     for table, frame, payload in coded(2, 1)[pieces]:
         parcel.add(table, frame, payload)

@@ -11,7 +11,7 @@ import pytest
 
 from echo.core.errors import RefusedError, TransportError
 from echo.core.rollout import PolicyVersion
-from echo.protocol.serving import SLOW_AFTER_S, WAITING_PERIOD_S
+from echo.weights.sender import SLOW_AFTER_S, WAITING_PERIOD_S
 from echo.wire import codec
 from echo.wire.actions import Action, Send, Stop
 from echo.wire.codec import encode

@@ -6,10 +6,8 @@ import pytest
 
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
-from echo.protocol.manifest import encode_signed
-from echo.protocol.parcel import Parcel
-from echo.protocol.store import MAX_PARCELS, Store
-from echo.protocol.transfer import Transfer
+from echo.weights.manifest import encode_signed
+from echo.weights.store import MAX_ENCODED_VERSIONS, EncodedVersion, ItemStore, Transfer
 from echo.wire.messages import FULL, EncodedVersionOffer
 from tests.protocol.parcels import IMAGE_BYTES, coded, described, form_on, parcel_of, v, weights
 
@@ -65,7 +63,7 @@ class Rooms:
         self.live.pop(version, None)
 
 
-def whole(store: Store, *steps: int) -> Store:
+def whole(store: ItemStore, *steps: int) -> ItemStore:
     """Put whole images into a store."""
     for step in steps:
         signed, manifest = described(step)
@@ -74,25 +72,25 @@ def whole(store: Store, *steps: int) -> Store:
     return store
 
 
-def begun(store: Store, step: int) -> Transfer:
+def begun(store: ItemStore, step: int) -> Transfer:
     store.begin_image(*described(step))
     return store.images[v(step)]
 
 
-def retire(store: Store, *keep: tuple[PolicyVersion, object]) -> None:
+def retire(store: ItemStore, *keep: tuple[PolicyVersion, object]) -> None:
     for item in store.expendable(keep):  # type: ignore[arg-type]
         store.drop(item)
 
 
 def test_the_newest_whole_images_are_kept_and_what_is_in_use() -> None:
-    store = whole(Store(keep_versions=2), 1, 2, 3, 4)
+    store = whole(ItemStore(keep_versions=2), 1, 2, 3, 4)
     retire(store, (v(1), FULL))
     assert sorted(store.images) == [v(1), v(3), v(4)]
     assert store.newest_complete == store.newest_known == v(4)
 
 
 def test_the_newest_image_is_kept_half_as_it_is_and_an_older_half_is_not() -> None:
-    store = whole(Store(keep_versions=1), 1)
+    store = whole(ItemStore(keep_versions=1), 1)
     begun(store, 2)
     begun(store, 3)
     retire(store)
@@ -102,7 +100,7 @@ def test_the_newest_image_is_kept_half_as_it_is_and_an_older_half_is_not() -> No
 
 
 def test_an_anchor_and_the_deltas_on_top_of_it_are_kept_until_they_exceed_an_image() -> None:
-    store = whole(Store(keep_versions=1), 6)
+    store = whole(ItemStore(keep_versions=1), 6)
     store.parcels[v(1), form_on(None)] = parcel_of(1, None)
     for step in range(1, 7):
         store.parcels[v(step), form_on(step - 1)] = parcel_of(step, step - 1)
@@ -120,19 +118,24 @@ def test_an_anchor_and_the_deltas_on_top_of_it_are_kept_until_they_exceed_an_ima
 
 
 def test_the_number_of_parcels_is_bounded_however_small_they_are() -> None:
-    store = whole(Store(keep_versions=1), 1)
+    store = whole(ItemStore(keep_versions=1), 1)
     small = coded(2, 1, blocks_per_segment=100)[0]
     for step in range(2, 200):
-        parcel = store.parcels[v(step), form_on(step - 1)] = Parcel(v(step), form_on(step - 1))
+        parcel = store.parcels[v(step), form_on(step - 1)] = EncodedVersion(
+            v(step), form_on(step - 1)
+        )
         parcel.add(small[0], small[1], memoryview(b""))
         parcel._parts[0].table = parcel._parts[0].table.__replace__(block_sizes=(1,))  # type: ignore[attr-defined]
     retire(store)
-    assert len(store.parcels) == MAX_PARCELS
-    assert min(store.parcels) == (v(200 - MAX_PARCELS), form_on(199 - MAX_PARCELS))
+    assert len(store.parcels) == MAX_ENCODED_VERSIONS
+    assert min(store.parcels) == (
+        v(200 - MAX_ENCODED_VERSIONS),
+        form_on(199 - MAX_ENCODED_VERSIONS),
+    )
 
 
 def test_what_the_learner_is_coding_is_never_dropped() -> None:
-    store = whole(Store(keep_versions=1), 2)
+    store = whole(ItemStore(keep_versions=1), 2)
     for base in (1, 0, None):
         store.parcels[v(2), form_on(base)] = parcel_of(2, base, num_pieces=1)
         store.parcels[v(2), form_on(base)].expected_bytes = IMAGE_BYTES
@@ -142,7 +145,7 @@ def test_what_the_learner_is_coding_is_never_dropped() -> None:
 
 def test_a_parcel_that_was_given_up_is_dropped_with_the_room_for_its_image() -> None:
     rooms = Rooms()
-    store = whole(Store(keep_versions=1, arenas=rooms), 1)
+    store = whole(ItemStore(keep_versions=1, arenas=rooms), 1)
     for step in (2, 3):
         item = (v(step), form_on(1))
         store.begin_parcel(item, expected_bytes=10)
@@ -156,7 +159,7 @@ def test_a_parcel_that_was_given_up_is_dropped_with_the_room_for_its_image() -> 
 
 def test_an_image_that_comes_out_of_a_parcel_outlives_it() -> None:
     rooms = Rooms()
-    store = whole(Store(keep_versions=1, arenas=rooms), 1)
+    store = whole(ItemStore(keep_versions=1, arenas=rooms), 1)
     item = (v(2), form_on(1))
     store.begin_parcel(item, expected_bytes=10)
     parcel = store.parcels[item]
@@ -182,14 +185,14 @@ def test_an_image_that_comes_out_of_a_parcel_outlives_it() -> None:
 def test_without_room_nothing_is_begun() -> None:
     rooms = Rooms()
     rooms.is_full = True
-    store = Store(keep_versions=1, arenas=rooms)
+    store = ItemStore(keep_versions=1, arenas=rooms)
     with pytest.raises(StorageError):
         begun(store, 1)
     assert store.images == {}
 
 
 def test_what_is_announced() -> None:
-    store = Store(keep_versions=1)
+    store = ItemStore(keep_versions=1)
     assert store.announcement() is None
     parcel = store.parcels[v(2), form_on(1)] = parcel_of(2, 1)
     offer = EncodedVersionOffer(v(2), v(1), parcel.num_bytes)
@@ -199,7 +202,7 @@ def test_what_is_announced() -> None:
 
 
 def test_the_size_of_chunks_is_a_usual_one_where_nothing_is_known() -> None:
-    store = whole(Store(keep_versions=1), 1)
+    store = whole(ItemStore(keep_versions=1), 1)
     assert store.chunk_bytes((v(1), FULL)) == 1024
     assert store.chunk_bytes(None) == store.chunk_bytes((v(9), FULL)) == 1 << 20
     store.begin_parcel((v(2), form_on(1)), expected_bytes=5)

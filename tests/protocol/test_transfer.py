@@ -5,8 +5,8 @@ from __future__ import annotations
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.manifest import build_manifest, sign
-from echo.protocol.transfer import Transfer, new_arena
+from echo.weights.manifest import build_manifest, sign
+from echo.weights.store import Transfer, allocate
 
 IMAGE = bytes(range(256)) * 10
 CHUNK_BYTES = 1024
@@ -22,7 +22,7 @@ def make_transfer() -> Transfer:
         chunk_bytes=CHUNK_BYTES,
     )
     signed = sign(manifest, Ed25519PrivateKey.generate())
-    return Transfer(signed, manifest, new_arena(len(IMAGE)), bytearray(manifest.num_chunks))
+    return Transfer(signed, manifest, allocate(len(IMAGE)), bytearray(manifest.num_chunks))
 
 
 def test_a_new_arena_fills_chunk_by_chunk_whatever_their_order_and_their_type() -> None:

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.errors import RefusedError
 from echo.core.rollout import Lineage
-from echo.protocol.trust import (
+from echo.weights.store import (
     FINGERPRINT_BYTES,
     fingerprint,
     show_fingerprint,

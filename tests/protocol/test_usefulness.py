@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from echo.protocol.usefulness import ALONE_S, AWAY_S, Usefulness
+from echo.leases.dispatch import ALONE_S, AWAY_S, Usefulness
 
 B = 4
 MAX_BARREN = 20 * B

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.protocol.watchdog import WAIT_STALLS
+from echo.weights.receiver import WAIT_STALLS
 from echo.wire.messages import (
     Announce,
     Chunk,

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.lanes import ParentFailed
-from echo.protocol.uplink import Uplink
-from echo.protocol.weights_link import QUARANTINE_S, REDIVIDE_AFTER_S, LaneLink, WeightsLinks
+from echo.weights.link import Connection, ParentFailed
+from echo.weights.parents import QUARANTINE_S, REDIVIDE_AFTER_S, Parents, StripeParents
 from echo.wire.actions import Dial, HangUp, Note
 from echo.wire.messages import FULL, TopologyPlan
 from tests.protocol.harness import PUBLIC_KEY, make_broadcast
@@ -15,15 +14,15 @@ from tests.protocol.harness import PUBLIC_KEY, make_broadcast
 LEARNER, R1, R2 = ("learner", "tcp://l:1"), ("r1", "tcp://r1:1"), ("r2", "tcp://r2:1")
 
 
-class WeightsLink(WeightsLinks):
+class WeightsLink(Parents):
     """One lane, with the links that a plan gives it at hand."""
 
     @property
-    def lane(self) -> LaneLink:
+    def lane(self) -> StripeParents:
         return self._lanes[0]
 
     @property
-    def next(self) -> Uplink | None:
+    def next(self) -> Connection | None:
         return self.lane.next
 
 
@@ -41,7 +40,7 @@ def link() -> WeightsLink:
 
 
 def follow(
-    link: WeightsLinks, *parents: tuple[str, str], epoch: int = 1, now: float = 0.0, **rest: Any
+    link: Parents, *parents: tuple[str, str], epoch: int = 1, now: float = 0.0, **rest: Any
 ) -> list[Any]:
     return link.on_plan(
         TopologyPlan(epoch=epoch, stripes=(parents,)), control=rest.get("control"), now=now
@@ -122,7 +121,7 @@ def test_a_parent_that_does_not_answer_is_given_up_after_three_seconds(link: Wei
 
 def test_without_an_address_the_parent_is_where_this_node_reached_it(link: WeightsLink) -> None:
     anywhere = ("learner", "")
-    control = Uplink("tcp://found:1", peer="out0", node_id="learner")
+    control = Connection("tcp://found:1", peer="out0", node_id="learner")
     assert dialled(follow(link, anywhere, control=control)) == ["tcp://found:1"]
     other = make_links()
     assert follow(other, anywhere) == []

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from echo.protocol import lanes
-from echo.protocol.lanes import MAX_BAD_CHUNKS, ParentFailed
-from echo.protocol.writing import WRONG_HASH, WriteChunk
+from echo.weights import link as lanes
+from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed
+from echo.weights.receiver import WRONG_HASH, WriteChunk
 from echo.wire.actions import Note, Send
 from echo.wire.messages import FULL, Chunk, Credit, Fetch
 from tests.protocol.harness import CHUNK_BYTES, message_of

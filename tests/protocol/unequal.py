@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.delivery import Outbox
-from echo.protocol.drafts import Key
-from echo.protocol.granting import RecordCancel, RecordGrant
+from echo.leases.outbox import Outbox
+from echo.leases.partials import LeaseKey
+from echo.leases.scheduler import RecordCancel, RecordGrant
 from echo.protocol.joining import Configure
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
-from echo.protocol.writing import VersionArrived
+from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
 from echo.wire.messages import Lease
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run, make_broadcast, make_group
@@ -52,7 +52,7 @@ class RatedEngine:
     ) -> None:
         self.run, self.process, self.session = run, process, session
         self.speed, self.num_places = speed, places
-        self.sampling: dict[Key, Sampling] = {}
+        self.sampling: dict[LeaseKey, Sampling] = {}
         self.busy_s = 0.0
         """Seconds of its places in use."""
         self.tokens_cancelled = 0.0
@@ -122,14 +122,14 @@ class RatedEngine:
         if rests:
             self.run.world.later(max(0.0, min(rests)), lambda turn=self._turn: self._look(turn))
 
-    def _end(self, key: Key) -> Sampling | None:
+    def _end(self, key: LeaseKey) -> Sampling | None:
         self._advance()
         sampling = self.sampling.pop(key, None)
         if sampling is not None:
             self.busy_s += self.run.world.now - sampling.began_at
         return sampling
 
-    def _stop(self, key: Key) -> None:
+    def _stop(self, key: LeaseKey) -> None:
         sampling = self._end(key)
         if sampling is not None:
             self.tokens_cancelled += sampling.num_sampled
@@ -146,7 +146,7 @@ class RatedEngine:
                 self._sampled(key)
         self._sample()
 
-    def _sampled(self, key: Key) -> None:
+    def _sampled(self, key: LeaseKey) -> None:
         sampling = self._end(key)
         assert sampling is not None
         lease, session, now = sampling.lease, self.session, self.run.world.now

@@ -31,12 +31,8 @@ from echo.net.transport import (
     TransportOptions,
     TransportStats,
 )
-from echo.protocol import lanes
-from echo.protocol.broadcast import Broadcast
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.manifest import TensorSpec, build_manifest, sign
 from echo.protocol.relay_session import RelaySession
-from echo.protocol.trust import fingerprint
 from echo.runtime import wiring
 from echo.runtime.arenas import ArenaStore
 from echo.runtime.curve import Join
@@ -48,6 +44,10 @@ from echo.runtime.publication import Publication
 from echo.runtime.relay import RelayNode
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.network import Link, Network
+from echo.weights import link
+from echo.weights.broadcast import Broadcast
+from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.store import fingerprint
 from echo.wire.actions import Action
 from echo.wire.messages import FULL, LEARNER_ID, Chunk, Fetch
 from tests.protocol.harness import message_of
@@ -400,5 +400,5 @@ def play(
 
     with pytest.MonkeyPatch.context() as patch:
         if is_patient:
-            patch.setattr(lanes, "MIN_PATIENCE_S", PATIENCE_S)
+            patch.setattr(link, "MIN_PATIENCE_S", PATIENCE_S)
         asyncio.run(main())

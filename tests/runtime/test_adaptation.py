@@ -14,9 +14,9 @@ from echo.algo.corrections import ControlSettings
 from echo.config.load import parse_config
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Lineage
-from echo.planner.publish_pace import PublishPace
 from echo.records.ledger import Ledger
 from echo.runtime.adaptation import make_adaptation
+from echo.weights.schedule import PublishPace
 from tests.runtime.harness import Play, Run, read_jsonl, running
 
 GOOD = {"ess": 0.99, "mismatch_kl": 0.0, "clip_ratio/mean": 0.0}

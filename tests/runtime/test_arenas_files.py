@@ -22,12 +22,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.config.memory import Machine
 from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
-from echo.protocol.manifest import encode_signed, sign, verify
-from echo.protocol.transfer import Transfer
-from echo.protocol.writing import WriteChunk
 from echo.records import files
 from echo.runtime import arenas_files
 from echo.runtime.arenas_files import FileArenas
+from echo.weights.manifest import encode_signed, sign, verify
+from echo.weights.receiver import WriteChunk
+from echo.weights.store import Transfer
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL
 from tests.runtime.test_arenas_scan import CHUNK_BYTES, IMAGE, describe, held

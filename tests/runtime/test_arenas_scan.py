@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.manifest import Manifest, build_manifest
 from echo.runtime import arenas_scan
 from echo.runtime.arenas_scan import held_chunks
+from echo.weights.manifest import Manifest, build_manifest
 
 CHUNK_BYTES = 1 << 16
 IMAGE = random.Random(0).randbytes(20 * CHUNK_BYTES + 1000)

@@ -16,11 +16,11 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.device_delta import DeviceDelta
 from echo.engine.version_images import VersionImages
 from echo.engine.weights import Weights
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.transfer import Transfer
 from echo.runtime import parcels
 from echo.runtime.parcels import Coder, Segment
 from echo.runtime.publication import Publication, make_images, make_publication
+from echo.weights.broadcast import Broadcast
+from echo.weights.store import Transfer
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 CHUNK_BYTES = 1 << 16

@@ -8,7 +8,6 @@ from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError
 from echo.net.transport import with_key
-from echo.protocol.trust import fingerprint
 from echo.runtime.curve import Join
 from echo.runtime.identity import load_or_create_signing_key
 from echo.runtime.join import (
@@ -18,6 +17,7 @@ from echo.runtime.join import (
     node_keys,
     signing_fingerprint,
 )
+from echo.weights.store import fingerprint
 
 LEARNER = Join(with_key("tcp://10.0.0.5:7700", b"k" * 32), b"a" * 16, b"f" * 16)
 OTHER = Join(with_key("tcp://10.0.0.6:7700", b"o" * 32), b"b" * 16, b"g" * 16)

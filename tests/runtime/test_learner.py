@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group
 from echo.engine.trainer import StepError
-from echo.protocol.partials import Draft
+from echo.leases.partials import PartialGroup
 from echo.runtime.checkpoint import find_whole
 from echo.runtime.learner import LearnerNode
 from echo.runtime.worker_parts import WorkerParts
@@ -155,7 +155,7 @@ def test_a_fast_worker_with_equal_rewards_ends_no_run_that_others_work_for(
         finished, at_once, deliver = bad.session.finished, bad._deliver, honest._deliver
         members = learner.session.roster.nodes
 
-        async def once_both_are_here(parts: WorkerParts, draft: Draft) -> None:
+        async def once_both_are_here(parts: WorkerParts, draft: PartialGroup) -> None:
             await learner.wait_until(
                 lambda: "honest" in members and members["honest"].capacity > 0, within_s=60
             )
@@ -165,7 +165,7 @@ def test_a_fast_worker_with_equal_rewards_ends_no_run_that_others_work_for(
             rollouts = tuple(replace(rollout, reward=1.0) for rollout in group.rollouts)
             return finished(replace(group, rollouts=rollouts), now=now)
 
-        async def late(parts: WorkerParts, draft: Draft) -> None:
+        async def late(parts: WorkerParts, draft: PartialGroup) -> None:
             await asyncio.sleep(0.5)
             await deliver(parts, draft)
 

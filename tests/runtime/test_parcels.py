@@ -8,13 +8,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.manifest import TensorSpec, build_manifest, sign
-from echo.protocol.parcel import DecodeBlock
-from echo.protocol.writing import VersionArrived
 from echo.runtime.parcels import Coder, Parcels
 from echo.runtime.publication import Publication
 from echo.runtime.threads import ThreadPools
+from echo.weights.broadcast import Broadcast
+from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.receiver import VersionArrived
+from echo.weights.store import DecodeBlock
 from echo.wire.actions import Send
 from tests.protocol.harness import message_of
 

@@ -16,9 +16,9 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine.trainer import StepResult
 from echo.engine.version_images import VersionImages
 from echo.engine.weights import tensors_from_image
-from echo.planner.publish_pace import MAX_PENDING, PublishPace
-from echo.protocol.manifest import verify
 from echo.runtime.publication import make_publication
+from echo.weights.manifest import verify
+from echo.weights.schedule import MAX_PENDING, PublishPace
 from tests.runtime.harness import Play, Run, running
 
 

@@ -18,9 +18,7 @@ import pytest
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.version_fence import VersionError
-from echo.protocol.drafts import Drafts
-from echo.protocol.partial_codec import decode_drafts
-from echo.protocol.partials import Draft
+from echo.leases.partials import PartialGroup, PartialGroups, decode_groups
 from echo.runtime.engine_call import EngineCall
 from echo.runtime.sampling import PartialRules, RolloutLoop
 from echo.runtime.threads import ThreadPools
@@ -95,7 +93,7 @@ class FakeSession:
     """The part of a worker's session that sampling touches."""
 
     def __init__(self, group_ids: Sequence[int]) -> None:
-        self.drafts = Drafts()
+        self.drafts = PartialGroups()
         for group_id in group_ids:
             self.drafts.add(lease(group_id))
         self.installed_version: PolicyVersion | None = PolicyVersion(1, 0)
@@ -112,7 +110,7 @@ class FakeSession:
 
     def take(
         self, max_groups: int, *, group_size: int, max_rollouts: int, now: float
-    ) -> list[Draft]:
+    ) -> list[PartialGroup]:
         return self.drafts.take(
             max_groups,
             group_size=group_size,
@@ -120,7 +118,7 @@ class FakeSession:
             installed=self.installed_version,
         )
 
-    def park(self, draft: Draft) -> None:
+    def park(self, draft: PartialGroup) -> None:
         self.drafts.park(draft)
 
     def ship(self, *, interval_s: float, now: float) -> list[Any]:
@@ -144,7 +142,7 @@ class Loop:
     ) -> None:
         self.engine = ScriptedEngine(lengths, is_continuous=is_continuous)
         self.session = FakeSession(sorted(lengths))
-        self.delivered: list[Draft] = []
+        self.delivered: list[PartialGroup] = []
         self.refused: list[tuple[int, str]] = []
         self.wake = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
@@ -169,7 +167,7 @@ class Loop:
             self.session.drafts.end((given_back.group_id, given_back.attempt))
             self.refused.append((given_back.group_id, why))
 
-    def _deliver(self, draft: Draft) -> None:
+    def _deliver(self, draft: PartialGroup) -> None:
         self.delivered.append(draft)
         self.session.drafts.end(draft.key)
         self.wake.set()
@@ -283,7 +281,7 @@ def test_a_call_ends_after_a_while_and_what_it_has_is_shipped_and_saved(tmp_path
         assert len(loop.engine.calls) >= 2
         assert loop.session.shipped == sorted(loop.session.shipped)
         assert len(loop.session.shipped) >= 2
-        [draft] = decode_drafts(loop.path.read_bytes(), run_id="run")
+        [draft] = decode_groups(loop.path.read_bytes(), run_id="run")
         assert draft.num_tokens > 0
         assert draft.members[0].token_ids.tolist() == list(range(draft.num_tokens // 2))
 

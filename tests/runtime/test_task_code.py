@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echo.core.rollout import Group
-from echo.protocol.granting import StoreGroup
+from echo.leases.scheduler import StoreGroup
 from echo.runtime import task_setup, worker
 from echo.runtime.data_plane import load_data
 from echo.tasks.rewards import RewardError

@@ -104,7 +104,7 @@ def test_what_keeps_groups_from_workers_is_told_once(
 def test_a_learner_that_nobody_asks_publishes_by_time(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("echo.planner.publish_pace.PublishPace.is_due", lambda self, step: False)
+    monkeypatch.setattr("echo.weights.schedule.PublishPace.is_due", lambda self, step: False)
 
     after: list[str] = []
 

@@ -18,7 +18,7 @@ from echo.core.errors import ConfigError, EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED
 from echo.engine.transformers_engine import TransformersEngine
-from echo.protocol.granting import Granting
+from echo.leases.scheduler import Scheduler
 from echo.wire.messages import Lease
 from tests.runtime.harness import Play, Run, ends, read_jsonl, running
 
@@ -202,9 +202,9 @@ def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The learner asks twice for weights that nobody has, and then for those that there are."""
-    oldest, wanted = Granting._oldest_version, [PolicyVersion(1, 99)] * 2
+    oldest, wanted = Scheduler._oldest_version, [PolicyVersion(1, 99)] * 2
     monkeypatch.setattr(
-        Granting,
+        Scheduler,
         "_oldest_version",
         lambda granting, number: wanted.pop() if wanted else oldest(granting, number),
     )

@@ -14,12 +14,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, RefusedError
 from echo.protocol.relay_session import RelaySession
-from echo.protocol.trust import sign_welcome
 from echo.runtime import relay_setup, worker_setup
 from echo.runtime.curve import load_or_create_keys, write_join
 from echo.runtime.task_setup import code_settings
 from echo.runtime.worker_setup import build_parts, own_model
 from echo.tasks.tokenization import asset_files
+from echo.weights.store import sign_welcome
 from echo.wire.actions import Action, Send
 from echo.wire.codec import decode_envelope, decode_message, encode
 from echo.wire.messages import LEARNER_ID, Asset, AssetRequest, Welcome

@@ -6,8 +6,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.broadcast import Broadcast
 from echo.sim.versions import CHUNK_BYTES, Versions
+from echo.weights.broadcast import Broadcast
 from echo.wire.messages import Form
 
 MB = 1e6
