@@ -1,4 +1,4 @@
-"""What `echo-plan` prints: the plan as tables, filters for marketplaces, commands to start it."""
+"""The text of `echo-rl plan`: tables, filters for marketplaces, commands to start the nodes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from echo.config.fleet import MBIT, Request
 from echo.config.fleet_schema import OfferRow
+from echo.extras import PROGRAMS
 from echo.planner.plan import Outcome, Plan
 from echo.planner.remedies import Refusal
 from echo.planner.roofline import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
@@ -241,7 +242,9 @@ def _worker_settings(request: Request, row: OfferRow, name: str) -> list[str]:
 def node_command(role: str, settings: Sequence[str]) -> str:
     """Return the command that starts a node with these settings."""
     sets = [part for item in settings for part in ("--set", item)]
-    return shlex.join(["bin/echo-node", "--role", role, "--config", "configs/wan.toml", *sets])
+    return f"{PROGRAMS}echo-rl node " + shlex.join(
+        ["--role", role, "--config", "configs/wan.toml", *sets]
+    )
 
 
 def _used(request: Request, plan: Plan) -> list[tuple[OfferRow, str, int]]:

@@ -271,7 +271,7 @@ def _next_commands(run_dir: Path, config: Row) -> list[str]:
     run, sync = _section(config, "run"), _section(config, "sync")
     # Broken where a shell lets them be, so that they can be copied from a narrow terminal.
     config_path = shlex.quote(str(run_dir / "config.json"))
-    learner = f"{PROGRAMS}echo-node --role learner --config {config_path}"
+    learner = f"{PROGRAMS}echo-rl node --role learner --config {config_path}"
     max_steps = int(run.get("max_steps", 100))
     other_bound = 2 * int(sync.get("max_staleness", 1)) + 1
     name = shlex.quote(f"{run_dir.resolve().name}-s{other_bound}")
