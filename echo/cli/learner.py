@@ -17,6 +17,7 @@ from echo.cli.process import run_loop, run_node
 from echo.config.load import resolved
 from echo.config.schema import Config
 from echo.core.errors import EchoError
+from echo.core.extras import PROGRAMS
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.net.transport import is_loopback
 from echo.records.run_files import read_metrics
@@ -142,7 +143,10 @@ def invite(join_path: Path) -> None:
     """Print how a worker on another machine joins; to a terminal only, since it is a secret."""
     join = Join.parse(join_path.read_text(encoding="utf-8"))
     if not is_loopback(join.address):
-        print(f"others join with:\n  ECHO_JOIN={join} bin/echo-node --role worker", file=sys.stderr)
+        print(
+            f"others join with:\n  ECHO_JOIN={join} {PROGRAMS}echo-rl node --role worker",
+            file=sys.stderr,
+        )
 
 
 def report(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`echo-node --role learner|worker|relay --config FILE`: one node, on a laptop or ten machines."""
+"""`echo-rl node`: one learner, worker or relay, on a laptop or ten machines."""
 
 from __future__ import annotations
 

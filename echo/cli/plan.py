@@ -1,4 +1,4 @@
-"""`echo-plan FILE`: what to rent for a run, what it will cost, and how to start it.
+"""`echo-rl plan FILE`: what to rent for a run, what it will cost, and how to start it.
 
 Everything is computed here and now from the file, a run's own records and the catalogue; nothing
 is looked up, rented or started.
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Do what the arguments say."""
     if not arguments.files:
         return show_run(arguments, console)
-    import_extra("scipy", extra="planner", wanted_by="echo-plan")
+    import_extra("scipy", extra="planner", wanted_by="echo-rl plan")
     request = load_fleet(arguments.files)
     if arguments.run is not None:
         request = calibrate(request, read_rates(arguments.run))

@@ -1,4 +1,4 @@
-"""`echo-plan --hetero`: divide the GPUs of one site between training and generation."""
+"""`echo-rl plan --hetero`: divide the GPUs of one site between training and generation."""
 
 from __future__ import annotations
 

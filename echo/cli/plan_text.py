@@ -1,4 +1,4 @@
-"""What `echo-plan` prints: the plan as tables, filters for marketplaces, commands to start it."""
+"""The text of `echo-rl plan`: tables, filters for marketplaces, commands to start the nodes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echo.config.fleet_file import MBIT, FleetRequest, OfferRow
+from echo.core.extras import PROGRAMS
 from echo.core.rollout import KEEP_VERSIONS
 from echo.core.units import format_bytes, format_duration
 from echo.fleet.gpus import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
@@ -239,7 +240,9 @@ def _worker_settings(request: FleetRequest, row: OfferRow, name: str) -> list[st
 def node_command(role: str, settings: Sequence[str]) -> str:
     """Return the command that starts a node with these settings."""
     sets = [part for item in settings for part in ("--set", item)]
-    return shlex.join(["bin/echo-node", "--role", role, "--config", "configs/wan.toml", *sets])
+    return f"{PROGRAMS}echo-rl node " + shlex.join(
+        ["--role", role, "--config", "configs/wan.toml", *sets]
+    )
 
 
 def _used(request: FleetRequest, plan: Provisioning) -> list[tuple[OfferRow, str, int]]:

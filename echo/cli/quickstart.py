@@ -1,7 +1,8 @@
-"""`echo-quickstart`: one learner, one relay and two workers train a small model on this machine.
+"""`echo-rl quickstart`: four processes train a small model on this machine.
 
-The four nodes are ordinary `echo-node` processes, joined by nothing but sockets on loopback; this
-command makes the model they start from, starts them, and prints what came out.
+The learner, the relay and the two workers are ordinary `echo-rl node` processes, joined by nothing
+but sockets on loopback; this command makes the model they start from, starts them, and prints what
+came out.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def run_nodes(
     run_dir = config.run_dir
     if interrupts.is_interruption(code):
         if (run_dir / "config.json").exists():
-            command = f"{PROGRAMS}echo-quickstart --resume {run_dir}"
+            command = f"{PROGRAMS}echo-rl quickstart --resume {run_dir}"
             console.print(f"stopped before the end; to go on: {command}", soft_wrap=True)
         return code
     if code:
@@ -189,7 +190,7 @@ def run_nodes(
 def next_commands(task: str) -> list[str]:
     """Return three things to try after this."""
     other = "countdown" if task == "addition" else "addition"
-    quickstart, node = f"{PROGRAMS}echo-quickstart", f"{PROGRAMS}echo-node"
+    quickstart, node = f"{PROGRAMS}echo-rl quickstart", f"{PROGRAMS}echo-rl node"
     return [
         f"{quickstart} --task {task} --set sync.max_staleness=0   # on-policy, to compare",
         f"{quickstart} --task {other}   # another task",

@@ -1,7 +1,7 @@
-"""`echo-sim SCENARIO`: what a run would do, from the code that would do it, on virtual time.
+"""`echo-rl sim SCENARIO`: what a run would do, from the code that would do it, on virtual time.
 
 Nothing is rented, started or looked up: learner, relays and workers are the sessions of
-`echo-node`, in one process; only training, sampling, disk and network are replaced by times.
+`echo-rl node`, in one process; only training, sampling, disk and network are replaced by times.
 """
 
 from __future__ import annotations

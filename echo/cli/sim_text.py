@@ -1,4 +1,4 @@
-"""What `echo-sim` prints and writes of one run."""
+"""What `echo-rl sim` prints and writes of one run."""
 
 from __future__ import annotations
 

@@ -744,7 +744,7 @@ def _parse(value: str) -> Any:
 
 
 def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:
-    """Return the nodes by offer and the publish period of a plan.json of echo-plan.
+    """Return the nodes by offer and the publish period of a plan.json of `echo-rl plan`.
 
     Raises:
         ConfigError: if it cannot be read or is not a plan for this fleet.
@@ -757,7 +757,7 @@ def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path}: is not a plan.json as echo-plan writes it: {error!r}"
+            f"{path}: is not a plan.json as echo-rl plan writes it: {error!r}"
         ) from error
     known = {offer.name for offer in request.fleet.offers}
     if strangers := sorted(rent.keys() - known):

@@ -1,17 +1,20 @@
-"""Draw curves and bars with characters: braille and blocks, or ASCII where those cannot be shown.
+"""Curves in braille, which rich lacks, and what terminals without them are shown.
 
-Everything here is a pure function from numbers to rich `Text` rows of an exact size. Values that
-are not finite are left out, so that a diverged run can still be looked at.
+Pure functions from numbers to rich `Text` rows of an exact size. Values that are not finite are
+left out, so that a diverged run can still be looked at.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.text import Text
 
 Point = tuple[float, float]
@@ -20,11 +23,10 @@ _BRAILLE_BASE = 0x2800
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bit of each dot of a braille cell, [row from the top][column]."""
 _LARGEST = 1e100
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_LEVELS = "▁▂▃▄▅▆▇█"
-_ASCII_LEVELS = "_.-=+*#"
-_ASCII_HEIGHTS = "'-."
-"""A third of a text row each, top to bottom, so that ASCII curves have three times the rows."""
+"""Sums and differences of what is below are finite."""
+_ASCII = {"│": "|", "●": "o", "◆": "x", "◂": "<", "·": "-", "…": "~"}
+_ASCII |= dict.fromkeys("█▉▊▋▌▍▎▏", "#") | {chr(_BRAILLE_BASE + i): "*" for i in range(1, 256)}
+"""For each character that we, or rich's bars, draw with: one as wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,67 +46,43 @@ class Marks:
     glyph: str
 
 
-def clean(text: str, *, ascii_only: bool = False) -> str:
+def clean(text: str) -> str:
     """Return `text` on one line with nothing in it that a terminal would obey.
 
     Names and notices come from remote nodes: an escape sequence in one must not reach the terminal.
     """
-    shown = "".join(char if char.isprintable() else " " for char in text)
-    return shown.encode("ascii", "replace").decode("ascii") if ascii_only else shown
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def to_ascii(text: str) -> str:
+    """Return `text` in ASCII and as wide; what has no likeness there becomes question marks."""
+    return re.sub(
+        r"[^\x00-\x7f]", lambda match: _ASCII.get(match[0]) or "?" * cell_len(match[0]), text
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class InAscii:
+    """Something to draw on a terminal that shows nothing but ASCII."""
+
+    content: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it as everywhere, and replace the characters."""
+        for segment in console.render(self.content, options):
+            yield segment if segment.control else Segment(to_ascii(segment.text), segment.style)
 
 
 def fit(text: Text, width: int) -> Text:
     """Return `text` cut or padded to exactly `width` cells."""
     fitted = text.copy()
-    missing = width - fitted.cell_len
-    if missing >= 0:
-        fitted.pad_right(missing)
-    else:
-        fitted.truncate(max(width, 0))
+    fitted.truncate(max(width, 0), pad=True)
     return fitted
-
-
-def bar(share: float, width: int, *, ascii_only: bool) -> str:
-    """Return a horizontal bar that fills `share` (0..1) of `width` cells, unpadded.
-
-    A share above zero always shows, however small.
-    """
-    share = min(max(share, 0.0), 1.0) if math.isfinite(share) else 0.0
-    if share == 0 or width < 1:
-        return ""
-    if ascii_only:
-        return "#" * max(round(share * width), 1)
-    eighths = max(round(share * width * 8), 1)
-    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
-
-
-def progress(share: float, width: int, *, ascii_only: bool) -> Text:
-    """Return a progress bar of exactly `width` cells, `share` (0..1) of it done."""
-    share = min(max(share, 0.0), 1.0) if math.isfinite(share) else 0.0
-    width = max(width, 0)
-    done = int(share * width)
-    left = width - done
-    if ascii_only:
-        return Text("#" * done + "." * left)
-    style = "green" if share >= 1 else "cyan"
-    return Text.assemble(("━" * done, style), ("╌" * left, "dim"))
-
-
-def sparkline(values: Sequence[float], width: int, *, ascii_only: bool) -> str:
-    """Return `values` as one row of at most `width` characters, scaled to their own range."""
-    levels = _ASCII_LEVELS if ascii_only else _LEVELS
-    points = [(float(i), v) for i, v in enumerate(values) if _can_draw(v)]
-    if not points or width < 1:
-        return ""
-    columns = _resample(points, min(width, len(points)), points[0][0], points[-1][0])
-    low, high = min(v for _, v in points), max(v for _, v in points)
-    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
-    return "".join(levels[round((v - low) * scale)] for v in columns if v is not None)
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
     """Return the vertical range to show: whole tenths for rates, else a little around the data."""
-    finite = [v for v in values if _can_draw(v)]
+    finite = [v for v in values if abs(v) < _LARGEST]
     if not finite:
         return 0.0, 1.0
     low, high = min(finite), max(finite)
@@ -123,7 +101,6 @@ def line_chart(
     height: int,
     x_range: tuple[float, float],
     y_range: tuple[float, float],
-    ascii_only: bool,
 ) -> list[Text]:
     """Return a chart of exactly `height` rows of `width` cells, axes with labels included.
 
@@ -134,7 +111,6 @@ def line_chart(
         height: rows in all, the last of them the horizontal axis.
         x_range: values at the left and right edge.
         y_range: values at the bottom and top edge.
-        ascii_only: whether to do without braille and box characters.
     """
     rows = height - 1
     labelled = {0, rows // 2, rows - 1} if rows >= 5 and rows % 2 else {0, rows - 1}
@@ -148,27 +124,21 @@ def line_chart(
         return [Text(" " * max(width, 0)) for _ in range(max(height, 0))]
     cells: list[list[tuple[str, str]]] = [[(" ", "")] * columns for _ in range(rows)]
     for curve in curves:
-        _draw_curve(cells, curve, x_range, y_range, ascii_only=ascii_only)
+        _draw_curve(cells, curve, x_range, y_range)
     for series in marks:
         for x, y in series.points:
-            if _can_draw(y):
+            if abs(y) < _LARGEST:
                 column = round(_place(x, x_range) * (columns - 1))
                 row = round((1 - _place(y, y_range)) * (rows - 1))
                 cells[row][column] = (series.glyph, series.style)
-    edge = "|" if ascii_only else "│"
     lines = []
     for row, line in enumerate(cells):
-        head = (labels.get(row, "").rjust(gutter - 1) + " " + edge, "dim")
+        head = (labels.get(row, "").rjust(gutter - 1) + " │", "dim")
         lines.append(Text.assemble(head, *line))
     left, right = f"{x_range[0]:g}", f"step {x_range[1]:g}"
     axis = " " * (gutter + 1) + left + right.rjust(columns - len(left))
     lines.append(Text(set_cell_size(axis, width), "dim"))
     return lines
-
-
-def _can_draw(value: float) -> bool:
-    """False for what is not finite, or so large that sums and differences would not be."""
-    return math.isfinite(value) and abs(value) < _LARGEST
 
 
 def _place(value: float, bounds: tuple[float, float]) -> float:
@@ -198,15 +168,13 @@ def _draw_curve(
     curve: Curve,
     x_range: tuple[float, float],
     y_range: tuple[float, float],
-    *,
-    ascii_only: bool,
 ) -> None:
     """Draw `curve` into `cells` [rows][columns] of (character, style)."""
-    points = [(x, y) for x, y in curve.points if _can_draw(y)]
+    points = [(x, y) for x, y in curve.points if abs(y) < _LARGEST]
     if not points:
         return
     rows, columns = len(cells), len(cells[0])
-    dots_across, dots_down = (1, len(_ASCII_HEIGHTS)) if ascii_only else (2, 4)
+    dots_across, dots_down = 2, 4
     values = _resample(points, columns * dots_across, *x_range)
     bits: dict[tuple[int, int], int] = {}
     previous: int | None = None
@@ -214,20 +182,11 @@ def _draw_curve(
         if value is None:
             continue
         y = round((1 - _place(value, y_range)) * (rows * dots_down - 1))
-        row, column = y // dots_down, x // dots_across
-        if ascii_only:
-            cells[row][column] = (_ASCII_HEIGHTS[y % dots_down], curve.style)
-            continue
-        # Braille: join to the previous column with a vertical stroke, half of it in each.
+        # Join to the previous column with a vertical stroke, half of it in each.
         start = y if previous is None else previous + (y > previous) - (y < previous)
         for dot in range(min(start, y), max(start, y) + 1):
-            place = (dot // dots_down, column)
+            place = (dot // dots_down, x // dots_across)
             bits[place] = bits.get(place, 0) | _BRAILLE_DOTS[dot % dots_down][x % dots_across]
         previous = y
     for (row, column), pattern in bits.items():
         cells[row][column] = (chr(_BRAILLE_BASE + pattern), curve.style)
-
-
-def pad(text: str, width: int) -> str:
-    """Return `text` padded with spaces to `width` cells; wide characters count as two."""
-    return text + " " * max(width - cell_len(text), 0)

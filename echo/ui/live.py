@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.errors import ConsoleError, LiveError
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from echo.core.metrics import Snapshot
 from echo.ui import sections
-from echo.ui.charts import fit
+from echo.ui.charts import InAscii
 from echo.ui.pace import Pace
 from echo.ui.plain import PlainLog
 
@@ -45,7 +46,6 @@ def render(
     *,
     height: int | None = None,
     eta_s: float | None = None,
-    ascii_only: bool = False,
 ) -> Group:
     """Draw `snapshot` as rows of text that fill `width` and fit into `height`.
 
@@ -54,15 +54,14 @@ def render(
         width: cells per row; made for 60 to 200, sensible outside.
         height: rows of the terminal; None for as many as are useful.
         eta_s: seconds to the end, None while unknown.
-        ascii_only: whether the terminal cannot show more than ASCII.
     """
     width = max(width, 1)
     rows_left = height if height is not None else 2 + _MAX_CHART_ROWS + len(snapshot.nodes) + 20
-    title = sections.header(snapshot, width, eta_s=eta_s, ascii_only=ascii_only)
+    title = sections.header(snapshot, width, eta_s=eta_s)
     num_wait_rows = 2 if width < 100 and rows_left >= 22 else 1
-    state = sections.status(snapshot, width, num_wait_rows=num_wait_rows, ascii_only=ascii_only)
-    refused = sections.refusals(snapshot.refused, width, ascii_only=ascii_only)
-    told = sections.notices(snapshot.notices[-_MAX_NOTICES:], width, ascii_only=ascii_only)
+    state = sections.status(snapshot, width, num_wait_rows=num_wait_rows)
+    refused = sections.refusals(snapshot.refused, width)
+    told = sections.notices(snapshot.notices[-_MAX_NOTICES:], width)
     rows_of_newest, rows_of_notices = len(told[-1]) if told else 0, sum(map(len, told))
     # What each part gets, the most telling first; then air between the parts; then larger parts.
     rows_left -= len(title) + len(state)
@@ -75,8 +74,8 @@ def render(
         "gaps": (4 if refused or told else 3,) * 2,
     }
     granted = _share_out(wanted, rows_left)
-    table = sections.node_table(snapshot.nodes, width, granted["table"], ascii_only=ascii_only)
-    charts = _charts(snapshot, width, granted["chart"], ascii_only=ascii_only)
+    table = sections.node_table(snapshot.nodes, width, granted["table"])
+    charts = _charts(snapshot, width, granted["chart"])
     foot = refused[: granted["refused"]] + _newest_whole(told, granted["notices"])
     rows = _join([title, charts, state, table, foot], granted["gaps"])
     return Group(*(rows if height is None else rows[:height]))
@@ -110,20 +109,25 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
     return granted
 
 
-def _charts(snapshot: Snapshot, width: int, height: int, *, ascii_only: bool) -> list[Text]:
+def _charts(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]:
     """The reward curve, and beside it the histogram of staleness where both have room."""
     if width < _MIN_SIDE_BY_SIDE or height < 4:
-        return sections.reward_chart(snapshot, width, height, ascii_only=ascii_only)
+        return [*sections.reward_chart(snapshot, width, height)]
     right_width = min(max(width * 3 // 10, 21), 44)
     left_width = width - right_width - 3
-    left = sections.reward_chart(snapshot, left_width, height, ascii_only=ascii_only)
-    right = sections.staleness_histogram(snapshot, right_width, height, ascii_only=ascii_only)
-    return [Text.assemble(fit(a, left_width), "   ", b) for a, b in zip(left, right, strict=True)]
+    beside = Table.grid(padding=(0, 3, 0, 0))
+    for column_width in (left_width, right_width):
+        beside.add_column(width=column_width)
+    beside.add_row(
+        Group(*sections.reward_chart(snapshot, left_width, height)),
+        Group(*sections.staleness_histogram(snapshot, right_width, height)),
+    )
+    return [beside]
 
 
-def _join(blocks: Iterable[list[Text]], num_gaps: int) -> list[Text]:
+def _join(blocks: Iterable[Sequence[RenderableType]], num_gaps: int) -> list[RenderableType]:
     """All rows of `blocks` with a blank row before each block but the first, `num_gaps` at most."""
-    rows: list[Text] = []
+    rows: list[RenderableType] = []
     for block in blocks:
         if block and rows and num_gaps > 0:
             rows.append(Text())
@@ -152,13 +156,9 @@ class _Frame:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw for the console's present size and encoding."""
         # The last row stays free: a line end written there would scroll the first one away.
-        yield render(
-            self._snapshot,
-            options.max_width,
-            height=console.size.height - 1,
-            eta_s=self._eta_s,
-            ascii_only=options.ascii_only,
-        )
+        height = console.size.height - 1
+        view = render(self._snapshot, options.max_width, height=height, eta_s=self._eta_s)
+        yield InAscii(view) if options.ascii_only else view
 
 
 class _ScreenPainter:

@@ -1,6 +1,6 @@
-"""Turn each part of a snapshot into rows of text for a given width.
+"""Turn each part of a snapshot into rows for a given width.
 
-Every function returns rich `Text` rows no wider than asked for; the view decides which of them, and
+Every function returns rows for rich no wider than asked for; the view decides which of them, and
 how many rows of each, a terminal has room for. Text from other nodes is cleaned before it is shown.
 """
 
@@ -13,24 +13,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.bar import Bar
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from echo.core.metrics import CostView, NodeView, Snapshot
 from echo.core.units import format_bytes
-from echo.ui.charts import (
-    Curve,
-    Marks,
-    bar,
-    clean,
-    fit,
-    line_chart,
-    pad,
-    progress,
-    sparkline,
-    value_range,
-)
+from echo.ui.charts import Curve, Marks, clean, fit, line_chart, value_range
 from echo.ui.pace import clock
 
 _LABEL_WIDTH = 9
@@ -45,11 +37,9 @@ _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
 """What these columns are cut to while others lack room."""
 
 
-def header(snapshot: Snapshot, width: int, *, eta_s: float | None, ascii_only: bool) -> list[Text]:
+def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[RenderableType]:
     """Return two rows: run name, step and times; then the bar of steps done."""
-    name = Text.assemble(
-        ("echo ", "bold cyan"), (clean(snapshot.run_name, ascii_only=ascii_only), "bold")
-    )
+    name = Text.assemble(("echo ", "bold cyan"), (clean(snapshot.run_name), "bold"))
     right = Text(f"step {snapshot.step}/{snapshot.max_steps}", "bold")
     for part in (
         f"{clock(snapshot.elapsed_s)} elapsed",
@@ -57,17 +47,19 @@ def header(snapshot: Snapshot, width: int, *, eta_s: float | None, ascii_only: b
     ):
         if right.cell_len + len(part) + 3 <= width - 8:
             right.append(f"   {part}", "default not bold")
-    name.truncate(max(width - right.cell_len - 2, 0), overflow="crop" if ascii_only else "ellipsis")
+    name.truncate(max(width - right.cell_len - 2, 0), overflow="ellipsis")
     gap = max(width - name.cell_len - right.cell_len, 1)
-    share = snapshot.step / snapshot.max_steps if snapshot.max_steps > 0 else 0.0
     title = Text.assemble(name, " " * gap, right)
-    return [fit(title, width), progress(share, width, ascii_only=ascii_only)]
+    return [fit(title, width), _row(_progress(snapshot.step, snapshot.max_steps, width))]
 
 
-def reward_chart(snapshot: Snapshot, width: int, height: int, *, ascii_only: bool) -> list[Text]:
-    """Return `height` rows: the newest numbers, then reward and pass rates against the step."""
+def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
+    """Return `height` rows: the newest numbers, then reward and pass rates against the step.
+
+    Below 4 rows there is no room for a curve, and the numbers are all.
+    """
     rewards = snapshot.reward_history
-    sampled_glyph, greedy_glyph = ("o", "x") if ascii_only else ("●", "◆")
+    sampled_glyph, greedy_glyph = "●", "◆"
     title = Text.assemble(
         ("reward ", "bold"), (f"{rewards[-1]:.3g}" if rewards else "-", "bold cyan")
     )
@@ -90,8 +82,7 @@ def reward_chart(snapshot: Snapshot, width: int, height: int, *, ascii_only: boo
                 title.append_text(Text.assemble(*wanted))
                 break
     if height < 4:
-        line = sparkline(rewards, width, ascii_only=ascii_only)
-        return [fit(title, width), fit(Text(line, "cyan"), width)][:height]
+        return [fit(title, width)][:height]
     first_step = snapshot.step - len(rewards) + 1
     values = [*rewards, *(v for _, *pair in snapshot.eval_history for v in pair)]
     plot = line_chart(
@@ -112,7 +103,6 @@ def reward_chart(snapshot: Snapshot, width: int, height: int, *, ascii_only: boo
         height=height - 1,
         x_range=(0, max(snapshot.step, 1)),
         y_range=value_range(values),
-        ascii_only=ascii_only,
     )
     return [fit(title, width), *plot]
 
@@ -139,35 +129,39 @@ def staleness_bins(
     return bins
 
 
-def staleness_histogram(
-    snapshot: Snapshot, width: int, height: int, *, ascii_only: bool
-) -> list[Text]:
-    """Return `height` rows: mean staleness of the trained tokens, then a bar per staleness."""
+def staleness_histogram(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]:
+    """Return at most `height` rows: mean staleness of the trained tokens, a bar per staleness."""
     tokens = snapshot.staleness_tokens
     total = sum(tokens.values())
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
     title = Text.assemble(("staleness", "bold"), f" mean {mean:.2f}" if total else " -")
-    rows = [fit(title, width)]
     bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1))
-    label_width = max(cell_len(label) for label, _, _ in bins)
-    bound = " < S" if ascii_only else " ◂ S"
-    bar_width = max(width - label_width - 11, 1)
-    largest = max((count for _, count, _ in bins), default=0)
-    for label, count, is_bound in bins:
-        share = count / total if total else 0.0
-        filled = bar(count / largest if largest else 0.0, bar_width, ascii_only=ascii_only)
-        row = Text.assemble(
-            (f"{label:>{label_width}} ", "dim"),
-            (pad(filled, bar_width), "bold red" if label.startswith(">") else "blue"),
-            f" {_percent(share)}",
-            (bound if is_bound else "", "bold yellow"),
-        )
-        rows.append(fit(row, width))
-    rows += [Text(" " * width)] * max(height - len(rows), 0)
-    return rows[:height]
+    marked = [(label, count, "◂ S" if is_bound else "") for label, count, is_bound in bins]
+    return [fit(title, width), staleness_bars(marked, width)]
 
 
-def status(snapshot: Snapshot, width: int, *, num_wait_rows: int, ascii_only: bool) -> list[Text]:
+def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
+    """Return a row per bin: its label, a bar, its share of all tokens, and a note.
+
+    Args:
+        bins: (label, tokens, note) of each.
+        width: cells in all.
+    """
+    counts = [count for _, count, _ in bins]
+    table = Table.grid(padding=(0, 1, 0, 0), expand=True)
+    table.width = width
+    table.add_column(style="dim", justify="right", no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold yellow", no_wrap=True)
+    for label, count, note in bins:
+        color = "red" if label.startswith(">") else "blue"
+        filled = Bar(max(counts) or 1, 0, count, color=color)
+        table.add_row(label, filled, _percent(count / (sum(counts) or 1)), note)
+    return table
+
+
+def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[RenderableType]:
     """Return 2 + `num_wait_rows` rows: flow, weights, and what the learner waits for.
 
     Where anything has a price, a row or two more: what it costs, and who was put on standby last.
@@ -178,22 +172,21 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int, ascii_only: bo
         f"{short_count(snapshot.tokens_per_s)} tokens/s",
     ]
     groups = _labelled("groups", "   ".join(flow))
-    sent = f"{format_bytes(snapshot.broadcast_bytes)} sent"
-    weights = _labelled("weights", f"{clean(snapshot.broadcast_version, ascii_only=ascii_only)} ")
-    bar_width = max(min(width - weights.cell_len - len(sent) - 10, 40), 4)
-    weights.append_text(progress(snapshot.broadcast_done, bar_width, ascii_only=ascii_only))
-    weights.append(f" {snapshot.broadcast_done:4.0%}   {sent}")
+    version = _labelled("weights", f"{clean(snapshot.broadcast_version)} ")
+    done = f" {snapshot.broadcast_done:4.0%}   {format_bytes(snapshot.broadcast_bytes)} sent"
+    room = width - version.cell_len - len(done)
+    bar_width = max(min(room - 1, 40), 4)
     per_version = snapshot.publish_period
     cadence = "   a version per " + ("step" if per_version == 1 else f"{per_version} steps")
-    if weights.cell_len + len(cadence) <= width:
-        weights.append(cadence)
-    rows = [groups, weights, *_waiting(snapshot, width, num_wait_rows, ascii_only=ascii_only)]
-    if snapshot.cost is not None:
-        rows += cost_rows(snapshot.cost, width, ascii_only=ascii_only)
-    return [fit(row, width) for row in rows]
+    if bar_width + len(cadence) <= room:
+        done += cadence
+    weights = _row(version, _progress(snapshot.broadcast_done, 1, bar_width), done)
+    waiting = _waiting(snapshot, width, num_wait_rows)
+    costs = [] if snapshot.cost is None else cost_rows(snapshot.cost, width)
+    return [fit(groups, width), weights, *(fit(row, width) for row in waiting), *costs]
 
 
-def cost_rows(cost: CostView, width: int, *, ascii_only: bool) -> list[Text]:
+def cost_rows(cost: CostView, width: int) -> list[Text]:
     """Return a row with what the run costs, and one with the last change of who generates."""
     parts = [f"${cost.per_h:.2f}/h"]
     total = f"${cost.total:.2f} so far"
@@ -214,13 +207,11 @@ def cost_rows(cost: CostView, width: int, *, ascii_only: bool) -> list[Text]:
         parts.pop()
     rows = [_labelled("cost", "   ".join(parts))]
     if cost.decision:
-        rows.append(_labelled("", clean(cost.decision, ascii_only=ascii_only), style="dim"))
+        rows.append(_labelled("", clean(cost.decision), style="dim"))
     return [fit(row, width) for row in rows]
 
 
-def node_table(
-    nodes: Sequence[NodeView], width: int, height: int, *, ascii_only: bool
-) -> list[Text]:
+def node_table(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:
     """Return at most `height` rows: a heading and a row per node, the rest summed up in the last.
 
     Columns that do not fit are left out, the least telling first. Where there is no room for all
@@ -235,7 +226,7 @@ def node_table(
         kept = {id(node) for node in urgent[: height - 2]}
         hidden = [node for node in ordered if id(node) not in kept]
         ordered = [node for node in ordered if id(node) in kept]
-    columns, gap = _fitting_columns(ordered, width, ascii_only=ascii_only)
+    columns, gap = _fitting_columns(ordered, width)
     heading = gap.join(_align(column.name, column) for column in columns)
     rows = [fit(Text(heading, "dim"), width)]
     for index, node in enumerate(ordered):
@@ -243,32 +234,31 @@ def node_table(
         cells = [(_align(c.cells[index], c) + gap, styles.get(c.name, "")) for c in columns]
         rows.append(fit(Text.assemble(*cells), width))
     if hidden:
-        words = [(clean(node.state, ascii_only=ascii_only).split() or ["-"])[0] for node in hidden]
+        words = [(clean(node.state).split() or ["-"])[0] for node in hidden]
         states = Counter(words)
         summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
         rows.append(fit(Text(f"and {len(hidden)} more: {summary}", "dim"), width))
     return rows
 
 
-def refusals(refused: Mapping[str, int], width: int, *, ascii_only: bool) -> list[Text]:
+def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
     """Return a row with the groups refused or dropped by reason, most first, if there are any."""
     counts = sorted(((n, reason) for reason, n in refused.items() if n), reverse=True)
     if not counts:
         return []
-    text = "   ".join(f"{clean(reason, ascii_only=ascii_only)} {n}" for n, reason in counts)
+    text = "   ".join(f"{clean(reason)} {n}" for n, reason in counts)
     return [fit(_labelled("refused", text, style="yellow"), width)]
 
 
-def notices(lines: Sequence[str], width: int, *, ascii_only: bool) -> list[list[Text]]:
+def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
     """Return each notice, the oldest first, as the rows that it needs.
 
     Nothing is cut: a notice may be a command or a path that somebody copies. For the same reason
     the rows after the first are not indented.
     """
-    mark = "- " if ascii_only else "· "
     found = []
     for line in lines:
-        text = Text(mark + clean(line, ascii_only=ascii_only), "dim")
+        text = Text("· " + clean(line), "dim")
         rows = text.wrap(_WRAPPER, width, overflow="fold", no_wrap=False)
         found.append([fit(row, width) for row in rows])
     return found
@@ -287,6 +277,19 @@ def short_count(value: float) -> str:
     return f"{value / 1e9:.3g}G"
 
 
+def _row(*parts: RenderableType) -> Table:
+    """All of `parts` on one line, which it ends: a bar of rich does not."""
+    row = Table.grid()
+    for _ in parts:
+        row.add_column(no_wrap=True)
+    row.add_row(*parts)
+    return row
+
+
+def _progress(done: float, total: float, width: int) -> ProgressBar:
+    return ProgressBar(total or 1, done, width, complete_style="cyan", finished_style="green")
+
+
 def _percent(share: float) -> str:
     """A share in five characters; what exists never shows as zero."""
     if 0 < share < 0.001:
@@ -298,16 +301,15 @@ def _labelled(label: str, text: str, style: str = "") -> Text:
     return Text.assemble((label.ljust(_LABEL_WIDTH), "dim"), (text, style))
 
 
-def _waiting(snapshot: Snapshot, width: int, num_rows: int, *, ascii_only: bool) -> list[Text]:
-    state = f"waits for {clean(snapshot.waiting_for, ascii_only=ascii_only)}"
+def _waiting(snapshot: Snapshot, width: int, num_rows: int) -> list[Text]:
+    state = f"waits for {clean(snapshot.waiting_for)}"
     if not snapshot.waiting_for:
         state = snapshot.activity or "training"
-    dots = "..." if ascii_only else "…"
     wrapped = textwrap.wrap(
         f"idle {idle_shares(snapshot)}   {state}",
         max(width - _LABEL_WIDTH, 20),
         max_lines=num_rows,
-        placeholder=f" {dots}",
+        placeholder=" ...",
     )
     style = "yellow" if snapshot.waiting_for else "green"
     rows = [_labelled("" if i else "learner", line, style) for i, line in enumerate(wrapped)]
@@ -347,9 +349,7 @@ def _align(cell: str, column: _Column) -> str:
     return set_cell_size(text, column.width)
 
 
-def _fitting_columns(
-    nodes: Sequence[NodeView], width: int, *, ascii_only: bool
-) -> tuple[list[_Column], str]:
+def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Column], str]:
     """The columns that fit into `width`, and the gap between them."""
     content: dict[str, list[str]] = {
         "node": [node.node_id for node in nodes],
@@ -365,7 +365,7 @@ def _fitting_columns(
     }
     columns = []
     for name, raw in content.items():
-        cells = [clean(cell, ascii_only=ascii_only) for cell in raw]
+        cells = [clean(cell) for cell in raw]
         natural = max(map(cell_len, [name, *cells]))
         limit = _MAX_CELL_WIDTHS.get(name, natural)
         columns.append(_Column(name, cells, min(natural, limit), name in _NUMBER_COLUMNS))

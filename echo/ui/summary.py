@@ -22,14 +22,15 @@ from echo.core.extras import PROGRAMS
 from echo.core.units import format_bytes
 from echo.records.ledger import LedgerTotals, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
-from echo.ui.charts import bar, pad
+from echo.ui.charts import to_ascii
 from echo.ui.learning import learning_facts
 from echo.ui.pace import clock
-from echo.ui.sections import short_count, staleness_bins
+from echo.ui.sections import short_count, staleness_bars, staleness_bins
 
 _REWARD_STEPS = 5
 """Steps whose mean stands for the reward before and after: one batch alone is too noisy."""
 _MAX_BINS = 12
+_BARS_WIDTH = 60
 _UNWRAPPED = 10_000
 """A width that no line reaches."""
 
@@ -131,7 +132,7 @@ def summarise(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSum
     )
 
 
-def render(summary: RunSummary, *, ascii_only: bool = False) -> Group:
+def render(summary: RunSummary) -> Group:
     """Draw `summary` for a console of 60 columns or more."""
     title = Text.assemble(
         ("echo ", "bold cyan"),
@@ -143,7 +144,7 @@ def render(summary: RunSummary, *, ascii_only: bool = False) -> Group:
         times = "once" if num_resumes == 1 else f"{num_resumes} times"
         title.append(f", resumed {times}", "yellow")
     parts: list[RenderableType] = [title, Text(), _before_and_after(summary), Text()]
-    parts += [*_staleness_rows(summary, ascii_only=ascii_only), Text(), _facts(summary)]
+    parts += [*_staleness_rows(summary), Text(), _facts(summary)]
     if summary.commands:
         parts += [Text(), Text("Try next", "bold")]
         # Flush left: an indent would end up within a command of several lines when it is copied.
@@ -163,10 +164,9 @@ def as_text(summary: RunSummary, *, width: int | None = None) -> str:
         file=lines, width=_UNWRAPPED if width is None else width, color_system=None,
         force_terminal=False,
     )  # fmt: skip
-    console.print(render(summary, ascii_only=True))
-    text = lines.getvalue().encode("ascii", "replace").decode("ascii")
+    console.print(render(summary))
     # The columns of a table are as wide as its widest cell.
-    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    return "".join(f"{line.rstrip()}\n" for line in to_ascii(lines.getvalue()).splitlines())
 
 
 def _before_and_after(summary: RunSummary) -> Table:
@@ -194,31 +194,17 @@ def _add_change(table: Table, name: str, before: float, after: float, note: str)
     table.add_row(name, f"{before:.3f}", Text(f"{after:.3f}", "bold"), change, Text(note, "dim"))
 
 
-def _staleness_rows(summary: RunSummary, *, ascii_only: bool) -> list[Text]:
+def _staleness_rows(summary: RunSummary) -> list[RenderableType]:
     tokens = summary.staleness_tokens
-    total = sum(tokens.values())
-    rows = [
-        Text.assemble(
-            ("Staleness of trained tokens", "bold"),
-            f": mean {summary.mean_staleness:.2f}, at most {max(tokens, default=0)}, "
-            f"bound {summary.max_staleness}",
-            (" (from the ledger)", "dim"),
-        )
-    ]
+    title = Text.assemble(
+        ("Staleness of trained tokens", "bold"),
+        f": mean {summary.mean_staleness:.2f}, at most {max(tokens, default=0)}, "
+        f"bound {summary.max_staleness}",
+        (" (from the ledger)", "dim"),
+    )
     bins = staleness_bins(tokens, summary.max_staleness, _MAX_BINS)
-    largest = max(count for _, count, _ in bins)
-    for label, count, _ in bins:
-        filled = bar(count / largest if largest else 0.0, 30, ascii_only=ascii_only)
-        share = count / total if total else 0.0
-        style = "bold red" if label.startswith(">") else "blue"
-        rows.append(
-            Text.assemble(
-                (f"  {label:>5} ", "dim"),
-                (pad(filled, 30), style),
-                f" {share:6.1%}  {count} tokens",
-            )
-        )
-    return rows
+    counted = [(label, count, f"{count} tokens") for label, count, _ in bins]
+    return [title, staleness_bars(counted, _BARS_WIDTH)]
 
 
 def _facts(summary: RunSummary) -> Table:
@@ -264,7 +250,7 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
     run, sync = _section(config, "run"), _section(config, "sync")
     # Broken where a shell lets them be, so that they can be copied from a narrow terminal.
     config_path = shlex.quote(str(run_dir / "config.json"))
-    learner = f"{PROGRAMS}echo-node --role learner --config {config_path}"
+    learner = f"{PROGRAMS}echo-rl node --role learner --config {config_path}"
     max_steps = int(run.get("max_steps", 100))
     other_bound = 2 * int(sync.get("max_staleness", 1)) + 1
     name = shlex.quote(f"{run_dir.resolve().name}-s{other_bound}")

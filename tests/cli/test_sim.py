@@ -1,4 +1,4 @@
-"""`echo-sim` from file to text, JSON, metrics and plot, and what it says of bad input."""
+"""`echo-rl sim` from file to text, JSON, metrics and plot, and what it says of bad input."""
 
 from __future__ import annotations
 
