@@ -27,13 +27,13 @@ from april_lab import Content
 from echo.config.load import load_config
 from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.transformers_engine import TransformersEngine
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import make_sampling
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.runtime.data_plane import load_data
 from echo.runtime.learner_setup import build_evaluations
 from echo.runtime.recovery import StartingPoint
 from echo.runtime.trainer_setup import build_trainer
-from echo.runtime.worker_setup import make_sampling
 from echo.tasks.rewards import TaskHost
 from echo.weights.manifest import TensorSpec
 from echo.wire.messages import Lease

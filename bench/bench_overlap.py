@@ -24,7 +24,7 @@ from typing import Any
 import harness
 
 from echo.cli.plan import read_rates
-from echo.engine.tiny_model import build_model, save_tiny_model
+from echo.engine.model import build_model, save_tiny_model
 from echo.fleet.job import Job
 from echo.fleet.overlap import predict, required_rate
 

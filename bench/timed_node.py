@@ -21,8 +21,8 @@ from echo.cli.learner import run_learner
 from echo.cli.node import read_file, run_role
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Completion, Engine, Request, Sampling
-from echo.engine.trainer import StepResult, Trainer
 from echo.runtime import worker_setup
+from echo.train.trainer import StepResult, Trainer
 
 TOKENS = 16
 """Of every completion."""

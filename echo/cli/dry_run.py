@@ -100,7 +100,7 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
     device = config.learner.device if role == "learner" else config.worker.device
     try:
         # Imported here: a relay's machine, where a dry run must work too, has no torch.
-        from echo.engine.device import free_gpu_bytes
+        from echo.engine.model import free_gpu_bytes
     except ImportError:
         return None
     return free_gpu_bytes(device)

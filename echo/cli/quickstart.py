@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
     """Return the warmed-up small model of a task, making it the first time."""
-    from echo.engine.tiny_model import HEAD_DIM, VLLM_HEAD_DIM
-    from echo.engine.warmup import make_warm_model
+    from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
+    from echo.train.warmup import make_warm_model
 
     columns = (
         TextColumn("[bold]making the small model[/] (once)"),

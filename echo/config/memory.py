@@ -99,7 +99,7 @@ class Footprint:
         Under an adapter the base takes 4 bytes per parameter more, and is in no version.
         A reference model and the one that attribution scores with take 4 bytes more each, the
         copies that bfloat16 products read 2. A GPU keeps the last version to find what changed
-        (engine/version_images.py).
+        (engine/weights.py).
         """
         num_params, num_trained = self.facts.num_params, self._num_trained
         base = Item(name="base", num_bytes=4 * num_params, is_on_gpu=True)

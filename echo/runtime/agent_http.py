@@ -31,7 +31,7 @@ from aiohttp import web
 
 from echo.core.errors import DataError, EchoError, TransportError
 from echo.core.units import one_line
-from echo.engine.version_fence import VersionError
+from echo.engine.engine import VersionError
 from echo.runtime.agent_sessions import Session, SessionError
 from echo.runtime.agent_wire import (
     Answer,

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from echo.core.errors import DataError
-from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.version_fence import VersionError
+from echo.engine.engine import Completion, Request, Sampling, VersionError
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime.agent_sampling import ANY_VERSION, Bounds, CallSampler
 from echo.runtime.agent_sessions import Episodes, Session, SessionError, Turn, make_group

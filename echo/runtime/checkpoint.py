@@ -1,6 +1,6 @@
 """Checkpoints of the learner: written beside the old ones, made visible by one rename.
 
-    checkpoints/step_000020/   trainer state (echo/engine/trainer_state.py), checkpoint.json,
+    checkpoints/step_000020/   trainer state (echo/train/trainer.py), checkpoint.json,
                                and BLAKE3SUMS, which `b3sum --check` reads, too
     checkpoints/latest         the name of the newest, replaced atomically
 

@@ -12,13 +12,11 @@ from echo.config.load import inherited_settings
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.units import format_bytes
-from echo.engine.lora import Lora
-from echo.engine.weights import resolve_model
+from echo.engine.lora import Lora, learner_lora
+from echo.engine.model import context_window, model_digests, resolve_model
 from echo.runtime import wiring
-from echo.runtime.lora_setup import learner_lora
 from echo.runtime.prompts import PromptSource
 from echo.runtime.task_setup import make_task_host
-from echo.runtime.worker_setup import context_window, model_digests
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import TaskHost

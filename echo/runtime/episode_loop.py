@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from echo.core.rollout import Rollout
-from echo.engine.engine import Sampling
-from echo.engine.version_fence import VersionError
+from echo.engine.engine import Sampling, VersionError
 from echo.leases.partials import PartialGroup
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime.engine_call import exact_version_of

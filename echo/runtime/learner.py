@@ -26,7 +26,6 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError, StorageError, TransportError
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.trainer import StepError, StepResult, Trainer
 from echo.engine.weights import Weights
 from echo.leases.scheduler import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
 from echo.net.transport import Transport
@@ -48,6 +47,7 @@ from echo.runtime.reporting import Reporting
 from echo.runtime.threads import Threads
 from echo.runtime.waiting import Waiting
 from echo.tasks.rewards import RewardError
+from echo.train.trainer import StepError, StepResult, Trainer
 from echo.weights.manifest import Manifest
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action

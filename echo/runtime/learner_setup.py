@@ -11,11 +11,10 @@ from pathlib import Path
 from echo.config.schema import Config
 from echo.core.errors import DataError
 from echo.core.metrics import LearningCurve, Snapshot
-from echo.engine.device import pick_device
-from echo.engine.lora import export_adapter
-from echo.engine.policy import float32_attention
-from echo.engine.skeleton import import_architecture
-from echo.engine.transformers_engine import TransformersEngine
+from echo.core.rollout import PolicyVersion
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.lora import base_name, export_adapter
+from echo.engine.model import context_window, import_architecture, make_sampling, pick_device
 from echo.engine.weights import (
     Weights,
     save_hf,
@@ -37,18 +36,15 @@ from echo.runtime.late_rewards import LateRewards
 from echo.runtime.learner import LearnerNode
 from echo.runtime.learner_plan import LearnerPlan
 from echo.runtime.learner_state import open_run
-from echo.runtime.lora_setup import base_name
 from echo.runtime.parcels import Coder
 from echo.runtime.progress import Progress
-from echo.runtime.publication import make_images, make_publication
+from echo.runtime.publication import Publication, make_images, make_publication
 from echo.runtime.task_setup import make_player, turns_of
 from echo.runtime.threads import Threads
 from echo.runtime.waiting import Waiting
-from echo.runtime.worker_setup import (
-    context_window,
-    make_sampling,
-)
 from echo.tasks import tokenization
+from echo.train.attribution import Attribution
+from echo.train.policy import float32_attention
 from echo.weights.manifest import Manifest
 from echo.weights.schedule import PublishPace
 
@@ -159,7 +155,7 @@ def assemble_learner(
     progress = Progress(
         staleness_tokens=start.staleness_tokens, now=now, step=start.step, earlier=earlier
     )
-    publish = partial(
+    publish: Callable[[Weights, PolicyVersion], Publication] = partial(
         make_publication,
         run_id=identity.run_id,
         model_digest=data.digests["model"],
@@ -167,6 +163,8 @@ def assemble_learner(
         chunk_bytes=config.network.chunk_bytes,
         key=identity.key,
     )
+    if attribution is not None:
+        publish = partial(_publish_and_keep, publish, attribution)
     node = LearnerNode(
         session,
         transport,
@@ -205,7 +203,7 @@ def assemble_learner(
         ),
         progress=progress,
         evaluations=evaluations,
-        publish=publish if attribution is None else attribution.publishing(publish),
+        publish=publish,
         coder=Coder(identity.key),
         tensors_of=_tensors_of,
         export=partial(_export, config, data),
@@ -304,3 +302,14 @@ def _export(config: Config, data: Data, directory: Path, tensors: Weights) -> No
     else:
         name = base_name(config, data.lora)
         export_adapter(directory, assets, rounded, data.lora, base_name=name)
+
+
+def _publish_and_keep(
+    publish: Callable[[Weights, PolicyVersion], Publication],
+    attribution: Attribution,
+    weights: Weights,
+    version: PolicyVersion,
+) -> Publication:
+    publication = publish(weights, version)
+    attribution.keep(publication.manifest, publication.image)
+    return publication

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from echo.config.load import inherited_settings, save_resolved
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
-from echo.engine.trainer import Trainer
+from echo.engine.lora import base_settings
 from echo.leases.book import LeaseBook
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.reception import LearnerSettings
 from echo.records.ledger import Ledger
 from echo.runtime import wiring
 from echo.runtime.activation import resumed_spending
-from echo.runtime.attribution import Attribution, make_attribution
 from echo.runtime.data_plane import Data
 from echo.runtime.identity import Identity
-from echo.runtime.lora_setup import base_settings
 from echo.runtime.recovery import StartingPoint, begin, enter, recover
 from echo.runtime.task_setup import code_settings
 from echo.runtime.trainer_setup import build_trainer
+from echo.train.attribution import Attribution, make_attribution
+from echo.train.trainer import Trainer
 from echo.wire.messages import LEARNER_ID
 
 LOST_WORKER = "(before the restart)"

@@ -8,8 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.schema import Config
 from echo.core.rollout import PolicyVersion
-from echo.engine.version_images import CodedDelta, VersionImages
-from echo.engine.weights import Weights
+from echo.engine.weights import CodedDelta, VersionImages, Weights
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import Manifest, SignedManifest, build_manifest, sign
 from echo.weights.schedule import MAX_PENDING as MAX_PENDING

@@ -26,8 +26,7 @@ from pathlib import Path
 
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import StaleTokens
-from echo.engine.engine import Engine, Sampling
-from echo.engine.version_fence import VersionError
+from echo.engine.engine import Engine, Sampling, VersionError
 from echo.leases.partials import PartialGroup, apply_staleness_policy, decode_groups, encode_groups
 from echo.protocol.worker_session import WorkerSession
 from echo.records.files import write_file

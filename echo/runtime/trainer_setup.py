@@ -8,15 +8,18 @@ from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import ReferenceKlLoss
 from echo.config.schema import Config
-from echo.engine.custom_loss import load_loss
-from echo.engine.device import pick_device, pick_dtype, set_num_threads
-from echo.engine.lora import Lora, load_adapter
-from echo.engine.trainer import Trainer
-from echo.engine.trainer_batch import AdvantageSettings
-from echo.engine.trainer_settings import OptimizerSettings, ReferenceModel
-from echo.engine.weights import Weights, load_directory, resolve_model
-from echo.runtime.lora_setup import initial_adapter
+from echo.engine.lora import Lora, initial_adapter, load_adapter
+from echo.engine.model import (
+    load_directory,
+    pick_device,
+    pick_dtype,
+    resolve_model,
+    set_num_threads,
+)
+from echo.engine.weights import Weights
 from echo.runtime.recovery import StartingPoint
+from echo.train.batch import AdvantageSettings
+from echo.train.trainer import OptimizerSettings, ReferenceModel, Trainer, load_loss
 
 
 def build_trainer(

@@ -11,20 +11,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
-from echo.config.load import OVERRIDE, apply_inherited, check_inherited, keys_set_by_user
+from echo.config.load import apply_inherited, check_inherited, keys_set_by_user
 from echo.config.memory import read_machine
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import PolicyVersion
-from echo.engine.device import pick_device
-from echo.engine.engine import Engine, Sampling
-from echo.engine.lora import Lora
-from echo.engine.skeleton import import_architecture
-from echo.engine.transformers_engine import TransformersEngine
-from echo.engine.vllm_arguments import Process
-from echo.engine.weights import load_directory, publish_image, resolve_model
+from echo.engine.engine import Engine
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.lora import Lora, worker_lora
+from echo.engine.model import (
+    _model_directory,
+    _model_fields,
+    context_window,
+    has_own_model,
+    import_architecture,
+    load_directory,
+    make_sampling,
+    model_digests,
+    own_model,
+    pick_device,
+)
+from echo.engine.vllm.arguments import Process
+from echo.engine.weights import publish_image
 from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
 from echo.net.transport import Transport
 from echo.protocol.worker_session import WorkerSession
@@ -32,7 +40,6 @@ from echo.runtime import wiring
 from echo.runtime.agents import AgentParts
 from echo.runtime.arenas_files import open_arenas
 from echo.runtime.join import dial_addresses, node_keys
-from echo.runtime.lora_setup import worker_lora
 from echo.runtime.retirement import RentedWorker, terms_of
 from echo.runtime.sampling import PartialRules
 from echo.runtime.task_setup import Judge, check_inherited_code, make_judge, make_player
@@ -226,7 +233,7 @@ def import_engine(config: Config) -> None:
     if model_dir is not None:
         import_architecture(model_dir)
     if isinstance(config.engine, VllmSection):
-        from echo.engine.vllm_arguments import import_vllm
+        from echo.engine.vllm.arguments import import_vllm
 
         section = config.worker
         import_vllm(
@@ -244,7 +251,7 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
     dtype = ("bfloat16" if is_gpu else "float32") if section.dtype == "auto" else section.dtype
     if isinstance(how, VllmSection):
         # Only here: its modules are of use to nobody else.
-        from echo.engine.vllm_engine import VllmEngine
+        from echo.engine.vllm.engine import VllmEngine
 
         by_device: Process = "engine" if is_gpu else "inline"
         return VllmEngine(
@@ -268,47 +275,9 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
     )
 
 
-def make_sampling(config: Config, stop_ids: list[int]) -> Sampling:
-    """Return how rollouts are sampled."""
-    sampling = config.sampling
-    return Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_completion_tokens=sampling.max_completion_tokens,
-        stop_ids=tuple(stop_ids),
-    )
-
-
-def model_digests(config: Config, model_dir: Path, chat_template: str | None) -> dict[str, str]:
-    """Return the hashes that must be equal on learner and worker."""
-    kwargs = config.model.chat_template_kwargs
-    digests = tokenization.tokenizer_digests(model_dir, kwargs, chat_template=chat_template)
-    return {"model": model_digest(model_dir), **digests}
-
-
-def model_digest(model_dir: Path) -> str:
-    """Hash the model's configuration by content, without what only tells where it came from."""
-    fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    fields = tokenization.drop_code(fields)
-    for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
-        fields.pop(name, None)
-    return blake3(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def context_window(model_dir: Path) -> int:
-    """Return the longest sequence that the model takes, in tokens."""
-    return int(_model_fields(model_dir).get("max_position_embeddings", 1 << 20))
-
-
 def vocab_size(model_dir: Path) -> int:
     """Return the number of the model's token ids."""
     return int(_model_fields(model_dir)["vocab_size"])
-
-
-def _model_fields(model_dir: Path) -> dict[str, Any]:
-    fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    return {**fields, **fields.get("text_config", {})}
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
@@ -333,38 +302,3 @@ def read_local_image(config: Config) -> bytearray | None:
     if not any(model_dir.glob("*.safetensors")):
         return None
     return publish_image(load_directory(model_dir, config.model.dtype), config.model.dtype)[1]
-
-
-def _model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
-    """Return the worker's own model directory, or one made of the inherited files."""
-    own = own_model(config)
-    if own is not None:
-        return own
-    asset_dir.mkdir(parents=True, exist_ok=True)
-    for name, data in assets.items():
-        (asset_dir / name).write_bytes(tokenization.without_code(name, data))
-    return asset_dir
-
-
-def own_model(config: Config) -> Path | None:
-    """Return the directory of the worker's own copy of the model; None if it takes the learner's.
-
-    Raises:
-        DataError: if it cannot be found.
-    """
-    model = config.model
-    if model.name is None or not has_own_model(config):
-        return None
-    return resolve_model(model.name, model.revision)
-
-
-def has_own_model(config: Config) -> bool:
-    """Return whether model.name is meant for this worker.
-
-    One file serves all machines, so the name in it is the learner's, unless that directory is here,
-    too. What --set says on this worker is its own, a hub id as well.
-    """
-    name = config.model.name
-    return name is not None and (
-        Path(name).expanduser().is_dir() or config.sources.get("model.name") == OVERRIDE
-    )

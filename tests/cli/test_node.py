@@ -69,7 +69,7 @@ def test_a_missing_model_is_named(config: Path, capsys: pytest.CaptureFixture[st
 def test_a_port_in_use_is_named_before_a_run_is_begun(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    from echo.engine.tiny_model import build_model, save_tiny_model
+    from echo.engine.model import build_model, save_tiny_model
 
     monkeypatch.setenv("ECHO_JOIN", JOIN)
     model = config.parent / "model"

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from echo.engine.trainer import Trainer
 from echo.net.zmq import ZmqTransport
 from echo.records.ledger import Ledger
+from echo.train.trainer import Trainer
 from echo.wire.codec import decode_envelope, decode_message
 from echo.wire.messages import Announce
 

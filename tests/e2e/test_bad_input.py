@@ -88,7 +88,7 @@ def save_other_vocabulary(directory: Path) -> str:
     """Write a model with more token ids than the learner's; return its directory."""
     from transformers import Qwen3ForCausalLM
 
-    from echo.engine.tiny_model import build_config, build_tokenizer
+    from echo.engine.model import build_config, build_tokenizer
 
     config = build_config()
     config.vocab_size = 48

@@ -12,7 +12,7 @@ import torch
 from echo.algo.loss import LossNeeds, needs_of
 from echo.algo.losses import GrpoLoss
 from echo.core.errors import ConfigError
-from echo.engine.custom_loss import load_loss
+from echo.train.trainer import load_loss
 from tests.algo.batches import doubles, gradient, make_inputs
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.errors import EngineError
-from echo.engine.device_delta import DeviceDelta
+from echo.engine.weights import DeviceDelta
 from echo.weights.delta import (
     CHANGES,
     DIFFERENCE,

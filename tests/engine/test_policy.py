@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from echo.algo.batching import MicroBatch, TrainingRow, collate
 from echo.core.errors import DataError, EngineError
 from echo.core.rollout import Rollout
-from echo.engine.policy import Policy, frozen_policy
+from echo.train.policy import Policy, frozen_policy
 
 torch.set_num_threads(1)
 

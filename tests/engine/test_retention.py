@@ -9,8 +9,8 @@ import torch
 
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
-from echo.engine.retention import VersionRetention
 from echo.engine.weights import Weights, publish_image
+from echo.train.attribution import VersionRetention
 from echo.weights.manifest import Manifest, build_manifest
 
 

@@ -18,9 +18,8 @@ from echo.algo.advantages import group_advantages
 from echo.algo.losses import GrpoLoss
 from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, Rollout
-from echo.engine.trainer import StepError, Trainer
-from echo.engine.trainer_batch import AdvantageSettings
-from echo.engine.trainer_settings import OptimizerSettings
+from echo.train.batch import AdvantageSettings
+from echo.train.trainer import OptimizerSettings, StepError, Trainer
 
 torch.set_num_threads(1)
 

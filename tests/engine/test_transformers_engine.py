@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from echo.core.errors import EngineError
 from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.sampling import sampling_logprobs
-from echo.engine.transformers_engine import TransformersEngine
-from echo.engine.weights import load_directory, publish_image, tensors_from_image
+from echo.engine.hf.batch import sampling_logprobs
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import load_directory
+from echo.engine.weights import publish_image, tensors_from_image
 from tests.engine.engine_contract import (
     ENDLESS,
     LONG,

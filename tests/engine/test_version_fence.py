@@ -7,25 +7,28 @@ import pytest
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
-from echo.engine.version_fence import VersionError, VersionFence
+from echo.engine.engine import VersionBarrier, VersionError
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 
 @pytest.fixture
-def fence() -> VersionFence:
-    fence = VersionFence()
+def fence() -> VersionBarrier:
+    fence = VersionBarrier()
     with fence.swap(V1):
         pass
     return fence
 
 
 def test_nothing_runs_before_something_is_installed() -> None:
-    with pytest.raises(EngineError, match="no weights are loaded"), VersionFence().request(V1, V1):
+    with (
+        pytest.raises(EngineError, match="no weights are loaded"),
+        VersionBarrier().request(V1, V1),
+    ):
         pass
 
 
-def test_a_swap_that_fails_counts_for_nothing(fence: VersionFence) -> None:
+def test_a_swap_that_fails_counts_for_nothing(fence: VersionBarrier) -> None:
     with pytest.raises(ValueError, match="no"), fence.swap(V2):
         raise ValueError("no")
     assert fence.installed == V1
@@ -34,7 +37,7 @@ def test_a_swap_that_fails_counts_for_nothing(fence: VersionFence) -> None:
     assert fence.installed == V2
 
 
-def test_a_swap_waits_for_an_exact_version_and_for_no_other_request(fence: VersionFence) -> None:
+def test_a_swap_waits_for_an_exact_version_and_for_no_other_request(fence: VersionBarrier) -> None:
     swapped = threading.Event()
 
     def swap() -> None:
@@ -48,7 +51,7 @@ def test_a_swap_waits_for_an_exact_version_and_for_no_other_request(fence: Versi
         assert swapped.wait(120)
 
 
-def test_while_a_swap_waits_no_more_exact_ones_begin(fence: VersionFence) -> None:
+def test_while_a_swap_waits_no_more_exact_ones_begin(fence: VersionBarrier) -> None:
     """Or a stream of them would keep the new version out for ever."""
 
     def ask() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 
 from echo.core.errors import EngineError
 from echo.engine.lora import Lora
-from echo.engine.vllm_engine import VllmEngine
+from echo.engine.vllm.engine import VllmEngine
 from tests.engine.engine_contract import (
     PLAIN,
     TOLERANCE,

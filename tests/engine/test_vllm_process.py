@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from echo.core.errors import EngineError
-from echo.engine.concurrency import is_out_of_memory
-from echo.engine.engine import Sampling
-from echo.engine.vllm_engine import VllmEngine
-from echo.engine.weights import load_directory
+from echo.engine.engine import Sampling, is_out_of_memory
+from echo.engine.model import load_directory
+from echo.engine.vllm.engine import VllmEngine
 from tests.engine.engine_contract import (
     ENDLESS,
     TOLERANCE,

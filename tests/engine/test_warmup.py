@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, EngineError, StorageError
-from echo.engine import warmup
-from echo.engine.warmup import RECIPES, WarmModel, WarmupRecipe
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.tokenization import load_tokenizer
+from echo.train import warmup
+from echo.train.warmup import RECIPES, WarmModel, WarmupRecipe
 
 pytestmark = pytest.mark.slow
 

@@ -30,7 +30,6 @@ from echo.core.errors import EchoError, EngineError
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
-from echo.engine.trainer import StepError, StepResult
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import Ledger
 from echo.runtime import learner_setup, learner_state, relay_setup, worker_setup
@@ -43,6 +42,7 @@ from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.network import Link, Network
 from echo.tasks.builtin import AdditionTask
 from echo.tasks.rewards import LaterHost
+from echo.train.trainer import StepError, StepResult
 from echo.wire.messages import FULL, Fetch
 from tests.e2e.audit import audit, read_ledger
 from tests.protocol.harness import message_of

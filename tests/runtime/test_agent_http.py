@@ -33,12 +33,11 @@ from echo.algo.losses import GrpoLoss
 from echo.cli.output import exit_code
 from echo.core.errors import ConfigError, TransportError
 from echo.core.rollout import Group
-from echo.engine.trainer import Trainer
-from echo.engine.trainer_settings import OptimizerSettings
 from echo.runtime import agent_http
 from echo.runtime.agent_http import Endpoint
 from echo.runtime.agent_worker import TOKEN_VARIABLE
 from echo.runtime.agents import SEGMENT_TOKENS, StoppingError
+from echo.train.trainer import OptimizerSettings, Trainer
 from tests.runtime.harness import Play, Run, running
 
 torch.set_num_threads(1)

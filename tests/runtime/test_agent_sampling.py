@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.transformers_engine import TransformersEngine
-from echo.engine.version_fence import VersionError
-from echo.engine.weights import load_directory
+from echo.engine.engine import Completion, Request, Sampling, VersionError
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import load_directory
 from echo.runtime.agent_sampling import ANY_VERSION, Bounds, CallSampler
 from echo.runtime.threads import ThreadPools
 

@@ -10,7 +10,7 @@ import pytest
 
 from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
-from echo.engine.version_fence import VersionError
+from echo.engine.engine import VersionError
 from echo.runtime.agent_sampling import Bounds
 from echo.runtime.agents import Agents, CallOptions
 from echo.runtime.threads import ThreadPools

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from echo.config.load import parse_config
 from echo.core.rollout import PolicyVersion
-from echo.engine.device_delta import DeviceDelta
-from echo.engine.version_images import VersionImages
-from echo.engine.weights import Weights
+from echo.engine.weights import DeviceDelta, VersionImages, Weights
 from echo.runtime import parcels
 from echo.runtime.parcels import Coder, Segment
 from echo.runtime.publication import Publication, make_images, make_publication

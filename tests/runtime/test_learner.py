@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group
-from echo.engine.trainer import StepError
 from echo.leases.partials import PartialGroup
 from echo.runtime.checkpoint import find_whole
 from echo.runtime.learner import LearnerNode
 from echo.runtime.worker_parts import WorkerParts
 from echo.sim.network import Link
 from echo.tasks.rewards import TaskHost
+from echo.train.trainer import StepError
 from echo.wire.actions import Action
 from tests.protocol.harness import note_ways
 from tests.runtime.harness import LEARNER, RELAY, Play, Run, ends, read_jsonl, running

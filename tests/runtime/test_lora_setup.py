@@ -14,9 +14,9 @@ from echo.config.load import apply_inherited, inherited_settings, parse_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import Lineage
-from echo.engine.lora import export_adapter
-from echo.runtime.lora_setup import (
+from echo.engine.lora import (
     base_settings,
+    export_adapter,
     initial_adapter,
     learner_lora,
     worker_lora,

@@ -12,11 +12,11 @@ import torch
 
 from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, Rollout
-from echo.engine import trainer_state
-from echo.engine.trainer_state import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.records.ledger import Ledger, read_state
 from echo.runtime.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
 from echo.runtime.recovery import StartingPoint, begin, enter, recover
+from echo.train import trainer
+from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.wire.codec import encode_group
 
 
@@ -40,7 +40,7 @@ def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:
 
 def write_state(directory: Path) -> None:
     tensors = {"layer": torch.arange(4.0)}
-    trainer_state.save(
+    trainer.save(
         directory, weights=tensors, moments=tensors, counters={}, device=torch.device("cpu")
     )
 

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
-from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.version_fence import VersionError
+from echo.engine.engine import Completion, Request, Sampling, VersionError
 from echo.leases.partials import PartialGroup, PartialGroups, decode_groups
 from echo.runtime.engine_call import EngineCall
 from echo.runtime.sampling import PartialRules, RolloutLoop

@@ -13,10 +13,10 @@ from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import DataError
 from echo.core.rollout import Lineage
-from echo.engine.tiny_model import build_model, save_tiny_model
-from echo.engine.trainer import Trainer
+from echo.engine.model import build_model, save_tiny_model
 from echo.runtime.recovery import StartingPoint
 from echo.runtime.trainer_setup import build_loss, build_trainer
+from echo.train.trainer import Trainer
 from tests.engine.test_trainer import make_group
 
 START = StartingPoint(lineages=(Lineage(1, 0),))

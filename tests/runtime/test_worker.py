@@ -17,7 +17,7 @@ from echo.cli.output import exit_code
 from echo.core.errors import ConfigError, EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED
-from echo.engine.transformers_engine import TransformersEngine
+from echo.engine.hf.engine import TransformersEngine
 from echo.leases.scheduler import Scheduler
 from echo.wire.messages import Lease
 from tests.runtime.harness import Play, Run, ends, read_jsonl, running

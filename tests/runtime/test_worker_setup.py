@@ -13,11 +13,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, RefusedError
+from echo.engine import model
+from echo.engine.model import own_model
 from echo.protocol.relay_session import RelaySession
-from echo.runtime import relay_setup, worker_setup
+from echo.runtime import relay_setup
 from echo.runtime.curve import load_or_create_keys, write_join
 from echo.runtime.task_setup import code_settings
-from echo.runtime.worker_setup import build_parts, own_model
+from echo.runtime.worker_setup import build_parts
 from echo.tasks.tokenization import asset_files
 from echo.weights.store import sign_welcome
 from echo.wire.actions import Action, Send
@@ -143,9 +145,7 @@ def test_a_model_of_the_shared_file_is_the_learners_unless_it_is_here_or_set_her
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(
-        worker_setup, "resolve_model", lambda name, *_: asked.append(name) or Path(name)
-    )
+    monkeypatch.setattr(model, "resolve_model", lambda name, *_: asked.append(name) or Path(name))
     hub_id = {"model": {"name": "Qwen/Qwen3-0.6B"}}
     for table in (hub_id, {"model": {"name": "/no/such/model"}}, {}):
         assert own_model(parse_config(table, source="two-machines.toml")) is None

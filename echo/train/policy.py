@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from echo.algo.batching import MicroBatch
 from echo.core.errors import DataError, EngineError
 from echo.engine.lora import Lora, add_adapter
-from echo.engine.skeleton import BUILDING
+from echo.engine.model import BUILDING
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import TokenLosses, linear_logprob, linear_policy_loss
 

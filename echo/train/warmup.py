@@ -29,7 +29,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.tiny_model import (
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import (
     CHARACTERS,
     EOS_ID,
     HEAD_DIM,
@@ -39,7 +40,6 @@ from echo.engine.tiny_model import (
     save_tiny_model,
     shape,
 )
-from echo.engine.transformers_engine import TransformersEngine
 
 FORMAT = 1
 """Of what the code below makes from a recipe: raise it with a change that changes the model."""

@@ -20,8 +20,8 @@ import torch
 
 from echo.core.errors import EngineError
 from echo.core.extras import install_command
-from echo.engine.available_memory import available_bytes
-from echo.engine.vllm_plugin import BACKEND, register
+from echo.engine.model import free_bytes
+from echo.engine.vllm.plugin import BACKEND, register
 
 Process = Literal["inline", "engine"]
 
@@ -170,7 +170,7 @@ def kv_cache_bytes(budget_bytes: int | None, weight_bytes: int, *, is_cpu: bool)
     if budget_bytes is None:
         if not is_cpu:
             return None
-        return min(available_bytes(torch.device("cpu")) // 4, MAX_CPU_KV_BYTES)
+        return min(free_bytes(torch.device("cpu")) // 4, MAX_CPU_KV_BYTES)
     left = budget_bytes - weight_bytes
     if left <= 0:
         raise EngineError(

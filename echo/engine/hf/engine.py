@@ -15,8 +15,10 @@ New weights are copied in between two tokens, by the thread that generates.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,83 @@ from transformers import DynamicCache
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
-from echo.engine.available_memory import available_bytes
-from echo.engine.concurrency import Concurrency, describe, is_out_of_memory
-from echo.engine.engine import UNVERSIONED, Completion, Engine, KvCache, Request, Sampling
+from echo.engine.engine import (
+    UNVERSIONED,
+    Completion,
+    Concurrency,
+    Engine,
+    KvCache,
+    Request,
+    Sampling,
+    VersionBarrier,
+    describe_error,
+    is_out_of_memory,
+)
+from echo.engine.hf.batch import StaticBatch, draw_tokens
 from echo.engine.lora import Lora, build_adapted
-from echo.engine.mailbox import Mailbox
-from echo.engine.sampling import draw_tokens
-from echo.engine.skeleton import build_skeleton, check_weights
-from echo.engine.version_fence import VersionFence
-from echo.engine.wave import Wave
+from echo.engine.model import build_meta_model, check_weights, free_bytes
 from echo.engine.weights import torch_dtype
+
+# --- Work that one thread asks of another, to be done where that one can be interrupted ---
+
+
+Job = Callable[[], None]
+
+
+class Mailbox:
+    """Jobs for whoever holds it open; where nobody does, they are done at once."""
+
+    def __init__(self) -> None:
+        """Start closed."""
+        self._owner = threading.Lock()
+        self._lock = threading.Lock()
+        self._is_open = False
+        self._jobs: list[tuple[Job, Future[None]]] = []
+
+    def do(self, job: Job) -> None:
+        """Return when `job` has been done, by the thread that holds the mailbox open or this one.
+
+        What the job raises is raised here.
+        """
+        with self._lock:
+            if not self._is_open:
+                job()
+                return
+            done: Future[None] = Future()
+            self._jobs.append((job, done))
+        done.result()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Promise to call `empty` again and again; one thread at a time, the others wait."""
+        with self._owner:
+            with self._lock:
+                self._is_open = True
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._is_open = False
+                    self._do_all()
+
+    def empty(self) -> bool:
+        """Do what has come in; return whether there was anything."""
+        if not self._jobs:
+            return False
+        with self._lock:
+            self._do_all()
+        return True
+
+    def _do_all(self) -> None:
+        for job, done in self._jobs:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 -- belongs to the thread that asked
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+        self._jobs.clear()
+
 
 SAMPLING_BYTES_PER_LOGIT = 32
 """Logits, their float32 copy, log-probabilities, probabilities and the float64 sum, with room."""
@@ -74,14 +143,14 @@ class TransformersEngine(Engine):
         self._device = torch.device(device)
         self._num_threads = num_threads
         self._recomputes = kv_cache == "recompute"
-        self._fence = VersionFence()
+        self._fence = VersionBarrier()
         self._mailbox = Mailbox()
         self._concurrency = Concurrency()
         self._version = UNVERSIONED
         self._tensors: Mapping[str, Tensor] | None = None
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
-            self._model = build_skeleton(Path(model_dir), torch_dtype(dtype), attn_implementation)
+            self._model = build_meta_model(Path(model_dir), torch_dtype(dtype), attn_implementation)
         else:
             self._model, self._adapter = build_adapted(
                 lora, torch_dtype(dtype), attn_implementation
@@ -89,9 +158,7 @@ class TransformersEngine(Engine):
         self._model.to(self._device)
         self._forward_arguments = frozenset(inspect.signature(self._model.forward).parameters)
         self._budget_bytes = (
-            available_bytes(self._device) // 2
-            if memory_budget_bytes is None
-            else memory_budget_bytes
+            free_bytes(self._device) // 2 if memory_budget_bytes is None else memory_budget_bytes
         )
         text_config = self._model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
@@ -121,9 +188,9 @@ class TransformersEngine(Engine):
         try:
             self._copy(tensors)
         except Exception as error:  # PyTorch, and the memory behind the tensors, raise anything
-            self._roll_back(version, describe(error))
+            self._roll_back(version, describe_error(error))
             raise EngineError(
-                f"{version} could not be copied in: {describe(error)}; rolled back, version: "
+                f"{version} could not be copied in: {describe_error(error)}; rolled back, version: "
                 f"{self._fence.installed or 'none'}"
             ) from error
         self._tensors, self._version = tensors, version
@@ -139,8 +206,8 @@ class TransformersEngine(Engine):
             self._fence.close()
             raise EngineError(
                 f"{version} could not be copied in ({why}), nor {before} again "
-                f"({describe(error)}): the weights are neither, and nothing is sampled from them; "
-                "check this machine's memory, and start the worker anew"
+                f"({describe_error(error)}): the weights are neither, and nothing is sampled from "
+                "them; check this machine's memory, and start the worker anew"
             ) from error
 
     @torch.no_grad()
@@ -194,12 +261,12 @@ class TransformersEngine(Engine):
         while len(completions) < len(requests):
             wave_size = self.max_concurrent_rollouts(longest, sampling.max_completion_tokens)
             start = len(completions)
-            wave = Wave(requests[start : start + wave_size], sampling, self.window)
+            wave = StaticBatch(requests[start : start + wave_size], sampling, self.window)
             self._run_in_parts(wave, run)
             completions.extend(wave.completions())
         return completions
 
-    def _run_in_parts(self, wave: Wave, run: Callable[[Wave], None]) -> None:
+    def _run_in_parts(self, wave: StaticBatch, run: Callable[[StaticBatch], None]) -> None:
         """Run a wave, and where memory does not hold it what is left of it in ever smaller ones."""
         waiting = [wave]
         while waiting:
@@ -214,7 +281,7 @@ class TransformersEngine(Engine):
             except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
-                failure = describe(error)
+                failure = describe_error(error)
             if failure:  # outside of the handler, which keeps all tensors of the wave alive
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -230,7 +297,7 @@ class TransformersEngine(Engine):
             f"the weights take {format_bytes(weights)}, one rollout of {prompt_tokens} + "
             f"{completion_tokens} tokens at least {format_bytes(one)}, the budget is "
             f"{format_bytes(self._budget_bytes)}, free are "
-            f"{format_bytes(available_bytes(self._device))}"
+            f"{format_bytes(free_bytes(self._device))}"
         )
 
     def _needs(self, prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
@@ -272,7 +339,7 @@ class TransformersEngine(Engine):
     @torch.inference_mode()
     def _run(
         self,
-        wave: Wave,
+        wave: StaticBatch,
         should_stop: Callable[[], bool],
         on_tokens: Callable[[int], None],
         on_completion: Callable[[Completion], None],
@@ -310,7 +377,7 @@ class TransformersEngine(Engine):
             shown = mask[:, : wave.prompt_length + step + 1] if mask is not None else None
             logits = self._forward(tokens[:, None], shown, positions, cache)
 
-    def _begin(self, wave: Wave) -> tuple[Tensor, DynamicCache]:
+    def _begin(self, wave: StaticBatch) -> tuple[Tensor, DynamicCache]:
         """Run all that the rows of a wave hold through the model.
 
         Returns:

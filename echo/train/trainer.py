@@ -25,36 +25,249 @@ rounds differently: sums in the backward of embeddings and attention have no fix
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from echo.algo.batching import MicroBatch, TrainingRow, collate, pack_micro_batches
 from echo.algo.diagnostics import mismatch_metrics
-from echo.algo.loss import BatchScores, Loss, LossInputs, LossOutput, needs_of
-from echo.algo.losses import ClippedTokenLoss
-from echo.core.errors import ConfigError, DataError
+from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, LossOutput, needs_of
+from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
+from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group
-from echo.engine import trainer_state
-from echo.engine.device import pick_device
 from echo.engine.lora import Lora
-from echo.engine.policy import Policy
-from echo.engine.trainer_batch import (
-    AdvantageSettings,
-    StepBatch,
-    find_refusal,
-    prepare_batch,
-)
-from echo.engine.trainer_settings import OptimizerSettings as OptimizerSettings
-from echo.engine.trainer_settings import ReferenceModel as ReferenceModel
+from echo.engine.model import pick_device
+from echo.engine.weights import write_tensors
 from echo.kernels.contract import BackendName
+from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
+from echo.train.policy import Policy
+
+# --- Find a policy loss: a registered one by name, or a user's own by import path ---
+#
+# A loss of one's own is a function of `LossInputs` and keyword options that returns a `LossOutput`:
+#
+#     def my_loss(inputs: LossInputs, *, strength: float = 1.0) -> LossOutput: ...
+#
+# It gets whole rollouts. If it needs more, it says so: `my_loss.needs =
+# LossNeeds(whole_groups=True)` (algo/loss.py). It divides by the counts of the whole batch in
+# `inputs`, or its gradient depends on how the batch was cut.
+
+
+def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
+    """Return the loss that `kind` names, without masks.
+
+    Args:
+        kind: a name of `LOSSES`, or "package.module:function". Modules are looked for in the
+            current directory too.
+        options: its fields, or the keyword arguments of the function.
+
+    Raises:
+        ConfigError: if there is no such function or it does not take these options.
+    """
+    if ":" not in kind:
+        return make_loss(kind, **options)
+    module_name, _, name = kind.partition(":")
+    function = _find_function(kind, module_name, name)
+    _check_options(kind, function, options)
+    needs: object = getattr(function, "needs", LossNeeds())
+    if not isinstance(needs, LossNeeds):
+        raise ConfigError(
+            f"loss.kind = {kind!r}: its attribute needs is {needs!r}, expected "
+            "echo.algo.loss.LossNeeds(...)"
+        )
+    return CustomLoss(kind=kind, function=function, options=options, needs=needs)
+
+
+def _find_function(kind: str, module_name: str, name: str) -> Callable[..., LossOutput]:
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        # Stays: the user's module may import its neighbours later.
+        sys.path.insert(0, directory)
+        importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"loss.kind = {kind!r}: importing {module_name!r} failed (the current directory "
+            f"{directory} is searched too): {type(error).__name__}: {error}"
+        ) from error
+    function: object = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"loss.kind = {kind!r}: {module_name} has no function {name!r}")
+    return function
+
+
+def _check_options(
+    kind: str, function: Callable[..., LossOutput], options: Mapping[str, Any]
+) -> None:
+    try:
+        inspect.signature(function).bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss.kind = {kind!r} is called as function(inputs, **options) with the options "
+            f"{sorted(options)} of [loss.options]: {error}"
+        ) from error
+
+
+# --- What a trainer is told of its optimizer and of the policy that it is pulled towards ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW with a linear warm-up to a constant learning rate."""
+
+    learning_rate: float = 1e-6
+    warmup_steps: int = 10
+    """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first moment and of the second."""
+    max_grad_norm: float = 1.0
+    """Bound on the norm of the whole gradient; infinity for none."""
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of the step that makes version `step`, from 1."""
+        return self.learning_rate * min(1.0, step / max(1, self.warmup_steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReferenceModel:
+    """Where the frozen reference policy comes from; it never changes, so no state holds it."""
+
+    model_dir: Path
+    """Hugging Face directory."""
+    tensors: Mapping[str, Tensor] | None = None
+    """Weights by name instead of the directory's; with `lora` those of its adapter."""
+    lora: Lora | None = None
+    """The adapter, and its base in place of the directory, where the policy has one."""
+
+
+# --- A trainer's state on disk: tensors as safetensors, the rest as JSON ---
+#
+# weights.safetensors     float32 master weights, tied ones once
+# optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/exp_avg_sq", "<parameter>/step"
+# trainer.json            counters, and the state of torch's random generators as hex
+#
+# The caller makes the directory and renames it into place: half a state is never a checkpoint.
+
+
+WEIGHTS_FILE = "weights.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+TRAINER_FILE = "trainer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainerState:
+    """What a trainer continues from."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    counters: dict[str, int]
+
+
+def save(
+    directory: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+    counters: Mapping[str, int],
+    device: torch.device,
+) -> None:
+    """Write a trainer's state, with that of torch's random generators.
+
+    Raises:
+        StorageError: if a file cannot be written.
+    """
+    generators = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        generators["cuda"] = torch.cuda.get_rng_state(device)
+    record = {
+        "counters": dict(counters),
+        "generators": {name: bytes(state.numpy()).hex() for name, state in generators.items()},
+    }
+    try:
+        write_tensors(
+            directory / WEIGHTS_FILE, {n: t.detach().contiguous() for n, t in weights.items()}
+        )
+        write_tensors(directory / OPTIMIZER_FILE, {n: t.contiguous() for n, t in moments.items()})
+        (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
+    except OSError as error:
+        raise StorageError(f"{directory}: cannot write the trainer's state: {error}") from error
+
+
+def load(directory: Path, device: torch.device) -> TrainerState:
+    """Read what `save` wrote, and set torch's random generators.
+
+    Raises:
+        StorageError: if a file is missing or damaged.
+    """
+    try:
+        record = json.loads((directory / TRAINER_FILE).read_text())
+        generators = {
+            name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+            for name, state in record["generators"].items()
+        }
+        state = TrainerState(
+            weights=load_file(directory / WEIGHTS_FILE),
+            moments=load_file(directory / OPTIMIZER_FILE),
+            counters={name: int(count) for name, count in record["counters"].items()},
+        )
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"{directory}: cannot read the trainer's state: {error!r}") from error
+    torch.set_rng_state(generators["cpu"])
+    if device.type == "cuda" and "cuda" in generators:
+        torch.cuda.set_rng_state(generators["cuda"], device)
+    return state
+
+
+def moments_of(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the optimizer's tensors as "<parameter>/<moment>"; none before the first update."""
+    return {
+        f"{name}/{moment}": value
+        for name, parameter in parameters.items()
+        for moment, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_moments(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+) -> None:
+    """Put back what `moments_of` returned.
+
+    Raises:
+        DataError: if a moment belongs to no parameter or has another shape.
+    """
+    restored: dict[Tensor, dict[str, Tensor]] = {}
+    for key, value in moments.items():
+        name, _, moment = key.rpartition("/")
+        parameter = parameters.get(name)
+        if parameter is None or (moment != "step" and value.shape != parameter.shape):
+            raise DataError(
+                f"optimizer state {key} of shape {list(value.shape)} fits no parameter of this "
+                "model: it belongs to another one"
+            )
+        restored.setdefault(parameter, {})[moment] = value.to(parameter.device, copy=True)
+    optimizer.state.clear()
+    optimizer.state.update(restored)
+
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """What no group is to blame for: settings, a machine that is too small, a device that failed."""
@@ -228,7 +441,7 @@ class Trainer:
         return found
 
     def refusal(self, group: Group) -> str | None:
-        """Return why a group should not count towards a step, or None (trainer_batch.py).
+        """Return why a group should not count towards a step, or None (train/batch.py).
 
         It only reads what never changes, so other threads may ask while a step is made.
         """
@@ -276,10 +489,10 @@ class Trainer:
         Raises:
             StorageError: if it cannot be written.
         """
-        trainer_state.save(
+        save(
             directory,
             weights=self._policy.tensors(),
-            moments=trainer_state.moments_of(self._optimizer, self._parameters),
+            moments=moments_of(self._optimizer, self._parameters),
             device=self.device,
             counters={
                 "step_count": self._step_count,
@@ -294,9 +507,9 @@ class Trainer:
             StorageError: if the files are missing or damaged.
             DataError: if they belong to another model.
         """
-        state = trainer_state.load(directory, self.device)
+        state = load(directory, self.device)
         self._policy.load(state.weights)
-        trainer_state.restore_moments(self._optimizer, self._parameters, state.moments)
+        restore_moments(self._optimizer, self._parameters, state.moments)
         self._step_count = state.counters["step_count"]
         self._num_skipped_nonfinite = state.counters["num_skipped_nonfinite"]
 

@@ -29,12 +29,12 @@ HANDED_OVER: dict[str, Mapping[str, Tensor]] = {}
 
 
 @dataclass
-class HandoverInit(WeightTransferInitInfo):  # type: ignore[misc]
+class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
     """Nothing has to be agreed beforehand."""
 
 
 @dataclass
-class HandoverUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where one version's weights are: one of the two."""
 
     key: str = ""
@@ -43,14 +43,14 @@ class HandoverUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """A safetensors file."""
 
 
-class HandoverEngine(WeightTransferEngine[HandoverInit, HandoverUpdate]):  # type: ignore[misc]
+class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # type: ignore[misc]
     """Reloads the model layer by layer from weights that lie on this machine."""
 
-    init_info_cls = HandoverInit
-    update_info_cls = HandoverUpdate
+    init_info_cls = TransferInit
+    update_info_cls = TransferUpdate
     model: nn.Module
 
-    def init_transfer_engine(self, init_info: HandoverInit) -> None:
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Do nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
@@ -61,7 +61,7 @@ class HandoverEngine(WeightTransferEngine[HandoverInit, HandoverUpdate]):  # typ
         """Load one version; the base class would wait for an accelerator, which may not exist."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: HandoverUpdate) -> None:
+    def receive_weights(self, update_info: TransferUpdate) -> None:
         """Load all tensors under their Hugging Face names."""
         self.model.load_weights(_read(update_info))  # type: ignore[operator]
 
@@ -74,7 +74,7 @@ class HandoverEngine(WeightTransferEngine[HandoverInit, HandoverUpdate]):  # typ
         """Do nothing: nothing is open."""
 
 
-def _read(update_info: HandoverUpdate) -> Iterator[tuple[str, Tensor]]:
+def _read(update_info: TransferUpdate) -> Iterator[tuple[str, Tensor]]:
     if update_info.key:
         yield from HANDED_OVER[update_info.key].items()
         return
