@@ -25,10 +25,10 @@ from echo.core.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.engine.engine import Sampling
 from echo.leases.book import LeaseBook
 from echo.leases.outbox import Outbox
-from echo.leases.scheduler import RecordEnd, RecordGrant, StoreGroup
+from echo.leases.scheduler import LeaseSettings, RecordEnd, RecordGrant, StoreGroup
 from echo.net.transport import TransportOptions
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.reception import LearnerSettings
+from echo.protocol.learner_session import LearnerSession, LearnerSettings
+from echo.protocol.reception import AdmissionSettings
 from echo.protocol.worker_session import WorkerSession
 from echo.runtime import wiring
 from echo.runtime.node import Node
@@ -39,6 +39,7 @@ from echo.runtime.worker_parts import WorkerParts
 from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
 from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.topology.sites import Site
 from echo.wire.actions import Action
 from echo.wire.messages import LEARNER_ID, Lease
 
@@ -196,12 +197,17 @@ def make_session(content: Content, key: Ed25519PrivateKey) -> LearnerSession:
     config = parse_config({"network": NETWORK})
     return LearnerSession(
         LearnerSettings(
-            run_id="bench", key=key, advertise=ADDRESS,
-            max_staleness=setting.max_staleness, groups_per_step=setting.groups_per_step,
-            group_size=setting.group_size, vocab_size=content.vocab_size,
-            max_completion_tokens=content.sampling.max_completion_tokens, trims_stale=True,
-            heartbeat_s=5.0, dead_after_s=60.0, settings={},
-            assets={}, digests={},
+            admission=AdmissionSettings(
+                run_id="bench", key=key, settings={}, assets={}, digests={},
+                heartbeat_s=5.0, dead_after_s=60.0,
+            ),
+            leases=LeaseSettings(
+                max_staleness=setting.max_staleness, groups_per_step=setting.groups_per_step,
+                group_size=setting.group_size, vocab_size=content.vocab_size,
+                max_completion_tokens=content.sampling.max_completion_tokens, trims_stale=True,
+                heartbeat_s=5.0,
+            ),
+            site=Site(LEARNER_ID, "learner", ADDRESS),
         ),
         broadcast=wiring.make_broadcast(LEARNER_ID, config.network),
         buffer=buffer, leases=LeaseBook(timeout_s=3600.0), make_lease=content.make_lease,

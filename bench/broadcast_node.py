@@ -223,7 +223,7 @@ def is_planned(session: LearnerSession, count: int) -> bool:
     """Return whether that many receivers take weights from the parents that they were given."""
     members = session.roster.members()
     return len(members) == count and all(
-        member.plan is not None and member.stats.parent == member.plan.first_parents
+        member.node.plan is not None and member.stats.parent == member.node.plan.first_parents
         for member in members
     )
 

@@ -9,13 +9,14 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Lineage
 from echo.leases.book import LeaseBook
-from echo.protocol.learner_session import LearnerSession
+from echo.leases.scheduler import LeaseSettings
+from echo.protocol.learner_session import LearnerSession, LearnerSettings
 from echo.protocol.membership import Member
-from echo.protocol.reception import LearnerSettings
+from echo.protocol.reception import AdmissionSettings
 from echo.runtime import wiring
 from echo.runtime.identity import Identity
 from echo.weights.topology.plan import Planner, with_backups
-from echo.weights.topology.sites import survey
+from echo.weights.topology.sites import Site, survey
 from echo.weights.topology.trees import stripe_trees
 from echo.wire.messages import LEARNER_ID, Lease, TopologyPlan
 
@@ -25,19 +26,24 @@ def publishing_session(config: Config, identity: Identity, advertise: str) -> Le
     lineages = (Lineage(lineage=1, fork_step=0),)
     return LearnerSession(
         LearnerSettings(
-            run_id=identity.run_id,
-            key=identity.key,
-            advertise=advertise,
-            max_staleness=1,
-            groups_per_step=1,
-            group_size=2,
-            max_completion_tokens=1,
-            vocab_size=1,
-            heartbeat_s=config.network.heartbeat_s,
-            dead_after_s=config.network.dead_after_s,
-            settings={},
-            assets={},
-            digests={},
+            admission=AdmissionSettings(
+                run_id=identity.run_id,
+                key=identity.key,
+                settings={},
+                assets={},
+                digests={},
+                heartbeat_s=config.network.heartbeat_s,
+                dead_after_s=config.network.dead_after_s,
+            ),
+            leases=LeaseSettings(
+                max_staleness=1,
+                groups_per_step=1,
+                group_size=2,
+                max_completion_tokens=1,
+                vocab_size=1,
+                heartbeat_s=config.network.heartbeat_s,
+            ),
+            site=Site(LEARNER_ID, "learner", advertise),
             chunk_bytes=config.network.chunk_bytes,
         ),
         broadcast=wiring.make_broadcast(LEARNER_ID, config.network),

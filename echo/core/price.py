@@ -21,5 +21,5 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what would turn costs into nonsense; a peer's message may hold anything."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if value is not None and not 0 <= value < 1e9:
-                raise ValueError(f"price.{name} is {value}, must be at least 0")
+            if value is not None and not 0 <= value <= 1e9:
+                raise ValueError(f"price.{name} is {value}, must be between 0 and 1e9")

@@ -18,11 +18,39 @@ w. A group that two workers run counts once.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.core.timers import Deadlines
+
+
+@dataclass(slots=True)
+class LeasedWorker:
+    """A worker as far as leases go; the role keeps it up to date with each heartbeat."""
+
+    node_id: str
+    installed: PolicyVersion | None = None
+    capacity: int = 0
+    """Leases that it takes; 0 for a worker that takes none now."""
+    num_places: int = 0
+    """Groups that it samples at a time; 0 if it has not said."""
+    num_unknown: int = 0
+    """Leases that it still holds although they have expired or are not wanted any more."""
+    is_stuck: bool = False
+    """Whether it holds such leases and nothing shows that it works."""
+    is_set_aside: bool = False
+    """Whether it is given no groups because nothing can be learned from its own
+    (`leases/dispatch.py`)."""
+    partials: Mapping[str, int] = field(default_factory=dict)
+    """Its counts of unfinished rollouts, as far as they have been added to the learner's."""
+    num_waiting: int = 0
+    """Groups that wait there to be continued."""
+
+    def is_able(self, usable: Container[PolicyVersion | None]) -> bool:
+        """Return whether it can be given groups, and samples from a version of use for them."""
+        is_welcome = not self.is_stuck and not self.is_set_aside
+        return is_welcome and self.capacity > 0 and self.installed in usable
 
 
 def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:

@@ -27,7 +27,7 @@ from echo.core.bounds import MAX_LEASE_BYTES, MAX_MEMBERS, MAX_TOKENS, NumTokens
 from echo.core.errors import RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion, StaleTokens, is_surviving
-from echo.protocol.membership import Member
+from echo.leases.book import LeasedWorker
 from echo.wire.codec import DECODE_ERRORS, Frame
 from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState
 
@@ -114,15 +114,15 @@ class ShippedPartials:
                 messages.append((Grant(leases=(lease,)), (self._kept[lease.group_id].frame,)))
         return messages
 
-    def count(self, member: Member, message: Heartbeat) -> None:
+    def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
         """Add what has become of a worker's unfinished rollouts since its last heartbeat."""
         counts = message.stats.partials
         for name in PARTIAL_COUNTS:
-            growth = counts.get(name, 0) - member.partials.get(name, 0)
+            growth = counts.get(name, 0) - worker.partials.get(name, 0)
             if growth > 0:
                 self._counters.add(f"partials/{name}", growth)
-        member.partials = counts
-        member.num_parked = sum(
+        worker.partials = counts
+        worker.num_waiting = sum(
             state.is_waiting and state.num_tokens > 0 for state in message.leases
         )
 

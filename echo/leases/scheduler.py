@@ -33,7 +33,14 @@ from echo.core.rollout import (
     trim_stale,
 )
 from echo.core.timers import RecentMap
-from echo.leases.book import FinishedGroups, LeaseBook, LeaseRecord, most_promised, oldest_version
+from echo.leases.book import (
+    FinishedGroups,
+    LeaseBook,
+    LeasedWorker,
+    LeaseRecord,
+    most_promised,
+    oldest_version,
+)
 from echo.leases.dispatch import (
     MAX_WORKERS,
     FinishTimes,
@@ -46,9 +53,7 @@ from echo.leases.dispatch import (
     slowdown,
 )
 from echo.leases.partials import ShippedPartials, decode_members
-from echo.protocol.membership import Member
-from echo.protocol.reception import Complain, LearnerSettings, SendTo
-from echo.wire.actions import Action, Note
+from echo.wire.actions import Action, Complaints, Note, Routes
 from echo.wire.codec import Frame, decode_group, encode_group
 from echo.wire.messages import (
     SUPERSEDED,
@@ -79,16 +84,6 @@ class AcceptedGroups(Protocol):
 
     def num_unspent(self, *, step: int) -> int:
         """Return how many accepted groups are not yet part of a step that was made."""
-
-
-# --- How a learner with thousands of nodes keeps its work per node flat ---
-#
-# * `Paced`: work that goes through all nodes (grant leases, plan the links) is asked for by nearly
-#   every message. In a small fleet it is done at once; in a large one no more often than in
-#   proportion to its size, so that what it costs per second does not depend on the size.
-# * `Deadlines`: the first of many instants that move, without looking at all of them.
-# * `OncePerMinute`: what is logged about peers that misbehave.
-# * `earliest`: of a few instants; sessions ask for it after every message.
 
 
 GRANT_S = 3e-4
@@ -192,6 +187,27 @@ class RecordEnd(Action):
     """What that worker says of it, with the traceback of the task's code in further lines."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSettings:
+    """What is asked of groups, and how many are under way."""
+
+    max_staleness: int
+    groups_per_step: int
+    group_size: int
+    max_completion_tokens: int
+    """Tokens of a rollout, masked ones included."""
+    vocab_size: int
+    heartbeat_s: float
+    prompts_are_free: bool = False
+    """Whether rollouts may be of other prompts than their leases', as those of agents are."""
+    trims_stale: bool = False
+    """Whether a group with some tokens beyond the bound is masked there, or refused."""
+    hedge_factor: float | None = None
+    """How many times sooner a copy must be expected (`leases/dispatch.py`); None for no copies."""
+    exact_version: bool = False
+    """Whether each group is sampled by one version alone: its worker's, when it was granted."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Outlook:
     """When a worker will be done with what it has."""
@@ -202,12 +218,16 @@ class _Outlook:
     running: list[RunningGroup]
 
 
+MAX_CAUSE_LENGTH = 2600
+"""Of what a worker says of it, the last characters: a sentence and a traceback."""
+
+
 class Scheduler:
     """Leases for workers, as far as admission and their capacities allow."""
 
     def __init__(
         self,
-        settings: LearnerSettings,
+        settings: LeaseSettings,
         *,
         leases: LeaseBook,
         buffer: AcceptedGroups,
@@ -217,8 +237,24 @@ class Scheduler:
         next_group_id: int,
         settled: Iterable[int],
         counters: Counters,
+        routes: Routes,
+        complaints: Complaints,
     ) -> None:
-        """Start; for the arguments see `LearnerSession`."""
+        """Start with nothing on its way to the disk.
+
+        Args:
+            settings: see there.
+            leases: leases that are out, as far as is known after a restart.
+            buffer: groups accepted and not yet used.
+            make_lease: (group id, attempt) -> lease; the same id always has the same prompt.
+            lineages: histories so far, the present one last.
+            step: optimizer steps done.
+            next_group_id: first id never granted.
+            settled: ids below it that are accepted or ended.
+            counters: of the role.
+            routes: lead to the workers.
+            complaints: what the operator is told of workers.
+        """
         self.settings = settings
         self.leases = leases
         self.buffer = buffer
@@ -235,6 +271,10 @@ class Scheduler:
             heartbeat_s=settings.heartbeat_s,
         )
         self._outlooks: RecentMap[str, _Outlook] = RecentMap(max_entries=MAX_WORKERS)
+        self._routes = routes
+        self._complaints = complaints
+        self._storing: dict[int, tuple[str, int]] = {}
+        """Group -> the worker and attempt whose result is on its way to the disk."""
         self._unreturned: list[Action] = []
         """Ends of groups that were decided by a `grant` that failed."""
 
@@ -270,7 +310,7 @@ class Scheduler:
         step = self.step if newest is None else newest.step
         return self._num_promised >= self._limit(step) and not self._is_hedging
 
-    def obstacle(self, workers: Sequence[Member], newest: PolicyVersion | None) -> Obstacle:
+    def obstacle(self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None) -> Obstacle:
         """Return what keeps the groups of the next batch from being granted.
 
         Args:
@@ -292,7 +332,7 @@ class Scheduler:
         return "" if has_room else "busy"
 
     def grant(
-        self, workers: Sequence[Member], *, now: float
+        self, workers: Sequence[LeasedWorker], *, now: float
     ) -> tuple[list[Action], dict[str, list[Lease]]]:
         """Hand out groups; return the records to journal, and the new leases of each worker."""
         records, self._unreturned = self._unreturned, []
@@ -311,20 +351,20 @@ class Scheduler:
 
     def _grant(
         self,
-        workers: Sequence[Member],
+        workers: Sequence[LeasedWorker],
         records: list[Action],
         granted: dict[str, list[Lease]],
         made: list[LeaseRecord],
         now: float,
     ) -> None:
         bounds = self._bounds(workers)
-        able = {member.node_id: member for member in workers if member.is_able(bounds)}
+        able = {worker.node_id: worker for worker in workers if worker.is_able(bounds)}
         is_hedging = self._is_hedging
         if not is_hedging and not self._has_use(able.values(), bounds):
             return
         self.forecast.refresh(list(able))
         loads = self._loads(able.values(), bounds, now)
-        foreseen = [self._outlook_of(member, now) for member in workers] if is_hedging else []
+        foreseen = [self._outlook_of(worker, now) for worker in workers] if is_hedging else []
         num_promised = self._num_promised
         for node_id in by_finish(loads, num_promised=num_promised):
             record = self.leases.grant(self._next_group(records), node_id, now=now)
@@ -346,21 +386,21 @@ class Scheduler:
     def _enter(
         self,
         record: LeaseRecord,
-        member: Member,
+        worker: LeasedWorker,
         records: list[Action],
         granted: dict[str, list[Lease]],
     ) -> None:
-        lease = self._lease_of(record, member)
-        records.append(RecordGrant(lease, member.node_id, member.installed, record.copy_of))
-        granted.setdefault(member.node_id, []).append(lease)
+        lease = self._lease_of(record, worker)
+        records.append(RecordGrant(lease, worker.node_id, worker.installed, record.copy_of))
+        granted.setdefault(worker.node_id, []).append(lease)
 
-    def _lease_of(self, record: LeaseRecord, member: Member) -> Lease:
+    def _lease_of(self, record: LeaseRecord, worker: LeasedWorker) -> Lease:
         """Return what the worker is sent; a copy has the seed of its original."""
         lease = self.make_lease(record.group_id, record.attempt)
         origin = record.attempt if record.copy_of is None else record.copy_of
         seed = self.make_lease(record.group_id, origin).seed
         if self.settings.exact_version and record.exact_version is None:
-            record.exact_version = member.installed
+            record.exact_version = worker.installed
         versions = {"min_version": record.min_version, "exact_version": record.exact_version}
         return msgspec.structs.replace(lease, seed=seed, **versions)
 
@@ -388,12 +428,12 @@ class Scheduler:
             and self.buffer.num_unspent(step=self.step) < self.settings.groups_per_step
         )
 
-    def _num_held(self, member: Member) -> int:
-        return self.leases.num_leases(member.node_id) + member.num_strays
+    def _num_held(self, worker: LeasedWorker) -> int:
+        return self.leases.num_leases(worker.node_id) + worker.num_unknown
 
-    def _bounds(self, workers: Iterable[Member]) -> Bounds:
+    def _bounds(self, workers: Iterable[LeasedWorker]) -> Bounds:
         """Return the versions in use from which may still be sampled, and what each is good for."""
-        versions = {member.installed for member in workers if member.installed is not None}
+        versions = {worker.installed for worker in workers if worker.installed is not None}
         return {v: self._limit(v.step) for v in versions if is_surviving(v, self.lineages)}
 
     def _limit(self, installed_step: int) -> int:
@@ -403,22 +443,22 @@ class Scheduler:
             groups_per_step=self.settings.groups_per_step,
         )
 
-    def _has_use(self, able: Iterable[Member], bounds: Bounds) -> bool:
+    def _has_use(self, able: Iterable[LeasedWorker], bounds: Bounds) -> bool:
         """Return whether any of these has room for a group and admission has one for it."""
         num_promised = self._num_promised
         return any(
-            bounds[member.installed] > num_promised and self._num_held(member) < member.capacity
-            for member in able
+            bounds[worker.installed] > num_promised and self._num_held(worker) < worker.capacity
+            for worker in able
         )
 
-    def _loads(self, able: Collection[Member], bounds: Bounds, now: float) -> list[Load]:
+    def _loads(self, able: Collection[LeasedWorker], bounds: Bounds, now: float) -> list[Load]:
         """Return what each able worker has to do."""
-        versions = {member.installed for member in able if member.installed is not None}
+        versions = {worker.installed for worker in able if worker.installed is not None}
         newest = max(versions, default=None)
         loads: list[Load] = []
-        for member in able:
-            name, installed, capacity = member.node_id, member.installed, member.capacity
-            free_at = self._outlook_of(member, now).free_at
+        for worker in able:
+            name, installed, capacity = worker.node_id, worker.installed, worker.capacity
+            free_at = self._outlook_of(worker, now).free_at
             speed = self.forecast.of(name)
             if speed.measured is None:
                 capacity = min(capacity, len(free_at))  # no queue before it shows its speed
@@ -426,12 +466,12 @@ class Scheduler:
             soon, soon_at = own, now
             alone_s = self._alone_s(speed, len(free_at))
             if newest is not None and installed is not None and installed < newest:
-                soon, soon_at = self._soon(member, installed, newest, own, now)
+                soon, soon_at = self._soon(worker, installed, newest, own, now)
             loads.append(
                 Load(
                     name,
                     capacity,
-                    self._num_held(member),
+                    self._num_held(worker),
                     own,
                     soon,
                     alone_s,
@@ -442,10 +482,15 @@ class Scheduler:
         return loads
 
     def _soon(
-        self, member: Member, installed: PolicyVersion, newest: PolicyVersion, own: int, now: float
+        self,
+        worker: LeasedWorker,
+        installed: PolicyVersion,
+        newest: PolicyVersion,
+        own: int,
+        now: float,
     ) -> tuple[int, float]:
         """Return how many groups may be promised with the version it has soon, and from when on."""
-        at = self.forecast.installs_at(member.node_id, newest, now=now)
+        at = self.forecast.installs_at(worker.node_id, newest, now=now)
         if at is None:
             return own, now
         return own + (newest.step - installed.step) * self.settings.groups_per_step, at
@@ -455,22 +500,22 @@ class Scheduler:
         load = slowdown(speed.load, num_places)
         return self.forecast.lengths.mean / self.forecast.known_speed(speed) / load
 
-    def _outlook_of(self, member: Member, now: float) -> _Outlook:
+    def _outlook_of(self, worker: LeasedWorker, now: float) -> _Outlook:
         """Return when a worker will be done with what it has; a little old, if nothing changed."""
         key = (
-            self.leases.num_changes(member.node_id),
-            member.num_strays,
-            member.stats.num_places or max(1, member.capacity),
+            self.leases.num_changes(worker.node_id),
+            worker.num_unknown,
+            worker.num_places or max(1, worker.capacity),
         )
-        known = self._outlooks.get(member.node_id)
+        known = self._outlooks.get(worker.node_id)
         if known is None or known.key != key or now > known.made_at + self.settings.heartbeat_s:
-            known = self._outlooks[member.node_id] = self._foresee(member, key, now)
+            known = self._outlooks[worker.node_id] = self._foresee(worker, key, now)
         return known
 
-    def _foresee(self, member: Member, key: tuple[int, int, int], now: float) -> _Outlook:
-        _, num_strays, num_places = key
+    def _foresee(self, worker: LeasedWorker, key: tuple[int, int, int], now: float) -> _Outlook:
+        _, num_unknown, num_places = key
         outlook = _Outlook(key, now, [now] * num_places, [])
-        records = self.leases.worker_leases(member.node_id)
+        records = self.leases.worker_leases(worker.node_id)
         records.sort(key=lambda record: (not record.running_s, record.group_id))
         for index, record in enumerate(records):
             num_tokens, rest_s = self.forecast.outlook(
@@ -479,25 +524,24 @@ class Scheduler:
             done_at = outlook.free_at[0] + rest_s
             heapq.heapreplace(outlook.free_at, done_at)
             outlook.running.append(RunningGroup(record, done_at, num_tokens))
-        for _ in range(num_strays):
-            speed = self.forecast.speed(member.node_id, now=now)
+        for _ in range(num_unknown):
+            speed = self.forecast.speed(worker.node_id, now=now)
             done_at = outlook.free_at[0] + self.forecast.lengths.mean / speed
             heapq.heapreplace(outlook.free_at, done_at)
         return outlook
 
     def _copies(
-        self, able: dict[str, Member], bounds: Bounds, running: list[RunningGroup], now: float
+        self, able: dict[str, LeasedWorker], bounds: Bounds, running: list[RunningGroup], now: float
     ) -> list[tuple[LeaseRecord, str]]:
         """Return which leases to copy to workers that have nothing else to do."""
         assert self.settings.hedge_factor is not None
         helpers = [
             Helper(node_id, self.forecast.speed(node_id, now=now), num_free)
-            for node_id, member in able.items()
-            if (num_free := (member.stats.num_places or member.capacity) - self._num_held(member))
-            > 0
+            for node_id, worker in able.items()
+            if (num_free := (worker.num_places or worker.capacity) - self._num_held(worker)) > 0
             and self.forecast.has_made_a_group(node_id)
             # What it makes must be as fresh as what was promised.
-            and bounds[member.installed] >= self._num_promised
+            and bounds[worker.installed] >= self._num_promised
         ]
         if not helpers:
             return []
@@ -529,7 +573,7 @@ class Scheduler:
 
     def reconcile(
         self,
-        member: Member,
+        worker: LeasedWorker,
         message: Heartbeat,
         *,
         has_progress: bool,
@@ -539,7 +583,7 @@ class Scheduler:
         """Bring the book and the worker's own list together.
 
         Args:
-            member: the worker.
+            worker: the worker.
             message: its heartbeat.
             has_progress: whether it has sampled anything since the last one.
             resend_after_s: how long a lease may be missing from its list before it is sent again.
@@ -548,9 +592,9 @@ class Scheduler:
         Returns:
             The leases to send again, and (group, attempt) of those that are not wanted any more.
         """
-        self.handover.count(member, message)
+        self.handover.count(worker, message)
         listed = {(state.group_id, state.attempt): state for state in message.leases}
-        records = self.leases.worker_leases(member.node_id)
+        records = self.leases.worker_leases(worker.node_id)
         # What waits behind a running group shares its progress.
         has_progress |= any(
             (record.group_id, record.attempt) in listed
@@ -570,77 +614,49 @@ class Scheduler:
             elif record.is_confirmed or now - record.sent_at > resend_after_s:
                 # The Grant was lost, or the worker was restarted under the same incarnation.
                 record.sent_at, record.is_confirmed = now, False
-                lost.append(self._lease_of(record, member))
-        self.forecast.seen(member.node_id, records, now=now)
-        if member.installed is not None:
-            self.forecast.installed(member.node_id, member.installed, now=now)
-        self._outlooks.discard(member.node_id)
-        unwanted = self._take_in(member, listed, now=now)
-        member.is_stuck = member.num_strays > 0 and not has_progress
+                lost.append(self._lease_of(record, worker))
+        self.forecast.seen(worker.node_id, records, now=now)
+        if worker.installed is not None:
+            self.forecast.installed(worker.node_id, worker.installed, now=now)
+        self._outlooks.discard(worker.node_id)
+        unwanted = self._take_in(worker, listed, now=now)
+        worker.is_stuck = worker.num_unknown > 0 and not has_progress
         return lost, unwanted
 
     def _take_in(
-        self, member: Member, listed: dict[tuple[int, int], LeaseState], *, now: float
+        self, worker: LeasedWorker, listed: dict[tuple[int, int], LeaseState], *, now: float
     ) -> list[tuple[int, int]]:
         """Enter what a worker lists and the book lacks; return what is not wanted any more."""
         unwanted: list[tuple[int, int]] = []
-        member.num_strays = 0
+        worker.num_unknown = 0
         for (group_id, attempt), state in listed.items():
             is_given_up = state.is_waiting and self.leases.newest_attempt(group_id) > attempt
             if not self.is_open(group_id) or is_given_up:
                 unwanted.append((group_id, attempt))
-            elif not self.leases.has_expired(group_id, attempt, member.node_id):
-                record = self.leases.adopt(group_id, attempt, member.node_id, now=now)
+            elif not self.leases.has_expired(group_id, attempt, worker.node_id):
+                record = self.leases.adopt(group_id, attempt, worker.node_id, now=now)
                 record.is_confirmed = True
                 continue
             # An expired lease's result is welcome, but it does not bind the group any more.
-            member.num_strays += state.num_tokens >= 0
+            worker.num_unknown += state.num_tokens >= 0
         return unwanted
 
-
-# --- Results of workers: checked, stored, acknowledged ---
-#
-# Life of a group id (they are handed out in ascending order, and each stands for one prompt):
-#
-#     granted --Deliver, valid--> storing --stored()--> accepted --> trained or discarded (the
-#        buffer) | ^ | | +-- expired, worker gone, refused: granted again | any later result: Ack
-#        "duplicate" +--Failed--> ended with the worker's reason; or granted again, where others can
-#        do it
-#
-# * A group is acknowledged only after `stored`: the journal holds it.
-# * A group's content is checked against what was asked: prompt, group size, finite numbers.
-# * A result whose samples are too old or from an abandoned lineage is refused with that reason and
-#   its group is granted again; the worker is told and forgets it. The refusal of a group that was
-#   asked for is journalled.
-# * Where two workers had a group, the one that was not the first is told to stop, and that is
-#   journalled as well.
-
-
-MAX_CAUSE_LENGTH = 2600
-"""Of what a worker says of it, the last characters: a sentence and a traceback."""
-
-
-class Intake:
-    """The judge of every result that a worker sends."""
-
-    def __init__(
-        self,
-        settings: LearnerSettings,
-        *,
-        granting: Scheduler,
-        lineages: tuple[Lineage, ...],
-        counters: Counters,
-        send: SendTo,
-        complain: Complain,
-    ) -> None:
-        """Start with nothing on its way to the disk; granting and counters are the session's."""
-        self.settings = settings
-        self.granting = granting
-        self.lineages = lineages
-        self.counters = counters
-        self._to = send
-        self._complain = complain
-        self._storing: dict[int, tuple[str, int]] = {}
+    # --- results ---------------------------------------------------------------------------------
+    #
+    # Life of a group id (they are handed out in ascending order, and each stands for one prompt):
+    #
+    #     granted --Deliver, valid--> storing --stored()--> accepted --> trained, discarded
+    #        | ^
+    #        | +-- expired, worker gone, refused: granted again   (any later result: "duplicate")
+    #        +--Failed--> ended with the worker's reason; or granted again, where others can do it
+    #
+    # * A group is acknowledged only after `stored`: the ledger holds it.
+    # * A group's content is checked against what was asked: prompt, group size, finite numbers.
+    # * A result whose samples are too old or from an abandoned lineage is refused with that reason
+    #   and its group is granted again; the worker is told and forgets it. The refusal of a group
+    #   that was asked for is recorded.
+    # * Where two workers had a group, the one that was not the first is told to stop, and that is
+    #   recorded as well.
 
     def receive(
         self,
@@ -648,20 +664,19 @@ class Intake:
         message: Deliver | Partial | Failed,
         payload: list[Frame],
         *,
-        step: int,
         now: float,
     ) -> list[Action]:
         """Handle what a worker says of a group; see the methods for each message."""
         match message:
             case Deliver():
-                return self.on_deliver(node_id, message, payload, step=step, now=now)
+                return self.on_deliver(node_id, message, payload, now=now)
             case Partial():
-                return self.on_partial(node_id, message, payload, step=step)
+                return self.on_partial(node_id, message, payload)
             case Failed():
                 return self.on_failed(node_id, message, now=now)
 
     def on_deliver(
-        self, node_id: str, message: Deliver, payload: list[Frame], *, step: int, now: float
+        self, node_id: str, message: Deliver, payload: list[Frame], *, now: float
     ) -> list[Action]:
         """Judge a finished group.
 
@@ -669,7 +684,6 @@ class Intake:
             node_id: the worker that sent it.
             message: which lease it answers.
             payload: the group, as `encode_group` writes it.
-            step: optimizer steps done.
             now: the present instant.
 
         Raises:
@@ -679,53 +693,53 @@ class Intake:
             raise RemoteProtocolError(f"a Deliver from {node_id} without its two frames")
         if message.group_id in self._storing:
             return []
-        if message.group_id in self.granting.settled:
+        if message.group_id in self.settled:
             self.counters.add("duplicates")
             return self._ack(node_id, message, "duplicate")
         try:
             group = decode_group(payload[0], payload[1])
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
-            notes = self._complain(node_id, "malformed", f"{node_id}: {error}", now)
+            notes = self._complaints.note(node_id, "malformed", f"{node_id}: {error}", now=now)
             return [*notes, *self._refuse(node_id, message, "malformed")]
         header, arrays = payload
         if self.settings.trims_stale:
             # Tokens beyond the bound are masked here; the bound itself is checked as ever.
-            trimmed = trim_stale(group, step=step, max_staleness=self.settings.max_staleness)
+            trimmed = trim_stale(group, step=self.step, max_staleness=self.settings.max_staleness)
             if trimmed is not None:
                 self.counters.add(
                     "partials/trimmed_tokens", group.num_trained - trimmed.num_trained
                 )
                 group = replace(trimmed, is_trimmed=False)
                 header, arrays = encode_group(group)
-        reason = self._find_fault(group, message, node_id, step)
+        reason = self._find_fault(group, message, node_id)
         if reason is not None:
             return self._refuse(node_id, message, reason)
         self._storing[group.group_id] = (node_id, group.attempt)
-        self.granting.leases.deliver(group.group_id, group.attempt, node_id)
-        self.granting.forecast.made(
+        self.leases.deliver(group.group_id, group.attempt, node_id)
+        self.forecast.made(
             node_id,
             num_tokens=max(rollout.num_tokens for rollout in group.rollouts),
             seconds=message.seconds,
-            load=self.granting.leases.load(node_id, group.group_id, group.attempt),
+            load=self.leases.load(node_id, group.group_id, group.attempt),
             now=now,
         )
         return [StoreGroup(group, header, arrays)]
 
-    def _find_fault(self, group: Group, message: Deliver, node_id: str, step: int) -> str | None:
+    def _find_fault(self, group: Group, message: Deliver, node_id: str) -> str | None:
         """Return why a delivered group cannot be accepted, or None."""
         label = (message.group_id, message.attempt, node_id)
         if (group.group_id, group.attempt, group.worker_id) != label:
             return "mislabelled"
-        if not self.granting.is_open(group.group_id):
+        if not self.is_open(group.group_id):
             return "unknown_group"
         return self._find_content_fault(group) or find_fault(
-            group, step=step, max_staleness=self.settings.max_staleness, lineages=self.lineages
+            group, step=self.step, max_staleness=self.settings.max_staleness, lineages=self.lineages
         )
 
     def _find_content_fault(self, group: Group) -> str | None:
         """Return in what a group differs from what was asked for, or None."""
-        lease = self.granting.make_lease(group.group_id, group.attempt)
+        lease = self.make_lease(group.group_id, group.attempt)
         if group.prompt_ids.tolist() != list(lease.prompt_ids):
             if not self.settings.prompts_are_free:
                 return "another_prompt"
@@ -751,12 +765,12 @@ class Intake:
         """Tell the worker to forget this result; the group is granted again."""
         self.counters.add(f"refused/{reason}")
         group_id, attempt = message.group_id, message.attempt
-        leases = self.granting.leases
+        leases = self.leases
         # Once per lease, so that nobody can fill the disk with them.
         is_leased = any(record.attempt == attempt for record in leases.leases_of(group_id))
         records = [RecordRefusal(group_id, attempt, node_id, reason)] if is_leased else []
         leases.revoke_attempt(group_id, attempt)
-        if self.granting.is_open(group_id):
+        if self.is_open(group_id):
             leases.return_group(group_id)
         return [*records, *self._ack(node_id, message, "refused", reason)]
 
@@ -766,19 +780,19 @@ class Intake:
         ack = Ack(
             group_id=message.group_id, attempt=message.attempt, outcome=outcome, reason=reason
         )
-        return self._to(node_id, ack)
+        return self._routes.to(node_id, ack)
 
     def stored(self, group_id: int) -> list[Action]:
         """Acknowledge a group that the journal now holds."""
         node_id, attempt = self._storing.pop(group_id)
-        leases = self.granting.leases.leases_of(group_id)
-        self.granting.settle(group_id)
+        leases = self.leases.leases_of(group_id)
+        self.settle(group_id)
         self.counters.add("accepted")
         first = next((r for r in leases if (r.worker_id, r.attempt) == (node_id, attempt)), None)
         if first is not None and len(leases) > 1:
             self.counters.add("hedges/lost" if first.copy_of is None else "hedges/won")
         ack = Ack(group_id=group_id, attempt=attempt, outcome="accepted")
-        return [*self._to(node_id, ack), *self._cancel(leases, first)]
+        return [*self._routes.to(node_id, ack), *self._cancel(leases, first)]
 
     def _cancel(self, leases: list[LeaseRecord], first: LeaseRecord | None) -> list[Action]:
         """Tell the other workers that had a group to stop."""
@@ -789,12 +803,10 @@ class Intake:
             self.counters.add("hedges/tokens_lost", record.num_tokens)
             actions.append(RecordCancel(group_id, attempt, worker_id, record.num_tokens))
             ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
-            actions += self._to(worker_id, ack)
+            actions += self._routes.to(worker_id, ack)
         return actions
 
-    def on_partial(
-        self, node_id: str, message: Partial, payload: list[Frame], *, step: int
-    ) -> list[Action]:
+    def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
         """Keep what a worker has sampled for a group, for whoever may have to continue it.
 
         Only from a worker that holds a lease of it; anything else may be late, or invented.
@@ -804,20 +816,18 @@ class Intake:
         """
         if len(payload) != 1:
             raise RemoteProtocolError(f"a Partial from {node_id} without its frame")
-        if node_id not in self.granting.leases.workers_of(message.group_id):
+        if node_id not in self.leases.workers_of(message.group_id):
             self.counters.add("partials/late")
             return []
         members = decode_members(payload[0])
-        fault = self._find_partial_fault(members, step)
+        fault = self._find_partial_fault(members)
         if fault is not None:
             raise RemoteProtocolError(f"partial rollouts of {node_id}: {fault}")
         num_tokens = sum(member.num_tokens for member in members)
-        self.granting.handover.put(
-            message.group_id, message.attempt, payload[0], num_tokens=num_tokens
-        )
+        self.handover.put(message.group_id, message.attempt, payload[0], num_tokens=num_tokens)
         return []
 
-    def _find_partial_fault(self, members: list[PartialRollout], step: int) -> str | None:
+    def _find_partial_fault(self, members: list[PartialRollout]) -> str | None:
         """Return why these cannot be what was sampled for a group, or None."""
         if len(members) != self.settings.group_size:
             return f"{len(members)} members"
@@ -831,23 +841,23 @@ class Intake:
             )
             if fault is not None:
                 return fault
-            if int(member.policy_versions[:, 1].max()) > step:
+            if int(member.policy_versions[:, 1].max()) > self.step:
                 return "version_from_the_future"
         return None
 
     def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
         """End a group that a worker could not finish, with its reason."""
-        if message.group_id in self._storing or not self.granting.is_open(message.group_id):
+        if message.group_id in self._storing or not self.is_open(message.group_id):
             return self._ack(node_id, message, "duplicate")
         if message.is_elsewhere:
             return self._on_given_back(node_id, message, now)
         reason = known_reason(message.reason)
         text = f"group {message.group_id} failed on {node_id}: {reason}: {message.detail}"
-        leases = self.granting.leases.leases_of(message.group_id)
+        leases = self.leases.leases_of(message.group_id)
         own = next((r for r in leases if r.attempt == message.attempt), None)
         return [
-            *self._complain(node_id, reason, text, now),
-            *self.granting.end(
+            *self._complaints.note(node_id, reason, text, now=now),
+            *self.end(
                 message.group_id,
                 reason,
                 worker_id=node_id,
@@ -859,13 +869,13 @@ class Intake:
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
         """Grant a group again that a worker cannot sample now, though others can."""
-        self.granting.leases.give_back(message.group_id, message.attempt, node_id)
+        self.leases.give_back(message.group_id, message.attempt, node_id)
         self.counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
         if message.reason == SUPERSEDED:
             return acks  # so it goes with each new version
         text = f"{node_id} gives group {message.group_id} back: {message.detail}"
-        return [*self._complain(node_id, "given_back", text, now), *acks]
+        return [*self._complaints.note(node_id, "given_back", text, now=now), *acks]
 
 
 def _printable(text: str) -> str:

@@ -35,7 +35,6 @@ from echo.fleet.job import Job
 from echo.leases.dispatch import Throughput
 from echo.protocol.learner_session import LearnerSession
 from echo.protocol.membership import Member
-from echo.protocol.standby import set_standby
 from echo.wire.actions import Action, Note
 from echo.wire.codec import BYTES_PER_TOKEN
 
@@ -137,7 +136,7 @@ class Activation:
                 self._states[member.node_id] = _State(member.incarnation, capability, now)
                 actions += self._welcome(session, member, now)
                 continue
-            slots = max(1, member.capacity // 2)
+            slots = max(1, member.worker.capacity // 2)
             state.capability.look(
                 load=session.leases.num_leases(member.node_id) / slots,
                 tokens_sampled=member.num_sampled,
@@ -168,7 +167,7 @@ class Activation:
             f"{member.node_id} stands by: with it the active workers would cost ${cost:.2f}/h, "
             f"activation.budget_per_h is ${cap:.2f}"
         )
-        return [Note("info", text), *set_standby(session, standby, now=now)]
+        return [Note("info", text), *session.set_standby(standby, now=now)]
 
     def stepped(self, times: StepTimes) -> None:
         """Take the times of a step."""
@@ -214,7 +213,7 @@ class Activation:
             now: the present.
         """
         # Who is set aside delivers nothing that counts, whatever rate and price it states.
-        members = [m for m in session.roster.members("worker") if not m.is_set_aside]
+        members = [m for m in session.roster.members("worker") if not m.worker.is_set_aside]
         train_s = self.train_s
         is_too_soon = now < self._asked_at + self.settings.review_s
         if is_too_soon or not train_s or not any(member.price.per_h for member in members):
@@ -284,7 +283,7 @@ class Activation:
     def _job(self, session: LearnerSession, train_s: float, publish_period: int) -> Job:
         settings, steps = self.settings, self._steps
         tokens = max(1.0, fmean(times.completion_tokens for times in steps))
-        bound = min(session.settings.max_staleness, session.buffer.admission_staleness)
+        bound = min(session.settings.leases.max_staleness, session.buffer.admission_staleness)
         return Job(
             groups_per_step=settings.groups_per_step,
             group_size=settings.group_size,
@@ -307,13 +306,13 @@ class Activation:
         return PricedWorker(
             name=member.node_id,
             tokens_per_s=rate * self._trust,
-            concurrency=max(1, member.capacity // 2) * self.settings.group_size,
+            concurrency=max(1, member.worker.capacity // 2) * self.settings.group_size,
             price_per_h=price.per_h or 0.0,
             price_per_gb=price.per_gb,
             losses_per_h=price.losses_per_h,
             restart_s=RESTART_S,
-            region=member.region,
-            can_listen=member.advertise is not None,
+            region=member.node.region,
+            can_listen=member.node.advertise is not None,
             down_bytes_per_s=down or UNLIMITED,
             up_bytes_per_s=stats.uplink_bytes_per_s or UNLIMITED,
         )
@@ -323,7 +322,8 @@ class Activation:
     ) -> Links:
         uplink = session.broadcast.uplink_bytes_per_s
         relays = session.roster.members("relay")
-        forecast = session.planning.forecast([*relays, *members], uplink_bytes_per_s=uplink)
+        nodes = [member.node for member in (*relays, *members)]
+        forecast = session.planning.forecast(nodes, uplink_bytes_per_s=uplink)
         planned = session.planning.topology
         # What coding, decoding and installing add to the forecast.
         overhead_s = max(0.0, took_s - planned.predicted_s) if planned and took_s else 0.0
@@ -334,8 +334,8 @@ class Activation:
         return Links(
             broadcast_s=broadcast_s,
             uplink_bytes_per_s=uplink or UNLIMITED,
-            price_per_gb=session.settings.price_per_gb,
-            relay_regions=frozenset(relay.region for relay in relays if relay.region),
+            price_per_gb=session.settings.site.price_per_gb,
+            relay_regions=frozenset(relay.node.region for relay in relays if relay.node.region),
         )
 
     def _is_settled(self, member: Member, now: float) -> bool:
@@ -389,14 +389,14 @@ class Activation:
                 state.num_doublings = min(MAX_DOUBLINGS, state.num_doublings + 1)
             state.since = now
         self._steps_since_change = 0
-        return set_standby(session, standby, now=now), decision
+        return session.set_standby(standby, now=now), decision
 
 
 def _is_ready(member: Member, session: LearnerSession) -> bool:
     """Return whether a worker holds weights that leases are granted for."""
     if member.installed is None:
         return False
-    return session.step - member.installed.step <= session.settings.max_staleness
+    return session.step - member.installed.step <= session.settings.leases.max_staleness
 
 
 def _has_drifted(before: dict[str, float], after: dict[str, float]) -> bool:

@@ -7,25 +7,24 @@ is left, except from the last call on.
 from __future__ import annotations
 
 from echo.protocol.membership import Member, Roster
-from echo.protocol.reception import SendTo
-from echo.wire.actions import Action
+from echo.wire.actions import Action, Routes
 from echo.wire.messages import Finish
 
 
 class Dismissal:
     """Tells the nodes that the run is over."""
 
-    def __init__(self, roster: Roster, *, send: SendTo) -> None:
+    def __init__(self, roster: Roster, routes: Routes) -> None:
         """Start with a run that is not over.
 
         Args:
-            roster: the session's.
-            send: returns the Send of a message to a node.
+            roster: the learner's.
+            routes: lead to the nodes.
         """
         self.reason: str | None = None
         self.is_last_call = False
         self._roster = roster
-        self._to = send
+        self._routes = routes
 
     def tell(self) -> list[Action]:
         """Tell whoever may leave, if the run is over."""
@@ -37,7 +36,7 @@ class Dismissal:
             action
             for node in nodes
             if self.may_leave(node)
-            for action in self._to(node.node_id, finish)
+            for action in self._routes.to(node.node_id, finish)
         ]
 
     def may_leave(self, member: Member) -> bool:

@@ -13,25 +13,25 @@ Its parts: `reception.py` admits nodes, `leases/scheduler.py` decides who is giv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
 from echo.core.rollout import Lineage
-from echo.core.timers import OncePerMinute, Paced, RecentMap, earliest
-from echo.leases.book import LeaseBook
-from echo.leases.scheduler import GRANT_S, AcceptedGroups, Intake, Obstacle, Scheduler
+from echo.core.timers import Paced, earliest
+from echo.leases.book import LeaseBook, LeasedWorker
+from echo.leases.scheduler import GRANT_S, AcceptedGroups, LeaseSettings, Obstacle, Scheduler
 from echo.protocol.dismissal import Dismissal
 from echo.protocol.membership import Member, Roster
-from echo.protocol.reception import LearnerSettings as LearnerSettings
-from echo.protocol.reception import Reception
+from echo.protocol.reception import AdmissionSettings, Reception
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed, acknowledge
 from echo.weights.topology.plan import PLAN_S, Planner
 from echo.weights.topology.sites import Site
-from echo.wire.actions import Action, HangUp, Note, Send, Work
+from echo.wire.actions import Action, Complaints, HangUp, Note, Routes, Send, Work
 from echo.wire.codec import (
     Envelope,
     Frame,
@@ -65,8 +65,18 @@ from echo.wire.messages import (
 
 MAX_NAMES_TOLD = 3
 """Silent nodes that one line names; the rest of them it counts."""
-MAX_ROUTES = 100_000
-"""Nodes that are remembered at most, the newest; each costs some hundred bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """What the learner's role is told by the configuration, by plane."""
+
+    admission: AdmissionSettings
+    leases: LeaseSettings
+    site: Site
+    """Its address may be empty for "as you reached it"; its uplink counts until transfers have
+    shown it."""
+    chunk_bytes: int = 1 << 20
 
 
 class LearnerSession:
@@ -102,21 +112,23 @@ class LearnerSession:
         self.broadcast = broadcast
         self.lineages = lineages
         self.counters = Counters()
-        self.roster = Roster(heartbeat_s=settings.heartbeat_s, dead_after_s=settings.dead_after_s)
+        admission = settings.admission
+        self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
         self.is_granting = True
         self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
         self._decided: list[Action] = []
-        self._complaints = OncePerMinute()
+        self._routes = Routes(self.counters)
+        self._complaints = Complaints()
         self._reception = Reception(
-            settings,
+            admission,
             lineages=lineages,
             roster=self.roster,
             counters=self.counters,
-            send=self._to,
-            complain=self._complain,
+            routes=self._routes,
+            complaints=self._complaints,
         )
-        self._granting = Scheduler(
-            settings,
+        self._scheduler = Scheduler(
+            settings.leases,
             leases=leases,
             buffer=buffer,
             make_lease=make_lease,
@@ -125,52 +137,37 @@ class LearnerSession:
             next_group_id=next_group_id,
             settled=settled,
             counters=self.counters,
+            routes=self._routes,
+            complaints=self._complaints,
         )
-        self._intake = Intake(
-            settings,
-            granting=self._granting,
-            lineages=lineages,
-            counters=self.counters,
-            send=self._to,
-            complain=self._complain,
-        )
-        self._dismissal = Dismissal(self.roster, send=self._to)
-        self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
-        learner = Site(
-            LEARNER_ID,
-            "learner",
-            settings.advertise,
-            uplink_bytes_per_s=settings.uplink_bytes_per_s,
-            region=settings.region,
-            price_per_gb=settings.price_per_gb,
-        )
-        self.planning = Planner(learner=learner, chunk_bytes=settings.chunk_bytes)
+        self._dismissal = Dismissal(self.roster, self._routes)
+        self.planning = Planner(learner=settings.site, chunk_bytes=settings.chunk_bytes)
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._granting.step
+        return self._scheduler.step
 
     @property
     def buffer(self) -> AcceptedGroups:
         """Groups accepted and not yet used."""
-        return self._granting.buffer
+        return self._scheduler.buffer
 
     @property
     def leases(self) -> LeaseBook:
         """Leases that are out."""
-        return self._granting.leases
+        return self._scheduler.leases
 
     @property
     def next_group_id(self) -> int:
         """The first group id that was never granted."""
-        return self._granting.next_group_id
+        return self._scheduler.next_group_id
 
     # --- links and messages ----------------------------------------------------------------------
 
     def disconnected(self, peer: str, *, now: float) -> list[Action]:
         """Forget a link; the nodes behind it are given up only by their silence."""
-        self._routes.discard_value(peer)
+        self._routes.forget(peer)
         return self.broadcast.remove_child(peer, now=now)
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
@@ -180,7 +177,9 @@ class LearnerSession:
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
             source = describe(frames)[0] or peer
-            actions = self._complain(source, "protocol", f"refused a message: {error}", now)
+            actions = self._complaints.note(
+                source, "protocol", f"refused a message: {error}", now=now
+            )
         self._decided = []
         return actions
 
@@ -206,23 +205,19 @@ class LearnerSession:
         if envelope.target not in ("", LEARNER_ID):
             raise RemoteProtocolError(f"a message for {envelope.target!r} sent to the learner")
         if envelope.target == LEARNER_ID:
-            self._routes[envelope.source] = peer
+            self._routes.learn(envelope.source, peer)
         fault = other_protocol(envelope)
         if fault is not None:
             # Answered in our version: the envelope alone tells the other what is wrong.
             self.counters.add("refused/protocol_version")
             refuse = Refuse(reason="protocol_version", detail=fault)
             frames = encode(refuse, source=LEARNER_ID, target=envelope.source)
-            notes = self._complain(envelope.source, "protocol_version", fault, now)
+            notes = self._complaints.note(envelope.source, "protocol_version", fault, now=now)
             return [*notes, Send(peer, frames)]
         message = decode_message(envelope)
         if not envelope.target:
             return self._on_link_message(peer, message, payload, now)
         return self._on_routed(envelope.source, message, payload, now)
-
-    def _complain(self, source: str, reason: str, text: str, now: float) -> list[Action]:
-        line = self._complaints.say(source, reason, text, now=now)
-        return [] if line is None else [Note("warning", line)]
 
     def _on_link_message(
         self, peer: str, message: Message, payload: list[Frame], now: float
@@ -242,15 +237,13 @@ class LearnerSession:
             return self._on_joining(source, message, now)
         member = self.roster.nodes.get(source)
         if member is None or not member.is_member:
-            return self._to(source, Rehello())
+            return self._routes.to(source, Rehello())
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
             case Deliver() | Partial() | Failed():
                 # Kept if granting fails: a group that is being stored must be stored.
-                self._decided = self._intake.receive(
-                    source, message, payload, step=self.step, now=now
-                )
+                self._decided = self._scheduler.receive(source, message, payload, now=now)
                 return self._decided + self.grant(now=now)
             case Goodbye():
                 self.roster.leave(member, is_released=message.is_released)
@@ -258,21 +251,13 @@ class LearnerSession:
                 return [note, *self._drop(member, now), *self._dismissal.tell()]
         raise RemoteProtocolError(f"{type(message).__name__} from {source} is not for the learner")
 
-    def _to(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
-        """Return the Send of a message to a node, or nothing if no link leads to it."""
-        peer = self._routes.get(node_id)
-        if peer is None:
-            self.counters.add("dropped/no_route")
-            return []
-        return [Send(peer, encode(message, payload, source=LEARNER_ID, target=node_id))]
-
     # --- joining and the plan --------------------------------------------------------------------
 
     def _on_joining(
         self, source: str, message: Hello | AssetRequest | Ready, now: float
     ) -> list[Action]:
         if self.finish_reason is not None:
-            return self._to(source, Finish(reason=self.finish_reason))
+            return self._routes.to(source, Finish(reason=self.finish_reason))
         reception = self._reception
         match message:
             case Hello():
@@ -292,12 +277,12 @@ class LearnerSession:
             return []
         self.planning.expect(self.broadcast.payload)
         moved = self.planning.move(
-            self.roster.members(),
+            [member.node for member in self.roster.members()],
             uplink_bytes_per_s=self.broadcast.uplink_bytes_per_s,
             now=now,
             is_between=is_between,
         )
-        return [action for name, plan in moved for action in self._to(name, plan)]
+        return [action for name, plan in moved for action in self._routes.to(name, plan)]
 
     def make_way(self, *, now: float) -> list[Action]:
         """Plan for a version that is about to go out, if a plan is due."""
@@ -313,62 +298,90 @@ class LearnerSession:
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Action]:
         if self.finish_reason is not None and self._dismissal.may_leave(member):
-            return self._to(member.node_id, Finish(reason=self.finish_reason))
+            return self._routes.to(member.node_id, Finish(reason=self.finish_reason))
         has_new_suspects = message.stats.suspects != member.stats.suspects
         has_progress = member.beat(message, now=now)
-        actions = self._to(
+        actions = self._routes.to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
+        plan = member.node.plan
         # A lost Plan shows as a parent that is not the planned one; repeating it is harmless.
-        if member.plan is not None and message.stats.parent != member.plan.first_parents:
-            plan = msgspec.structs.replace(member.plan, epoch=self.planning.epoch)
-            actions += self._to(member.node_id, plan)
+        if plan is not None and message.stats.parent != plan.first_parents:
+            plan = msgspec.structs.replace(plan, epoch=self.planning.epoch)
+            actions += self._routes.to(member.node_id, plan)
         if has_new_suspects or self.planning.is_due(now=now):
             actions += self.replan(now)
-        lost, unwanted = self._granting.reconcile(
-            member,
+        lost, unwanted = self._scheduler.reconcile(
+            member.worker,
             message,
             has_progress=has_progress,
-            resend_after_s=2 * self.settings.heartbeat_s,
+            resend_after_s=2 * self.settings.leases.heartbeat_s,
             now=now,
         )
         actions += self._send_leases(member.node_id, lost)
         for group_id, attempt in unwanted:
             ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
-            actions += self._to(member.node_id, ack)
+            actions += self._routes.to(member.node_id, ack)
         return actions + self.grant(now=now)
 
     def grant(self, *, now: float) -> list[Action]:
         """Hand out as many groups as admission and capacities allow, soon if not now."""
         is_over = self.finish_reason is not None or not self.is_granting
-        if is_over or self._granting.is_closed(self.broadcast.newest_complete):
+        if is_over or self._scheduler.is_closed(self.broadcast.newest_complete):
             self._grants.deadline = None
             return []
         if not self._grants.may(len(self.roster.nodes), now=now):
             return []
-        actions, granted = self._granting.grant(self.roster.active("worker"), now=now)
+        actions, granted = self._scheduler.grant(self._workers, now=now)
         for node_id, leases in granted.items():
             actions += self._send_leases(node_id, leases)
         return actions
 
     def obstacle(self) -> Obstacle:
         """Return what keeps the groups of the next batch from being granted."""
-        workers = self.roster.active("worker")
-        return self._granting.obstacle(workers, self.broadcast.newest_complete)
+        return self._scheduler.obstacle(self._workers, self.broadcast.newest_complete)
+
+    @property
+    def _workers(self) -> list[LeasedWorker]:
+        return [member.worker for member in self.roster.active("worker")]
+
+    def set_standby(self, names: Collection[str], *, now: float) -> list[Action]:
+        """Put exactly these workers on standby; return what is to be done where anything changes.
+
+        A worker on standby keeps its control link and its heartbeats, so that it can be activated
+        within one message. It is granted nothing; what it has in hand it finishes and delivers. It
+        gets no weights either (`weights/topology/plan.py`): they would cost traffic, and the
+        broadcast would take as long as for all workers and not as long as for those that generate.
+        Activated again it fetches, like a late joiner, the cheapest of image, keyframe and deltas,
+        and is granted leases once it has them.
+
+        A worker knows that it stands by from its plan, which then names no parents; the plan is
+        repeated with each heartbeat until it is obeyed, so a lost one does no harm.
+
+        Args:
+            names: node ids; of others than workers, and of workers that are gone, nothing is done.
+            now: the present.
+        """
+        changed = False
+        for member in self.roster.members("worker"):
+            is_standby = member.node_id in names
+            changed |= is_standby != member.is_standby
+            member.node.is_standby = is_standby
+        return [*self.replan(now), *self.grant(now=now)] if changed else []
 
     def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
-        messages = self._granting.handover.grants(leases)
-        return [a for grant, payload in messages for a in self._to(node_id, grant, *payload)]
+        messages = self._scheduler.handover.grants(leases)
+        return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
 
     def stored(self, group_id: int, *, now: float) -> list[Action]:
         """Acknowledge a group that the journal now holds; the caller has put it into the buffer."""
-        return [*self._intake.stored(group_id), *self.grant(now=now)]
+        return [*self._scheduler.stored(group_id), *self.grant(now=now)]
 
     # --- the learner's own steps -----------------------------------------------------------------
 
     def advance(self, step: int, *, now: float) -> list[Action]:
         """Note that an optimizer step was made: there is room for more groups."""
-        self._granting.step = step
+        self._scheduler.step = step
         return self.grant(now=now)
 
     @property
@@ -423,7 +436,7 @@ class LearnerSession:
             self.counters.add("leases_expired")
             if record.worker_id in self.roster.nodes:
                 # It gets no other group before its next heartbeat shows how it fares.
-                self.roster.nodes[record.worker_id].is_stuck = True
+                self.roster.nodes[record.worker_id].worker.is_stuck = True
         if late:
             numbers = Counter(record.worker_id for record in late)
             where = ", ".join(f"{number} on {node_id}" for node_id, number in numbers.items())

@@ -10,14 +10,15 @@ the newcomer is refused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from echo.core.metrics import NodeView
 from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import Deadlines, RecentMap
-from echo.wire.messages import Heartbeat, Hello, NodeStats, TopologyPlan
+from echo.leases.book import LeasedWorker
+from echo.weights.topology.sites import PlannedNode
+from echo.wire.messages import Heartbeat, Hello, NodeStats
 
 RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
@@ -26,61 +27,78 @@ MAX_RELEASED = 10_000
 
 @dataclass(slots=True)
 class Member:
-    """One node, as last heard."""
+    """One node: who it is, when it was heard, and what each plane keeps of it."""
 
     node_id: str
     role: str
     incarnation: str
-    advertise: str | None
     heard_at: float
+    node: PlannedNode
+    """What the plan of the weights knows of it."""
+    worker: LeasedWorker
+    """What the scheduler of leases knows of it."""
+    price: Price = field(default_factory=Price)
     is_member: bool = False
-    installed: PolicyVersion | None = None
-    capacity: int = 0
-    stats: NodeStats = field(default_factory=NodeStats)
     tokens_sampled: int = -1
     """Counter at the last heartbeat: its growth renews waiting leases."""
-    num_strays: int = 0
-    """Leases that the worker still holds although they have expired or are not wanted any more."""
-    is_stuck: bool = False
-    """Whether it holds such leases and nothing shows that it works."""
     rival: tuple[str, float] | None = None
     """(incarnation, first heard at) of another process that asks for this name."""
-    plan: TopologyPlan | None = None
-    """What it was told of its parents last."""
-    partials: Mapping[str, int] = field(default_factory=dict)
-    """Its counts of unfinished rollouts, as far as they have been added to the learner's."""
-    num_parked: int = 0
-    """Groups that wait there to be continued."""
-    region: str = ""
-    price_per_gb: float = 0.0
-    price: Price = field(default_factory=Price)
-    is_standby: bool = False
-    """Whether it is given neither leases nor weights for now (`standby.py`)."""
-    is_set_aside: bool = False
-    """Whether it is given no groups because nothing can be learned from its own
-    (`leases/dispatch.py`)."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
     """(instant, tokens sampled, weight bytes received) of the last heartbeats."""
 
+    @classmethod
+    def of(cls, message: Hello, *, now: float) -> Member:
+        """Return a node as it introduces itself."""
+        node = PlannedNode(
+            message.node_id,
+            message.role,
+            message.advertise,
+            region=message.region,
+            price_per_gb=message.price_per_gb,
+        )
+        worker = LeasedWorker(message.node_id)
+        return cls(
+            message.node_id,
+            message.role,
+            message.incarnation,
+            now,
+            node,
+            worker,
+            price=message.price,
+        )
+
     def beat(self, message: Heartbeat, *, now: float) -> bool:
         """Take a heartbeat; return whether the node has sampled anything since the last one."""
-        has_progress = message.stats.tokens_sampled != self.tokens_sampled
-        self.heard_at, self.installed, self.capacity = now, message.installed, message.capacity
-        self.stats, self.tokens_sampled = message.stats, message.stats.tokens_sampled
-        self.history.append((now, message.stats.tokens_sampled, message.stats.bytes_received))
+        stats = message.stats
+        has_progress = stats.tokens_sampled != self.tokens_sampled
+        self.heard_at, self.tokens_sampled = now, stats.tokens_sampled
+        self.node.stats, self.node.installed = stats, message.installed
+        self.worker.installed, self.worker.capacity = message.installed, message.capacity
+        self.worker.num_places = stats.num_places
+        self.history.append((now, stats.tokens_sampled, stats.bytes_received))
         while len(self.history) > 2 and now - self.history[0][0] > RATE_WINDOW_S:
             self.history.popleft()
         return has_progress
 
     @property
+    def stats(self) -> NodeStats:
+        """What its last heartbeat says of it."""
+        return self.node.stats
+
+    @property
+    def installed(self) -> PolicyVersion | None:
+        """The version that it samples from, or a relay holds."""
+        return self.node.installed
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether it is given neither leases nor weights for now."""
+        return self.node.is_standby
+
+    @property
     def num_sampled(self) -> int | None:
         """The worker's counter of tokens, which began with its process; None before a heartbeat."""
         return self.tokens_sampled if self.tokens_sampled >= 0 else None
-
-    def is_able(self, usable: Container[PolicyVersion | None]) -> bool:
-        """Return whether it can be given groups, and samples from a version of use for them."""
-        is_welcome = not self.is_stuck and not self.is_set_aside
-        return is_welcome and self.capacity > 0 and self.installed in usable
 
     def rates(self) -> tuple[float, float]:
         """Return (tokens per second, weight bytes per second) over the last heartbeats."""
@@ -101,7 +119,7 @@ class Member:
             state = "joining"
         elif self.is_standby:
             state = f"{state}, then standby" if num_leases else "standby"
-        elif self.is_set_aside:
+        elif self.worker.is_set_aside:
             state = "set aside"
         elif stats.fetching is not None and stats.num_chunks:
             state = f"{state}, fetching {stats.fetching} {stats.num_chunks_held}/{stats.num_chunks}"
@@ -169,20 +187,11 @@ class Roster:
                 known.rival = message.incarnation, now
             return "name_taken" if now - known.rival[1] > self.dead_after_s else "wait"
         if outcome == "new":
-            self.nodes[message.node_id] = Member(
-                message.node_id,
-                message.role,
-                message.incarnation,
-                message.advertise,
-                now,
-                region=message.region,
-                price_per_gb=message.price_per_gb,
-                price=message.price,
-            )
+            self.nodes[message.node_id] = Member.of(message, now=now)
             self._deadlines.add(self.nodes[message.node_id])
         else:
             assert known is not None
-            known.heard_at, known.advertise = now, message.advertise
+            known.heard_at, known.node.advertise = now, message.advertise
         return outcome
 
     def expire(self, *, now: float) -> list[Member]:

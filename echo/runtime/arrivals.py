@@ -62,7 +62,8 @@ class Arrivals:
         self._refusal = refusal
         self._max_barren_groups = max_barren_groups
         self._usefulness = Usefulness(
-            max_barren_groups=max_barren_groups, groups_per_step=session.settings.groups_per_step
+            max_barren_groups=max_barren_groups,
+            groups_per_step=session.settings.leases.groups_per_step,
         )
         self._has_set_aside = False
         self._perform = perform
@@ -163,14 +164,14 @@ class Arrivals:
             return
         members = self._session.roster.members("worker")
         can_sample = {
-            member.node_id: member.capacity > 0 and not member.is_stuck
+            member.node_id: member.worker.capacity > 0 and not member.worker.is_stuck
             for member in members
             if not member.is_standby
         }
         texts = self._usefulness.review(can_sample, now=self._clock())
         for member in members:
-            member.is_set_aside = self._usefulness.is_set_aside(member.node_id)
-        self._has_set_aside = any(member.is_set_aside for member in members)
+            member.worker.is_set_aside = self._usefulness.is_set_aside(member.node_id)
+        self._has_set_aside = any(member.worker.is_set_aside for member in members)
         self._perform([Note("warning", text) for text in texts])
 
     async def run(self) -> None:

@@ -29,8 +29,8 @@ class Farewell:
     @property
     def _return_s(self) -> float:
         """Seconds in which a node has dialled twice, and each time has said who it is."""
-        longest_s = self._node.transport.options.max_redial_s + self._session.settings.heartbeat_s
-        return max(LINGER_S, 2 * longest_s)
+        heartbeat_s = self._session.settings.leases.heartbeat_s
+        return max(LINGER_S, 2 * (self._node.transport.options.max_redial_s + heartbeat_s))
 
     def expect(self) -> None:
         """Note that nodes of this run may be out there and dial, as after a crash."""

@@ -15,8 +15,9 @@ from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.engine.lora import base_settings
 from echo.leases.book import LeaseBook
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.reception import LearnerSettings
+from echo.leases.scheduler import LeaseSettings
+from echo.protocol.learner_session import LearnerSession, LearnerSettings
+from echo.protocol.reception import AdmissionSettings
 from echo.records.ledger import Ledger
 from echo.runtime import wiring
 from echo.runtime.activation import resumed_spending
@@ -27,6 +28,7 @@ from echo.runtime.task_setup import code_settings
 from echo.runtime.trainer_setup import build_trainer
 from echo.train.attribution import Attribution, make_attribution
 from echo.train.trainer import Trainer
+from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID
 
 LOST_WORKER = "(before the restart)"
@@ -157,28 +159,37 @@ def build_session(
         leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
     return LearnerSession(
         LearnerSettings(
-            run_id=identity.run_id,
-            key=identity.key,
-            advertise=advertise,
-            max_staleness=sync.max_staleness,
-            groups_per_step=config.batch.groups_per_step,
-            group_size=config.batch.group_size,
-            max_completion_tokens=_max_rollout_tokens(config),
-            prompts_are_free=config.agent.listen is not None,
-            vocab_size=data.vocab_size,
-            trims_stale=trims_stale(config),
-            heartbeat_s=network.heartbeat_s,
-            dead_after_s=network.dead_after_s,
-            settings=inherited_settings(config)
-            | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
-            | code_settings(config),
-            assets=data.read_assets(),
-            digests=data.digests,
+            admission=AdmissionSettings(
+                run_id=identity.run_id,
+                key=identity.key,
+                settings=inherited_settings(config)
+                | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
+                | code_settings(config),
+                assets=data.read_assets(),
+                digests=data.digests,
+                heartbeat_s=network.heartbeat_s,
+                dead_after_s=network.dead_after_s,
+            ),
+            leases=LeaseSettings(
+                max_staleness=sync.max_staleness,
+                groups_per_step=config.batch.groups_per_step,
+                group_size=config.batch.group_size,
+                max_completion_tokens=_max_rollout_tokens(config),
+                vocab_size=data.vocab_size,
+                heartbeat_s=network.heartbeat_s,
+                prompts_are_free=config.agent.listen is not None,
+                trims_stale=trims_stale(config),
+                hedge_factor=config.leases.hedge_factor or None,
+                exact_version=config.rollout.exact_version,
+            ),
+            site=Site(
+                LEARNER_ID,
+                "learner",
+                advertise,
+                region=network.region,
+                price_per_gb=network.price_per_gb,
+            ),
             chunk_bytes=network.chunk_bytes,
-            region=network.region,
-            price_per_gb=network.price_per_gb,
-            hedge_factor=config.leases.hedge_factor or None,
-            exact_version=config.rollout.exact_version,
         ),
         broadcast=wiring.make_broadcast(LEARNER_ID, network),
         buffer=buffer,

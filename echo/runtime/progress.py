@@ -229,7 +229,7 @@ class Progress:
     def _describe_wait(self, session: LearnerSession) -> str:
         """Say what the learner waits for, and whether what comes is of any use."""
         waiting, num_barren = describe_wait(session), self.barren.num_groups
-        if not waiting or num_barren < session.settings.groups_per_step:
+        if not waiting or num_barren < session.settings.leases.groups_per_step:
             return waiting
         return f"{waiting}; nothing could be learned from the last {num_barren} groups"
 
@@ -288,7 +288,7 @@ class Progress:
             elapsed_s=now - self._started_at,
             step=session.step,
             max_steps=max_steps,
-            max_staleness=session.settings.max_staleness,
+            max_staleness=session.settings.leases.max_staleness,
             publish_period=pace.period,
             resumed_at=self._first_step,
             activity=self.activity,
@@ -302,7 +302,7 @@ class Progress:
             recent_idle_ratio=self.recent_idle_ratio(now),
             tokens_per_s=sum(n for at, n in self._accepted if now - at <= RATE_WINDOW_S) / window_s,
             num_buffered=len(session.buffer),
-            groups_per_step=session.settings.groups_per_step,
+            groups_per_step=session.settings.leases.groups_per_step,
             num_leased=session.leases.num_running,
             broadcast_version="-" if newest is None else str(newest),
             broadcast_done=held / wanted if wanted else 1.0,
@@ -331,7 +331,7 @@ def broadcast_progress(session: LearnerSession) -> tuple[int, int]:
 def describe_wait(session: LearnerSession) -> str:
     """Say what the learner waits for, and for whom, in one line."""
     settings, buffered = session.settings, len(session.buffer)
-    missing = settings.groups_per_step - buffered
+    missing = settings.leases.groups_per_step - buffered
     workers = session.roster.active("worker")
     if missing <= 0:
         return ""
@@ -349,7 +349,7 @@ def describe_wait(session: LearnerSession) -> str:
             parts.append(f"{member.node_id} has {leases} and fetches {stats.fetching} ({progress})")
         else:
             parts.append(f"{member.node_id} has {leases} ({stats.state})")
-    return f"{missing} of {settings.groups_per_step} groups; {'; '.join(parts)}"
+    return f"{missing} of {settings.leases.groups_per_step} groups; {'; '.join(parts)}"
 
 
 def _refusals(session: LearnerSession) -> dict[str, int]:

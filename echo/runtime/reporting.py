@@ -110,7 +110,7 @@ def partial_metrics(session: LearnerSession) -> dict[str, float]:
     num_wasted = counts["partials/wasted_tokens"] + counts["partials/masked_tokens"]
     num_wasted += counts["partials/trimmed_tokens"] + session.buffer.num_trimmed_tokens
     return {
-        "partials/waiting": sum(member.num_parked for member in members),
+        "partials/waiting": sum(member.worker.num_waiting for member in members),
         "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
         "partials/wasted_ratio": num_wasted / max(1, num_sampled),
     }

@@ -71,7 +71,7 @@ class Waiting:
         """Note that the learner waits from now on; while it trained, nobody looked."""
         self._alone_since = self._told_at = self._obstacle_since = now
         self._obstacle, self._is_told = "", False
-        self.look_at = now + self._session.settings.heartbeat_s
+        self.look_at = now + self._session.settings.leases.heartbeat_s
 
     def look(self, *, now: float) -> Obstacle:
         """Look whether anything can come of the waiting; return what keeps groups from workers.
@@ -79,7 +79,7 @@ class Waiting:
         Raises:
             TransportError: if there has been no worker for too long.
         """
-        self.look_at = now + self._session.settings.heartbeat_s
+        self.look_at = now + self._session.settings.leases.heartbeat_s
         nodes = self._session.roster.nodes.values()
         worker = next((node.node_id for node in nodes if node.role == "worker"), None)
         if worker is None:
@@ -114,7 +114,8 @@ class Waiting:
         if obstacle != self._obstacle:
             self._obstacle, self._obstacle_since, self._is_told = obstacle, now, False
         lasted_s = now - self._obstacle_since
-        is_urgent = obstacle == "outdated" or lasted_s >= self._session.settings.dead_after_s
+        dead_after_s = self._session.settings.admission.dead_after_s
+        is_urgent = obstacle == "outdated" or lasted_s >= dead_after_s
         what = _OBSTACLES.get(obstacle)
         if what is None or self._is_told or not is_urgent:
             return

@@ -158,7 +158,7 @@ def make_activating(
     )
     meter = Meter(
         learner_per_h=job.learner_price_per_h,
-        learner_per_gb=session.settings.price_per_gb,
+        learner_per_gb=session.settings.site.price_per_gb,
         spent=spent,
         now=now,
         bytes_per_token=token_bytes,

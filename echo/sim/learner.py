@@ -196,7 +196,7 @@ class SimLearner(Host):
 
     def _train_if_ready(self) -> None:
         """Begin a step if the batch is full."""
-        size = self.session.settings.groups_per_step
+        size = self.session.settings.leases.groups_per_step
         if not self._is_waiting:
             return
         if self.activating is not None and self.activating.is_spent:
@@ -234,7 +234,7 @@ class SimLearner(Host):
             )
         )
         if self.activating is not None:
-            completions = len(groups) * session.settings.group_size
+            completions = len(groups) * session.settings.leases.group_size
             tokens = sum(self._groups.length(group.group_id).num_tokens for group in groups)
             self.activating.stepped(
                 step_s=now - self._waiting_since,

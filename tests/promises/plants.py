@@ -14,10 +14,10 @@ import pytest
 from echo.core import buffer
 from echo.core.buffer import StalenessBuffer
 from echo.leases import scheduler
-from echo.leases.book import FinishedGroups, LeaseBook
+from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
 from echo.leases.outbox import Outbox
 from echo.leases.partials import ShippedPartials
-from echo.leases.scheduler import Intake, Scheduler
+from echo.leases.scheduler import Scheduler
 from echo.protocol import joining
 from echo.protocol.joining import Joining
 from echo.protocol.learner_session import LearnerSession
@@ -138,31 +138,31 @@ def grant_without_a_record(patch: pytest.MonkeyPatch) -> None:
 @plant(8)
 def acknowledge_on_arrival(patch: pytest.MonkeyPatch) -> None:
     """Acknowledge a group before the disk has it."""
-    deliver = Intake.on_deliver
+    deliver = Scheduler.on_deliver
 
-    def hasty(self: Intake, node_id: str, message: Any, *rest: Any, **named: Any) -> Any:
+    def hasty(self: Scheduler, node_id: str, message: Any, *rest: Any, **named: Any) -> Any:
         ack = Ack(group_id=message.group_id, attempt=message.attempt, outcome="accepted")
-        return [*self._to(node_id, ack), *deliver(self, node_id, message, *rest, **named)]
+        return [*self._routes.to(node_id, ack), *deliver(self, node_id, message, *rest, **named)]
 
-    patch.setattr(Intake, "on_deliver", hasty)
+    patch.setattr(Scheduler, "on_deliver", hasty)
 
 
 @plant(9)
 def take_the_newest_attempt_only(patch: pytest.MonkeyPatch) -> None:
     """Refuse a result whose attempt is not the newest granted."""
-    find = Intake._find_fault
+    find = Scheduler._find_fault
 
-    def strict(self: Intake, group: Any, message: Any, *rest: Any) -> str | None:
-        newest = self.granting.leases.newest_attempt(group.group_id)
+    def strict(self: Scheduler, group: Any, message: Any, *rest: Any) -> str | None:
+        newest = self.leases.newest_attempt(group.group_id)
         return "old_attempt" if message.attempt != newest else find(self, group, message, *rest)
 
-    patch.setattr(Intake, "_find_fault", strict)
+    patch.setattr(Scheduler, "_find_fault", strict)
 
 
 @plant(10)
 def let_losers_go_on(patch: pytest.MonkeyPatch) -> None:
     """Tell nobody that another was first."""
-    patch.setattr(Intake, "_cancel", lambda self, leases, first: [])
+    patch.setattr(Scheduler, "_cancel", lambda self, leases, first: [])
 
 
 @plant(11)
@@ -201,7 +201,7 @@ def forget_what_is_finished(patch: pytest.MonkeyPatch) -> None:
 @plant(15)
 def ignore_failures(patch: pytest.MonkeyPatch) -> None:
     """Give a group that cannot be made no end."""
-    patch.setattr(Intake, "on_failed", lambda self, node_id, message: [])
+    patch.setattr(Scheduler, "on_failed", lambda self, node_id, message: [])
 
 
 @plant(16)
@@ -419,7 +419,7 @@ def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
     def eager(self: Roster, message: Any, *, now: float) -> str:
         verdict = hello(self, message, now=now)
         if member := self.nodes.get(message.node_id):
-            member.capacity = 3
+            member.worker.capacity = 3
         return verdict
 
     def everybody(self: Roster, role: str | None = None) -> list[Member]:
@@ -427,7 +427,7 @@ def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Roster, "hello", eager)
     patch.setattr(Roster, "active", everybody)
-    patch.setattr(Member, "is_able", lambda self, usable: True)
+    patch.setattr(LeasedWorker, "is_able", lambda self, usable: True)
     patch.setattr(Scheduler, "_bounds", lambda self, workers: {w.installed: 10**6 for w in workers})
 
 

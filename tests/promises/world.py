@@ -23,7 +23,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.core.errors import RefusedError, TransportError
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout, PolicyVersion
-from echo.protocol.standby import set_standby
 from echo.sim.network import Link
 from echo.wire import codec
 from echo.wire.actions import Send
@@ -234,7 +233,7 @@ class World:
         """Put exactly these workers on standby."""
         process = self._process(LEARNER)
         names = set(workers)
-        self._world.perform(process, set_standby(process.session, names, now=self._world.now))
+        self._world.perform(process, process.session.set_standby(names, now=self._world.now))
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -456,7 +455,7 @@ class World:
 
     def _peer_of(self, worker: str) -> str:
         """Return the name of the link on which the learner hears a worker."""
-        peer: str = self._process(LEARNER).session._routes.get(worker) or "in0"
+        peer: str = self._process(LEARNER).session._routes.peer_of(worker) or "in0"
         return peer
 
     def publish_forged(self, *, run: str = "run", is_foreign: bool = False) -> None:

@@ -8,6 +8,7 @@ is a list of records that survives its process, in the form of `ledger.jsonl`.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import json
@@ -25,11 +26,18 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
 from echo.leases.book import LeaseBook
 from echo.leases.outbox import Outbox
-from echo.leases.scheduler import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
+from echo.leases.scheduler import (
+    LeaseSettings,
+    RecordCancel,
+    RecordEnd,
+    RecordGrant,
+    RecordRefusal,
+    StoreGroup,
+)
 from echo.protocol.joining import Configure, NodeSettings
-from echo.protocol.learner_session import LearnerSession
+from echo.protocol.learner_session import LearnerSession, LearnerSettings
 from echo.protocol.node_session import NodeSession
-from echo.protocol.reception import LearnerSettings
+from echo.protocol.reception import AdmissionSettings
 from echo.protocol.relay_session import RelaySession
 from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
 from echo.records.ledger import read_state
@@ -38,9 +46,10 @@ from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
 from echo.weights.receiver import VersionArrived
 from echo.weights.store import DecodeBlock
+from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop
 from echo.wire.codec import decode_envelope, decode_message
-from echo.wire.messages import Lease
+from echo.wire.messages import LEARNER_ID, Lease
 
 if TYPE_CHECKING:
     import pytest  # benchmarks use this file, too, where it may not be installed
@@ -400,7 +409,6 @@ class Run:
         settings: dict[str, Any] = {
             "run_id": "run",
             "key": KEY,
-            "advertise": LEARNER_ADDRESS,
             "max_staleness": numbers.max_staleness,
             "groups_per_step": numbers.groups_per_step,
             "group_size": numbers.group_size,
@@ -412,8 +420,18 @@ class Run:
             "assets": {"config.json": b"{}", "tokenizer.json": b"[1]"},
             "digests": {"model": "aaaa", "tokenizer": "bbbb"},
         }
+        settings |= overrides
+
+        def of(record: type) -> dict[str, Any]:
+            names = {field.name for field in dataclasses.fields(record)}
+            return {name: value for name, value in settings.items() if name in names}
+
         session = LearnerSession(
-            LearnerSettings(**(settings | overrides)),
+            LearnerSettings(
+                admission=AdmissionSettings(**of(AdmissionSettings)),
+                leases=LeaseSettings(**of(LeaseSettings)),
+                site=Site(LEARNER_ID, "learner", LEARNER_ADDRESS),
+            ),
             broadcast=make_broadcast("learner"),
             buffer=buffer,
             leases=leases,

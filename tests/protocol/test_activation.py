@@ -118,7 +118,7 @@ def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(tmp_pa
 def test_nobody_stands_by_for_a_worker_that_is_set_aside(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1])
     play.until(10.0)
-    play.session.roster.nodes["w2"].is_set_aside = True  # and w1 would stand by, as above
+    play.session.roster.nodes["w2"].worker.is_set_aside = True  # and w1 would stand by, as above
     play.until(60.0)
     assert play.standby == []
 

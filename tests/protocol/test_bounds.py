@@ -226,7 +226,7 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
 
 
 def test_leases_with_long_prompts_travel_in_several_grants(hung_run: Run) -> None:
-    handover = hung_run.learner._granting.handover
+    handover = hung_run.learner._scheduler.handover
     lease = msgspec.structs.replace(make_lease(0, 0), prompt_ids=(10**6,) * (MAX_LEASE_BYTES // 11))
     grants = [grant for grant, _ in handover.grants([lease] * 5)]
     assert [len(grant.leases) for grant in grants] == [2, 2, 1]
@@ -241,7 +241,7 @@ def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(fle
     session = fleet.learner
     assert session is not None
     frames = encode(messages.Goodbye(reason="x"), source="w1", target="learner")
-    peer = session._routes.get("w1")
+    peer = session._routes.peer_of("w1")
     assert session.leases.num_leases("w1")
     assert session.expel(peer, frames, now=fleet.world.now) == []
     assert "w1" not in session.roster.nodes
@@ -281,14 +281,15 @@ def test_leases_of_a_round_that_fails_are_not_out(
 ) -> None:
     session = hung_run.learner
     session.leases.drop_worker("w1")
-    granting, calls = session._granting, iter([None, None])
+    granting, calls = session._scheduler, iter([None, None])
+    workers = [member.worker for member in session.roster.active("worker")]
     enter = granting._enter
     monkeypatch.setattr(granting, "_enter", lambda *args: (next(calls), enter(*args)))
     with pytest.raises(StopIteration):
-        granting.grant(session.roster.active("worker"), now=3.0)
+        granting.grant(workers, now=3.0)
     assert session.leases.num_running == 0
     monkeypatch.setattr(granting, "_enter", enter)
-    _, granted = granting.grant(session.roster.active("worker"), now=3.1)
+    _, granted = granting.grant(workers, now=3.1)
     assert [lease.group_id for lease in granted["w1"]] == [0, 1, 2]
 
 

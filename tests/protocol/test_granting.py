@@ -12,34 +12,25 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.errors import DataError
 from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PolicyVersion
-from echo.leases.book import FinishedGroups, LeaseBook
-from echo.leases.scheduler import MAX_ATTEMPTS, RecordEnd, RecordGrant, Scheduler
-from echo.protocol.membership import Member
-from echo.protocol.reception import LearnerSettings
-from echo.wire.actions import Note
+from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
+from echo.leases.scheduler import MAX_ATTEMPTS, LeaseSettings, RecordEnd, RecordGrant, Scheduler
+from echo.wire.actions import Complaints, Note, Routes
 from echo.wire.messages import Heartbeat, Lease, LeaseState, NodeStats
-from tests.protocol.harness import KEY, make_group, make_lease
+from tests.protocol.harness import make_group, make_lease
 
 LINEAGES = (Lineage(1, 0), Lineage(2, 3))
 
 
-def make_settings(**changes: Any) -> LearnerSettings:
+def make_settings(**changes: Any) -> LeaseSettings:
     settings: dict[str, Any] = {
-        "run_id": "run",
-        "key": KEY,
-        "advertise": "",
         "max_staleness": 1,
         "groups_per_step": 4,
         "group_size": 2,
         "max_completion_tokens": 100,
         "vocab_size": 10,
         "heartbeat_s": 1.0,
-        "dead_after_s": 4.0,
-        "settings": {},
-        "assets": {},
-        "digests": {},
     }
-    return LearnerSettings(**(settings | changes))
+    return LeaseSettings(**(settings | changes))
 
 
 def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Scheduler:
@@ -51,14 +42,16 @@ def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: An
         "step": 3,
         "next_group_id": 12,
         "settled": range(12),
-        "counters": Counters(),
+        "counters": (counters := Counters()),
+        "routes": Routes(counters),
+        "complaints": Complaints(),
     }
     return Scheduler(make_settings(**of), **(settings | changes))
 
 
-def make_worker(name: str, installed: tuple[int, int] | None, capacity: int = 8) -> Member:
+def make_worker(name: str, installed: tuple[int, int] | None, capacity: int = 8) -> LeasedWorker:
     version = None if installed is None else PolicyVersion(*installed)
-    return Member(name, "worker", "i", None, 0.0, True, version, capacity)
+    return LeasedWorker(name, version, capacity)
 
 
 def listing(*leases: tuple[int, int, int]) -> Heartbeat:
@@ -70,7 +63,7 @@ def listing(*leases: tuple[int, int, int]) -> Heartbeat:
     )
 
 
-def granted(granting: Scheduler, *workers: Member, now: float = 0.0) -> dict[str, list[int]]:
+def granted(granting: Scheduler, *workers: LeasedWorker, now: float = 0.0) -> dict[str, list[int]]:
     records, leases = granting.grant(workers, now=now)
     grants = [r for r in records if isinstance(r, RecordGrant)]
     assert sorted((r.worker_id, r.lease.group_id) for r in grants) == sorted(
@@ -132,7 +125,7 @@ def test_a_lease_names_the_exact_version_of_its_worker_where_groups_must_not_mix
     [record] = [r for r in granting.leases.worker_leases("w1") if r.group_id == 12]
     record.is_confirmed = True
 
-    def lost(member: Member) -> list[Lease]:
+    def lost(member: LeasedWorker) -> list[Lease]:
         return granting.reconcile(
             member, listing(), has_progress=False, resend_after_s=1.0, now=0.1
         )[0]
@@ -211,10 +204,10 @@ def test_the_worker_with_the_smaller_share_of_its_capacity_in_use_comes_first() 
     assert {name: len(groups) for name, groups in given.items()} == {"w1": 2, "w2": 4}
 
 
-def with_places(name: str, installed: tuple[int, int], num_places: int) -> Member:
+def with_places(name: str, installed: tuple[int, int], num_places: int) -> LeasedWorker:
     """Return a worker that holds eight groups and samples so many of them at one time."""
     worker = make_worker(name, installed)
-    worker.stats = NodeStats(num_places=num_places)
+    worker.num_places = num_places
     return worker
 
 
@@ -309,9 +302,9 @@ def test_what_the_worker_lacks_is_sent_again_and_what_the_book_lacks_is_entered(
     assert reconcile(4.1, (12, 0, 0), (13, 0, 0), (25, 3, 9)) == ([], [])
     assert granting.leases.workers_of(25) == ["w1"]
     assert reconcile(4.2, (12, 0, 0), (13, 0, 0), (25, 3, 9), (4, 0, 0)) == ([], [(4, 0)])
-    assert (worker.num_strays, worker.is_stuck) == (1, False)  # 25 made progress
+    assert (worker.num_unknown, worker.is_stuck) == (1, False)  # 25 made progress
     assert reconcile(4.3, (12, 0, 0), (13, 0, 0), (25, 3, 9), (4, 0, 0)) == ([], [(4, 0)])
-    assert (worker.num_strays, worker.is_stuck) == (1, True)
+    assert (worker.num_unknown, worker.is_stuck) == (1, True)
 
 
 def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_gone() -> None:
@@ -322,7 +315,7 @@ def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_
     granting.reconcile(worker, beat, has_progress=False, resend_after_s=2.0, now=10.1)
     assert len(granting.leases._returned) == 2
     # 13 lies finished in its outbox; 12 still occupies its engine.
-    assert (worker.num_strays, worker.is_stuck) == (1, True)
+    assert (worker.num_unknown, worker.is_stuck) == (1, True)
     assert granted(granting, worker) == {}
     granting.reconcile(worker, beat, has_progress=True, resend_after_s=2.0, now=10.2)
     assert granted(granting, worker) == {"w1": [12]}

@@ -86,7 +86,7 @@ def test_what_a_dead_worker_has_shipped_is_continued_by_another(run: Run) -> Non
     w1 = run.world.process("w1")
     begin(w1, partial(3, reason="stop"), partial(5))
     ship(run, w1)
-    assert 0 in run.learner._granting.handover
+    assert 0 in run.learner._scheduler.handover
     run.world.kill(w1)
     run.world.run(9.0)
     w2 = run.start_worker("w2")
@@ -141,7 +141,7 @@ def test_a_machine_that_returns_with_its_drafts_goes_on_with_those_still_wanted(
     assert back.session.is_admitted
     assert (1, 0) not in back.session.drafts, "its group was made by another long ago"
     assert back.session.partials["wasted_tokens"] == 8
-    assert run.learner.roster.nodes["w1"].advertise == "tcp://elsewhere:1"
+    assert run.learner.roster.nodes["w1"].node.advertise == "tcp://elsewhere:1"
     assert any(r["worker"] == "w1" for r in run.records[-80:] if r["kind"] == "accepted")
     run.audit()
 
@@ -159,7 +159,7 @@ def test_a_worker_that_restarts_at_once_keeps_its_own_leases(run: Run) -> None:
     assert leases.workers_of(0) == ["w1"]
     assert leases.num_attempts(0) == 1, "the same lease as before"
     assert (0, 0) in back.session.drafts
-    assert leases.num_running == 3 + len(run.learner._granting.leases._returned)
+    assert leases.num_running == 3 + len(run.learner._scheduler.leases._returned)
 
 
 def test_a_parked_draft_is_given_up_where_another_worker_has_the_group_by_now(run: Run) -> None:
@@ -199,7 +199,7 @@ def test_what_cannot_have_been_sampled_is_refused(
     notes = run.learner.receive("in0", frames_of(members), now=64.0)  # said once a minute
     assert complaint in notes[0].text
     assert run.learner.counters["protocol_errors"] == 2
-    assert 0 not in run.learner._granting.handover
+    assert 0 not in run.learner._scheduler.handover
 
 
 def test_partials_of_others_groups_are_not_believed(run: Run) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.protocol.learner_session import LearnerSession
-from echo.protocol.membership import Member
 from echo.weights.broadcast import Broadcast
 from echo.weights.topology import plan as planning_module
 from echo.weights.topology.plan import (
@@ -23,7 +22,7 @@ from echo.weights.topology.plan import (
     Topology,
     plan_topology,
 )
-from echo.weights.topology.sites import Site
+from echo.weights.topology.sites import PlannedNode, Site
 from echo.wire.actions import Action, Note
 from echo.wire.messages import LEARNER_ID, Hello, NodeStats, TopologyPlan
 from tests.protocol.harness import CHUNK_BYTES, Run, make_version
@@ -41,15 +40,15 @@ def make(payload_bytes: int = 1 << 30) -> Planner:
 
 def member(
     name: str, *, role: str = "worker", is_listening: bool = True, region: str = "", **stats: Any
-) -> Member:
+) -> PlannedNode:
     address = f"tcp://{name}:1" if is_listening else None
     given = {"uplink_bytes_per_s": 100 * MB} | stats
-    return Member(name, role, "i", address, 0.0, stats=NodeStats(**given), region=region)
+    return PlannedNode(name, role, address, region, stats=NodeStats(**given))
 
 
 def plan(
     planning: Planner,
-    *members: Member,
+    *members: PlannedNode,
     now: float = 0.0,
     uplink: float | None = 100 * MB,
     is_between: bool = False,
@@ -197,7 +196,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     calls: list[int] = []
     made, grants = session.planning.plan, session.grant
 
-    def noting(members: Sequence[Member], **kwargs: Any) -> dict[str, TopologyPlan]:
+    def noting(members: Sequence[PlannedNode], **kwargs: Any) -> dict[str, TopologyPlan]:
         calls.append(len(members))
         return made(members, **kwargs)
 
@@ -210,7 +209,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
 
     session.planning.plan = noting  # type: ignore[method-assign]
     session.grant = counting  # type: ignore[method-assign]
-    actions = session.expire(now=now + session.settings.dead_after_s + 0.5)
+    actions = session.expire(now=now + session.settings.admission.dead_after_s + 0.5)
     notes = [action.text for action in actions if isinstance(action, Note)]
     [told] = [text for text in notes if "silent for" in text]
     assert told.startswith("w0, w1, w2, 137 others are silent for ")

@@ -639,10 +639,10 @@ def test_mixed_versions_are_refused_where_a_lease_names_one(hung_run: Run) -> No
     first = make_group(0, PolicyVersion(1, 0)).rollouts[0].policy_versions.copy()
     first[-1] = 1, 1
     group = change(make_group(0, PolicyVersion(1, 0)), policy_versions=first)
-    settings = learner._intake.settings
-    learner._intake.settings = dataclasses.replace(settings, exact_version=True)
+    settings = learner._scheduler.settings
+    learner._scheduler.settings = dataclasses.replace(settings, exact_version=True)
     assert deliver(hung_run, 0, group=group)[0].reason == "mixed_versions"
-    learner._intake.settings = settings
+    learner._scheduler.settings = settings
     # Elsewhere only that the learner has not published it yet is wrong with it.
     assert deliver(hung_run, 0, group=group)[0].reason == "version_from_the_future"
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.standby import set_standby
 from echo.wire.messages import TopologyPlan
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run, message_of
 
@@ -24,7 +23,7 @@ def start(tmp_path: Path, *, workers: int = 2) -> tuple[Run, Process, list[Proce
 
 
 def park(run: Run, learner: Process, *names: str) -> None:
-    run.world.perform(learner, set_standby(learner.session, names, now=run.world.now))
+    run.world.perform(learner, learner.session.set_standby(names, now=run.world.now))
 
 
 def num_granted(run: Run, worker: str) -> int:

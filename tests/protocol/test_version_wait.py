@@ -94,7 +94,7 @@ def test_what_has_waited_in_vain_goes_to_another_worker(worker: Process) -> None
     run.world.run(12.0)
     assert learner.counters["accepted"] >= 3
     assert not any(name.startswith("discarded/") for name in learner.counters.as_dict())
-    assert all(group_id in learner._granting.settled for group_id in range(3))
+    assert all(group_id in learner._scheduler.settled for group_id in range(3))
 
 
 OLD, HERE, NEXT = (PolicyVersion(1, step) for step in (0, 1, 2))

@@ -301,7 +301,7 @@ class Fleet:
         """Return whether all relays take weights from the parents that they were given."""
         members = {member.node_id: member for member in self.session.roster.members()}
         return members.keys() == self.relays.keys() and all(
-            (plan := members[name].plan) is not None and relay.parent == plan.first_parents
+            (plan := members[name].node.plan) is not None and relay.parent == plan.first_parents
             for name, relay in self.relays.items()
         )
 

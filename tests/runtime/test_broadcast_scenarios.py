@@ -99,7 +99,7 @@ def test_who_sends_wrong_bytes_serves_nobody_any_more(kind: str) -> None:
             assert relay.node.session.stats().suspects == (liar,)
 
         def is_leaf() -> bool:
-            plans = [member.plan for member in fleet.session.roster.members()]
+            plans = [member.node.plan for member in fleet.session.roster.members()]
             return all(liar != name for plan in plans for name, _ in chain(*plan.stripes))
 
         await fleet.until(is_leaf, "the plan knows it")

@@ -406,7 +406,7 @@ def test_a_worker_told_to_stop_hands_over_what_another_then_finishes(
             )
             first.interrupt()
             assert await leaving == "interrupted"
-            handover = learner.session._granting.handover
+            handover = learner.session._scheduler.handover
             assert len(handover)
             slow.set()
             second = await run.worker("w2")

@@ -85,16 +85,16 @@ def test_what_keeps_groups_from_workers_is_told_once(
     session.leases.drop_worker("w1")
     for group in [*session.buffer]:  # type: ignore[attr-defined]
         session.buffer._remove(group.group_id)  # type: ignore[attr-defined]
-    member.is_stuck = True
+    member.worker.is_stuck = True
     for second in range(101, 200):
         assert waiting.look(now=float(second)) == "busy"
     assert caplog.messages == [
         "nothing can be granted for 4s: no worker takes a group; waiting for 2 of 2 groups; w1 has "
         "0 (starting)"
     ]
-    member.installed = None
+    member.worker.installed = None
     assert waiting.look(now=200.0) == "no_weights"
-    session._granting.step = 100
+    session._scheduler.step = 100
     assert waiting.look(now=201.0) == "outdated"
     now = "nothing can be granted: the newest version is too old for the next step; waiting for 2"
     assert caplog.messages[-1].startswith(now)

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echo.core.timers import MANY_NODES
-from echo.protocol.membership import Member
 from echo.weights.store import Chunked
 from echo.weights.topology.sites import (
     ASSUMED_RTT_S,
     SAME_REGION_RTT_S,
     Hop,
+    PlannedNode,
     Site,
     Sites,
     downlink_limits,
@@ -605,45 +605,45 @@ class Planner:
 
     def plan(
         self,
-        members: Sequence[Member],
+        nodes: Sequence[PlannedNode],
         *,
         uplink_bytes_per_s: float | None,
         now: float,
         is_between: bool = False,
     ) -> dict[str, TopologyPlan]:
-        """Plan anew and return every member's plan, changed or not.
+        """Plan anew and return every node's plan, changed or not.
 
         Workers on standby get no weights: neither do they slow those down that generate, nor is
         traffic paid for that nobody uses. Activated again, they fetch what they lack like a late
         joiner.
 
         Args:
-            members: every live node except the learner, in the order in which they joined.
+            nodes: every live node except the learner, in the order in which they joined.
             uplink_bytes_per_s: the learner's own, as far as it is known.
             now: the present.
             is_between: whether one version has been sent and the next is about to be.
         """
-        self._planned_at, self._num_nodes = now, len(members)
-        receivers = [member for member in members if not member.is_standby]
+        self._planned_at, self._num_nodes = now, len(nodes)
+        receivers = [node for node in nodes if not node.is_standby]
         view = self._survey(receivers, uplink_bytes_per_s)
         if not self.learner.address:
             plans = self._plan_behind_relays(view.sites)
         else:
-            is_busy = any(member.stats.fetching is not None for member in receivers)
+            is_busy = any(node.stats.fetching is not None for node in receivers)
             # In its first version a fleet is unknown, and almost any other plan teaches something.
-            is_settled = all(member.installed is not None for member in receivers)
+            is_settled = all(node.installed is not None for node in receivers)
             does_disturb = is_busy and is_settled and not is_between
             if not does_disturb:
                 self._rested_at = now
             plans = self._plan_from(view, BUSY_GAIN if does_disturb else MIN_GAIN)
-        for member in members:
-            if member.is_standby:
-                plans[member.node_id] = TopologyPlan(epoch=self.epoch, stripes=())
+        for node in nodes:
+            if node.is_standby:
+                plans[node.node_id] = TopologyPlan(epoch=self.epoch, stripes=())
         return plans
 
     def move(
         self,
-        members: Sequence[Member],
+        nodes: Sequence[PlannedNode],
         *,
         uplink_bytes_per_s: float | None,
         now: float,
@@ -651,24 +651,24 @@ class Planner:
     ) -> list[tuple[str, TopologyPlan]]:
         """Plan anew, as `plan`; return (node id, plan) of those whose parents change."""
         plans = self.plan(
-            members, uplink_bytes_per_s=uplink_bytes_per_s, now=now, is_between=is_between
+            nodes, uplink_bytes_per_s=uplink_bytes_per_s, now=now, is_between=is_between
         )
         moved = []
-        for member in members:
-            plan = plans[member.node_id]
-            if member.plan is None or member.plan.stripes != plan.stripes:
-                member.plan = plan
-                moved.append((member.node_id, plan))
+        for node in nodes:
+            plan = plans[node.node_id]
+            if node.plan is None or node.plan.stripes != plan.stripes:
+                node.plan = plan
+                moved.append((node.node_id, plan))
         return moved
 
     def forecast(
-        self, members: Sequence[Member], *, uplink_bytes_per_s: float | None
+        self, nodes: Sequence[PlannedNode], *, uplink_bytes_per_s: float | None
     ) -> Callable[[Collection[str]], float]:
-        """Return (node ids) -> seconds of a broadcast to those of `members` alone.
+        """Return (node ids) -> seconds of a broadcast to those of `nodes` alone.
 
         What it returns knows the links as they are now, and may be called in another thread.
         """
-        view = self._survey(members, uplink_bytes_per_s)
+        view = self._survey(nodes, uplink_bytes_per_s)
         payload_bytes, chunk_bytes = self.payload_bytes, self._forwarded_bytes
 
         def broadcast_s(names: Collection[str]) -> float:
@@ -678,13 +678,13 @@ class Planner:
 
         return broadcast_s
 
-    def _survey(self, members: Sequence[Member], uplink_bytes_per_s: float | None) -> _View:
+    def _survey(self, nodes: Sequence[PlannedNode], uplink_bytes_per_s: float | None) -> _View:
         """Return what is known of the links."""
         # Relays exist to serve: they come first wherever nothing else is known.
-        ordered = sorted(members, key=lambda member: member.role != "relay")
-        suspects = {name for member in ordered for name in member.stats.suspects}
-        rtts = {member.node_id: member.stats.rtt_s for member in ordered}
-        regions = {member.node_id: member.region for member in ordered}
+        ordered = sorted(nodes, key=lambda node: node.role != "relay")
+        suspects = {name for node in ordered for name in node.stats.suspects}
+        rtts = {node.node_id: node.stats.rtt_s for node in ordered}
+        regions = {node.node_id: node.region for node in ordered}
         regions[LEARNER_ID] = self.learner.region
         learner = Site(
             self.learner.node_id,
@@ -694,16 +694,16 @@ class Planner:
             region=self.learner.region,
             price_per_gb=self.learner.price_per_gb,
         )
-        uplinks = {member.node_id: member.stats.uplink_bytes_per_s for member in ordered}
+        uplinks = {node.node_id: node.stats.uplink_bytes_per_s for node in ordered}
         uplinks[LEARNER_ID] = uplink_bytes_per_s
-        received = {member.node_id: member.stats.downlink_bytes_per_s for member in ordered}
+        received = {node.node_id: node.stats.downlink_bytes_per_s for node in ordered}
         self.downlink_limits = downlink_limits(
-            {member.node_id: member.stats.parent.split(",") for member in ordered},
+            {node.node_id: node.stats.parent.split(",") for node in ordered},
             {name: rate for name, rate in received.items() if rate is not None},
             {name: rate for name, rate in uplinks.items() if rate is not None},
             root=LEARNER_ID,
         )
-        sites = tuple(self._site(member, suspects) for member in ordered)
+        sites = tuple(self._site(node, suspects) for node in ordered)
         return _View(learner, sites, rtts, regions)
 
     @property
@@ -739,14 +739,14 @@ class Planner:
             for node_id, hops in parents.items()
         }
 
-    def _site(self, member: Member, suspects: set[str]) -> Site:
+    def _site(self, node: PlannedNode, suspects: set[str]) -> Site:
         return Site(
-            member.node_id,
-            member.role,
-            member.advertise,
-            uplink_bytes_per_s=member.stats.uplink_bytes_per_s,
-            downlink_bytes_per_s=self.downlink_limits.get(member.node_id),
-            region=member.region,
-            price_per_gb=member.price_per_gb,
-            is_suspect=member.node_id in suspects,
+            node.node_id,
+            node.role,
+            node.advertise,
+            uplink_bytes_per_s=node.stats.uplink_bytes_per_s,
+            downlink_bytes_per_s=self.downlink_limits.get(node.node_id),
+            region=node.region,
+            price_per_gb=node.price_per_gb,
+            is_suspect=node.node_id in suspects,
         )

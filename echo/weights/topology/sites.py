@@ -16,7 +16,10 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from echo.core.rollout import PolicyVersion
+from echo.wire.messages import NodeStats, TopologyPlan
 
 Hop = tuple[str, str]
 """(node id, address); an empty address means: as this node reached it itself."""
@@ -46,6 +49,25 @@ class Site:
     """Price of 1e9 bytes that leave its region."""
     is_suspect: bool = False
     """Quarantined: always a leaf, nobody's parent."""
+
+
+@dataclass(slots=True)
+class PlannedNode:
+    """A live node, as far as the plan of the weights goes; the role keeps it up to date."""
+
+    node_id: str
+    role: str
+    advertise: str | None
+    """Where it serves weights; None for a node that can only dial out."""
+    region: str = ""
+    price_per_gb: float = 0.0
+    stats: NodeStats = field(default_factory=NodeStats)
+    """Of its last heartbeat: rates, parents, what it fetches."""
+    installed: PolicyVersion | None = None
+    is_standby: bool = False
+    """Whether it is given no weights for now."""
+    plan: TopologyPlan | None = None
+    """What it was told of its parents last."""
 
 
 @dataclass(frozen=True, slots=True)
