@@ -10,8 +10,8 @@ pytestmark = pytest.mark.slow
 
 KINDS = [
     "Greet", "Greeted", "Hello", "Welcome", "AssetRequest", "Asset", "Ready", "Admitted",
-    "TopologyPlan", "Subscribe", "Announce", "Fetch", "Chunk", "Credit", "Grant", "Deliver", "Ack", "Heartbeat",
-    "Pulse",
+    "TopologyPlan", "Subscribe", "Announce", "Fetch", "Chunk", "Credit", "Grant", "Deliver", "Ack",
+    "Heartbeat", "Pulse",
 ]  # fmt: skip
 
 
