@@ -27,15 +27,14 @@ from echo.leases.book import LeaseBook
 from echo.leases.outbox import Outbox
 from echo.leases.scheduler import LeaseSettings, RecordEnd, RecordGrant, StoreGroup
 from echo.net.transport import TransportOptions
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
-from echo.protocol.reception import AdmissionSettings
-from echo.protocol.worker_session import WorkerSession
-from echo.runtime import wiring
+from echo.roles.joining import AdmissionSettings
+from echo.roles.learner import Learner, LearnerSettings
+from echo.roles.worker import Worker
+from echo.runtime import node
 from echo.runtime.node import Node
-from echo.runtime.sampling import PartialRules
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo.runtime.worker import WorkerNode
-from echo.runtime.worker_parts import WorkerParts
+from echo.runtime.worker.node import WorkerNode, WorkerParts
+from echo.runtime.worker.sampling import PartialRules
 from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
 from echo.weights.manifest import TensorSpec, build_manifest, sign
@@ -100,9 +99,9 @@ class Content:
 class TimedLearner(Node):
     """A learner that waits for its batches and takes `train_s` for each."""
 
-    session: LearnerSession
+    session: Learner
 
-    def __init__(self, session: LearnerSession, transport: MemoryTransport, content: Content):
+    def __init__(self, session: Learner, transport: MemoryTransport, content: Content):
         super().__init__(session, transport, log=logging.getLogger("bench.learner"))
         self.session = session
         self.setting = content.setting
@@ -188,14 +187,14 @@ class TimedLearner(Node):
         self.perform(session.broadcast.publish(signed, manifest, image, now=self.now))
 
 
-def make_session(content: Content, key: Ed25519PrivateKey) -> LearnerSession:
+def make_session(content: Content, key: Ed25519PrivateKey) -> Learner:
     """Return the learner's session of a new run."""
     setting, lineages = content.setting, (Lineage(1, 0),)
     buffer = StalenessBuffer(
         max_staleness=setting.max_staleness, lineages=lineages, trims_stale=True
     )
     config = parse_config({"network": NETWORK})
-    return LearnerSession(
+    return Learner(
         LearnerSettings(
             admission=AdmissionSettings(
                 run_id="bench", key=key, settings={}, assets={}, digests={},
@@ -209,7 +208,7 @@ def make_session(content: Content, key: Ed25519PrivateKey) -> LearnerSession:
             ),
             site=Site(LEARNER_ID, "learner", ADDRESS),
         ),
-        broadcast=wiring.make_broadcast(LEARNER_ID, config.network),
+        broadcast=node.make_broadcast(LEARNER_ID, config.network),
         buffer=buffer, leases=LeaseBook(timeout_s=3600.0), make_lease=content.make_lease,
         lineages=lineages, step=0, next_group_id=0, settled=(),
     )  # fmt: skip
@@ -224,11 +223,11 @@ async def make_worker(
     config = parse_config(table)
     transport = MemoryTransport(network, name, None, OPTIONS)
     await transport.start()
-    settings = wiring.node_settings(
+    settings = node.node_settings(
         config, "worker", node_id=name, advertise=None, max_image_bytes=1 << 20
     )
-    session = WorkerSession(
-        settings, wiring.make_broadcast(name, config.network),
+    session = Worker(
+        settings, node.make_broadcast(name, config.network),
         Outbox(max_parcels=64, retry_s=10.0), now=asyncio.get_running_loop().time(),
     )  # fmt: skip
     parts = WorkerParts(

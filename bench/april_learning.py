@@ -30,10 +30,8 @@ from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import make_sampling
 from echo.engine.weights import publish_image, tensors_from_image
-from echo.runtime.data_plane import load_data
-from echo.runtime.learner_setup import build_evaluations
-from echo.runtime.recovery import StartingPoint
-from echo.runtime.trainer_setup import build_trainer
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.setup import build_evaluations, build_trainer, load_data
 from echo.tasks.rewards import TaskHost
 from echo.weights.manifest import TensorSpec
 from echo.wire.messages import Lease

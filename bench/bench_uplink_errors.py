@@ -31,7 +31,7 @@ import harness
 from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.membership import Member
+from echo.roles.members import Member
 from echo.weights import link as weights_link
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import UplinkProbe

@@ -32,17 +32,13 @@ from echo.core.errors import EchoError
 from echo.core.rollout import PolicyVersion
 from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import Transport
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.relay_session import RelaySession
-from echo.runtime import wiring
-from echo.runtime.arenas_files import open_arenas
-from echo.runtime.curve import Join
-from echo.runtime.identity import Identity
-from echo.runtime.join import node_keys
-from echo.runtime.kernel import tune_malloc
-from echo.runtime.node import Node
-from echo.runtime.parcels import Coder, Parcels
-from echo.runtime.publication import Publication
+from echo.roles.learner import Learner
+from echo.roles.relay import Relay
+from echo.runtime import node
+from echo.runtime.disk_store import open_store
+from echo.runtime.identity import Identity, Join, node_keys
+from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
+from echo.runtime.node import Node, tune_malloc
 from echo.runtime.relay import RelayNode
 from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.receiver import VersionArrived
@@ -61,10 +57,10 @@ TILE_WEIGHTS = 32 << 20
 class Publisher(Node):
     """A learner that publishes random bytes instead of training."""
 
-    session: LearnerSession
+    session: Learner
 
     def __init__(
-        self, session: LearnerSession, transport: Transport, identity: Identity, join: str
+        self, session: Learner, transport: Transport, identity: Identity, join: str
     ) -> None:
         super().__init__(session, transport, log=LOG)
         self.session = session
@@ -113,8 +109,8 @@ class Publisher(Node):
                     tell_cpu()
         self.stop("the benchmark is over")
 
-    def _parcels(self, codec: str) -> Parcels:
-        return Parcels(
+    def _parcels(self, codec: str) -> VersionEncoder:
+        return VersionEncoder(
             self.session.broadcast,
             self._coder,
             codec=codec,
@@ -182,9 +178,9 @@ class Receiver(RelayNode):
 async def run_learner(config: Config, arguments: argparse.Namespace) -> None:
     secret, server = secrets.token_bytes(SECRET_BYTES), KeyPair.of(secrets.token_bytes(32))
     keys = CurveKeys.of_learner(server, secret) if config.security.curve else None
-    transport = await wiring.start_transport(config.network, arguments.listen, keys)
+    transport = await node.start_transport(config.network, arguments.listen, keys)
     identity = Identity("bench", Ed25519PrivateKey.generate())
-    address = wiring.advertised(transport.listen_address, arguments.advertise) or ""
+    address = node.advertised(transport.listen_address, arguments.advertise) or ""
     session = publishing_session(config, identity, address)
     kind, _, ways = arguments.topology.partition(":")
     force(session, kind, int(ways or 0))
@@ -195,31 +191,31 @@ async def run_learner(config: Config, arguments: argparse.Namespace) -> None:
 async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
     # Without an address of its own a node is a leaf.
     keys = node_keys(config, "relay")
-    transport = await wiring.start_transport(config.network, arguments.listen, keys)
-    settings = wiring.node_settings(
+    transport = await node.start_transport(config.network, arguments.listen, keys)
+    settings = node.node_settings(
         config,
         "relay",
         node_id=arguments.name or f"receiver-{secrets.token_hex(2)}",
-        advertise=wiring.advertised(transport.listen_address, arguments.advertise),
+        advertise=node.advertised(transport.listen_address, arguments.advertise),
         max_image_bytes=1 << 40,
     )
     if arguments.sockets != "auto":
         settings = dataclasses.replace(settings, sockets_per_link=int(arguments.sockets))
-    broadcast = wiring.make_broadcast(settings.node_id, config.network, open_arenas(None, None))
-    session = RelaySession(settings, broadcast, now=asyncio.get_running_loop().time())
+    broadcast = node.make_broadcast(settings.node_id, config.network, open_store(None, None))
+    session = Relay(settings, broadcast, now=asyncio.get_running_loop().time())
     await Receiver(session, transport, log=LOG).run()
 
 
 # --- what depends on the core ---------------------------------------------------------------------
 
 
-def force(session: LearnerSession, kind: str, ways: int) -> None:
+def force(session: Learner, kind: str, ways: int) -> None:
     """Have the session plan that topology from now on; nothing where it shall plan as it likes."""
     if kind != "auto":
         session.planning = ForcedPlanning(session.planning, kind, ways)
 
 
-def is_planned(session: LearnerSession, count: int) -> bool:
+def is_planned(session: Learner, count: int) -> bool:
     """Return whether that many receivers take weights from the parents that they were given."""
     members = session.roster.members()
     return len(members) == count and all(
@@ -228,7 +224,7 @@ def is_planned(session: LearnerSession, count: int) -> bool:
     )
 
 
-def topology(session: LearnerSession) -> dict[str, Any]:
+def topology(session: Learner) -> dict[str, Any]:
     """Return the plan in force, what it promises, and the uplinks that it was made of."""
     plan = session.planning.topology
     uplinks = {each.node_id: each.stats.uplink_bytes_per_s for each in session.roster.members()}
@@ -241,7 +237,7 @@ def topology(session: LearnerSession) -> dict[str, Any]:
     }
 
 
-def parents(session: LearnerSession) -> dict[str, str]:
+def parents(session: Learner) -> dict[str, str]:
     """Return every receiver's parent in the first stripe."""
     members = session.roster.members()
     return {member.node_id: member.stats.parent.partition(",")[0] for member in members}

@@ -10,10 +10,10 @@ from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Lineage
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
-from echo.protocol.membership import Member
-from echo.protocol.reception import AdmissionSettings
-from echo.runtime import wiring
+from echo.roles.joining import AdmissionSettings
+from echo.roles.learner import Learner, LearnerSettings
+from echo.roles.members import Member
+from echo.runtime import node
 from echo.runtime.identity import Identity
 from echo.weights.topology.plan import Planner, with_backups
 from echo.weights.topology.sites import Site, survey
@@ -21,10 +21,10 @@ from echo.weights.topology.trees import stripe_trees
 from echo.wire.messages import LEARNER_ID, Lease, TopologyPlan
 
 
-def publishing_session(config: Config, identity: Identity, advertise: str) -> LearnerSession:
+def publishing_session(config: Config, identity: Identity, advertise: str) -> Learner:
     """Return the session of a learner that has nothing to lease."""
     lineages = (Lineage(lineage=1, fork_step=0),)
-    return LearnerSession(
+    return Learner(
         LearnerSettings(
             admission=AdmissionSettings(
                 run_id=identity.run_id,
@@ -46,7 +46,7 @@ def publishing_session(config: Config, identity: Identity, advertise: str) -> Le
             site=Site(LEARNER_ID, "learner", advertise),
             chunk_bytes=config.network.chunk_bytes,
         ),
-        broadcast=wiring.make_broadcast(LEARNER_ID, config.network),
+        broadcast=node.make_broadcast(LEARNER_ID, config.network),
         buffer=StalenessBuffer(max_staleness=1, lineages=lineages),
         leases=LeaseBook(timeout_s=config.network.lease_timeout_s),
         make_lease=_no_lease,

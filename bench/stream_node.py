@@ -25,8 +25,8 @@ import uvloop
 from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import Connected, Received, TransportOptions
 from echo.net.zmq import ZmqTransport
-from echo.runtime.curve import Join
-from echo.runtime.kernel import tune_malloc
+from echo.runtime.identity import Join
+from echo.runtime.node import tune_malloc
 from echo.weights.store import FINGERPRINT_BYTES
 
 READ_BYTES = 1 << 20

@@ -21,7 +21,7 @@ from echo.cli.learner import run_learner
 from echo.cli.node import read_file, run_role
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Completion, Engine, Request, Sampling
-from echo.runtime import worker_setup
+from echo.runtime.worker import setup
 from echo.train.trainer import StepResult, Trainer
 
 TOKENS = 16
@@ -115,7 +115,7 @@ def main() -> int:
     if arguments.role == "learner":
         Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign]
         return run_learner(config, resume=False, has_report=False)
-    worker_setup.make_engine = lambda *_: TimedEngine(arguments.group_s, arguments.spread)
+    setup.make_engine = lambda *_: TimedEngine(arguments.group_s, arguments.spread)
     return run_role(config, "worker")
 
 

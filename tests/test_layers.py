@@ -74,9 +74,8 @@ IMPURE = {
 # Who blocks the caller or takes threads in runtime/ beside its port, and why the loop never waits.
 BLOCKING: dict[str, str] = {
     "threads.py": "the port itself",
-    "arenas_thread.py": "writes what nobody waits for, in order",
-    "arenas_scan.py": "hashes on all cores within one blocking call",
-    "parcels.py": "codes on all cores within one blocking call",
+    "disk_store.py": "writes in order what nobody waits for, hashes on all cores within one call",
+    "learner/publish.py": "codes on all cores within one blocking call",
     "episodes.py": "plays on all threads within one blocking call of an engine",
 }
 THREAD_CALLS = {"to_thread", "run_in_executor", "submit"}

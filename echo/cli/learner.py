@@ -21,7 +21,7 @@ from echo.core.extras import PROGRAMS
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.net.transport import is_loopback
 from echo.records.run_files import read_metrics
-from echo.runtime.curve import Join
+from echo.runtime.identity import Join
 from echo.ui.live import LiveView
 from echo.ui.plots import learning_curve
 from echo.ui.sinks import MetricsWriter
@@ -110,7 +110,7 @@ async def _run(
     log: logging.Logger,
 ) -> str:
     # Imported here: a relay's machine has no torch.
-    from echo.runtime.learner_setup import build_learner
+    from echo.runtime.learner.setup import build_learner
 
     node = await build_learner(
         config,

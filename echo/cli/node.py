@@ -19,9 +19,8 @@ from echo.config.load import diff_configs, load_config, load_resolved, parse_con
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
 from echo.core.extras import find_config
-from echo.runtime import wiring
-from echo.runtime.curve import Join
-from echo.runtime.join import ECHO_JOIN
+from echo.runtime import node
+from echo.runtime.identity import ECHO_JOIN, Join
 from echo.runtime.node import Node
 from echo.ui.status_line import StatusLine, show_status
 
@@ -116,7 +115,7 @@ def run_role(config: Config, role: str, *, resume: bool = False, has_report: boo
 
         return run_learner(config, resume=resume, has_report=has_report)
     section = config.relay if role == "relay" else config.worker
-    name = wiring.node_name(role, section.name)
+    name = node.node_name(role, section.name)
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
     return run_loop(_run_dialing(config, role, log), log)
@@ -125,11 +124,11 @@ def run_role(config: Config, role: str, *, resume: bool = False, has_report: boo
 async def _run_dialing(config: Config, role: str, log: logging.Logger) -> str:
     node: Node
     if role == "relay":
-        from echo.runtime.relay_setup import build_relay
+        from echo.runtime.relay import build_relay
 
         node = await build_relay(config, log=log)
     else:
-        from echo.runtime.worker_setup import build_worker
+        from echo.runtime.worker.setup import build_worker
 
         node = worker = await build_worker(config, log=log)
         for line in (line for line in log.handlers if isinstance(line, StatusLine)):

@@ -16,8 +16,7 @@ from echo.cli.interrupts import Interrupted
 from echo.cli.output import exit_code
 from echo.core.errors import EchoError
 from echo.net.zmq import raise_descriptor_limit
-from echo.runtime.kernel import tune_malloc
-from echo.runtime.node import INTERRUPTED, Node
+from echo.runtime.node import INTERRUPTED, Node, tune_malloc
 
 
 async def run_node(node: Node) -> str:

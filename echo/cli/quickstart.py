@@ -29,8 +29,7 @@ from echo.config.load import load_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
 from echo.core.extras import PROGRAMS, find_config
-from echo.runtime.curve import load_or_create_keys, write_join
-from echo.runtime.join import ECHO_JOIN, join_address
+from echo.runtime.identity import ECHO_JOIN, join_address, load_or_create_keys, write_join
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.task import GeneratedTask
 

@@ -40,7 +40,7 @@ class Problem:
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights on an encrypted link."""
 MAX_GROUP_BYTES = 60 << 20
-"""A little below the largest message of the transport (runtime/wiring.py)."""
+"""A little below the largest message of the transport (runtime/node.py)."""
 RATIO_UNDER_TOP_K = 0.9
 """What a loss has to reach down to with top-k. What that takes away has no bound, so this is a
 judgement: ranges of .2, as PPO's, are used with it; those of some percent clip every token."""

@@ -1160,8 +1160,8 @@ class ZapHandler:
 # too, and a socket stays noted until it said EAGAIN. Monitors are drained in their callback at
 # once, since libzmq's I/O thread waits on a full one.
 #
-# **Encryption** is CURVE (echo/runtime/curve.py), on all links of a transport with keys and on none
-# of one without. A stranger who does not speak it, or nothing at all, is closed when the
+# **Encryption** is CURVE (echo/runtime/identity.py), on all links of a transport with keys and on
+# none of one without. A stranger who does not speak it, or nothing at all, is closed when the
 # handshake's time is up; a plain listener has no such defence against the bytes of ZMTP 1.
 #
 # Heartbeats are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.

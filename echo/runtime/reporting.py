@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from echo.core.metrics import Snapshot
-from echo.protocol.learner_session import LearnerSession
-from echo.runtime.activation import Activating
-from echo.runtime.learner_plan import LearnerPlan
-from echo.runtime.progress import Progress
+from echo.roles.learner import Learner
+from echo.runtime.learner.cost import CostControl
+from echo.runtime.learner.report import Progress, Row, StepSettings, partial_metrics
 from echo.weights.schedule import PublishPace
-
-Row = Mapping[str, float | Mapping[str, float]]
 
 
 class Reporting:
@@ -20,12 +17,12 @@ class Reporting:
 
     def __init__(
         self,
-        session: LearnerSession,
+        session: Learner,
         *,
         progress: Progress,
         pace: PublishPace,
-        activating: Activating,
-        plan: LearnerPlan,
+        activating: CostControl,
+        plan: StepSettings,
         write_metrics: Callable[[int, Row], None],
         show: Callable[[Snapshot], None],
         clock: Callable[[], float],
@@ -93,24 +90,3 @@ class Reporting:
                 now=self._clock(),
             )
         )
-
-
-def partial_metrics(session: LearnerSession) -> dict[str, float]:
-    """Return what became of unfinished rollouts; empty where none was ever continued.
-
-    Totals are among the counters; here are how many groups wait to be continued, how many steps old
-    the oldest token of a continued group was on average, and which share of what was sampled was
-    thrown away or will not be trained on.
-    """
-    counts = session.counters
-    if not counts["partials/resumed"] and not counts["partials/parked"]:
-        return {}
-    members = session.roster.members("worker")
-    num_sampled = sum(member.stats.tokens_sampled for member in members)
-    num_wasted = counts["partials/wasted_tokens"] + counts["partials/masked_tokens"]
-    num_wasted += counts["partials/trimmed_tokens"] + session.buffer.num_trimmed_tokens
-    return {
-        "partials/waiting": sum(member.worker.num_waiting for member in members),
-        "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
-        "partials/wasted_ratio": num_wasted / max(1, num_sampled),
-    }

@@ -1,9 +1,10 @@
 """What the simulated learner has on its disk, and where it goes on after a crash.
 
-It holds in memory what `records/ledger.py` writes and `runtime/recovery.py` reads: groups granted,
-accepted and trained, and checkpoints. After a crash the run continues from the newest checkpoint in
-a new lineage: the steps after it are void, their groups wait again where they may still be trained,
-and what was granted and not delivered is leased to nobody until its worker claims it.
+It holds in memory what `records/ledger.py` writes and `runtime/learner/resume.py` reads: groups
+granted, accepted and trained, and checkpoints. After a crash the run continues from the newest
+checkpoint in a new lineage: the steps after it are void, their groups wait again where they may
+still be trained, and what was granted and not delivered is leased to nobody until its worker claims
+it.
 """
 
 from __future__ import annotations

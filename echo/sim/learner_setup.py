@@ -9,8 +9,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.core.buffer import StalenessBuffer
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
-from echo.protocol.reception import AdmissionSettings
+from echo.roles.joining import AdmissionSettings
+from echo.roles.learner import Learner, LearnerSettings
 from echo.sim.journal import Start
 from echo.sim.learner import LearnerTimes
 from echo.sim.scenario import LEARNER_REGION, Scenario
@@ -48,12 +48,12 @@ def make_session(
     broadcast: Broadcast,
     buffer: StalenessBuffer,
     now: float,
-) -> LearnerSession:
+) -> Learner:
     """Return the learner's session with its leases as they were."""
     leases = LeaseBook(timeout_s=scenario.settings.lease_timeout_s)
     for group_id, num_attempts in sorted(start.open_attempts.items()):
         leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
-    return LearnerSession(
+    return Learner(
         _settings(scenario, key=key, scale=versions.scale),
         broadcast=broadcast,
         buffer=buffer,

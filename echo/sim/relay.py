@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from echo.protocol.joining import Configure
-from echo.protocol.relay_session import RelaySession
+from echo.roles.joining import Configure
+from echo.roles.relay import Relay
 from echo.sim.clock import Clock
 from echo.sim.host import Host
 from echo.sim.wires import Port, Wires
@@ -13,7 +13,7 @@ from echo.wire.actions import Action
 class SimRelay(Host):
     """One start of one relay."""
 
-    def __init__(self, session: RelaySession, port: Port, *, clock: Clock, wires: Wires) -> None:
+    def __init__(self, session: Relay, port: Port, *, clock: Clock, wires: Wires) -> None:
         """Put a relay on the network; `start` begins."""
         super().__init__(session, port, clock=clock, wires=wires)
         self.session = session

@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.core.price import Price
 from echo.fleet.market import Offer
 from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
-from echo.protocol.joining import NodeSettings
-from echo.protocol.relay_session import RelaySession
-from echo.protocol.worker_session import WorkerSession
+from echo.roles.joining import NodeSettings
+from echo.roles.relay import Relay
+from echo.roles.worker import Worker
 from echo.sim.activating import make_activating, spent_before
 from echo.sim.arenas import SharedArenas
 from echo.sim.clock import Clock
@@ -159,7 +159,7 @@ class Simulation:
         port = Port(f"relay-{region_name}", region_name, rate, rate, address)
         price = Price(per_h=region.relay_price_per_h)
         settings = self._node_settings(port, "relay", LEARNER_ADDRESS, price)
-        session = RelaySession(settings, self._broadcast(port.name), now=0.0)
+        session = Relay(settings, self._broadcast(port.name), now=0.0)
         return SimRelay(session, port, clock=self.clock, wires=self.wires)
 
     def _node_settings(self, port: Port, role: str, address: str, price: Price) -> NodeSettings:
@@ -206,7 +206,7 @@ class Simulation:
         address = _relay_address(offer.region) if has_relay else LEARNER_ADDRESS
         node_settings = self._node_settings(site.port, "worker", address, self._price(offer))
         outbox = Outbox(max_parcels=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * settings.heartbeat_s))
-        session = WorkerSession(node_settings, self._broadcast(site.name), outbox, now=now)
+        session = Worker(node_settings, self._broadcast(site.name), outbox, now=now)
         engine = EngineModel(
             tokens_per_s=site.tokens_per_s,
             concurrency=offer.concurrency,

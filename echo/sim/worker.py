@@ -8,8 +8,8 @@ import numpy as np
 
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Group, PolicyVersion, Rollout
-from echo.protocol.joining import Configure
-from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
+from echo.roles.joining import Configure
+from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
 from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel, Running
 from echo.sim.groups import Groups
@@ -29,7 +29,7 @@ class SimWorker(Host):
 
     def __init__(
         self,
-        session: WorkerSession,
+        session: Worker,
         port: Port,
         *,
         clock: Clock,
@@ -136,7 +136,7 @@ class SimWorker(Host):
             self.clock.at(since + self._parked_for_s, self._retire, since)
 
     def _retire(self, since: float) -> None:
-        """Give the machine back, as `runtime/retirement.py` does, once nothing is in hand."""
+        """Give the machine back, as `runtime/worker/release.py` does, once nothing is in hand."""
         if not self.is_alive or self.session.is_leaving or self.session.standby_since != since:
             return
         if self.engine.groups or len(self.session.outbox) or not self.session.is_admitted:

@@ -83,7 +83,7 @@ class SavedItem(Protocol):
 
 
 class VersionStore(Protocol):
-    """Where images lie; `runtime/arenas.py` has those that survive the process."""
+    """Where images lie; `runtime/disk_store.py` has those that survive the process."""
 
     @property
     def may_block(self) -> bool:

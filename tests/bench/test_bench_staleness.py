@@ -14,7 +14,7 @@ from echo.config.load import load_config
 from echo.config.schema import Config
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.model import build_model, load_directory, save_tiny_model
-from echo.runtime.data_plane import load_data
+from echo.runtime.learner.setup import load_data
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from echo.config.load import load_config, save_resolved
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import with_key, without_key
 from echo.net.zmq import ZmqTransport
-from echo.runtime.curve import Join
+from echo.runtime.identity import Join
 
 LEARNER = '[model]\nname = "nowhere"\n'
 JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}.{'f' * 22}"

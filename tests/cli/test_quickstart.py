@@ -27,7 +27,7 @@ from echo.cli.quickstart import (
 )
 from echo.config.load import load_config, parse_config
 from echo.core.extras import find_config
-from echo.runtime.curve import Join
+from echo.runtime.identity import Join
 
 PATIENT = """
 import signal, sys, time

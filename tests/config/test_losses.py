@@ -16,7 +16,7 @@ from echo.config import losses
 from echo.config.fields import OWN_KIND
 from echo.config.load import parse_config, resolved
 from echo.core.errors import ConfigError
-from echo.runtime.trainer_setup import build_loss
+from echo.runtime.learner.setup import build_loss
 
 
 def section_of(*overrides: str) -> losses.LossSection:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.runtime.join import ECHO_JOIN
+from echo.runtime.identity import ECHO_JOIN
 from tests.e2e.cluster import WITHIN_S, NodeProcess
 from tests.e2e.fork_server import REPOSITORY
 

@@ -32,12 +32,14 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import Ledger
-from echo.runtime import learner_setup, learner_state, relay_setup, worker_setup
+from echo.runtime import relay
+from echo.runtime.learner import setup
+from echo.runtime.learner.setup import PromptSource
 from echo.runtime.node import Node
-from echo.runtime.prompts import PromptSource
-from echo.runtime.sampling import PartialRules
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo.runtime.worker_parts import WorkerParts
+from echo.runtime.worker import setup as worker_setup
+from echo.runtime.worker.node import WorkerParts
+from echo.runtime.worker.sampling import PartialRules
 from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.network import Link, Network
 from echo.tasks.builtin import AdditionTask
@@ -452,15 +454,15 @@ class NodeWorld:
         transport = await self._transport(process, config.learner.listen)
         with ExitStack() as patches:
             for module, name, stub in (
-                (learner_state, "Ledger", ledger),
-                (learner_state, "build_trainer", lambda config, model, start, lora: StubTrainer(
+                (setup, "Ledger", ledger),
+                (setup, "build_trainer", lambda config, model, start, lora: StubTrainer(
                     process, start.checkpoint
                 )),
-                (learner_setup, "_export", lambda config, data, where, tensors: None),
+                (setup, "_export", lambda config, data, where, tensors: None),
             ):  # fmt: skip
                 patches.enter_context(mock.patch.object(module, name, stub))
             try:
-                return learner_setup.assemble_learner(
+                return setup.assemble_learner(
                     config,
                     data,
                     transport,
@@ -479,9 +481,7 @@ class NodeWorld:
         own = {"name": process.name, "listen": address, "connect": [ADDRESS.format(via)]}
         config = self._config("relay", sections, **own)
         transport = await self._transport(process, config.relay.listen)
-        node = relay_setup.assemble_relay(
-            config, transport, threads=process.threads, log=process.log
-        )
+        node = relay.assemble_relay(config, transport, threads=process.threads, log=process.log)
         self._write_inline(node)
         return node
 

@@ -18,12 +18,12 @@ from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
 from echo.leases.outbox import Outbox
 from echo.leases.partials import ShippedPartials
 from echo.leases.scheduler import Scheduler
-from echo.protocol import joining
-from echo.protocol.joining import Joining
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.membership import Member, Roster
-from echo.protocol.node_session import NodeSession
 from echo.records import ledger
+from echo.roles import joining
+from echo.roles.joining import Joining
+from echo.roles.learner import Learner
+from echo.roles.members import Member, Roster
+from echo.roles.node import DialingRole
 from echo.weights import receiver, store
 from echo.weights.manifest import SignedManifest
 from echo.weights.receiver import StripeLinks, Watchdog
@@ -87,7 +87,7 @@ def accept_what_is_too_old(patch: pytest.MonkeyPatch) -> None:
 @plant(4)
 def publish_as_measured(patch: pytest.MonkeyPatch) -> None:
     """Let the period follow the broadcast, whatever the bound, and a learner that waits wait."""
-    from echo.runtime.waiting import Waiting
+    from echo.runtime.learner.node import BatchWait
     from echo.weights.schedule import PublishPace
 
     def is_due(self: PublishPace, step: int) -> bool:
@@ -96,12 +96,12 @@ def publish_as_measured(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PublishPace, "is_due", is_due)
 
-    def look(self: Waiting, *, now: float) -> Any:
+    def look(self: BatchWait, *, now: float) -> Any:
         self.look_at = now + 0.5
         return ""
 
     patch.setattr(PublishPace, "limit", lambda self, max_staleness: None)
-    patch.setattr(Waiting, "look", look)
+    patch.setattr(BatchWait, "look", look)
 
 
 @plant(5)
@@ -175,15 +175,15 @@ def keep_leases_for_ever(patch: pytest.MonkeyPatch) -> None:
 @plant(12)
 def lose_what_waits(patch: pytest.MonkeyPatch) -> None:
     """Forget, at a resume, the groups that were acknowledged and not yet trained."""
-    from echo.runtime import learner_state
-    from echo.runtime.recovery import recover as recover_recovery
+    from echo.runtime.learner import resume
+    from echo.runtime.learner.resume import recover as recover_recovery
 
     recover = recover_recovery
 
     def forgetful(*arguments: Any, **named: Any) -> Any:
         return dataclasses.replace(recover(*arguments, **named), buffered=[])
 
-    patch.setattr(learner_state, "recover", forgetful)
+    patch.setattr(resume, "recover", forgetful)
 
 
 @plant(13)
@@ -207,7 +207,7 @@ def ignore_failures(patch: pytest.MonkeyPatch) -> None:
 @plant(16)
 def try_the_same_batch_again(patch: pytest.MonkeyPatch) -> None:
     """Put all groups of a failed step back."""
-    from echo.runtime.learner import LearnerNode
+    from echo.runtime.learner.node import LearnerNode
 
     async def put_back(self: LearnerNode, groups: Any, error: Any) -> None:
         self._buffer.put_back(groups, num_taken=len(groups))
@@ -231,7 +231,7 @@ def lose_what_is_evicted(patch: pytest.MonkeyPatch) -> None:
 def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
     """Neither keep a second learner out, nor cut what is torn, nor hash a checkpoint."""
     from echo.records.ledger import Ledger
-    from echo.runtime import checkpoint
+    from echo.runtime.learner import checkpoint
 
     patch.setattr(Ledger, "_take_over", lambda self: None)
     patch.setattr(checkpoint, "_verify", lambda path, sums: None)
@@ -241,8 +241,8 @@ def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
 def say_installed(patch: pytest.MonkeyPatch) -> None:
     """Take a version that the engine refuses for installed."""
     from echo.core.errors import EngineError
-    from echo.runtime import worker
-    from echo.runtime.worker_parts import install as install_worker_parts
+    from echo.runtime.worker import node
+    from echo.runtime.worker.node import install as install_worker_parts
 
     install = install_worker_parts
 
@@ -252,19 +252,18 @@ def say_installed(patch: pytest.MonkeyPatch) -> None:
         except EngineError:
             return ""
 
-    patch.setattr(worker, "install", careless)
+    patch.setattr(node, "install", careless)
 
 
 @plant(23)
 def begin_anew(patch: pytest.MonkeyPatch) -> None:
     """Find nothing right of what a killed process had fetched."""
-    from echo.runtime.arenas import ArenaStore
-    from echo.runtime.arenas_files import FileArenas
+    from echo.runtime.disk_store import DiskStore, MappedStore
 
     patch.setattr(
-        ArenaStore, "verify_held", lambda self, manifest, arena: bytearray(manifest.num_chunks)
+        MappedStore, "verify_held", lambda self, manifest, arena: bytearray(manifest.num_chunks)
     )
-    patch.setattr(FileArenas, "recover_parcels", lambda self: [])
+    patch.setattr(DiskStore, "recover_parcels", lambda self: [])
 
 
 @plant(19)
@@ -318,10 +317,10 @@ def believe_every_signature(patch: pytest.MonkeyPatch) -> None:
 def stay_with_a_silent_way(patch: pytest.MonkeyPatch) -> None:
     """Keep to a relay over which nothing is heard of the learner any more."""
 
-    def loyal(self: NodeSession, now: float) -> Any:
+    def loyal(self: DialingRole, now: float) -> Any:
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
 
-    patch.setattr(NodeSession, "_expire_admitted", loyal)
+    patch.setattr(DialingRole, "_expire_admitted", loyal)
 
 
 @plant(26)
@@ -372,9 +371,9 @@ def wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
 @plant(29)
 def say_that_it_waits(patch: pytest.MonkeyPatch) -> None:
     """Say how many groups are missing, and no more."""
-    from echo.runtime import progress
+    from echo.runtime.learner import report
 
-    patch.setattr(progress, "describe_wait", lambda session: "2 of 2 groups")
+    patch.setattr(report, "describe_wait", lambda session: "2 of 2 groups")
 
 
 @plant(30)
@@ -387,12 +386,12 @@ def bound_nothing(patch: pytest.MonkeyPatch) -> None:
 @plant(31)
 def wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Never give a learner up."""
-    expire = NodeSession._expire_joining
+    expire = DialingRole._expire_joining
 
-    def patient(self: NodeSession, now: float) -> Any:
+    def patient(self: DialingRole, now: float) -> Any:
         return [action for action in expire(self, now) if not isinstance(action, Stop)]
 
-    patch.setattr(NodeSession, "_expire_joining", patient)
+    patch.setattr(DialingRole, "_expire_joining", patient)
 
 
 @plant(33)
@@ -434,8 +433,8 @@ def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
 @plant(35)
 def know_one_address(patch: pytest.MonkeyPatch) -> None:
     """Try the first address only."""
-    addresses = NodeSession._addresses
-    patch.setattr(NodeSession, "_addresses", lambda self: addresses(self)[:1])
+    addresses = DialingRole._addresses
+    patch.setattr(DialingRole, "_addresses", lambda self: addresses(self)[:1])
 
 
 @plant(36)
@@ -460,9 +459,8 @@ def plan_for_those_on_standby(patch: pytest.MonkeyPatch) -> None:
 @plant(38)
 def compare_no_hashes(patch: pytest.MonkeyPatch) -> None:
     """Let every node in, whatever it has, and follow every run."""
-    from echo.protocol import reception
 
-    for module in (joining, reception):
+    for module in (joining, joining):
         if hasattr(module, "digest_mismatch"):
             patch.setattr(module, "digest_mismatch", lambda *, ours, theirs: None)
     patch.setattr(Joining, "_find_fault", lambda self, message: None)
@@ -475,9 +473,9 @@ def raise_at_garbage(patch: pytest.MonkeyPatch) -> None:
     def fragile(self: Any, peer: str, frames: Any, *, now: float) -> Any:
         return self._receive(peer, decode_envelope(frames), frames, now)
 
-    patch.setattr(NodeSession, "receive", fragile)
+    patch.setattr(DialingRole, "receive", fragile)
     patch.setattr(
-        LearnerSession,
+        Learner,
         "receive",
         lambda self, peer, frames, *, now: self._receive(
             peer, decode_envelope(frames), frames[1:], now

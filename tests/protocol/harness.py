@@ -34,13 +34,12 @@ from echo.leases.scheduler import (
     RecordRefusal,
     StoreGroup,
 )
-from echo.protocol.joining import Configure, NodeSettings
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
-from echo.protocol.node_session import NodeSession
-from echo.protocol.reception import AdmissionSettings
-from echo.protocol.relay_session import RelaySession
-from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
 from echo.records.ledger import read_state
+from echo.roles.joining import AdmissionSettings, Configure, NodeSettings
+from echo.roles.learner import Learner, LearnerSettings
+from echo.roles.node import DialingRole
+from echo.roles.relay import Relay
+from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
 from echo.sim.network import Link, Network
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
@@ -218,7 +217,7 @@ class World:
                 self._tell_disconnected(process, peer, reason)
 
     def _tell_disconnected(self, process: Process, peer: str, reason: str) -> None:
-        if isinstance(process.session, LearnerSession):
+        if isinstance(process.session, Learner):
             self.perform(process, process.session.disconnected(peer, now=self.now))
         else:
             self.perform(process, process.session.disconnected(peer, reason, now=self.now))
@@ -378,7 +377,7 @@ class Run:
         self.checkpoint = (1, 0)
         self.is_training = True
         self.max_steps = 10**9
-        self.learner: LearnerSession | None = None
+        self.learner: Learner | None = None
         self._numbers_of_starts = itertools.count()
 
     def journal(self, kind: str, **fields: Any) -> None:
@@ -426,7 +425,7 @@ class Run:
             names = {field.name for field in dataclasses.fields(record)}
             return {name: value for name, value in settings.items() if name in names}
 
-        session = LearnerSession(
+        session = Learner(
             LearnerSettings(
                 admission=AdmissionSettings(**of(AdmissionSettings)),
                 leases=LeaseSettings(**of(LeaseSettings)),
@@ -482,7 +481,7 @@ class Run:
             self.acked.append((group.group_id, group.worker_id))
             self.world.perform(process, process.session.stored(group.group_id, now=self.world.now))
 
-    def _discard_unusable(self, session: LearnerSession) -> None:
+    def _discard_unusable(self, session: Learner) -> None:
         for evicted in session.buffer.evict(step=session.step):
             self.journal("discarded", group=evicted.group.group_id, reason=evicted.reason)
 
@@ -550,7 +549,7 @@ class Run:
     ) -> Process:
         address = f"tcp://{name}:1"
         settings = self.node_settings(name, "relay", connect, advertise=address, **overrides)
-        session = RelaySession(settings, make_broadcast(name), now=self.world.now)
+        session = Relay(settings, make_broadcast(name), now=self.world.now)
         process = self.world.add(Process(name, session, address))
 
         def on_action(action: Action) -> None:
@@ -576,7 +575,7 @@ class Run:
     ) -> Process:
         overrides |= {"advertise": address, "digests": has or {}}
         settings = self.node_settings(name, "worker", connect, **overrides)
-        session = WorkerSession(
+        session = Worker(
             settings,
             make_broadcast(name),
             Outbox(max_parcels=8, retry_s=1.0),
@@ -634,7 +633,7 @@ class SimEngine:
         self,
         run: Run,
         process: Process,
-        session: WorkerSession,
+        session: Worker,
         *,
         build_s: float,
         digests: dict[str, str],
@@ -718,7 +717,7 @@ def make_broadcast(node_id: str, **overrides: Any) -> Broadcast:
 
 def state_of(process: Process) -> str:
     session = process.session
-    assert isinstance(session, NodeSession)
+    assert isinstance(session, DialingRole)
     return session.state
 
 
@@ -731,11 +730,11 @@ def note_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the step of each version for which the way is planned in time."""
     ready: list[int] = []
 
-    def noting(session: LearnerSession, *, now: float) -> list[Action]:
+    def noting(session: Learner, *, now: float) -> list[Action]:
         newest = session.broadcast.newest_complete
         assert newest is None or newest.step < session.step, "that version is out already"
         ready.append(session.step)
         return []
 
-    monkeypatch.setattr(LearnerSession, "make_way", noting)
+    monkeypatch.setattr(Learner, "make_way", noting)
     return ready

@@ -11,7 +11,7 @@ import pytest
 
 from echo.core.price import Price
 from echo.fleet.activation import ActivationDecision
-from echo.protocol.activation import Activation, ActivationSettings, StepTimes
+from echo.runtime.learner.cost import Activation, ActivationSettings, StepTimes
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run
 
 SETTINGS = {
@@ -46,7 +46,7 @@ class Play:
         return self.run.start_worker(name, connect=[LEARNER_ADDRESS], price=Price(per_h=price))
 
     def until(self, seconds: float) -> None:
-        """Let time pass as `runtime/activation.py` does it."""
+        """Let time pass as `runtime/learner/cost.py` does it."""
         world = self.run.world
         while world.now < seconds:
             world.run(world.now + 1.0)

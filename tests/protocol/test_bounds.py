@@ -22,7 +22,7 @@ from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.leases.partials import MemberHeader
 from echo.leases.scheduler import StoreGroup
-from echo.protocol import worker_session
+from echo.roles import worker
 from echo.wire import messages
 from echo.wire.actions import HangUp, Note
 from echo.wire.codec import (
@@ -213,7 +213,7 @@ def test_a_relay_drops_two_frames_that_are_too_large_together(fleet: Run) -> Non
 def test_a_group_that_no_message_holds_fails_with_its_reason(
     hung_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_session, "MAX_PAYLOAD_BYTES", 200)
+    monkeypatch.setattr(worker, "MAX_PAYLOAD_BYTES", 200)
     session = hung_run.world.process("w1").session
     [draft] = session.take(1, group_size=2)
     group = make_group(draft.lease.group_id, PolicyVersion(1, 0))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.membership import Roster
+from echo.roles.members import Roster
 from echo.wire.messages import Heartbeat, Hello, NodeStats
 
 

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 
 from echo.core.price import Price
-from echo.protocol.membership import Member, Roster
-from echo.protocol.metering import Meter
+from echo.roles.members import Member, Roster
+from echo.runtime.learner.cost import CostMeter
 from echo.wire.messages import Hello, NodeStats
 
 HOUR = 3600.0
 
 
-def make(**changes: Any) -> Meter:
+def make(**changes: Any) -> CostMeter:
     given = {
         "learner_per_h": 2.0,
         "learner_per_gb": 0.0,
         "spent": 0.0,
         "now": 0.0,
     }
-    return Meter(**given | changes)
+    return CostMeter(**given | changes)
 
 
 def join(roster: Roster, name: str, per_h: float | None, *, per_gb: float = 0.0) -> Member:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.protocol.learner_session import LearnerSession
+from echo.roles.learner import Learner
 from echo.weights.broadcast import Broadcast
 from echo.weights.topology import plan as planning_module
 from echo.weights.topology.plan import (
@@ -148,7 +148,7 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
 ) -> None:
     run = Run(tmp_path)
     session = run.start_learner().session
-    assert isinstance(session, LearnerSession)
+    assert isinstance(session, Learner)
     for name in ("w0", "w1", "w2"):
         run.start_relay(name)
     run.world.run(3.0)
@@ -176,7 +176,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     run.is_training = False
     process = run.start_learner()
     session = process.session
-    assert isinstance(session, LearnerSession)
+    assert isinstance(session, Learner)
     first = run.start_worker("w0")
     run.world.run_until(lambda: session.leases.num_running > 0, within_s=10.0)
     run.world.kill(first, is_silent=True)
@@ -237,7 +237,7 @@ def test_a_run_plans_for_the_versions_that_it_has_published(tmp_path: Path) -> N
     run.start_relay("r")
     run.world.run(3.0)
     session = learner.session
-    assert isinstance(session, LearnerSession)
+    assert isinstance(session, Learner)
     payload = session.broadcast.payload
     assert payload is not None
     assert session.planning.payload_bytes == payload.num_bytes

@@ -7,7 +7,7 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.leases.book import most_promised, oldest_step
-from echo.protocol.version_wait import VersionWait
+from echo.roles.worker import VersionWait
 from echo.wire.messages import Lease
 from tests.protocol.harness import Process, Run, make_lease
 

@@ -21,8 +21,8 @@ from echo.core.rollout import PolicyVersion
 from echo.leases.outbox import Outbox
 from echo.leases.partials import LeaseKey
 from echo.leases.scheduler import RecordCancel, RecordGrant
-from echo.protocol.joining import Configure
-from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
+from echo.roles.joining import Configure
+from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
 from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
 from echo.wire.messages import Lease
@@ -48,7 +48,7 @@ class RatedEngine:
     """A worker's own work, at its speed."""
 
     def __init__(
-        self, run: Unequal, process: Process, session: WorkerSession, *, speed: float, places: int
+        self, run: Unequal, process: Process, session: Worker, *, speed: float, places: int
     ) -> None:
         self.run, self.process, self.session = run, process, session
         self.speed, self.num_places = speed, places
@@ -237,7 +237,7 @@ class Unequal(Run):
     def _start_rated(self, name: str, speed: float, places: int) -> None:
         settings = self.node_settings(name, "worker", (LEARNER_ADDRESS,))
         outbox = Outbox(max_parcels=64, retry_s=1.0)
-        session = WorkerSession(settings, make_broadcast(name), outbox, now=self.world.now)
+        session = Worker(settings, make_broadcast(name), outbox, now=self.world.now)
         process = self.world.add(Process(name, session, None))
         engine = RatedEngine(self, process, session, speed=speed, places=places)
         self.engines[name] = engine

@@ -31,16 +31,13 @@ from echo.net.transport import (
     TransportOptions,
     TransportStats,
 )
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.relay_session import RelaySession
-from echo.runtime import wiring
-from echo.runtime.arenas import ArenaStore
-from echo.runtime.curve import Join
-from echo.runtime.identity import Identity
-from echo.runtime.join import node_keys
+from echo.roles.learner import Learner
+from echo.roles.relay import Relay as RelaySession
+from echo.runtime import node as wiring
+from echo.runtime.disk_store import MappedStore
+from echo.runtime.identity import Identity, Join, node_keys
+from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
 from echo.runtime.node import Node
-from echo.runtime.parcels import Coder, Parcels
-from echo.runtime.publication import Publication
 from echo.runtime.relay import RelayNode
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.network import Link, Network
@@ -148,9 +145,9 @@ class Uplink(Transport):
 class Publisher(Node):
     """A learner without a model."""
 
-    session: LearnerSession
+    session: Learner
 
-    def __init__(self, session: LearnerSession, transport: Transport) -> None:
+    def __init__(self, session: Learner, transport: Transport) -> None:
         super().__init__(session, transport, log=logging.getLogger("fleet.learner"))
         self.session = session
 
@@ -229,7 +226,7 @@ class Fleet:
             planning = ForcedPlanning(self.session.planning, kind, self._num_stripes)
             self.session.planning = planning
         node = Publisher(self.session, self.uplink)
-        self.parcels = Parcels(
+        self.parcels = VersionEncoder(
             self.session.broadcast,
             self._coder,
             codec=self._codec,
@@ -257,13 +254,13 @@ class Fleet:
 
     # --- relays ----------------------------------------------------------------------------------
 
-    async def join(self, *names: str, arenas: ArenaStore | None = None) -> None:
+    async def join(self, *names: str, arenas: MappedStore | None = None) -> None:
         """Start relays, one after the other, and wait until each follows the plan."""
         for name in names:
             await self.begin(name, arenas=arenas)
             await self.until(self.is_planned, f"{name} follows the plan")
 
-    async def begin(self, name: str, *, arenas: ArenaStore | None = None) -> Relay:
+    async def begin(self, name: str, *, arenas: MappedStore | None = None) -> Relay:
         """Start a relay."""
         config = self._config()
         keys = node_keys(config, "relay") if self._kind == "zmq" else None

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from echo.core.metrics import Snapshot
-from echo.runtime.activation import spent_before
-from echo.runtime.learner import LearnerNode
+from echo.runtime.learner.cost import spent_before
+from echo.runtime.learner.node import LearnerNode
 from tests.runtime.harness import Play, Run, ends, running
 
 

@@ -15,7 +15,7 @@ from echo.config.load import parse_config
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Lineage
 from echo.records.ledger import Ledger
-from echo.runtime.adaptation import make_adaptation
+from echo.runtime.learner.node import make_adaptation
 from echo.weights.schedule import PublishPace
 from tests.runtime.harness import Play, Run, read_jsonl, running
 
@@ -52,7 +52,7 @@ MakeParts = Callable[..., Parts]
 def quick(patch: pytest.MonkeyPatch, **limits: float) -> None:
     """Let the controller decide within the steps of a test."""
     settings = partial(ControlSettings, **limits)
-    patch.setattr("echo.runtime.adaptation.ControlSettings", settings)
+    patch.setattr("echo.runtime.learner.node.ControlSettings", settings)
 
 
 @pytest.fixture

@@ -33,10 +33,9 @@ from echo.algo.losses import GrpoLoss
 from echo.cli.output import exit_code
 from echo.core.errors import ConfigError, TransportError
 from echo.core.rollout import Group
-from echo.runtime import agent_http
-from echo.runtime.agent_http import Endpoint
-from echo.runtime.agent_worker import TOKEN_VARIABLE
-from echo.runtime.agents import SEGMENT_TOKENS, StoppingError
+from echo.runtime.agents import endpoint
+from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
+from echo.runtime.agents.sessions import SEGMENT_TOKENS, StoppingError
 from echo.train.trainer import OptimizerSettings, Trainer
 from tests.runtime.harness import Play, Run, running
 
@@ -468,7 +467,7 @@ async def endpoint_of(agents: Any) -> AsyncIterator[int]:
 
 
 def test_nobody_without_the_token_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_http, "TOKEN_S", 0.05)
+    monkeypatch.setattr(endpoint, "TOKEN_S", 0.05)
 
     async def main() -> None:
         async with endpoint_of(Untouched()) as port:
@@ -489,7 +488,7 @@ def test_nobody_without_the_token_stays_connected(monkeypatch: pytest.MonkeyPatc
 
 
 def test_too_many_without_the_token_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_http, "MAX_UNKNOWN", 2)
+    monkeypatch.setattr(endpoint, "MAX_UNKNOWN", 2)
 
     async def main() -> None:
         async with endpoint_of(Untouched()) as port:

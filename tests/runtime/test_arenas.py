@@ -20,8 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
-from echo.runtime.arenas import MAX_SPARES, ArenaStore, MemoryArenas
-from echo.runtime.arenas_files import FileArenas, open_arenas
+from echo.runtime.disk_store import MAX_SPARES, DiskStore, MappedStore, MemoryStore, open_store
 from tests.runtime.test_arenas_scan import CHUNK_BYTES, IMAGE, describe, held
 
 SIZE = 1 << 16
@@ -40,14 +39,14 @@ def address(view: memoryview) -> int:
 
 
 @pytest.fixture(params=["memory", "files"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArenaStore]:
-    made = MemoryArenas(8 * SIZE) if request.param == "memory" else FileArenas(tmp_path, 8 * SIZE)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MappedStore]:
+    made = MemoryStore(8 * SIZE) if request.param == "memory" else DiskStore(tmp_path, 8 * SIZE)
     assert made.recover("run") == []
     yield made
     made.close()
 
 
-def test_an_arena_is_room_to_write_to(store: ArenaStore) -> None:
+def test_an_arena_is_room_to_write_to(store: MappedStore) -> None:
     arena = store.create(version(1), b"manifest", SIZE + 1)
     assert (len(arena), arena.readonly, arena.format) == (SIZE + 1, False, "B")
     arena[:] = bytes(range(256)) * (SIZE // 256) + b"\7"
@@ -55,17 +54,17 @@ def test_an_arena_is_room_to_write_to(store: ArenaStore) -> None:
     assert store.bytes_held == SIZE + 1
 
 
-def test_the_same_version_twice_or_no_bytes_is_a_bug(store: ArenaStore) -> None:
+def test_the_same_version_twice_or_no_bytes_is_a_bug(store: MappedStore) -> None:
     store.create(version(1), None, SIZE)
     with pytest.raises(ValueError, match=r"v1: .* asked for twice"):
         store.create(version(1), None, SIZE)
     with pytest.raises(ValueError, match="v2: 0 bytes"):
         store.create(version(2), None, 0)
     with pytest.raises(ValueError, match="limit_bytes is 0"):
-        MemoryArenas(0)
+        MemoryStore(0)
 
 
-def test_the_limit_counts_what_was_not_dropped(store: ArenaStore) -> None:
+def test_the_limit_counts_what_was_not_dropped(store: MappedStore) -> None:
     store.create(version(1), None, 5 * SIZE)
     with pytest.raises(
         StorageError, match=r"v2 needs 256 KiB, but 320 KiB of 512 KiB .* v1; raise"
@@ -78,7 +77,7 @@ def test_the_limit_counts_what_was_not_dropped(store: ArenaStore) -> None:
     assert store._spares == []
 
 
-def test_to_drop_what_is_not_there_is_no_error(store: ArenaStore) -> None:
+def test_to_drop_what_is_not_there_is_no_error(store: MappedStore) -> None:
     store.drop(version(1))
     store.create(version(1), None, SIZE)
     store.drop(version(1))
@@ -86,7 +85,7 @@ def test_to_drop_what_is_not_there_is_no_error(store: ArenaStore) -> None:
     assert store.bytes_held == 0
 
 
-def test_a_dropped_arena_is_recycled_when_no_view_is_left(store: ArenaStore) -> None:
+def test_a_dropped_arena_is_recycled_when_no_view_is_left(store: MappedStore) -> None:
     arena = store.create(version(1), None, SIZE)
     place = address(arena)
     piece = arena[10:20].toreadonly()
@@ -109,7 +108,7 @@ def test_a_dropped_arena_is_recycled_when_no_view_is_left(store: ArenaStore) -> 
 
 
 @pytest.mark.slow
-def test_a_tensor_made_from_an_arena_keeps_it(store: ArenaStore) -> None:
+def test_a_tensor_made_from_an_arena_keeps_it(store: MappedStore) -> None:
     """As of the weights that a worker on a CPU has installed."""
     arena = store.create(version(1), None, SIZE)
     place = address(arena)
@@ -128,7 +127,7 @@ def test_a_tensor_made_from_an_arena_keeps_it(store: ArenaStore) -> None:
 
 
 def test_only_the_largest_spares_are_kept_and_views_of_the_others_stay_valid(
-    store: ArenaStore,
+    store: MappedStore,
 ) -> None:
     views = [store.create(version(step), None, step * 4096) for step in range(1, 5)]
     for step, view in enumerate(views, start=1):
@@ -140,7 +139,7 @@ def test_only_the_largest_spares_are_kept_and_views_of_the_others_stay_valid(
     assert [view[0] for view in views] == [1, 2, 3, 4]
 
 
-def test_views_outlive_the_store(store: ArenaStore) -> None:
+def test_views_outlive_the_store(store: MappedStore) -> None:
     kept = store.create(version(1), None, SIZE)
     dropped = store.create(version(2), None, SIZE)
     kept[:4], dropped[:4] = b"kept", b"drop"
@@ -151,7 +150,7 @@ def test_views_outlive_the_store(store: ArenaStore) -> None:
 
 
 @pytest.mark.slow
-def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: ArenaStore) -> None:
+def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MappedStore) -> None:
     """The receiver takes nothing at first, so slices wait in the sender without a copy."""
     num_bytes = 24 << 20  # more than the sockets' buffers hold
     store.limit_bytes = 8 * num_bytes
@@ -181,7 +180,7 @@ def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: ArenaStore) -> No
         assert is_same_place(place, store.create(version(3), None, num_bytes))
 
 
-def test_the_rehash_looks_at_the_version_s_own_bytes(store: ArenaStore) -> None:
+def test_the_rehash_looks_at_the_version_s_own_bytes(store: MappedStore) -> None:
     store.limit_bytes = 2 * len(IMAGE)
     manifest = describe(IMAGE)
     arena = store.create(manifest.version, b"", len(IMAGE))
@@ -191,7 +190,7 @@ def test_the_rehash_looks_at_the_version_s_own_bytes(store: ArenaStore) -> None:
         store.verify_held(manifest, arena[:5])
 
 
-def test_a_new_run_drops_the_versions_of_the_old_one(store: ArenaStore) -> None:
+def test_a_new_run_drops_the_versions_of_the_old_one(store: MappedStore) -> None:
     store.create(version(1), b"manifest", SIZE)
     assert store.recover("another") == []
     assert store.bytes_held == 0
@@ -201,19 +200,19 @@ def test_a_new_run_drops_the_versions_of_the_old_one(store: ArenaStore) -> None:
 def test_no_memory_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     too_much = 1 << 60
     with pytest.raises(StorageError, match=r"no 1024 PiB for v1: .*set network.store_dir"):
-        MemoryArenas(too_much).create(version(1), None, too_much)
+        MemoryStore(too_much).create(version(1), None, too_much)
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    assert len(MemoryArenas(SIZE).create(version(1), None, SIZE)) == SIZE
+    assert len(MemoryStore(SIZE).create(version(1), None, SIZE)) == SIZE
 
 
 def test_the_configuration_chooses_the_store(tmp_path: Path) -> None:
-    memory = open_arenas(None, None)
-    assert isinstance(memory, MemoryArenas)
+    memory = open_store(None, None)
+    assert isinstance(memory, MemoryStore)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < memory.limit_bytes <= pages
-    assert open_arenas(None, 5).limit_bytes == 5
-    files = open_arenas(str(tmp_path / "new" / "directory"), None)
-    assert isinstance(files, FileArenas)
+    assert open_store(None, 5).limit_bytes == 5
+    files = open_store(str(tmp_path / "new" / "directory"), None)
+    assert isinstance(files, DiskStore)
     assert files.limit_bytes > SIZE
     files.close()
 
@@ -223,7 +222,7 @@ class Recycling(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = MemoryArenas(6 * 4096)
+        self.store = MemoryStore(6 * 4096)
         self.steps = itertools.count(1)
         self.live: dict[int, memoryview] = {}
         self.pending: list[tuple[int, memoryview]] = []

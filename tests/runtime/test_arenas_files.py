@@ -23,8 +23,8 @@ from echo.config.memory import Machine
 from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.records import files
-from echo.runtime import arenas_files
-from echo.runtime.arenas_files import FileArenas
+from echo.runtime import disk_store
+from echo.runtime.disk_store import DiskStore
 from echo.weights.manifest import encode_signed, sign, verify
 from echo.weights.receiver import WriteChunk
 from echo.weights.store import Transfer
@@ -48,14 +48,14 @@ def names(directory: Path) -> list[str]:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., FileArenas]]:
+def opened(tmp_path: Path) -> Iterator[Callable[..., DiskStore]]:
     """Return a function that opens the directory anew, as a process that starts does."""
-    stores: list[FileArenas] = []
+    stores: list[DiskStore] = []
 
-    def reopen(limit_bytes: int | None = LIMIT, *, run: str | None = "r") -> FileArenas:
+    def reopen(limit_bytes: int | None = LIMIT, *, run: str | None = "r") -> DiskStore:
         for former in stores:
             former.close()
-        stores.append(FileArenas(tmp_path / "arenas", limit_bytes))
+        stores.append(DiskStore(tmp_path / "arenas", limit_bytes))
         if run is not None:
             assert stores[-1].recover(run) == []
         return stores[-1]
@@ -65,7 +65,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., FileArenas]]:
         store.close()
 
 
-Opened = Callable[..., FileArenas]
+Opened = Callable[..., DiskStore]
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from echo.core.rollout import PolicyVersion
-from echo.runtime.arenas_files import FileArenas
+from echo.runtime.disk_store import DiskStore as FileArenas
 directory, image, manifest, chunk_bytes, order = sys.argv[1:]
 image, chunk_bytes = Path(image).read_bytes(), int(chunk_bytes)
 store = FileArenas(Path(directory), 1 << 26)
@@ -237,7 +237,7 @@ def test_a_killed_process_leaves_exactly_the_chunks_that_it_wrote(tmp_path: Path
     order = [7, 3, 20, 0, 12, 13, 1, 19]
     done = kill_writer(tmp_path, b"done 19\n", order, signed)
     assert done == order
-    store = FileArenas(tmp_path / "arenas", LIMIT)  # the lock went with the process
+    store = DiskStore(tmp_path / "arenas", LIMIT)  # the lock went with the process
     (saved,) = store.recover("run")
     _, manifest = verify(
         saved.signed_manifest,
@@ -259,7 +259,7 @@ def test_a_killed_process_leaves_exactly_the_chunks_that_it_wrote(tmp_path: Path
 @pytest.mark.parametrize("moment", [b"begun 0\n", b"begun 5\n", b"done 2\n"])
 def test_a_chunk_written_in_part_is_not_held(tmp_path: Path, moment: bytes) -> None:
     done = kill_writer(tmp_path, moment, list(range(21)), b"manifest")
-    store = FileArenas(tmp_path / "arenas", LIMIT)
+    store = DiskStore(tmp_path / "arenas", LIMIT)
     (saved,) = store.recover("run")
     found = held(store.verify_held(describe(IMAGE), saved.arena))
     # The one under way at the kill may just have been finished; nothing else may differ.
@@ -273,7 +273,7 @@ def test_a_chunk_written_in_part_is_not_held(tmp_path: Path, moment: bytes) -> N
 def test_a_full_disk_falls_back_on_memory_with_one_warning(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = FileArenas(disk, LIMIT)
+    store = DiskStore(disk, LIMIT)
     store.recover("r")
     store.create(version(1), b"manifest", 512 << 10)
     second = store.create(version(2), b"manifest", 768 << 10)
@@ -291,15 +291,15 @@ def test_a_full_disk_falls_back_on_memory_with_one_warning(
         store.drop(version(step))
     store.create(version(4), b"manifest", 768 << 10)
     store.close()
-    assert [item.version for item in FileArenas(disk, LIMIT).recover("r")] == [version(4)]
+    assert [item.version for item in DiskStore(disk, LIMIT).recover("r")] == [version(4)]
 
 
 def test_a_full_disk_and_no_memory_is_an_error_that_names_everything(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = FileArenas(disk, LIMIT)
+    store = DiskStore(disk, LIMIT)
     store.recover("r")
-    monkeypatch.setattr(arenas_files, "read_machine", lambda: Machine(host_bytes=1 << 20))
+    monkeypatch.setattr(disk_store, "read_machine", lambda: Machine(host_bytes=1 << 20))
     with pytest.raises(StorageError) as caught:
         store.create(version(1), b"manifest", 2 << 20)
     assert str(caught.value).startswith(
@@ -312,7 +312,7 @@ def test_a_full_disk_and_no_memory_is_an_error_that_names_everything(
 
 
 def test_a_spare_makes_room_on_a_full_disk(disk: Path) -> None:
-    store = FileArenas(disk, LIMIT)
+    store = DiskStore(disk, LIMIT)
     store.recover("r")
     store.create(version(1), b"manifest", 512 << 10)
     store.drop(version(1))
@@ -346,8 +346,8 @@ def test_neither_disk_nor_memory_names_both(
         raise OSError(errno.ENOMEM, f"Cannot allocate {num_bytes} bytes")
 
     store = opened()
-    monkeypatch.setattr(arenas_files.os, "posix_fallocate", refuse)
-    monkeypatch.setattr(arenas_files, "map_memory", exhausted)
+    monkeypatch.setattr(disk_store.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(disk_store, "map_memory", exhausted)
     with pytest.raises(StorageError, match=r"neither there \(No space .* memory \(Cannot allocate"):
         store.create(version(1), None, SIZE)
 
@@ -355,7 +355,7 @@ def test_neither_disk_nor_memory_names_both(
 def test_a_manifest_that_cannot_be_written_costs_only_the_recovery(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = FileArenas(disk, LIMIT)
+    store = DiskStore(disk, LIMIT)
     store.recover("r")
     arena = store.create(version(1), b"x" * (1 << 20), 512 << 10)
     arena[:] = b"1" * len(arena)
@@ -389,7 +389,7 @@ def test_two_processes_never_share_a_directory(opened: Opened, tmp_path: Path) -
     opened()
     program = (
         "import sys; from pathlib import Path; from echo.core.errors import StorageError\n"
-        "from echo.runtime.arenas_files import FileArenas\n"
+        "from echo.runtime.disk_store import FileArenas\n"
         "try: FileArenas(Path(sys.argv[1]), 1)\n"
         "except StorageError as error: print(error)"
     )
@@ -418,14 +418,14 @@ def test_a_directory_that_cannot_be_used_is_an_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"file/arenas cannot be used: Not a directory; choose"):
-        FileArenas(tmp_path / "file" / "arenas", LIMIT)
+        DiskStore(tmp_path / "file" / "arenas", LIMIT)
 
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(files.fcntl, "flock", refuse)
     with pytest.raises(StorageError, match="cannot be locked: No locks available; choose a"):
-        FileArenas(tmp_path / "arenas", LIMIT)
+        DiskStore(tmp_path / "arenas", LIMIT)
 
 
 def test_nobody_else_may_read_the_weights(opened: Opened, tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ def test_the_default_limit_counts_what_a_former_process_has_taken(opened: Opened
     store.create(version(1), b"manifest", num_bytes)
     store = opened(None, run=None)
     # Without its own files it would be 0.9 x num_bytes less; others may use the disk meanwhile.
-    free = arenas_files.DEFAULT_SHARE * store._free_bytes()
+    free = disk_store.DEFAULT_SHARE * store._free_bytes()
     assert store.limit_bytes == pytest.approx(free + 0.9 * num_bytes, abs=0.45 * num_bytes)
 
 

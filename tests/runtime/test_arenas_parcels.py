@@ -10,14 +10,12 @@ import pytest
 
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PolicyVersion
-from echo.runtime.arenas import MemoryArenas
-from echo.runtime.arenas_files import FileArenas
-from echo.runtime.arenas_parcels import ParcelFile, SavedParcel
+from echo.runtime.disk_store import DiskStore, KeyframeFile, MemoryStore, SavedKeyframe
 
 LIMIT = 1 << 20
 SIZE = 1 << 16
 HEADER_BYTES = 12
-Opened = Callable[..., FileArenas]
+Opened = Callable[..., DiskStore]
 
 
 def version(step: int, lineage: int = 1) -> PolicyVersion:
@@ -27,12 +25,12 @@ def version(step: int, lineage: int = 1) -> PolicyVersion:
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:
     """Return a function that opens the directory anew, as a process that starts does."""
-    stores: list[FileArenas] = []
+    stores: list[DiskStore] = []
 
-    def reopen(limit_bytes: int = LIMIT, *, run: str = "r") -> FileArenas:
+    def reopen(limit_bytes: int = LIMIT, *, run: str = "r") -> DiskStore:
         for former in stores:
             former.close()
-        stores.append(FileArenas(tmp_path, limit_bytes))
+        stores.append(DiskStore(tmp_path, limit_bytes))
         stores[-1].recover(run)
         return stores[-1]
 
@@ -41,14 +39,14 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
         store.close()
 
 
-def begin(store: FileArenas, step: int) -> ParcelFile:
+def begin(store: DiskStore, step: int) -> KeyframeFile:
     journal = store.journal(version(step))
-    assert isinstance(journal, ParcelFile)
+    assert isinstance(journal, KeyframeFile)
     store.flush()
     return journal
 
 
-def write(journal: ParcelFile, *chunks: bytes) -> None:
+def write(journal: KeyframeFile, *chunks: bytes) -> None:
     """Write a journal, and wait until that is on the disk."""
     journal.table(b"table")
     for index, chunk in enumerate(chunks):
@@ -56,7 +54,7 @@ def write(journal: ParcelFile, *chunks: bytes) -> None:
     journal._files.thread.flush()
 
 
-def only(saved: list[SavedParcel]) -> SavedParcel:
+def only(saved: list[SavedKeyframe]) -> SavedKeyframe:
     (found,) = saved
     return found
 
@@ -226,7 +224,7 @@ def test_a_disk_that_cannot_be_written_costs_only_the_recovery(
 ) -> None:
     store = opened()
     journals_of = [begin(store, step) for step in (1, 2)]
-    monkeypatch.setattr("echo.runtime.arenas_parcels.os.writev", lambda *_: 3)
+    monkeypatch.setattr("echo.runtime.disk_store.os.writev", lambda *_: 3)
     for journal in journals_of:
         write(journal, b"a" * 100)
     assert journals(tmp_path) == []
@@ -245,14 +243,14 @@ def test_a_directory_that_is_gone_costs_only_the_recovery(
 
 
 def test_the_run_must_be_known_first(tmp_path: Path) -> None:
-    store = FileArenas(tmp_path, LIMIT)
+    store = DiskStore(tmp_path, LIMIT)
     with pytest.raises(LocalProtocolError, match="must come first"):
         store.journal(version(1))
     store.close()
 
 
 def test_in_memory_nothing_is_kept() -> None:
-    store = MemoryArenas(LIMIT)
+    store = MemoryStore(LIMIT)
     assert store.journal(version(1)) is None
     assert store.recover_parcels() == []
 

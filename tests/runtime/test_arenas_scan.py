@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.rollout import PolicyVersion
-from echo.runtime import arenas_scan
-from echo.runtime.arenas_scan import held_chunks
+from echo.runtime import disk_store
+from echo.runtime.disk_store import held_chunks
 from echo.weights.manifest import Manifest, build_manifest
 
 CHUNK_BYTES = 1 << 16
@@ -72,7 +72,7 @@ def test_in_memory_every_chunk_is_hashed(good: set[int], touched: set[int]) -> N
 
 
 def test_small_chunks_are_hashed_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas_scan, "BATCH_BYTES", 8 << 10)
+    monkeypatch.setattr(disk_store, "BATCH_BYTES", 8 << 10)
     manifest = describe(IMAGE, chunk_bytes=1 << 10)
     arena = bytearray(IMAGE)
     arena[5 << 10] ^= 1
@@ -86,13 +86,13 @@ def test_in_a_file_only_what_was_written_is_read(
 ) -> None:
     arena = written_in_part(tmp_path / "file", indices)
     hashed: list[int] = []
-    matching = arenas_scan._matching
+    matching = disk_store._matching
 
     def spy(manifest: Manifest, arena: memoryview, batch: list[int]) -> list[int]:
         hashed.extend(batch)
         return matching(manifest, arena, batch)
 
-    monkeypatch.setattr(arenas_scan, "_matching", spy)
+    monkeypatch.setattr(disk_store, "_matching", spy)
     assert held(held_chunks(describe(IMAGE), arena, tmp_path / "file")) == indices
     assert sorted(hashed) == (indices if knows_holes(tmp_path) else list(range(21)))
 
@@ -121,5 +121,5 @@ def test_where_the_file_cannot_tell_everything_is_hashed(
     def refuse(descriptor: int, position: int, how: int) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr(arenas_scan.os, "lseek", refuse)
+    monkeypatch.setattr(disk_store.os, "lseek", refuse)
     assert held(held_chunks(manifest, arena, tmp_path / "file")) == [2, 5]

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from echo.runtime.arenas import MemoryArenas
+from echo.runtime.disk_store import MemoryStore
 from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NUM_CHUNKS, Fleet, play
 
 pytestmark = [
@@ -166,7 +166,7 @@ def test_a_node_without_room_keeps_what_it_has_and_goes_on_later(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
-        arenas = MemoryArenas(2 * IMAGE_BYTES)
+        arenas = MemoryStore(2 * IMAGE_BYTES)
         await fleet.join("a")
         await fleet.join("b", arenas=arenas)
         await fleet.publish(2)

@@ -6,7 +6,7 @@ import pytest
 from blake3 import blake3
 
 from echo.core.errors import StorageError
-from echo.runtime.checkpoint import (
+from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
     Checkpoints,
     drop_later,

@@ -14,9 +14,14 @@ from torch import Tensor
 from echo.config.load import parse_config
 from echo.core.rollout import PolicyVersion
 from echo.engine.weights import DeviceDelta, VersionImages, Weights
-from echo.runtime import parcels
-from echo.runtime.parcels import Coder, Segment
-from echo.runtime.publication import Publication, make_images, make_publication
+from echo.runtime.learner import publish as parcels
+from echo.runtime.learner.publish import (
+    CodedSegment,
+    Coder,
+    Publication,
+    make_images,
+    make_publication,
+)
 from echo.weights.broadcast import Broadcast
 from echo.weights.store import Transfer
 
@@ -81,7 +86,7 @@ def parcel(
     coder: Coder, publication: Publication, base: Publication | None
 ) -> Sequence[tuple[bytes, bytes]]:
     transfer = None if base is None else transfer_of(base)
-    made: list[Segment] = list(coder.segments(publication, transfer))
+    made: list[CodedSegment] = list(coder.segments(publication, transfer))
     return [(segment.frame, bytes(segment.payload)) for segment in made]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echo.core.rollout import PolicyVersion, Rollout
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
-from echo.runtime.episodes import EpisodePlayer, Opening
+from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import Example
@@ -103,7 +103,7 @@ Play = Callable[..., tuple[list[list[Rollout] | RewardError], Script, Counting, 
 
 @pytest.fixture
 def play() -> Iterator[Play]:
-    players: list[EpisodePlayer] = []
+    players: list[EpisodeRunner] = []
 
     def play(
         lines: Callable[[int, int], str],
@@ -114,7 +114,7 @@ def play() -> Iterator[Play]:
     ) -> tuple[list[list[Rollout] | RewardError], Script, Counting, InlineHost]:
         engine, task = Script(lines), Counting()
         host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
-        player = EpisodePlayer(
+        player = EpisodeRunner(
             engine,
             host,
             encode_turn=lambda messages: [ord(c) for m in messages for c in f"<{m['content']}>"],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
-from echo.runtime.evaluation import Evaluations, Evaluator
+from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
 

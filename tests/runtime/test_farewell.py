@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from echo.runtime.learner import LearnerNode
+from echo.runtime.learner.node import LearnerNode
 from tests.runtime.harness import RELAY, Play, Run, running
 
 PATIENCE_S = 600.0

@@ -8,12 +8,12 @@ from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError
 from echo.net.transport import with_key
-from echo.runtime.curve import Join
-from echo.runtime.identity import load_or_create_signing_key
-from echo.runtime.join import (
+from echo.runtime.identity import (
+    Join,
     dial_addresses,
     find_join,
     join_address,
+    load_or_create_signing_key,
     node_keys,
     signing_fingerprint,
 )

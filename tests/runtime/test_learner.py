@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group
 from echo.leases.partials import PartialGroup
-from echo.runtime.checkpoint import find_whole
-from echo.runtime.learner import LearnerNode
-from echo.runtime.worker_parts import WorkerParts
+from echo.runtime.learner.checkpoint import find_whole
+from echo.runtime.learner.node import LearnerNode
+from echo.runtime.worker.node import WorkerParts
 from echo.sim.network import Link
 from echo.tasks.rewards import TaskHost
 from echo.train.trainer import StepError

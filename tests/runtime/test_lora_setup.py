@@ -21,8 +21,8 @@ from echo.engine.lora import (
     learner_lora,
     worker_lora,
 )
-from echo.runtime.recovery import StartingPoint
-from echo.runtime.trainer_setup import build_trainer
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.setup import build_trainer
 from tests.engine.lora_models import adapted_policy, published
 from tests.engine.test_trainer import make_group
 

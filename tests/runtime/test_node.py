@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echo.core.errors import StorageError
-from echo.protocol.worker_session import LeasesChanged
+from echo.roles.worker import LeasesChanged
 from echo.runtime.node import Node, Topics
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.clock import InlineThreads, run_virtual

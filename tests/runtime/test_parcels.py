@@ -8,8 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
-from echo.runtime.parcels import Coder, Parcels
-from echo.runtime.publication import Publication
+from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
 from echo.runtime.threads import ThreadPools
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import TensorSpec, build_manifest, sign
@@ -61,7 +60,7 @@ class Pair:
         )
         self.arrived: list[PolicyVersion] = []
         self.coder = Coder(KEY, num_threads=2)
-        self.parcels = Parcels(
+        self.parcels = VersionEncoder(
             self.learner,
             self.coder,
             codec=codec,

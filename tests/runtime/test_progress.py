@@ -10,7 +10,7 @@ import pytest
 from echo.algo.diagnostics import GroupStats
 from echo.core.metrics import LearningCurve
 from echo.core.rollout import Group
-from echo.runtime.progress import IDLE_WINDOW_STEPS, RATE_WINDOW_S, Progress, describe_wait
+from echo.runtime.learner.report import IDLE_WINDOW_STEPS, RATE_WINDOW_S, Progress, describe_wait
 from tests.runtime.harness import Play, Run, running
 from tests.runtime.test_recovery import make_group
 

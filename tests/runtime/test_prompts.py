@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from echo.core.errors import DataError
-from echo.runtime.prompts import CACHED_LEASES, PromptSource
+from echo.runtime.learner.setup import CACHED_LEASES, PromptSource
 from echo.tasks.task import Example, Task
 
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from bench.delays import DelayInjector, DelaySettings, delay_installs
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.weights import VersionImages, tensors_from_image
-from echo.runtime.publication import make_publication
+from echo.runtime.learner.publish import make_publication
 from echo.train.trainer import StepResult
 from echo.weights.manifest import verify
 from echo.weights.schedule import MAX_PENDING, PublishPace

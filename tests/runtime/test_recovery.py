@@ -13,8 +13,8 @@ import torch
 from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, Rollout
 from echo.records.ledger import Ledger, read_state
-from echo.runtime.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
-from echo.runtime.recovery import StartingPoint, begin, enter, recover
+from echo.runtime.learner.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
+from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
 from echo.train import trainer
 from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.wire.codec import encode_group

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.publishing import ForcedPlanning
-from echo.runtime.arenas_files import FileArenas
+from echo.runtime.disk_store import DiskStore
 from echo.wire.codec import Frame
 from tests.runtime.fleet import IMAGE_BYTES, NUM_CHUNKS, Fleet, play
 
@@ -26,7 +26,7 @@ HANGS_S = 30.0
 """After which a disk that stands still goes on, so that a loop that waits for it fails its test."""
 
 
-class SlowArenas(FileArenas):
+class SlowArenas(DiskStore):
     """Arenas on a disk that takes its time."""
 
     def write(self, place: memoryview, data: Frame) -> None:

@@ -217,9 +217,9 @@ def test_a_node_survives_more_strangers_than_it_may_have_files(
 BINDING = """
 import asyncio, logging, sys
 from echo.config.load import parse_config
-from echo.runtime import wiring
-from echo.runtime.learner_setup import build_learner
-from echo.runtime.worker_setup import build_worker
+from echo.runtime import node as wiring
+from echo.runtime.learner.node.setup import build_learner
+from echo.runtime.worker.node.setup import build_worker
 
 class Binds(Exception):
     pass

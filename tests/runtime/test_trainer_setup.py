@@ -14,8 +14,8 @@ from echo.config.schema import Config
 from echo.core.errors import DataError
 from echo.core.rollout import Lineage
 from echo.engine.model import build_model, save_tiny_model
-from echo.runtime.recovery import StartingPoint
-from echo.runtime.trainer_setup import build_loss, build_trainer
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.setup import build_loss, build_trainer
 from echo.train.trainer import Trainer
 from tests.engine.test_trainer import make_group
 

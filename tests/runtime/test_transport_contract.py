@@ -23,7 +23,7 @@ from echo.net.transport import (
     parse_address,
 )
 from echo.net.zmq import ZmqTransport
-from echo.runtime.curve import Join
+from echo.runtime.identity import Join
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 
 LISTEN = "tcp://127.0.0.1:0"

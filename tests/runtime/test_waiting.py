@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from echo.core.errors import TransportError
-from echo.protocol.learner_session import LearnerSession
-from echo.runtime.waiting import FIRST_WORKER_S, Waiting
+from echo.roles.learner import Learner
+from echo.runtime.learner.node import FIRST_WORKER_S, BatchWait
 from tests.protocol.harness import Run as PaperRun
 from tests.runtime.harness import Play, Run, running
 
 ADDRESS = "tcp://learner:7700"
 
 
-def make_waiting(session: LearnerSession, *, reconnect_for_s: float = 300.0) -> Waiting:
+def make_waiting(session: Learner, *, reconnect_for_s: float = 300.0) -> BatchWait:
     log = logging.getLogger("test.waiting")
-    return Waiting(session, address=ADDRESS, reconnect_for_s=reconnect_for_s, log=log)
+    return BatchWait(session, address=ADDRESS, reconnect_for_s=reconnect_for_s, log=log)
 
 
-def paper_run(tmp_path: Path) -> tuple[PaperRun, LearnerSession]:
+def paper_run(tmp_path: Path) -> tuple[PaperRun, Learner]:
     run = PaperRun(tmp_path)
     run.start_learner()
     assert run.learner is not None

@@ -136,7 +136,7 @@ def test_a_version_that_all_workers_refuse_is_tried_again(
         load(engine, tensors, version)
 
     monkeypatch.setattr(TransformersEngine, "load", load_the_second_time)
-    monkeypatch.setattr("echo.runtime.worker.INSTALL_AGAIN_S", 0.1)
+    monkeypatch.setattr("echo.runtime.worker.node.INSTALL_AGAIN_S", 0.1)
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(run={"max_steps": 4}, sync={"max_staleness": 0})

@@ -15,11 +15,11 @@ from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, RefusedError
 from echo.engine import model
 from echo.engine.model import own_model
-from echo.protocol.relay_session import RelaySession
-from echo.runtime import relay_setup
-from echo.runtime.curve import load_or_create_keys, write_join
-from echo.runtime.task_setup import code_settings
-from echo.runtime.worker_setup import build_parts
+from echo.roles.relay import Relay
+from echo.runtime import relay
+from echo.runtime.episodes import code_settings
+from echo.runtime.identity import load_or_create_keys, write_join
+from echo.runtime.worker.setup import build_parts
 from echo.tasks.tokenization import asset_files
 from echo.weights.store import sign_welcome
 from echo.wire.actions import Action, Send
@@ -41,7 +41,7 @@ def correct(completion):
 # --- a relay that is anybody ----------------------------------------------------------------------
 
 
-class PosingRelay(RelaySession):
+class PosingRelay(Relay):
     """Sends a Python file along, and names it as the reward function."""
 
     directory = Path()
@@ -78,7 +78,7 @@ def test_a_relay_cannot_have_a_worker_run_its_code(
     has_own_key: bool,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(relay_setup, "RelaySession", PosingRelay)
+    monkeypatch.setattr(relay, "Relay", PosingRelay)
     key = Ed25519PrivateKey.generate() if has_own_key else None
     monkeypatch.setattr(PosingRelay, "own_key", key)
 

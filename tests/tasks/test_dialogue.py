@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from echo.core.errors import DataError
-from echo.tasks.dialogue import Dialogue
+from echo.runtime.agents.sessions import Dialogue
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}<eos>{% endfor %}"
