@@ -456,9 +456,9 @@ def test_a_planted_impurity_is_found(tmp_path: Path, line: str) -> None:
     ],
 )
 def test_a_planted_way_past_the_port_is_found(tmp_path: Path, line: str) -> None:
-    files = {"runtime/worker": line, "runtime/parcels": line, "tasks/host": line}
+    files = {"runtime/relay": line, "runtime/episodes": line, "tasks/host": line}
     [found] = threads_beside_the_port(plant(tmp_path, files))
-    assert found.startswith("runtime/worker.py:1: ")
+    assert found.startswith("runtime/relay.py:1: ")
 
 
 def test_a_planted_undeclared_import_is_found(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from echo.core.metrics import Counters
 from echo.core.price import Price
 from echo.core.rollout import Lineage
 from echo.core.units import one_line
-from echo.protocol.joining import CODE
 from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 from echo.weights.store import sign_welcome, welcome_fault
@@ -43,6 +42,8 @@ from echo.wire.messages import (
     Welcome,
 )
 
+CODE = "task.code"
+"""Among the inherited settings: hash and path of each module of the task on the learner."""
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

@@ -35,7 +35,7 @@ from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import PolicyVersion, Rollout
 from echo.engine.engine import Completion, Engine, Request, Sampling
-from echo.protocol.joining import CODE
+from echo.roles.joining import CODE
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment, Message
 from echo.tasks.rewards import (

@@ -383,30 +383,6 @@ class StepSettings:
     """Seconds between snapshots for the display."""
 
 
-Row = Mapping[str, float | Mapping[str, float]]
-
-
-def partial_metrics(session: Learner) -> dict[str, float]:
-    """Return what became of unfinished rollouts; empty where none was ever continued.
-
-    Totals are among the counters; here are how many groups wait to be continued, how many steps old
-    the oldest token of a continued group was on average, and which share of what was sampled was
-    thrown away or will not be trained on.
-    """
-    counts = session.counters
-    if not counts["partials/resumed"] and not counts["partials/parked"]:
-        return {}
-    members = session.roster.members("worker")
-    num_sampled = sum(member.stats.tokens_sampled for member in members)
-    num_wasted = counts["partials/wasted_tokens"] + counts["partials/masked_tokens"]
-    num_wasted += counts["partials/trimmed_tokens"] + session.buffer.num_trimmed_tokens
-    return {
-        "partials/waiting": sum(member.worker.num_waiting for member in members),
-        "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
-        "partials/wasted_ratio": num_wasted / max(1, num_sampled),
-    }
-
-
 # --- How the task's own code and the engines do, over all workers: `env/...` and `engine/...` ---
 #
 # Workers count for themselves and tell their totals with every heartbeat; here the totals become
