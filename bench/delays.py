@@ -393,11 +393,11 @@ def main() -> int:
     add_options(parser)
     arguments = parser.parse_args()
 
-    from echo.cli.node import read_file, run_role
+    from echo.cli.node import read_run_file, run_role
     from echo.runtime.learner import setup
     from echo.runtime.worker import setup as worker_setup
 
-    config = read_file(arguments.config, arguments.set, arguments.role)
+    config = read_run_file(arguments.config, arguments.set, arguments.role)
     injectors = read_injectors(arguments, config.run.seed)
     build_learner, build_worker = setup.build_learner, worker_setup.build_worker
 

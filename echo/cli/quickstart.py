@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echo.cli import interrupts
-from echo.cli.node import read_file
+from echo.cli.node import read_run_file
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, quickstart_parser
 from echo.config.load import load_config
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
         if arguments.resume is not None:
             config_path = arguments.resume / "config.json"
-            config = read_file(config_path, arguments.set, "learner")
+            config = read_run_file(config_path, arguments.set, "learner")
             return run_nodes(config_path, config, arguments.set, arguments, console)
         config_path = find_config(CONFIGS[arguments.task])
         config = load_config(config_path, arguments.set, "learner")
@@ -151,7 +151,7 @@ def run_nodes(
 ) -> int:
     """Start the four processes, wait for the learner, and print the summary."""
     # Imported here so that a wrong argument is refused without loading torch.
-    from echo.cli.learner import report
+    from echo.cli.node import show_summary
 
     nodes: list[NodeProcess] = []
     final = config.run_dir / "final"
@@ -182,7 +182,7 @@ def run_nodes(
     if code:
         console.print(f"[red]the learner ended with code {code}[/]; its log: {run_dir}/logs")
         return code
-    report(run_dir, console, commands=next_commands(arguments.task))
+    show_summary(run_dir, console, commands=next_commands(arguments.task))
     return 0
 
 

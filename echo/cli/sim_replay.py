@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from echo.cli.plan import read_rates
-from echo.cli.plan_run import read_ledger
+from echo.cli.plan import read_ledger, read_rates
 from echo.config.schema import PROFILES
 from echo.core.units import format_duration
 from echo.fleet.market import Offer, Region, RentedFleet

@@ -7,8 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from echo.cli.dry_run import check_start, dry_run
-from echo.cli.node import main
+from echo.cli.node import check_start, dry_run, main
 from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from echo.cli import interrupts, sim_sweep
-from echo.cli.process import run_loop, run_node
+from echo.cli import interrupts, sim
+from echo.cli.node import run_loop, run_node
 from echo.runtime.node import Node
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from tests.runtime.test_node import Script
@@ -79,7 +79,7 @@ def doze(scenario: object) -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_sweep_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_sweep, "run_one", doze)
+    monkeypatch.setattr(sim, "run_one", doze)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
     def interrupt() -> None:
@@ -90,7 +90,7 @@ def test_an_interrupted_sweep_leaves_no_process(monkeypatch: pytest.MonkeyPatch)
     threading.Thread(target=interrupt, daemon=True).start()
     scenarios: Sequence[Any] = [1, 2]
     with pytest.raises(SystemExit, match="143"):
-        sim_sweep.run_all(scenarios)
+        sim.run_all(scenarios)
     assert not active_children()
 
 

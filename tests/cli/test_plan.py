@@ -14,8 +14,7 @@ import pytest
 
 from echo.cli.main import find_command
 from echo.cli.parsers import node_parser
-from echo.cli.plan import main, to_json
-from echo.cli.plan_text import _signed
+from echo.cli.plan import _signed, main, to_json
 from echo.config.load import load_config, parse_config
 from echo.fleet.overlap import Resource
 

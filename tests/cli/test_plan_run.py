@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.cli.plan import main, read_rates
-from echo.cli.plan_run import calibrate, run_report
+from echo.cli.plan import calibrate, main, read_rates, run_report
 from echo.config.fleet_file import parse_fleet
 from echo.core.errors import ConfigError, DataError, StorageError
 from tests.config.test_fleet import changed

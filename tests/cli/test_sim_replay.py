@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.cli.sim import main
-from echo.cli.sim_text import step_row
+from echo.cli.sim import main, step_row
 from echo.leases.scheduler import RecordGrant, StoreGroup
 from echo.sim.learner import SimLearner
 from echo.sim.scenario import Scenario

@@ -28,7 +28,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORTS = (
-    "echo.cli.learner",
+    "echo.cli.node",
     "echo.cli.node",
     "echo.runtime.relay",
     "echo.runtime.worker.setup",

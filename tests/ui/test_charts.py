@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from echo.ui.charts import (
-    Curve,
-    InAscii,
-    Marks,
-    clean,
-    fit,
-    line_chart,
-    to_ascii,
-    value_range,
-)
+from echo.ui.live import Curve, InAscii, Marks, clean, fit, line_chart, to_ascii, value_range
 
 any_float = st.floats(allow_nan=True, allow_infinity=True)
 
