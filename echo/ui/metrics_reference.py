@@ -116,7 +116,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
     "Counts since the learner started": {
         "count/accepted": "Groups accepted.",
         "count/duplicates": "Results of groups that had ended; harmless.",
-        "count/refused/*": "Results and nodes refused, by [reason](troubleshooting.md#refused-and-discarded-groups).",
+        "count/refused/*": "Results and nodes refused, by "
+        "[reason](troubleshooting.md#refused-and-discarded-groups).",
         "count/discarded/*": "Groups that ended untrained, by "
         "[reason](troubleshooting.md#refused-and-discarded-groups).",
         "count/steps_failed/*": "Optimizer steps that were undone, by reason.",
