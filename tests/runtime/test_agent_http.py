@@ -193,7 +193,7 @@ def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, templat
 
 @pytest.mark.slow
 def test_the_agent_of_the_documentation_works(play: Play, template: str, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "training-agents.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "agent.py").write_text(code, encoding="utf-8")
 
