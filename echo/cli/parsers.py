@@ -20,7 +20,7 @@ EXIT_CODES_HELP = (
     "by the learner; 130, 143 and 129 interrupted by Ctrl-C, SIGTERM and a closed terminal: a "
     "learner has saved its run, a worker has handed over what it had begun."
 )
-"""How every command ends; README has it as a table."""
+"""How every command ends; docs/operations.md has it as a table."""
 
 
 def node_parser() -> argparse.ArgumentParser:

@@ -60,7 +60,7 @@ def _row(leaf: Leaf) -> str:
 
 
 def _cells(texts: Iterable[str]) -> str:
-    return " | ".join(text.replace("|", "\\|") for text in texts)
+    return " | ".join(" ".join(text.split()).replace("|", "\\|") for text in texts)
 
 
 if __name__ == "__main__":

@@ -191,9 +191,9 @@ def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, templat
 
 
 @pytest.mark.slow
-def test_the_agent_of_the_readme_works(play: Play, template: str, tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    [code] = [c for c in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "OpenAI" in c]
+def test_the_agent_of_the_documentation_works(play: Play, template: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training-agents.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "agent.py").write_text(code, encoding="utf-8")
 
     async def scenario(run: Run) -> None:
