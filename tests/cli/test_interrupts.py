@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing import active_children
 from pathlib import Path
@@ -25,6 +25,14 @@ from tests.runtime.test_node import Script
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = 'print("importing", flush=True)\nimport time\ntime.sleep(60)\n'
+
+
+@pytest.fixture(autouse=True)
+def hears_hangups() -> Iterator[None]:
+    """Undo what `nohup` does to everything below it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
