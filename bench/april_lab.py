@@ -210,7 +210,7 @@ def make_session(content: Content, key: Ed25519PrivateKey) -> Learner:
         ),
         broadcast=node.make_broadcast(LEARNER_ID, config.network),
         buffer=buffer, leases=LeaseBook(timeout_s=3600.0), make_lease=content.make_lease,
-        lineages=lineages, step=0, next_group_id=0, settled=(),
+        lineages=lineages, step=0, next_group_id=0, finished=(),
     )  # fmt: skip
 
 
@@ -228,10 +228,10 @@ async def make_worker(
     )
     session = Worker(
         settings, node.make_broadcast(name, config.network),
-        Outbox(max_parcels=64, retry_s=10.0), now=asyncio.get_running_loop().time(),
+        Outbox(max_deliveries=64, retry_s=10.0), now=asyncio.get_running_loop().time(),
     )  # fmt: skip
     parts = WorkerParts(
-        engine=engine, host=content.make_host(), player=None, decode=content.decode,
+        engine=engine, host=content.make_host(), runner=None, decode=content.decode,
         group_size=setting.group_size, sampling=content.sampling,
         max_prompt_tokens=1 << 20, groups_per_batch=setting.groups_per_worker,
         rules=PartialRules(

@@ -91,7 +91,7 @@ class Publisher(Node):
                 case ["publish"]:
                     tell(at=time.monotonic())
                     self.perform(self.session.make_way(now=self.now))
-                    await self._parcels(self._codec).publish(self._next)
+                    await self._encoded_versions(self._codec).publish(self._next)
                 case ["force", kind, ways, count]:
                     force(self.session, kind, int(ways))
                     self.perform(self.session.replan(self.now))
@@ -109,13 +109,13 @@ class Publisher(Node):
                     tell_cpu()
         self.stop("the benchmark is over")
 
-    def _parcels(self, codec: str) -> VersionEncoder:
+    def _encoded_versions(self, codec: str) -> VersionEncoder:
         return VersionEncoder(
             self.session.broadcast,
             self._coder,
             codec=codec,
             perform=self.perform,
-            spawn=functools.partial(self.spawn, name="parcels"),
+            spawn=functools.partial(self.spawn, name="encoded_versions"),
             pool=self._pool,
             now=lambda: self.now,
         )
@@ -158,7 +158,7 @@ class Receiver(RelayNode):
                     self._received_at, self._longest_gap_s = None, 0.0
                 case ["hash"]:
                     broadcast = self.session.broadcast
-                    image = broadcast.store[broadcast.newest_complete].arena
+                    image = broadcast.store[broadcast.newest_complete].storage
                     digest = await asyncio.to_thread(lambda image=image: blake3(image).hexdigest())
                     tell(
                         hash=digest,

@@ -53,7 +53,7 @@ def publishing_session(config: Config, identity: Identity, advertise: str) -> Le
         lineages=lineages,
         step=0,
         next_group_id=0,
-        settled=(),
+        finished=(),
     )
 
 

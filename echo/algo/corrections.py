@@ -268,7 +268,7 @@ class StalenessController:
         self._smooth("clip_ratio", signals.clip_ratio)
         excess, cause = self._excess()
         is_used = signals.staleness >= self.bound
-        self._num_good = self._num_good + 1 if is_used and self._has_room() else 0
+        self._num_good = self._num_good + 1 if is_used and self._has_space() else 0
         if step < self._quiet_until or not self._smoothed:
             return None
         if excess > 1.0:
@@ -300,7 +300,7 @@ class StalenessController:
         excess, name, side, limit = max(found)
         return excess, f"{name} {smoothed.get(name, 0.0):.3g} {side} {limit:g}"
 
-    def _has_room(self) -> bool:
+    def _has_space(self) -> bool:
         return self._excess()[0] < 0.5
 
     def _decide(self, step: int, bound: int, cause: str) -> BoundDecision | None:

@@ -113,7 +113,7 @@ class Request:
         if window is not None and len(ids) >= window:
             raise EngineError(
                 f"{where}: the prompt has {len(ids)} tokens, the model's window "
-                f"{window}, which leaves no room for a completion; shorten the prompt"
+                f"{window}, which leaves no space for a completion; shorten the prompt"
             )
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise EngineError(
@@ -184,8 +184,8 @@ class Engine(abc.ABC):
         """Sample one completion for each request, in their order.
 
         Args:
-            requests: any number; they run in waves where memory does not hold all at once. Where
-                it runs out all the same, the waves become smaller, and stay so.
+            requests: any number; they run in batches where memory does not hold all at once. Where
+                it runs out all the same, the batches become smaller, and stay so.
             sampling: how.
             should_stop: asked again and again, several times a second. Once it returns True,
                 unfinished completions are returned as they are, with the reason "abort".

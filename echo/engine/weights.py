@@ -479,7 +479,7 @@ class VersionImages:
                 return self._make_there(weights, version, device)
             except torch.OutOfMemoryError:
                 _log.warning(
-                    "%s has no room for the last version beside the training: whole versions are "
+                    "%s has no space for the last version beside the training: whole versions are "
                     "copied to the host from now on",
                     device,
                 )

@@ -351,7 +351,7 @@ class Question:
     job: Job
     links: Links
     active: frozenset[str]
-    settled: frozenset[str]
+    steady: frozenset[str]
     """Active workers whose dwell is over."""
     ready: frozenset[str]
     """Workers that hold weights which leases are granted for."""
@@ -373,7 +373,7 @@ class Question:
             cause, wanted = "the budget per hour is passed", choice.active
         elif not is_enough:
             cause = "the active workers are not enough"
-            spared = self.settled if choice.slowdown > 1 and pays else frozenset()
+            spared = self.steady if choice.slowdown > 1 and pays else frozenset()
             wanted = self._within_budget(roll, (self.active - spared) | choice.active, choice)
         elif pays:
             cause = "fewer or cheaper workers are enough"
@@ -416,7 +416,7 @@ class Question:
         Where none can be dropped before others have taken its place, these are activated first.
         """
         names, num_left = self.active, max(1, len(self.active) // 4)
-        dropped = [n for n in self.active - choice.active if n in self.settled]
+        dropped = [n for n in self.active - choice.active if n in self.steady]
         for name in roll.worst_first(job, dropped):
             without = names - {name}
             if num_left and roll.outlook(job, without & self.ready).is_sufficient:
@@ -433,7 +433,7 @@ class ActivationDecision:
     step: int
     cause: str
     activated: tuple[str, ...]
-    parked: tuple[str, ...]
+    interrupted: tuple[str, ...]
     num_active: int
     num_standby: int
     before: Outlook
@@ -448,7 +448,7 @@ class ActivationDecision:
     def __str__(self) -> str:
         """Say what was decided, in one line."""
         parts = [f"{self.num_active} of {self.num_active + self.num_standby} workers active"]
-        for verb, names in (("activated", self.activated), ("put on standby", self.parked)):
+        for verb, names in (("activated", self.activated), ("put on standby", self.interrupted)):
             if names:
                 shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
                 parts.append(f"{verb} {shown}")

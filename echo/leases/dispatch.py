@@ -375,7 +375,7 @@ class Load:
     """When each of its places is free for another group, not before now; a heap."""
 
     @property
-    def has_room(self) -> bool:
+    def has_space(self) -> bool:
         """Whether it can hold another group."""
         return self.num_held < self.capacity
 
@@ -404,7 +404,7 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
         num_promised: groups consumed, buffered or running, as admission counts them.
     """
     granted: list[str] = []
-    with_room = [load for load in loads if load.has_room]
+    with_room = [load for load in loads if load.has_space]
     limit = max((load.most_promised for load in with_room), default=0)
     num_with_room = len(with_room)
     heap = [(load.finish_at, load.share, load.node_id, load) for load in loads]
@@ -412,9 +412,9 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
     while heap and num_with_room and num_promised < limit:
         _, _, node_id, load = heapq.heappop(heap)
         if load.most_soon <= num_promised:
-            num_with_room -= load.has_room
+            num_with_room -= load.has_space
             continue
-        if load.has_room and load.most_promised > num_promised:
+        if load.has_space and load.most_promised > num_promised:
             granted.append(node_id)
         load.add()
         num_with_room -= load.num_held == load.capacity
@@ -495,11 +495,11 @@ def hedges(
 # fewer in place of 20 have a probability of 5e-7. Where the whole fleet learns nothing nobody is
 # credited with anything, so nobody is set aside.
 #
-# **A second opinion.** A run is barren after so many groups in a row that teach nothing. Are they
-# mainly one worker's, it is given no more until the others have delivered a batch: so a fast one
-# cannot end the run between two useful groups of slower ones. Where there is no other, or none that
-# can sample for ALONE_S, its word will do. What was delivered by those that are set aside never
-# counts.
+# **A second opinion.** A run is zero-signal after so many groups in a row that teach nothing. Are
+# they mainly one worker's, it is given no more until the others have delivered a batch: so a fast
+# one cannot end the run between two useful groups of slower ones. Where there is no other, or none
+# that can sample for ALONE_S, its word will do. What was delivered by those that are set aside
+# never counts.
 
 
 EXPECTED = 20.0
@@ -523,15 +523,15 @@ class _Record:
 class Usefulness:
     """Counts useful groups per worker."""
 
-    def __init__(self, *, max_barren_groups: int, groups_per_step: int) -> None:
+    def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
         """Start without groups.
 
         Args:
-            max_barren_groups: without a useful one in between, after which the run is barren.
+            max_zero_signal_groups: without a useful one in between, after which the run ends.
             groups_per_step: B, which the others are heard with.
         """
-        self._max_barren_groups = max_barren_groups
-        self._second_opinion = max(1, min(groups_per_step, max_barren_groups // 2))
+        self._max_zero_signal_groups = max_zero_signal_groups
+        self._second_opinion = max(1, min(groups_per_step, max_zero_signal_groups // 2))
         self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
         self._since_useful: dict[str, int] = {}
         """Groups by worker since the last useful one of anybody."""
@@ -546,7 +546,7 @@ class Usefulness:
 
     @property
     def num_discounted(self) -> int:
-        """Groups since the last useful one that do not say whether the run is barren."""
+        """Groups since the last useful one that do not say whether the run is zero-signal."""
         loudest = 0 if self._loudest is None else self._since_useful[self._loudest]
         return self._num_void + loudest
 
@@ -594,7 +594,7 @@ class Usefulness:
         return (
             not self._away_until
             and self._loudest is None
-            and sum(self._since_useful.values()) < self._max_barren_groups
+            and sum(self._since_useful.values()) < self._max_zero_signal_groups
         )
 
     def review(self, workers: Mapping[str, bool], *, now: float) -> list[str]:
@@ -630,10 +630,10 @@ class Usefulness:
         return texts
 
     def _find_loudest(self, others: Collection[str]) -> str | None:
-        """Look whether one worker alone says that the run is barren; return what to tell then."""
+        """Look whether one worker alone has only zero-signal groups; return what to tell then."""
         counts = self._since_useful
         num_groups = sum(counts.values())
-        if num_groups < self._max_barren_groups or self._has_asked:
+        if num_groups < self._max_zero_signal_groups or self._has_asked:
             return None
         loudest = max(counts, key=lambda name: counts[name])
         is_only_one = all(name == loudest for name in others)

@@ -28,60 +28,60 @@ class Delivery:
 
 
 class Outbox:
-    """Parcels by (group, attempt), oldest first, until they are acknowledged."""
+    """Encoded versions by (group, attempt), oldest first, until they are acknowledged."""
 
-    def __init__(self, *, max_parcels: int, retry_s: float) -> None:
+    def __init__(self, *, max_deliveries: int, retry_s: float) -> None:
         """Start empty.
 
         Args:
-            max_parcels: parcels held at most; `is_full` beyond that.
-            retry_s: seconds after which an unacknowledged parcel is sent again.
+            max_deliveries: encoded versions held at most; `is_full` beyond that.
+            retry_s: seconds after which an unacknowledged encoded version is sent again.
         """
-        self.max_parcels = max_parcels
+        self.max_deliveries = max_deliveries
         self.retry_s = retry_s
-        self._parcels: dict[tuple[int, int], Delivery] = {}
+        self._encoded_versions: dict[tuple[int, int], Delivery] = {}
 
     def __len__(self) -> int:
-        return len(self._parcels)
+        return len(self._encoded_versions)
 
     @property
     def is_full(self) -> bool:
         """Whether sampling must pause until acknowledgements arrive."""
-        return len(self._parcels) >= self.max_parcels
+        return len(self._encoded_versions) >= self.max_deliveries
 
     @property
     def keys(self) -> list[tuple[int, int]]:
-        """The (group, attempt) of every parcel, oldest first."""
-        return list(self._parcels)
+        """The (group, attempt) of every encoded version, oldest first."""
+        return list(self._encoded_versions)
 
     @property
     def deadline(self) -> float | None:
-        """When the next parcel is due; now (0.0) for one that was never sent."""
-        if not self._parcels:
+        """When the next encoded version is due; now (0.0) for one that was never sent."""
+        if not self._encoded_versions:
             return None
-        sent = [parcel.sent_at for parcel in self._parcels.values()]
+        sent = [encoded.sent_at for encoded in self._encoded_versions.values()]
         return min(0.0 if at is None else at + self.retry_s for at in sent)
 
     def put(self, key: tuple[int, int], message: Message, *payload: Frame) -> None:
-        """Add a parcel; one with the same key is replaced."""
-        self._parcels[key] = Delivery(message, payload)
+        """Add an encoded version; one with the same key is replaced."""
+        self._encoded_versions[key] = Delivery(message, payload)
 
     def take_due(self, *, now: float) -> list[Delivery]:
-        """Return the parcels to send now, oldest first, and note that they were sent."""
+        """Return the encoded versions to send now, oldest first, and note that they were sent."""
         due = [
-            parcel
-            for parcel in self._parcels.values()
-            if parcel.sent_at is None or now >= parcel.sent_at + self.retry_s
+            encoded
+            for encoded in self._encoded_versions.values()
+            if encoded.sent_at is None or now >= encoded.sent_at + self.retry_s
         ]
-        for parcel in due:
-            parcel.sent_at = now
+        for encoded in due:
+            encoded.sent_at = now
         return due
 
     def acknowledge(self, key: tuple[int, int]) -> bool:
-        """Forget a parcel; return whether it was there."""
-        return self._parcels.pop(key, None) is not None
+        """Forget an encoded version; return whether it was there."""
+        return self._encoded_versions.pop(key, None) is not None
 
     def resend_all(self) -> None:
-        """Make every parcel due, after the link to the learner was lost."""
-        for parcel in self._parcels.values():
-            parcel.sent_at = None
+        """Make every encoded version due, after the link to the learner was lost."""
+        for encoded in self._encoded_versions.values():
+            encoded.sent_at = None

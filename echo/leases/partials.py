@@ -41,7 +41,8 @@ from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState
 MAX_HELD_BYTES = 1 << 30
 """Of shipped rollouts: at nine bytes per token, 100 million tokens."""
 PARTIAL_COUNTS = (
-    "parked", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum", "shipped",
+    "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum",
+    "shipped",
 )  # fmt: skip
 """What workers count of unfinished rollouts."""
 
@@ -129,14 +130,14 @@ class ShippedPartials:
 
 # Unfinished rollouts: kept token by token, and continued later, elsewhere, by other weights
 #
-# A **draft** is a leased group while it is sampled. Each member has its tokens so far, with the
-# log-probability and the version that each was sampled with, so nothing is ever sampled twice and
-# nothing of it is a guess: a continued rollout is exact token by token, whoever continues it.
+# A **partial group** is a leased group while it is sampled. Each member has its tokens so far, with
+# the log-probability and the version that each was sampled with, so nothing is ever sampled twice
+# and nothing of it is a guess: a continued rollout is exact token by token, whoever continues it.
 #
 #     empty --sampled--> unfinished <--continued--> ... --> finished          one member
-#     all members finished --> the group is scored and delivered              the draft
+#     all members finished --> the group is scored and delivered              the partial group
 #
-# What old tokens are worth is decided whenever a draft goes (back) into an engine
+# What old tokens are worth is decided whenever a partial group goes (back) into an engine
 # (`apply_staleness_policy`):
 #
 # * Tokens of a lineage that was left are of no use: the member begins anew.
@@ -245,7 +246,7 @@ def apply_staleness_policy(
         fresh = member
         if exact_version is not None and set(member.versions) - {exact_version}:
             fresh = member.anew()
-        fresh = _freshen_one(fresh, stale_tokens, max_age, step, installed, lineages)
+        fresh = _refresh_one(fresh, stale_tokens, max_age, step, installed, lineages)
         if fresh.num_tokens < member.num_tokens:
             num_dropped += member.num_tokens
         else:
@@ -254,7 +255,7 @@ def apply_staleness_policy(
     return FreshPartials(kept, num_masked, num_dropped)
 
 
-def _freshen_one(
+def _refresh_one(
     member: PartialRollout,
     stale_tokens: StaleTokens,
     max_age: int,
@@ -288,27 +289,29 @@ class PartialGroups:
         """Not begun."""
         self.running: dict[LeaseKey, PartialGroup] = {}
         """In the engine, or being scored."""
-        self.parked: dict[LeaseKey, PartialGroup] = {}
+        self.interrupted: dict[LeaseKey, PartialGroup] = {}
         """Begun, and waiting to be continued."""
         self._unwanted: set[LeaseKey] = set()
 
     def __contains__(self, key: LeaseKey) -> bool:
-        return key in self.queue or key in self.running or key in self.parked
+        return key in self.queue or key in self.running or key in self.interrupted
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self.running) + len(self.parked)
+        return len(self.queue) + len(self.running) + len(self.interrupted)
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
         """Take in a new lease, with what others have sampled for it."""
         key = lease.group_id, lease.attempt
         if members:
-            self.parked[key] = PartialGroup(lease, list(members), is_continued=True)
+            self.interrupted[key] = PartialGroup(lease, list(members), is_continued=True)
         else:
             self.queue[key] = lease
 
-    def restore(self, drafts: Sequence[PartialGroup]) -> None:
+    def restore(self, partials: Sequence[PartialGroup]) -> None:
         """Take in what a former process of this worker has left."""
-        self.parked.update((draft.key, draft) for draft in drafts if draft.key not in self)
+        self.interrupted.update(
+            (partial.key, partial) for partial in partials if partial.key not in self
+        )
 
     def take(
         self,
@@ -321,9 +324,9 @@ class PartialGroups:
     ) -> list[PartialGroup]:
         """Move groups into the engine: what was begun first, oldest first; none is passed over.
 
-        But those that want another version than `installed` stay where they are. A draft that does
-        not have `group_size` members, such as one from before a change of the configuration, begins
-        anew.
+        But those that want another version than `installed` stay where they are. A partial group
+        that does not have `group_size` members, such as one from before a change of the
+        configuration, begins anew.
 
         Args:
             max_groups: take no more than these.
@@ -332,27 +335,27 @@ class PartialGroups:
             now: the present instant.
             installed: the version that will sample them.
         """
-        drafts: list[PartialGroup] = []
-        waiting = {_key(lease) for lease in self.awaiting(installed) + self.outrun(installed)}
-        keys = [*sorted(self.parked.keys() - waiting), *sorted(self.queue.keys() - waiting)]
+        partials: list[PartialGroup] = []
+        waiting = {_key(lease) for lease in self.awaiting(installed) + self.superseded(installed)}
+        keys = [*sorted(self.interrupted.keys() - waiting), *sorted(self.queue.keys() - waiting)]
         for key in keys[: max(0, max_groups)]:
-            draft = self.parked.get(key) or PartialGroup(self.queue[key], [])
-            is_anew = len(draft.members) != group_size
-            num_rollouts = group_size if is_anew else draft.num_unfinished
+            partial = self.interrupted.get(key) or PartialGroup(self.queue[key], [])
+            is_anew = len(partial.members) != group_size
+            num_rollouts = group_size if is_anew else partial.num_unfinished
             if max_rollouts is not None:
                 if num_rollouts > max_rollouts:
                     break
                 max_rollouts -= num_rollouts
-            if self.parked.pop(key, None) is None:
+            if self.interrupted.pop(key, None) is None:
                 del self.queue[key]
             else:
-                draft.is_continued = True
-            draft.began_at = now
+                partial.is_continued = True
+            partial.began_at = now
             if is_anew:
-                draft.members = [PartialRollout()] * group_size
-            drafts.append(draft)
-        self.running.update((draft.key, draft) for draft in drafts)
-        return drafts
+                partial.members = [PartialRollout()] * group_size
+            partials.append(partial)
+        self.running.update((partial.key, partial) for partial in partials)
+        return partials
 
     def awaiting(self, installed: PolicyVersion | None) -> list[Lease]:
         """Return the leases here that want a newer version than the one that is installed."""
@@ -363,7 +366,7 @@ class PartialGroups:
             and (installed is None or installed < wanted)
         ]
 
-    def outrun(self, installed: PolicyVersion | None) -> list[Lease]:
+    def superseded(self, installed: PolicyVersion | None) -> list[Lease]:
         """Return the leases here that want exactly a version that has been replaced."""
         return [
             lease
@@ -375,27 +378,27 @@ class PartialGroups:
 
     def _outside(self) -> list[Lease]:
         """Return the leases that are not in the engine."""
-        return [*self.queue.values(), *(draft.lease for draft in self.parked.values())]
+        return [*self.queue.values(), *(partial.lease for partial in self.interrupted.values())]
 
-    def park(self, draft: PartialGroup) -> bool:
-        """Put a draft aside until there is room for it; return whether it is still wanted."""
-        if self.running.pop(draft.key, None) is None:
+    def park(self, partial: PartialGroup) -> bool:
+        """Put a partial group aside until a place is free; return whether it is still wanted."""
+        if self.running.pop(partial.key, None) is None:
             return False
-        if draft.key in self._unwanted:
-            self._unwanted.remove(draft.key)
+        if partial.key in self._unwanted:
+            self._unwanted.remove(partial.key)
             return False
-        self.parked[draft.key] = draft
+        self.interrupted[partial.key] = partial
         return True
 
     def end(self, key: LeaseKey) -> bool:
-        """Forget a draft that was in the engine; return whether its result is still wanted."""
+        """Forget a group that was in the engine; return whether its result is still wanted."""
         was_running = self.running.pop(key, None) is not None
         is_unwanted = key in self._unwanted
         self._unwanted.discard(key)
         return was_running and not is_unwanted
 
     def is_unwanted(self, key: LeaseKey) -> bool:
-        """Return whether nobody waits any more for a draft in the engine."""
+        """Return whether nobody waits any more for a partial group in the engine."""
         return key in self._unwanted
 
     def revoke(self, key: LeaseKey) -> int:
@@ -408,35 +411,35 @@ class PartialGroups:
             self._unwanted.add(key)
             return self.running[key].num_tokens if is_news else 0
         self.queue.pop(key, None)
-        draft = self.parked.pop(key, None)
-        return 0 if draft is None else draft.num_tokens
+        partial = self.interrupted.pop(key, None)
+        return 0 if partial is None else partial.num_tokens
 
     def begun(self) -> list[PartialGroup]:
-        """Return every draft with tokens that is not on its way to the learner, oldest first."""
-        drafts = sorted((self.parked | self.running).items())
-        return [draft for _, draft in drafts if draft.num_tokens]
+        """Return every group with tokens that is not on its way to the learner, oldest first."""
+        partials = sorted((self.interrupted | self.running).items())
+        return [partial for _, partial in partials if partial.num_tokens]
 
     def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
-        """Return the parked drafts that have grown since they were shipped, and note it.
+        """Return the parked partial groups that have grown since they were shipped, and note it.
 
         Args:
-            interval_s: seconds between two shipments of one draft.
+            interval_s: seconds between two shipments of one partial group.
             now: the present instant.
         """
         due = [
-            draft
-            for _, draft in sorted(self.parked.items())
-            if draft.num_tokens > draft.num_shipped and now >= draft.shipped_at + interval_s
+            partial
+            for _, partial in sorted(self.interrupted.items())
+            if partial.num_tokens > partial.num_shipped and now >= partial.shipped_at + interval_s
         ]
-        for draft in due:
-            draft.shipped_at, draft.num_shipped = now, draft.num_tokens
+        for partial in due:
+            partial.shipped_at, partial.num_shipped = now, partial.num_tokens
         return due
 
     def states(self, *, now: float = 0.0) -> list[LeaseState]:
         """Return the leases here as a heartbeat lists them, now."""
         waiting = dict.fromkeys(self.queue, 0)
-        waiting |= {key: draft.num_progress for key, draft in self.parked.items()}
-        running = {key: draft.num_progress for key, draft in self.running.items()}
+        waiting |= {key: partial.num_progress for key, partial in self.interrupted.items()}
+        running = {key: partial.num_progress for key, partial in self.running.items()}
         return [
             LeaseState(
                 group_id=key[0],
@@ -479,17 +482,17 @@ class MemberHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedPartialGroup(msgspec.Struct, frozen=True, array_like=True):
-    """One draft in a worker's file."""
+    """One partial group in a worker's file."""
 
     lease: Lease
     members: bytes
 
 
 class SavedPartialGroups(msgspec.Struct, frozen=True):
-    """A worker's file of drafts."""
+    """A worker's file of partial groups."""
 
     run_id: str
-    drafts: tuple[SavedPartialGroup, ...]
+    partials: tuple[SavedPartialGroup, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -500,7 +503,7 @@ _file_decoder = msgspec.msgpack.Decoder(SavedPartialGroups)
 
 
 def encode_members(members: Sequence[PartialRollout]) -> bytes:
-    """Return the members of a draft as one frame: header, then ids, log-probs and mask of each."""
+    """Return members as one frame: header, then ids, log-probs and mask of each."""
     header = _encoder.encode([_header_of(member) for member in members])
     parts = [len(header).to_bytes(_HEADER_LENGTH_BYTES, "little"), header]
     for member in members:
@@ -522,7 +525,7 @@ def _header_of(member: PartialRollout) -> MemberHeader:
 
 
 def decode_members(frame: Frame) -> list[PartialRollout]:
-    """Read the members of a draft back; the arrays are copies.
+    """Read the members of a partial group back; the arrays are copies.
 
     Raises:
         RemoteProtocolError: if sizes disagree or a field is out of range.
@@ -575,14 +578,16 @@ def _build_member(header: MemberHeader, size: int, view: memoryview, offset: int
     )
 
 
-def encode_groups(run_id: str, drafts: Sequence[PartialGroup]) -> bytes:
-    """Return a worker's file of drafts."""
-    saved = tuple(SavedPartialGroup(draft.lease, encode_members(draft.members)) for draft in drafts)
+def encode_groups(run_id: str, partials: Sequence[PartialGroup]) -> bytes:
+    """Return a worker's file of partial groups."""
+    saved = tuple(
+        SavedPartialGroup(partial.lease, encode_members(partial.members)) for partial in partials
+    )
     return _encoder.encode(SavedPartialGroups(run_id, saved))
 
 
 def decode_groups(data: Frame, *, run_id: str) -> list[PartialGroup]:
-    """Read a worker's file of drafts; those of another run are none.
+    """Read a worker's file of partial groups; those of another run are none.
 
     Raises:
         RemoteProtocolError: if it is damaged.
@@ -593,4 +598,4 @@ def decode_groups(data: Frame, *, run_id: str) -> list[PartialGroup]:
         raise RemoteProtocolError(f"a malformed file of partial rollouts: {error}") from error
     if saved.run_id != run_id:
         return []
-    return [PartialGroup(each.lease, decode_members(each.members)) for each in saved.drafts]
+    return [PartialGroup(each.lease, decode_members(each.members)) for each in saved.partials]

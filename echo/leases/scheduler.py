@@ -235,7 +235,7 @@ class Scheduler:
         lineages: Sequence[Lineage],
         step: int,
         next_group_id: int,
-        settled: Iterable[int],
+        finished: Iterable[int],
         counters: Counters,
         routes: Routes,
         complaints: Complaints,
@@ -250,7 +250,7 @@ class Scheduler:
             lineages: histories so far, the present one last.
             step: optimizer steps done.
             next_group_id: first id never granted.
-            settled: ids below it that are accepted or ended.
+            finished: ids below it that are accepted or ended.
             counters: of the role.
             routes: lead to the workers.
             complaints: what the operator is told of workers.
@@ -262,9 +262,9 @@ class Scheduler:
         self.lineages = lineages
         self.step = step
         self.next_group_id = next_group_id
-        self.settled = FinishedGroups(settled)
+        self.finished = FinishedGroups(finished)
         self.counters = counters
-        self.handover = ShippedPartials(counters)
+        self.shipped = ShippedPartials(counters)
         self.forecast = FinishTimes(
             max_tokens=settings.max_completion_tokens,
             group_size=settings.group_size,
@@ -280,13 +280,13 @@ class Scheduler:
 
     def is_open(self, group_id: int) -> bool:
         """Return whether a group has been granted and its result is still wanted."""
-        return 0 <= group_id < self.next_group_id and group_id not in self.settled
+        return 0 <= group_id < self.next_group_id and group_id not in self.finished
 
     def settle(self, group_id: int) -> None:
         """End all leases of a group: its result is here, or is not wanted any more."""
-        self.settled.add(group_id)
+        self.finished.add(group_id)
         self.leases.finish(group_id)
-        self.handover.discard(group_id)
+        self.shipped.discard(group_id)
 
     def end(
         self, group_id: int, reason: str, *, worker_id: str = "", cause: str = ""
@@ -328,8 +328,8 @@ class Scheduler:
         fresh = [w for w in workers if bounds.get(w.installed, 0) > num_promised]
         if not fresh:
             return "no_weights"
-        has_room = any(w.is_able(bounds) and self._num_held(w) < w.capacity for w in fresh)
-        return "" if has_room else "busy"
+        has_space = any(w.is_able(bounds) and self._num_held(w) < w.capacity for w in fresh)
+        return "" if has_space else "busy"
 
     def grant(
         self, workers: Sequence[LeasedWorker], *, now: float
@@ -563,7 +563,7 @@ class Scheduler:
     def _candidate(self, records: list[Action]) -> int:
         """Return one that came back, otherwise a new one."""
         while (group_id := self.leases.next_returned()) is not None:
-            if group_id in self.settled:
+            if group_id in self.finished:
                 continue
             if self.leases.num_attempts(group_id) < MAX_ATTEMPTS:
                 return group_id
@@ -592,7 +592,7 @@ class Scheduler:
         Returns:
             The leases to send again, and (group, attempt) of those that are not wanted any more.
         """
-        self.handover.count(worker, message)
+        self.shipped.count(worker, message)
         listed = {(state.group_id, state.attempt): state for state in message.leases}
         records = self.leases.worker_leases(worker.node_id)
         # What waits behind a running group shares its progress.
@@ -693,7 +693,7 @@ class Scheduler:
             raise RemoteProtocolError(f"a Deliver from {node_id} without its two frames")
         if message.group_id in self._storing:
             return []
-        if message.group_id in self.settled:
+        if message.group_id in self.finished:
             self.counters.add("duplicates")
             return self._ack(node_id, message, "duplicate")
         try:
@@ -824,7 +824,7 @@ class Scheduler:
         if fault is not None:
             raise RemoteProtocolError(f"partial rollouts of {node_id}: {fault}")
         num_tokens = sum(member.num_tokens for member in members)
-        self.handover.put(message.group_id, message.attempt, payload[0], num_tokens=num_tokens)
+        self.shipped.put(message.group_id, message.attempt, payload[0], num_tokens=num_tokens)
         return []
 
     def _find_partial_fault(self, members: list[PartialRollout]) -> str | None:

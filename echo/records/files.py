@@ -1,4 +1,4 @@
-"""One process per directory of arenas: who comes second is told who has it."""
+"""One process per directory of version stores: who comes second is told who has it."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class LedgerState:
 
     lineages: tuple[Lineage, ...] = ()
     next_group_id: int = 0
-    settled: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
     """Groups that were accepted or ended."""
     granted: dict[int, int] = field(default_factory=dict)
     """Open groups that were granted: id -> number of attempts."""
@@ -160,8 +160,8 @@ class _Reader:
         ended = trained | self.discarded
         history.lineages = tuple(self.lineages)
         history.waiting = {g: place for g, place in self.accepted.items() if g not in ended}
-        history.settled = self.accepted.keys() | self.discarded
-        history.granted = {g: n for g, n in history.granted.items() if g not in history.settled}
+        history.finished = self.accepted.keys() | self.discarded
+        history.granted = {g: n for g, n in history.granted.items() if g not in history.finished}
         return history
 
 

@@ -92,7 +92,7 @@ class Learner:
         lineages: tuple[Lineage, ...],
         step: int,
         next_group_id: int,
-        settled: Iterable[int],
+        finished: Iterable[int],
     ) -> None:
         """Start without nodes.
 
@@ -105,7 +105,7 @@ class Learner:
             lineages: histories so far, the present one last.
             step: optimizer steps done.
             next_group_id: first id never granted.
-            settled: ids below it that are accepted or ended.
+            finished: ids below it that are accepted or ended.
         """
         self.settings = settings
         self.broadcast = broadcast
@@ -118,7 +118,7 @@ class Learner:
         self._decided: list[Action] = []
         self._routes = Routes(self.counters)
         self._complaints = Complaints()
-        self._reception = Admission(
+        self._admission = Admission(
             admission,
             lineages=lineages,
             roster=self.roster,
@@ -134,12 +134,12 @@ class Learner:
             lineages=lineages,
             step=step,
             next_group_id=next_group_id,
-            settled=settled,
+            finished=finished,
             counters=self.counters,
             routes=self._routes,
             complaints=self._complaints,
         )
-        self._dismissal = Shutdown(self.roster, self._routes)
+        self._shutdown = Shutdown(self.roster, self._routes)
         self.planning = Planner(learner=settings.site, chunk_bytes=settings.chunk_bytes)
 
     @property
@@ -247,7 +247,7 @@ class Learner:
             case Goodbye():
                 self.roster.leave(member, is_released=message.is_released)
                 note = Note("info", f"{source} left: {message.reason}")
-                return [note, *self._drop(member, now), *self._dismissal.tell()]
+                return [note, *self._drop(member, now), *self._shutdown.tell()]
         raise RemoteProtocolError(f"{type(message).__name__} from {source} is not for the learner")
 
     # --- joining and the plan --------------------------------------------------------------------
@@ -257,18 +257,18 @@ class Learner:
     ) -> list[Action]:
         if self.finish_reason is not None:
             return self._routes.to(source, Finish(reason=self.finish_reason))
-        reception = self._reception
+        admission = self._admission
         match message:
             case Hello():
-                actions, replaced = reception.on_hello(source, message, now=now)
+                actions, replaced = admission.on_hello(source, message, now=now)
                 if replaced is not None:
                     actions += self._drop(replaced, now)
                 return actions
             case Ready():
-                actions, has_joined = reception.on_ready(source, message, now=now)
+                actions, has_joined = admission.on_ready(source, message, now=now)
                 return actions + self.replan(now) if has_joined else actions
             case AssetRequest():
-                return reception.on_asset_request(source, message)
+                return admission.on_asset_request(source, message)
 
     def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
         """Tell every member whose parents have changed, soon if not now."""
@@ -296,7 +296,7 @@ class Learner:
     # --- heartbeats and leases -------------------------------------------------------------------
 
     def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Action]:
-        if self.finish_reason is not None and self._dismissal.may_leave(member):
+        if self.finish_reason is not None and self._shutdown.may_leave(member):
             return self._routes.to(member.node_id, Finish(reason=self.finish_reason))
         has_new_suspects = message.stats.suspects != member.stats.suspects
         has_progress = member.beat(message, now=now)
@@ -369,7 +369,7 @@ class Learner:
         return [*self.replan(now), *self.grant(now=now)] if changed else []
 
     def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
-        messages = self._scheduler.handover.grants(leases)
+        messages = self._scheduler.shipped.grants(leases)
         return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
 
     def stored(self, group_id: int, *, now: float) -> list[Action]:
@@ -386,17 +386,17 @@ class Learner:
     @property
     def finish_reason(self) -> str | None:
         """Why the run is over; None while it is not."""
-        return self._dismissal.reason
+        return self._shutdown.reason
 
     def finish(self, reason: str) -> list[Action]:
         """Tell every node that the run is over, the relays once nobody is behind them any more."""
-        self._dismissal.reason = reason
-        return self._dismissal.tell()
+        self._shutdown.reason = reason
+        return self._shutdown.tell()
 
     def dismiss_all(self) -> list[Action]:
         """Tell the nodes that are still here, and from now on whoever speaks."""
-        self._dismissal.is_last_call = True
-        return self._dismissal.tell()
+        self._shutdown.is_last_call = True
+        return self._shutdown.tell()
 
     def views(self, *, now: float) -> tuple[NodeView, ...]:
         """Return every node as the live view shows it."""

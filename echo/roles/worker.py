@@ -108,8 +108,8 @@ class Worker(DialingRole):
         self.tokens_sampled = 0
         self.num_accepted = 0
         """Groups that the learner has taken since this process started."""
-        self.drafts = PartialGroups()
-        self.partials: Counter[str] = Counter()
+        self.partials = PartialGroups()
+        self.partial_counts: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
         self.version_wait = VersionWait()
         """For leases that ask for newer weights."""
@@ -143,7 +143,7 @@ class Worker(DialingRole):
             LeaseState(group_id=group_id, attempt=attempt, num_tokens=-1)
             for group_id, attempt in self.outbox.keys
         )
-        return (*self.drafts.states(now=self._beat_at), *delivered)[:MAX_LEASES]
+        return (*self.partials.states(now=self._beat_at), *delivered)[:MAX_LEASES]
 
     def stats(self) -> NodeStats:
         """Return what to tell the learner about this worker."""
@@ -152,7 +152,7 @@ class Worker(DialingRole):
             stats,
             state=self.activity,
             tokens_sampled=self.tokens_sampled,
-            partials=dict(self.partials),
+            partials=dict(self.partial_counts),
             num_places=min(self.num_places, MAX_LEASES),
         )
 
@@ -187,19 +187,19 @@ class Worker(DialingRole):
             members = decode_members(payload[0])
         fresh = [lease for lease in message.leases if not self._is_known(_key_of(lease))]
         for lease in fresh:
-            self.drafts.add(lease, members)
+            self.partials.add(lease, members)
         return [LeasesChanged()] if fresh else []
 
     def _is_known(self, key: LeaseKey) -> bool:
-        return key in self.drafts or key in self.outbox.keys
+        return key in self.partials or key in self.outbox.keys
 
     def _on_ack(self, message: Ack, now: float) -> list[Action]:
         key = (message.group_id, message.attempt)
         was_full = self.outbox.is_full
         if not self.outbox.acknowledge(key):
             # A lease that is acknowledged before it is delivered is not wanted any more.
-            is_running = key in self.drafts.running and not self.drafts.is_unwanted(key)
-            self.partials["wasted_tokens"] += self.drafts.revoke(key)
+            is_running = key in self.partials.running and not self.partials.is_unwanted(key)
+            self.partial_counts["wasted_tokens"] += self.partials.revoke(key)
             if not is_running:
                 return []
             self.counters.add("cancelled")
@@ -233,7 +233,7 @@ class Worker(DialingRole):
         """Move groups into the engine, as far as there is room: begun ones first, oldest first."""
         if self.outbox.is_full:
             return []
-        return self.drafts.take(
+        return self.partials.take(
             max_groups,
             group_size=group_size,
             max_rollouts=max_rollouts,
@@ -243,43 +243,44 @@ class Worker(DialingRole):
 
     def progress(self, lease: Lease, num_tokens: int) -> None:
         """Note how many tokens have been sampled for a running lease."""
-        draft = self.drafts.running.get(_key_of(lease))
-        if draft is not None:
-            draft.num_progress = num_tokens
+        partial = self.partials.running.get(_key_of(lease))
+        if partial is not None:
+            partial.num_progress = num_tokens
 
-    def park(self, draft: PartialGroup) -> None:
-        """Put a draft aside that left the engine unfinished."""
-        self.drafts.park(draft)
+    def park(self, partial: PartialGroup) -> None:
+        """Put a partial group aside that left the engine unfinished."""
+        self.partials.park(partial)
 
     def ship(self, *, interval_s: float, now: float) -> list[Action]:
-        """Send the learner what has been sampled for parked drafts, where it is news.
+        """Send the learner what has been sampled for parked partial groups, where it is news.
 
         Args:
-            interval_s: seconds between two shipments of one draft; 0 where this worker is about to
+            interval_s: seconds between two shipments of one partial group; 0 where this worker is
+            about to
                 pause or to leave.
             now: the present instant.
         """
         if not self.is_admitted:
             return []
         actions: list[Action] = []
-        for draft in self.drafts.take_due(interval_s=interval_s, now=now):
-            message = Partial(group_id=draft.lease.group_id, attempt=draft.lease.attempt)
-            frame = encode_members(draft.members)
+        for partial in self.partials.take_due(interval_s=interval_s, now=now):
+            message = Partial(group_id=partial.lease.group_id, attempt=partial.lease.attempt)
+            frame = encode_members(partial.members)
             if payload_bytes([frame]) > MAX_PAYLOAD_BYTES:
                 continue  # what a lost worker has of it is sampled anew
             actions += self.to_learner(message, frame)
-            self.partials["shipped"] += 1
+            self.partial_counts["shipped"] += 1
         return actions
 
     def is_cancelled(self, lease: Lease) -> bool:
         """Return whether nobody waits any more for a group in the engine."""
-        return self.drafts.is_unwanted(_key_of(lease))
+        return self.partials.is_unwanted(_key_of(lease))
 
     def finished(self, group: Group, *, now: float) -> list[Action]:
         """Deliver a finished group."""
         key = (group.group_id, group.attempt)
-        draft = self.drafts.running.get(key)
-        if not self.drafts.end(key) or draft is None:
+        partial = self.partials.running.get(key)
+        if not self.partials.end(key) or partial is None:
             return []
         payload = encode_group(group)
         if (num_bytes := payload_bytes(payload)) > MAX_PAYLOAD_BYTES:
@@ -287,8 +288,8 @@ class Worker(DialingRole):
                 f"it has {num_bytes} bytes, a message holds {MAX_PAYLOAD_BYTES}; lower "
                 "rollout.group_size or sampling.max_completion_tokens"
             )
-            return self.failed(draft.lease, "group_too_large", detail, now=now)
-        seconds = draft.seconds(now)
+            return self.failed(partial.lease, "group_too_large", detail, now=now)
+        seconds = partial.seconds(now)
         message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
         self.outbox.put(key, message, *payload)
         return self._send_due(now)
@@ -297,7 +298,7 @@ class Worker(DialingRole):
         self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
     ) -> list[Action]:
         """Report a group that cannot be finished and that trying again will not mend."""
-        self.drafts.end(_key_of(lease))
+        self.partials.end(_key_of(lease))
         self.counters.add(f"failed/{reason}")
         return [*self._report(lease, reason, detail, traceback=traceback), *self._send_due(now)]
 
@@ -329,8 +330,8 @@ class Worker(DialingRole):
             return []
         return [
             action
-            for parcel in self.outbox.take_due(now=now)
-            for action in self.to_learner(parcel.message, *parcel.payload)
+            for encoded in self.outbox.take_due(now=now)
+            for action in self.to_learner(encoded.message, *encoded.payload)
         ]
 
     @property
@@ -345,21 +346,21 @@ class Worker(DialingRole):
     def _give_back(self, now: float) -> list[Action]:
         """Give back the leases whose version has not come in time, or has been replaced."""
         installed = self.installed_version
-        late = self.version_wait.late(self.drafts.awaiting(installed), now=now)
-        outrun = self.drafts.outrun(installed)
+        late = self.version_wait.late(self.partials.awaiting(installed), now=now)
+        superseded = self.partials.superseded(installed)
         # First what was sampled of them before, for whoever goes on.
-        actions = self.ship(interval_s=0.0, now=now) if late or outrun else []
+        actions = self.ship(interval_s=0.0, now=now) if late or superseded else []
         for lease in late:
             wanted = lease.exact_version or f"{lease.min_version} or newer"
             here = f"{installed} is installed and no newer one has come"
             why = f"{wanted} is wanted, {here} in {self.version_wait.max_s:g} s"
             actions += self._refuse(lease, "version_not_installed", why)
-        for lease in outrun:
+        for lease in superseded:
             why = f"exactly {lease.exact_version} is wanted, {installed} is installed"
             actions += self._refuse(lease, SUPERSEDED, why)
         return actions
 
-    def outrun(self, lease: Lease, why: str, *, now: float) -> list[Action]:
+    def superseded(self, lease: Lease, why: str, *, now: float) -> list[Action]:
         """Give back a lease whose version was replaced before the engine could begin it."""
         return [*self._refuse(lease, SUPERSEDED, why), *self._send_due(now)]
 
@@ -372,11 +373,11 @@ class Worker(DialingRole):
     def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
         """Give a lease back whose version is not the one that samples here."""
         key = _key_of(lease)
-        if key in self.drafts.running:
-            if not self.drafts.end(key):
+        if key in self.partials.running:
+            if not self.partials.end(key):
                 return []
         else:
-            self.drafts.revoke(key)
+            self.partials.revoke(key)
         self.counters.add("engine/version_refused")
         return self._report(lease, reason, detail, is_elsewhere=True)
 

@@ -2,22 +2,22 @@
 
 Layout of the directory (network.store_dir), all names this module's own:
 
-    v12-L1-<run>.arena       the bytes of version 12, lineage 1; <run> is a hash of the run's id
+    v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
-    *.parcel                 what has come of anchors (`runtime/disk_store.py`)
-    echo-arena-<n>.tmp       what is being made, and spares that wait for recycling
-    echo-arena.lock          flock held by the process that owns the directory, with its pid
+    *.parcel                 what has come of keyframes (`runtime/disk_store.py`)
+    echo-image-<n>.tmp       what is being made, and spares that wait for recycling
+    echo-store.lock          flock held by the process that owns the directory, with its pid
 
 What happens when
 * **Killed in mid-write** (kill -9, out of memory): written pages are the kernel's and stay. The
-  next process finds arena and manifest, and `verify_held` finds the chunks. Nothing is synced to
-  the disk on purpose: after a power failure a lost or torn page fails its hash and is fetched
-  again, and a torn manifest fails its signature. An arena gets its name only with all its room,
-  an arena without a manifest is worthless: both are removed.
+  next process finds version store and manifest, and `verify_held` finds the chunks. Nothing is
+  synced to the disk on purpose: after a power failure a lost or torn page fails its hash and is
+  fetched again, and a torn manifest fails its signature. A version store gets its name only with
+  all its room, a version store without a manifest is worthless: both are removed.
 * **Disk full**: room is preallocated before the file is mapped, because a mapped file without room
   kills the process (SIGBUS) at some later write. Where the disk has too little, spares go first;
   then the version is kept in memory if that has room for it, with one warning: the node works as
-  without network.store_dir, and only its restart costs a transfer. If memory has no room either,
+  without network.store_dir, and only its restart costs a transfer. If memory has no space either,
   `create` raises StorageError.
 * **Limit** (network.store_bytes): counts every version that was not dropped, wherever it lies.
 * **Slow disk**: a write into the mapping is a write into the page cache; the kernel writes it back
@@ -68,7 +68,7 @@ from echo.weights.manifest import Manifest
 from echo.weights.store import SavedItem
 from echo.wire.codec import Frame
 
-# --- Which chunks of an arena are right: hash every one, but for those never written ---
+# --- Which chunks of a version store are right: hash every one, but for those never written ---
 #
 # A file that was preallocated and written in part has holes (extents without data), which the file
 # system knows. A hole reads as zeros, so a chunk that lies in one is looked at only if its hash is
@@ -79,13 +79,13 @@ BATCH_BYTES = 1 << 20
 """Bytes hashed per task of the pool: below, handing out the task costs more than the hash."""
 
 
-def held_chunks(manifest: Manifest, arena: memoryview, path: Path | None) -> bytearray:
+def held_chunks(manifest: Manifest, storage: memoryview, path: Path | None) -> bytearray:
     """Return one byte per chunk: 1 if its bytes match their hash.
 
     Args:
-        manifest: what the arena should hold; of the arena's size.
-        arena: the bytes.
-        path: the file under the arena, to skip its holes; None for memory.
+        manifest: what the version store should hold; of the version store's size.
+        storage: the bytes.
+        path: the file under the version store, to skip its holes; None for memory.
     """
     has_chunk = bytearray(manifest.num_chunks)
     descriptor = _open(path)
@@ -98,25 +98,26 @@ def held_chunks(manifest: Manifest, arena: memoryview, path: Path | None) -> byt
     step = max(1, BATCH_BYTES // manifest.chunk_bytes)
     batches = [worthwhile[start : start + step] for start in range(0, len(worthwhile), step)]
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="rehash") as pool:
-        for found in pool.map(lambda batch: _matching(manifest, arena, batch), batches):
+        for found in pool.map(lambda batch: _matching(manifest, storage, batch), batches):
             for index in found:
                 has_chunk[index] = 1
     return has_chunk
 
 
 def _open(path: Path | None) -> int | None:
-    """Open the file under an arena; it may have been dropped since, which is no error."""
+    """Open the file under a version store; it may have been dropped since, which is no error."""
     try:
         return None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
 
 
-def _matching(manifest: Manifest, arena: memoryview, batch: list[int]) -> list[int]:
+def _matching(manifest: Manifest, storage: memoryview, batch: list[int]) -> list[int]:
     return [
         index
         for index in batch
-        if blake3(arena[slice(*manifest.chunk_range(index))]).digest() == manifest.chunk_hash(index)
+        if blake3(storage[slice(*manifest.chunk_range(index))]).digest()
+        == manifest.chunk_hash(index)
     ]
 
 
@@ -157,7 +158,8 @@ def _walk_data(manifest: Manifest, descriptor: int) -> Iterator[int]:
         index += 1
 
 
-# --- The one thread in which small files beside the arenas are written and removed, in order ---
+# --- The one thread in which small files beside the version stores are written and removed, in
+# order ---
 #
 # Even a small write waits where the kernel holds back whoever dirties more pages, or commits the
 # journal of its file system; the loop must not. What is done here is of use to a later process
@@ -173,7 +175,9 @@ class DiskThread:
 
     def __init__(self) -> None:
         """Start; the thread begins with the first call."""
-        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="arenas")
+        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, thread_name_prefix="version_store"
+        )
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function that handles its own faults; at once after `close`."""
@@ -200,11 +204,11 @@ def _report(future: Future[None]) -> None:
         _log.error("internal error", exc_info=error)
 
 
-# --- What has come of anchors, in files that a restarted node reads again ---
+# --- What has come of keyframes, in files that a restarted node reads again ---
 #
-# An image is fetched into an arena that is a file itself. An anchor is not: its size is not known
-# before its last table, and what comes out of its chunks lies elsewhere. So each has a journal, to
-# which tables and chunks are appended as they have been verified:
+# An image is fetched into a version store that is a file itself. A keyframe is not: its size is not
+# known before its last table, and what comes out of its chunks lies elsewhere. So each has a
+# journal, to which tables and chunks are appended as they have been verified:
 #
 #     v12-L1-anchor-<run>.parcel             of version 12, lineage 1
 #
@@ -220,7 +224,7 @@ def _report(future: Future[None]) -> None:
 #   (`runtime/disk_store.py`), and what is queued for it are views of chunks that are held in memory
 #   anyway. A journal that has MAX_BEHIND_BYTES queued is given up: what it would spare a later
 #   process, it costs this one.
-# * A journal is removed with its anchor, which may long outlive the fetch: children take it.
+# * A journal is removed with its keyframe, which may long outlive the fetch: children take it.
 #
 # Deltas have none: one is some hundredth of an image, and is fetched again after a restart.
 
@@ -241,7 +245,7 @@ def is_keyframe_file(name: str) -> bool:
 
 
 class KeyframeFile:
-    """The journal of one anchor.
+    """The journal of one keyframe.
 
     Its descriptor belongs to the thread; everything else to the loop.
     """
@@ -305,8 +309,8 @@ class KeyframeFile:
             return
         size = _HEADER.size + len(data)
         fault = ""
-        if not self._files.make_room(size, keep=self):
-            fault = "no room under the limit"
+        if not self._files.make_space(size, keep=self):
+            fault = "no space under the limit"
         elif self._files.behind_bytes + size > MAX_BEHIND_BYTES:
             fault = "the disk is behind"
         if fault:
@@ -365,7 +369,7 @@ class KeyframeFile:
 
 @dataclass(frozen=True, slots=True)
 class SavedKeyframe:
-    """What a former process has written down of an anchor; nothing about it has been verified."""
+    """What a former process has written down of a keyframe; nothing about it has been verified."""
 
     version: PolicyVersion
     journal: KeyframeFile
@@ -376,7 +380,7 @@ class KeyframeFiles:
 
     Args:
         directory: where.
-        has_room: whether so many bytes more would fit beside versions and journals.
+        has_space: whether so many bytes more would fit beside versions and journals.
         warn: says something to the operator, once.
         thread: where files are written and removed.
     """
@@ -385,7 +389,7 @@ class KeyframeFiles:
         self,
         directory: Path,
         *,
-        has_room: Callable[[int], bool],
+        has_space: Callable[[int], bool],
         warn: Callable[[str], None],
         thread: DiskThread,
     ) -> None:
@@ -395,7 +399,7 @@ class KeyframeFiles:
         self.behind_bytes = 0
         """What is queued for all journals."""
         self._guard = threading.Lock()
-        self._has_room = has_room
+        self._has_space = has_space
         self._open: list[KeyframeFile] = []
         """Oldest first."""
 
@@ -411,7 +415,7 @@ class KeyframeFiles:
 
     def begin(self, version: PolicyVersion, run: str) -> KeyframeFile:
         """Return a new journal."""
-        path = self.directory / f"v{version.step}-L{version.lineage}-anchor-{run}.parcel"
+        path = self.directory / f"v{version.step}-L{version.lineage}-keyframe-{run}.encoded"
         file = KeyframeFile(self, path)
         file.open()
         self._open.append(file)
@@ -422,9 +426,9 @@ class KeyframeFiles:
         if file in self._open:
             self._open.remove(file)
 
-    def make_room(self, num_bytes: int, *, keep: KeyframeFile | None = None) -> bool:
+    def make_space(self, num_bytes: int, *, keep: KeyframeFile | None = None) -> bool:
         """Remove the oldest until `num_bytes` more fit; tell whether they do."""
-        while not self._has_room(num_bytes):
+        while not self._has_space(num_bytes):
             file = next((file for file in self._open if file is not keep), None)
             if file is None:
                 return False
@@ -452,7 +456,7 @@ class KeyframeFiles:
             saved.append(SavedKeyframe(version, journal))
         saved.sort(key=lambda each: each.version, reverse=True)
         for each in saved[:]:
-            if not self._has_room(each.journal.num_bytes):
+            if not self._has_space(each.journal.num_bytes):
                 each.journal.remove()
                 saved.remove(each)
             else:
@@ -468,27 +472,27 @@ class KeyframeFiles:
 
 # --- Where versions of the weights lie: in memory, or in files that outlive the process ---
 #
-# An **arena** is the room for one version, handed out as a writable memoryview. Who fills it, which
-# of its chunks are right and whom they are sent to is the protocol's business; a store finds the
-# room, counts it against one limit, and takes it back.
+# An **version store** is the room for one version, handed out as a writable memoryview. Who fills
+# it, which of its chunks are right and whom they are sent to is the protocol's business; a store
+# finds the room, counts it against one limit, and takes it back.
 #
 # * `MemoryStore` is the default. What it holds is gone with the process.
 # * `DiskStore` (runtime/disk_store.py, network.store_dir) maps files, so that a relay or worker
 #   that was killed in mid-transfer finds its chunks again and asks for the missing ones only.
 #
-# A dropped arena may still be on its way out: libzmq sends slices of it without a copy, long after
-# the protocol has forgotten the version. So nothing is ever unmapped by hand. Each view is lent by
-# a small exporter object whose only owners are the view and what was sliced or made from it. While
-# the exporter lives, somebody can read the bytes; when it has died, nobody can. The pages
+# A dropped version store may still be on its way out: libzmq sends slices of it without a copy,
+# long after the protocol has forgotten the version. So nothing is ever unmapped by hand. Each view
+# is lent by a small exporter object whose only owners are the view and what was sliced or made from
+# it. While the exporter lives, somebody can read the bytes; when it has died, nobody can. The pages
 # themselves follow by reference counting.
 #
 # That same test makes recycling safe. The first touch of fresh memory costs a page fault, more than
-# writing the bytes does, so a dropped arena of the same size is handed out again once its exporter
-# has died. 1 GiB written in chunks of 1 MiB, on a virtual machine with two cores, took 0.05 s in a
-# recycled arena of any kind; in fresh memory 0.12 s with pages of 2 MiB, 0.4 s with pages of 4 KiB,
-# and more than 2 s where the host had yet to find the memory; in a fresh file 0.2 to 1.6 s on ext4,
-# 0.6 s on tmpfs, 0.2 s of these in `create`. At most MAX_SPARES wait to be recycled; they count
-# against the limit, and go at once where their room is wanted.
+# writing the bytes does, so a dropped version store of the same size is handed out again once its
+# exporter has died. 1 GiB written in chunks of 1 MiB, on a virtual machine with two cores, took
+# 0.05 s in a recycled version store of any kind; in fresh memory 0.12 s with pages of 2 MiB, 0.4 s
+# with pages of 4 KiB, and more than 2 s where the host had yet to find the memory; in a fresh file
+# 0.2 to 1.6 s on ext4, 0.6 s on tmpfs, 0.2 s of these in `create`. At most MAX_SPARES wait to be
+# recycled; they count against the limit, and go at once where their room is wanted.
 #
 # torch.frombuffer keeps the view alive as it should, but does not notice `release()` on it: never
 # release a view that was lent.
@@ -498,7 +502,7 @@ class KeyframeFiles:
 
 
 MAX_SPARES = 2
-"""Dropped arenas kept for recycling: one is still being sent while the other is filled anew."""
+"""Dropped images kept for recycling: one is still being sent while the other is filled anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,13 +512,13 @@ class Saved:
     version: PolicyVersion
     signed_manifest: bytes
     """As it was given to `create` or `sealed`; whether the learner signed it is to be checked."""
-    arena: memoryview
+    storage: memoryview
     """Its bytes so far, writable; which chunks are there, `verify_held` tells."""
 
 
 @dataclass(slots=True, eq=False)
 class Pages:
-    """The mapping under one arena."""
+    """The mapping under one version store."""
 
     mapping: mmap.mmap
     path: Path | None = None
@@ -557,7 +561,7 @@ class MappedStore(abc.ABC):
     """Finds room for versions and takes it back.
 
     Args:
-        limit_bytes: what all arenas that were not dropped may take together.
+        limit_bytes: what all version stores that were not dropped may take together.
     """
 
     may_block = False
@@ -574,7 +578,7 @@ class MappedStore(abc.ABC):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the arenas that were not dropped."""
+        """Bytes of the version stores that were not dropped."""
         return sum(map(len, self._live.values()))
 
     def create(
@@ -584,9 +588,10 @@ class MappedStore(abc.ABC):
 
         Args:
             version: its name, not in this store yet.
-            signed_manifest: the learner's signed manifest as it travels, kept beside the arena;
+            signed_manifest: the learner's signed manifest as it travels, kept beside the version
+            store;
                 None if it is known later (`sealed`).
-            num_bytes: size of the arena, at least 1.
+            num_bytes: size of the version store, at least 1.
 
         Raises:
             StorageError: if the limit, the disk or the memory does not allow it.
@@ -595,7 +600,7 @@ class MappedStore(abc.ABC):
             raise ValueError(f"{version}: {num_bytes} bytes asked for, or asked for twice")
         pages = self._take_spare(num_bytes)
         if pages is None:
-            self._make_room(version, num_bytes)
+            self._make_space(version, num_bytes)
             pages = self._allocate(version, num_bytes)
         self._enter(version, pages)
         self._live[version] = pages
@@ -608,7 +613,7 @@ class MappedStore(abc.ABC):
         """Keep a manifest that has become known; without one a version is not recovered."""
 
     def drop(self, version: PolicyVersion) -> None:
-        """Give a version's room back; one that has no arena here is no error.
+        """Give a version's room back; one that has no version store here is no error.
 
         Views of it, and what libzmq has yet to send of it, stay valid.
         """
@@ -634,30 +639,30 @@ class MappedStore(abc.ABC):
         """
 
     def write(self, place: memoryview, data: Frame) -> None:
-        """Copy a chunk to its place in an arena, from any thread and without the GIL."""
+        """Copy a chunk to its place in a version store, from any thread and without the GIL."""
         fill(place, data)
 
     def journal(self, version: PolicyVersion) -> SavedItem | None:
-        """Return where to write down what comes of an anchor; None where nothing is kept."""
+        """Return where to write down what comes of a keyframe; None where nothing is kept."""
         return None
 
-    def recover_parcels(self) -> list[SavedKeyframe]:
-        """Return what a former process left of the run's anchors, newest first, after `recover`."""
+    def recover_encoded(self) -> list[SavedKeyframe]:
+        """Return what a former process left of keyframes, newest first; needs `recover`."""
         return []
 
-    def verify_held(self, manifest: Manifest, arena: memoryview) -> bytearray:
-        """Return one byte per chunk: 1 if its bytes in `arena` match their hash.
+    def verify_held(self, manifest: Manifest, storage: memoryview) -> bytearray:
+        """Return one byte per chunk: 1 if its bytes in `storage` match their hash.
 
         Raises:
-            StorageError: if the arena does not have the manifest's size.
+            StorageError: if the version store does not have the manifest's size.
         """
-        if len(arena) != manifest.num_bytes:
+        if len(storage) != manifest.num_bytes:
             raise StorageError(
-                f"the arena of {manifest.version} has {len(arena)} bytes, its manifest says "
+                f"the image of {manifest.version} has {len(storage)} bytes, its manifest says "
                 f"{manifest.num_bytes}; drop it and fetch the version anew"
             )
         pages = self._live.get(manifest.version)
-        return held_chunks(manifest, arena, None if pages is None else pages.path)
+        return held_chunks(manifest, storage, None if pages is None else pages.path)
 
     def close(self) -> None:
         """Let go of everything but what a later process may recover; views stay valid."""
@@ -698,7 +703,7 @@ class MappedStore(abc.ABC):
                 return self._spares.pop(index)
         return None
 
-    def _make_room(self, version: PolicyVersion, num_bytes: int) -> None:
+    def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
         """Let spares go until `num_bytes` fit under the limit."""
         room = self.limit_bytes - self.bytes_held
         if num_bytes > room:
@@ -712,7 +717,7 @@ class MappedStore(abc.ABC):
 
 
 class MemoryStore(MappedStore):
-    """Keeps versions in memory; see ArenaStore for the arguments."""
+    """Keeps versions in memory; see DiskStore for the arguments."""
 
     @property
     def where(self) -> str:
@@ -753,10 +758,10 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
 
 DEFAULT_SHARE = 0.9
 """Share of the free memory or disk that versions may take, where network.store_bytes is unset."""
-_LOCK = "echo-arena.lock"
+_LOCK = "echo-store.lock"
 _OWN = re.compile(
-    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>arena|manifest)"
-    r"|echo-arena-\d+\.tmp"
+    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>image|manifest)"
+    r"|echo-image-\d+\.tmp"
 )
 
 
@@ -798,8 +803,8 @@ class DiskStore(MappedStore):
         super().__init__(limit_bytes)
         self._run: str | None = None
         self._thread = DiskThread()
-        self._parcels = KeyframeFiles(
-            directory, has_room=self._has_room, warn=self._warn, thread=self._thread
+        self._encoded_versions = KeyframeFiles(
+            directory, has_space=self._has_space, warn=self._warn, thread=self._thread
         )
         self._ids = itertools.count(1)
         self._has_warned = False
@@ -810,7 +815,7 @@ class DiskStore(MappedStore):
         return f"network.store_dir = {self.directory}"
 
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
-        """Write a manifest beside its arena; if that fails the version is just not recovered."""
+        """Write a manifest beside its image; if that fails the version is just not recovered."""
         path = self._live[version].path
         if path is None:
             return
@@ -821,7 +826,7 @@ class DiskStore(MappedStore):
         self, version: PolicyVersion, path: Path, temporary: Path, signed_manifest: bytes
     ) -> None:
         try:
-            # Not synced, as the arena is not: after a power failure the signature tells.
+            # Not synced, as the version store is not: after a power failure the signature tells.
             temporary.write_bytes(signed_manifest)
             temporary.rename(path.with_suffix(".manifest"))
         except OSError as error:
@@ -849,22 +854,22 @@ class DiskStore(MappedStore):
         return saved
 
     def journal(self, version: PolicyVersion) -> SavedItem | None:
-        """Return a file for what comes of an anchor."""
-        return self._parcels.begin(version, self._run_hash)
+        """Return a file for what comes of a keyframe."""
+        return self._encoded_versions.begin(version, self._run_hash)
 
-    def recover_parcels(self) -> list[SavedKeyframe]:
-        """Return what a former process left of the run's anchors, newest first, after `recover`."""
+    def recover_encoded(self) -> list[SavedKeyframe]:
+        """Return what a former process left of keyframes, newest first; needs `recover`."""
         self.flush()
-        return self._parcels.recover(self._run_hash)
+        return self._encoded_versions.recover(self._run_hash)
 
     def close(self) -> None:
         """Release the directory; the versions in it stay for a later process.
 
         Waits for what is queued for the disk. A later process should begin when this one has ended:
-        until then its threads may still write chunks, verified ones, into the arenas.
+        until then its threads may still write chunks, verified ones, into the version stores.
         """
         super().close()
-        self._parcels.close()
+        self._encoded_versions.close()
         self._thread.close()
         if self._lock is not None:
             os.close(self._lock)
@@ -884,7 +889,7 @@ class DiskStore(MappedStore):
                 return self._map_new(num_bytes)
             except OSError:
                 self._drop_spares()
-                self._parcels.remove_all()
+                self._encoded_versions.remove_all()
                 self.flush()
                 return self._map_new(num_bytes)
         except OSError as error:
@@ -898,14 +903,14 @@ class DiskStore(MappedStore):
             self._warn(f"{fault}; it is kept in memory and lost with this process: {remedy}")
             return self._map_memory(version, num_bytes, error)
 
-    def _make_room(self, version: PolicyVersion, num_bytes: int) -> None:
+    def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
         """Let spares go, and then journals, until `num_bytes` fit under the limit."""
-        super()._make_room(version, num_bytes)
-        self._parcels.make_room(num_bytes)
+        super()._make_space(version, num_bytes)
+        self._encoded_versions.make_space(num_bytes)
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _has_space(self, num_bytes: int) -> bool:
         """Let spares go until so much fits beside versions and journals; tell whether it does."""
-        room = self.limit_bytes - self.bytes_held - self._parcels.num_bytes - num_bytes
+        room = self.limit_bytes - self.bytes_held - self._encoded_versions.num_bytes - num_bytes
         while self._spares and sum(map(len, self._spares)) > room:
             self._free(self._spares.pop())
         return room >= 0
@@ -937,7 +942,7 @@ class DiskStore(MappedStore):
         if pages.path is None:
             return
         try:
-            pages.path = pages.path.rename(self.directory / f"{self._stem(version)}.arena")
+            pages.path = pages.path.rename(self.directory / f"{self._stem(version)}.image")
         except OSError as error:
             _remove(pages.path)
             raise StorageError(
@@ -946,7 +951,7 @@ class DiskStore(MappedStore):
             ) from error
 
     def _leave(self, pages: Pages) -> bool:
-        """Make a spare of a file, and remove its manifest, which says nothing without the arena.
+        """Make a spare of a file, and remove its manifest, which says nothing without it.
 
         What had to be kept in memory is not recycled: the next version may fit on the disk again.
         """
@@ -975,7 +980,7 @@ class DiskStore(MappedStore):
         foreign = []
         for entry in os.scandir(self.directory):
             path, match = Path(entry.path), _OWN.fullmatch(entry.name)
-            if entry.name == _LOCK or path in known or path.with_suffix(".arena") in known:
+            if entry.name == _LOCK or path in known or path.with_suffix(".image") in known:
                 continue
             if is_keyframe_file(entry.name):
                 continue
@@ -993,7 +998,7 @@ class DiskStore(MappedStore):
 
     def _reopen(self, version: PolicyVersion) -> Saved | None:
         """Map a version again, or remove its files if they are of no use."""
-        path = self.directory / f"{self._stem(version)}.arena"
+        path = self.directory / f"{self._stem(version)}.image"
         if not (path.exists() and path.with_suffix(".manifest").exists()):
             # It was being decoded (from what it comes, its journal tells), or had been dropped.
             _remove(path)
@@ -1004,7 +1009,7 @@ class DiskStore(MappedStore):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 num_bytes = os.fstat(descriptor).st_size
-                self._make_room(version, num_bytes)
+                self._make_space(version, num_bytes)
                 pages = Pages(_map_file(descriptor, num_bytes), path)
             finally:
                 os.close(descriptor)
@@ -1021,14 +1026,14 @@ class DiskStore(MappedStore):
     @property
     def _run_hash(self) -> str:
         if self._run is None:
-            raise LocalProtocolError("FileArenas: `recover` names the run, and must come first")
+            raise LocalProtocolError("DiskStore: `recover` names the run, and must come first")
         return self._run
 
     def _stem(self, version: PolicyVersion) -> str:
         return f"v{version.step}-L{version.lineage}-{self._run}"
 
     def _temporary(self) -> Path:
-        return self.directory / f"echo-arena-{next(self._ids)}.tmp"
+        return self.directory / f"echo-image-{next(self._ids)}.tmp"
 
     def _free_bytes(self) -> int:
         stat = os.statvfs(self.directory)

@@ -9,7 +9,7 @@ All rollouts of a call advance together, turn by turn: one call of the engine fo
 then all replies, several at a time. An episode ends
 
     stop      when the environment says so
-    length    when a turn was cut off at the limit, when there is no room for what the environment
+    length    when a turn was cut off at the limit, when there is no space for what the environment
               says and one token more, or after `max_turns` turns: an environment that never ends
               by itself ends here, is counted, and is asked for the outcome all the same
 

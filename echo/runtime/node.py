@@ -458,48 +458,48 @@ class DialingNode(Node):
     """What relay and worker share: a session that dials out."""
 
     session: DialingRole
-    arenas: MappedStore | None = None
+    version_store: MappedStore | None = None
     """Where received versions lie; None in memory without a bound."""
 
     async def recover(self) -> None:
         """Take over what a former process of this node has left of the run's versions."""
-        arenas, broadcast = self.arenas, self.session.broadcast
-        if arenas is None:
+        version_store, broadcast = self.version_store, self.session.broadcast
+        if version_store is None:
             return
         files = self.threads.pool("recovery")
-        for saved in await files.run(arenas.recover, broadcast.run_id):
+        for saved in await files.run(version_store.recover, broadcast.run_id):
             try:
                 manifest = broadcast.manifest(saved.version, saved.signed_manifest)
-                has_chunk = await files.run(arenas.verify_held, manifest, saved.arena)
+                has_chunk = await files.run(version_store.verify_held, manifest, saved.storage)
             except (RemoteProtocolError, StorageError) as error:
                 self.log.warning("dropped %s, which was left here: %s", saved.version, error)
-                arenas.drop(saved.version)
+                version_store.drop(saved.version)
                 continue
             text = "found %s: %d of %d chunks are right"
             self.log.info(text, saved.version, sum(has_chunk), manifest.num_chunks)
-            self.perform(broadcast.recover(saved.version, saved.arena, has_chunk, now=self.now))
-        for parcel in await files.run(arenas.recover_parcels):
-            await self._resume(parcel, files)
+            self.perform(broadcast.recover(saved.version, saved.storage, has_chunk, now=self.now))
+        for encoded in await files.run(version_store.recover_encoded):
+            await self._resume(encoded, files)
 
     async def _resume(self, saved: SavedKeyframe, files: Pool) -> None:
-        """Go on with an anchor that was on its way."""
+        """Go on with a keyframe that was on its way."""
         broadcast, journal = self.session.broadcast, saved.journal
         try:
-            parcel = await files.run(broadcast.rebuild, saved.version, journal.records())
+            encoded = await files.run(broadcast.rebuild, saved.version, journal.records())
             journal.open()
         except OSError as error:
             self.log.warning("dropped %s, which was left here: %s", journal.path, error)
             journal.remove()
             return
-        text = "found %s as anchor: %d of %d chunks are right"
-        self.log.info(text, saved.version, parcel.num_held, parcel.num_chunks)
-        parcel.journal = journal
-        self.perform(broadcast.resume(parcel, now=self.now))
+        text = "found %s as keyframe: %d of %d chunks are right"
+        self.log.info(text, saved.version, encoded.num_held, encoded.num_chunks)
+        encoded.journal = journal
+        self.perform(broadcast.resume(encoded, now=self.now))
 
     def release(self) -> None:
-        """Let go of the arenas; what they hold is found by the next process."""
-        if self.arenas is not None:
-            self.arenas.close()
+        """Let go of the version stores; what they hold is found by the next process."""
+        if self.version_store is not None:
+            self.version_store.close()
 
     def connected(self, peer: str) -> list[Action]:
         """Handle that a dialled link stands."""
@@ -596,21 +596,21 @@ def sockets_per_link(parent: str | None) -> int:
 
 
 def make_broadcast(
-    node_id: str, network: NetworkSection, arenas: VersionStore | None = None
+    node_id: str, network: NetworkSection, version_store: VersionStore | None = None
 ) -> Broadcast:
     """Return a node's part of the weights plane with the configuration's bounds.
 
     Args:
         node_id: name of the node.
         network: the bounds.
-        arenas: where received versions lie; None at the learner, which receives none.
+        version_store: where received versions lie; None at the learner, which receives none.
     """
     return Broadcast(
         node_id=node_id,
         window_bytes=min(FIRST_WINDOW_CHUNKS * network.chunk_bytes, MAX_FIRST_WINDOW_BYTES),
         # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
         stall_s=max(0.5, network.heartbeat_s),
-        arenas=arenas,
+        version_store=version_store,
     )
 
 

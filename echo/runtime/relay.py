@@ -28,14 +28,14 @@ class RelayNode(DialingNode):
         session: Relay,
         transport: Transport,
         *,
-        arenas: MappedStore | None = None,
+        version_store: MappedStore | None = None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
         """Join the parts; `run` starts them."""
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Relay = session
-        self.arenas = arenas
+        self.version_store = version_store
 
     async def work(self) -> None:
         """Start looking for the learner; everything else happens in the session."""
@@ -86,10 +86,10 @@ def assemble_relay(
         advertise=node.advertised(transport.listen_address, section.advertise),
         max_image_bytes=int(node.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
-    arenas = open_store(config.network.store_dir, config.network.store_bytes)
+    version_store = open_store(config.network.store_dir, config.network.store_bytes)
     session = Relay(
         settings,
-        node.make_broadcast(node_id, config.network, arenas),
+        node.make_broadcast(node_id, config.network, version_store),
         now=asyncio.get_running_loop().time(),
     )
-    return RelayNode(session, transport, arenas=arenas, threads=threads, log=log)
+    return RelayNode(session, transport, version_store=version_store, threads=threads, log=log)

@@ -64,7 +64,7 @@ class EngineModel:
         self._at = 0.0
 
     @property
-    def room(self) -> int:
+    def space(self) -> int:
         """How many groups more may begin."""
         return self.groups_per_batch - len(self.groups)
 

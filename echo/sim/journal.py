@@ -22,7 +22,7 @@ class Start:
     lineages: tuple[Lineage, ...]
     step: int = 0
     next_group_id: int = 0
-    settled: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
     """Groups below `next_group_id` that were accepted or ended."""
     open_attempts: dict[int, int] = field(default_factory=dict)
     """Granted groups without a result: id -> attempts so far."""
@@ -113,7 +113,7 @@ class Journal:
             lineages=self._lineages,
             step=self._checkpoint,
             next_group_id=self._next_group_id,
-            settled=tuple(i for i in range(self._next_group_id) if i not in self._attempts),
+            finished=tuple(i for i in range(self._next_group_id) if i not in self._attempts),
             open_attempts=dict(self._attempts),
             buffered=tuple(self._waiting.values()),
             ends=tuple(ends),

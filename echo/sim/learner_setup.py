@@ -62,7 +62,7 @@ def make_session(
         lineages=start.lineages,
         step=start.step,
         next_group_id=start.next_group_id,
-        settled=start.settled,
+        finished=start.finished,
     )
 
 

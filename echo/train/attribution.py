@@ -311,7 +311,7 @@ class VersionRetention:
         file_bytes = manifest.num_bytes + HEADER_BYTES * (1 + len(manifest.tensors))
         if file_bytes > self._max_bytes:
             return False
-        self._make_room(file_bytes)
+        self._make_space(file_bytes)
         path = self._path(manifest.version)
         partial = path.with_suffix(".partial")
         view = memoryview(image).toreadonly()
@@ -337,7 +337,7 @@ class VersionRetention:
             self._forget(version)
             return None
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_space(self, num_bytes: int) -> None:
         while self._sizes and (
             sum(self._sizes.values()) + num_bytes > self._max_bytes
             or len(self._sizes) >= self._max_versions

@@ -133,7 +133,7 @@ def line_chart(
     Args:
         curves: drawn in order, later ones on top.
         marks: drawn over the curves.
-        width: cells in all; below 12 there is no room for a plot and the rows are blank.
+        width: cells in all; below 12 there is no space for a plot and the rows are blank.
         height: rows in all, the last of them the horizontal axis.
         x_range: values at the left and right edge.
         y_range: values at the bottom and top edge.
@@ -301,7 +301,7 @@ def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[Rende
 def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
     """Return `height` rows: the newest numbers, then reward and pass rates against the step.
 
-    Below 4 rows there is no room for a curve, and the numbers are all.
+    Below 4 rows there is no space for a curve, and the numbers are all.
     """
     rewards = snapshot.reward_history
     sampled_glyph, greedy_glyph = "●", "◆"
@@ -459,7 +459,7 @@ def cost_rows(cost: CostView, width: int) -> list[Text]:
 def node_table(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:
     """Return at most `height` rows: a heading and a row per node, the rest summed up in the last.
 
-    Columns that do not fit are left out, the least telling first. Where there is no room for all
+    Columns that do not fit are left out, the least telling first. Where there is no space for all
     nodes, those in trouble and those that are not workers are shown first.
     """
     if not nodes or height < min(len(nodes) + 1, 3):

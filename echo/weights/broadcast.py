@@ -2,13 +2,14 @@
 
 Theory of operation. Every node takes weights from its parents and serves any number of children;
 the learner has no parent and gets its versions from `publish`. A node keeps a **store** of items
-(`weights/store.py`): images, and parcels, which are versions in coded form (`weights/store.py`).
+(`weights/store.py`): images, and encoded versions, which are versions in coded form
+(`weights/store.py`).
 
     child                         parent
       Subscribe(newest held)  ->            once per link, and when something seems to be missing
                               <-  Announce  what can be had, and again whenever that changes
       Fetch(missing, credit)  ->            one item at a time, one Fetch per lane
-                              <-  Segment   the tables of a parcel, as they are signed
+                              <-  Segment   the tables of an encoded version, as they are signed
                               <-  Chunk     ascending, as soon as the parent holds it
       Credit(bytes)           ->            every quarter of the window
                               <-  Waiting   "I live, but wait for that chunk (or version) myself"
@@ -21,7 +22,7 @@ Rules
 * A chunk is held, forwarded and credited when it has been written, in a thread where that may take
   long (`weights/receiver.py`): a node whose disk is slow takes less, and does the rest as before.
 * What a child fetches is the first step of the path to the newest version that costs the fewest
-  bytes: the image in full, an anchor, or deltas from a version that it holds whole.
+  bytes: the image in full, a keyframe, or deltas from a version that it holds whole.
 * A newer version pre-empts the one being fetched if less than half of that has come, and going to
   the newer one directly costs no more than finishing and going on from there; and not twice in a
   row, or a link slower than the pace of publication would never complete any.
@@ -31,7 +32,7 @@ Rules
   of which nothing ever comes (`watchdog.py`). The session gives the lane another one
   (`ParentFailed`), whose Fetch names only what is missing: no chunk that is held is requested
   again.
-* An item for which there is no room is left, and tried again (`weights/receiver.py`).
+* An item for which there is no space is left, and tried again (`weights/receiver.py`).
 * Where a parent says Gone, the item is divided among the lanes whose parents may have it, and given
   up if there is none. What a parent has offered is forgotten with it.
 
@@ -88,7 +89,7 @@ class Broadcast:
         window_bytes: int,
         stall_s: float,
         keep_versions: int = KEEP_VERSIONS,
-        arenas: VersionStore | None = None,
+        version_store: VersionStore | None = None,
     ) -> None:
         """Start with an empty store, no parent and no children.
 
@@ -97,14 +98,14 @@ class Broadcast:
             window_bytes: credit that a child keeps outstanding while its link's rate is unknown.
             stall_s: seconds of silence that a parent is allowed while its link's rate is unknown.
             keep_versions: complete versions to keep for children and for falling back, at least 1.
-            arenas: where images lie; None for memory without a bound.
+            version_store: where images lie; None for memory without a bound.
         """
         if window_bytes < 1 or keep_versions < 1 or stall_s <= 0:
             raise ValueError("window_bytes, keep_versions and stall_s must be positive")
         self.node_id = node_id
         self._stall_s = stall_s
         self._expected_since: float | None = None
-        self._store = ItemStore(keep_versions=keep_versions, arenas=arenas)
+        self._store = ItemStore(keep_versions=keep_versions, version_store=version_store)
         self._serving = Sender(self._store, node_id=node_id, stall_s=stall_s)
         self.receiver = Receiver(
             self._store,
@@ -122,9 +123,9 @@ class Broadcast:
         return self._store.images
 
     @property
-    def parcels(self) -> dict[tuple[PolicyVersion, Form], EncodedVersion]:
+    def encoded_versions(self) -> dict[tuple[PolicyVersion, Form], EncodedVersion]:
         """Coded forms of versions, whole or on their way."""
-        return self._store.parcels
+        return self._store.encoded_versions
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
@@ -182,7 +183,11 @@ class Broadcast:
         """The newest version in its smallest form; None without one."""
         newest = self._store.newest_known
         forms: list[Chunked] = [
-            *(parcel for (version, _), parcel in self._store.parcels.items() if version == newest),
+            *(
+                encoded
+                for (version, _), encoded in self._store.encoded_versions.items()
+                if version == newest
+            ),
             *(image for version, image in self.store.items() if version == newest),
         ]
         return min(forms, key=lambda item: item.num_bytes, default=None)
@@ -235,22 +240,22 @@ class Broadcast:
         return self.receiver.trust.manifest(version, frame)
 
     def recover(
-        self, version: PolicyVersion, arena: memoryview, has_chunk: bytearray, *, now: float
+        self, version: PolicyVersion, storage: memoryview, has_chunk: bytearray, *, now: float
     ) -> list[Action]:
         """Take the image, or what is right of it, whose manifest has been verified."""
         signed, manifest = self.receiver.trust.manifests[version]
-        if len(arena) != manifest.num_bytes or len(has_chunk) != manifest.num_chunks:
-            raise LocalProtocolError(f"{version}: {len(arena)} bytes are not its image")
-        transfer = Transfer(signed, manifest, arena, has_chunk, sum(has_chunk))
+        if len(storage) != manifest.num_bytes or len(has_chunk) != manifest.num_chunks:
+            raise LocalProtocolError(f"{version}: {len(storage)} bytes are not its image")
+        transfer = Transfer(signed, manifest, storage, has_chunk, sum(has_chunk))
         return self.receiver.adopt(transfer, now=now)
 
     def rebuild(self, version: PolicyVersion, records: Iterable[SavedChunk]) -> EncodedVersion:
-        """Return what is right of an anchor that a former process has left; takes long."""
+        """Return what is right of a keyframe that a former process has left; takes long."""
         return rebuild(version, records, self.receiver.trust)
 
-    def resume(self, parcel: EncodedVersion, *, now: float) -> list[Action]:
-        """Go on with an anchor that was rebuilt, newer ones first, after all images."""
-        return self.receiver.resume(parcel, now=now)
+    def resume(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
+        """Go on with a keyframe that was rebuilt, newer ones first, after all images."""
+        return self.receiver.resume(encoded, now=now)
 
     def trust(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
         """Accept manifests of this run signed by this key, up to this size."""
@@ -292,20 +297,20 @@ class Broadcast:
         expected_bytes: int,
         now: float,
     ) -> list[Action]:
-        """Add the next segment of a parcel made here, and pass it on to whoever takes it.
+        """Add the next segment of an encoded version made here, and pass it on to whoever takes it.
 
         Args:
             table: what it consists of.
             frame: the same, signed and encoded.
             payload: its coded blocks, one after the other; not changed any more.
-            expected_bytes: what the whole parcel will probably have.
+            expected_bytes: what the whole encoded version will probably have.
             now: the present.
         """
-        form = Form("anchor") if table.base is None else Form("delta", table.base)
+        form = Form("keyframe") if table.base is None else Form("delta", table.base)
         item = (table.version, form)
-        parcel = self._store.parcels.setdefault(item, EncodedVersion(table.version, form))
-        parcel.expected_bytes = expected_bytes
-        parcel.add(table, frame, payload)
+        encoded = self._store.encoded_versions.setdefault(item, EncodedVersion(table.version, form))
+        encoded.expected_bytes = expected_bytes
+        encoded.add(table, frame, payload)
         return [*self._serving.announce(now=now), *self._serving.extend(item, now)]
 
     # --- links -----------------------------------------------------------------------------------
@@ -344,7 +349,7 @@ class Broadcast:
 
         Either its Announce is still on its way down the chain, or it was lost on a link. A parent
         from which nothing can be fetched for GIVE_UP_STALLS silences, although there is something
-        newer, has no room for it or is cut off, and is left.
+        newer, has no space for it or is cut off, and is left.
         """
         known = self.newest_known
         held = self.newest_complete
@@ -354,7 +359,7 @@ class Broadcast:
             self._expected_since = None
         elif self._expected_since is None:
             self._expected_since = now
-        elif self.fetching is None and self.receiver.room.retry_at is None and (
+        elif self.fetching is None and self.receiver.space.retry_at is None and (
             now - self._expected_since > GIVE_UP_STALLS * self._stall_s
         ):  # fmt: skip
             self._expected_since = None

@@ -9,7 +9,7 @@ several threads at once. Its first byte says how, the second the bytes of a word
 | CHANGES    | indices and small integer differences (echo.weights.delta) | up to a third changed
 | | DIFFERENCE | zig-zag differences of all words as byte planes         | nearly all did: fp32
 | | XOR        | exclusive or with the base as byte planes               | bits mean something else
-| | PLANES     | the words as byte planes, no base                       | anchors, another model
+| | PLANES     | the words as byte planes, no base                       | keyframes, another model
 | | RAW        | the bytes (and no second byte)                          | noise
 |
 

@@ -328,7 +328,7 @@ class StripeLink:
         self.rate.pause()
         return max(0, self.window - self.writing_bytes)
 
-    def has_room(self, num_bytes: int) -> bool:
+    def has_space(self, num_bytes: int) -> bool:
         """Return whether so much more may wait to be written; an honest parent heeds its credit."""
         most = max(MAX_WINDOW_BYTES, self.first_window_bytes)
         return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * most

@@ -6,8 +6,8 @@ every chunk; its own hash is the **root**, and the root is what the learner sign
 covers every byte, a relay can verify each chunk on its own before it forwards it, and a chunk that
 was damaged on the way stops at the first hop.
 
-Beside its image a version may travel as a **parcel**, coded against a version that the receiver
-holds or on its own (`weights/store.py`); what comes out of it must hash to this manifest.
+Beside its image a version may travel as a **encoded version**, coded against a version that the
+receiver holds or on its own (`weights/store.py`); what comes out of it must hash to this manifest.
 
 Sizes come from the wire and are checked against each other before anything is allocated.
 """
@@ -231,7 +231,7 @@ MAX_BLOCK_OVERHEAD_BYTES = 64
 
 
 class SegmentTable(msgspec.Struct, frozen=True):
-    """What one segment of a parcel consists of; its encoding is what the learner signs."""
+    """One segment of an encoded version; its encoding is what the learner signs."""
 
     run_id: str
     version: PolicyVersion
@@ -269,7 +269,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What all segments of a parcel must agree on."""
+        """What all segments of an encoded version must agree on."""
         return (
             self.run_id, self.version, self.base, self.image_bytes, self.image_chunk_bytes,
             self.block_bytes, self.chunk_bytes,

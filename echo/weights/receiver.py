@@ -58,7 +58,7 @@ from echo.wire.messages import (
 MAX_OFFERS = 1000
 """Items that one Announce may name."""
 MAX_REFUSED = 64
-"""Parcels that did not decode, which are remembered so as not to be tried again."""
+"""Encoded versions that did not decode, which are remembered so as not to be tried again."""
 
 
 class Offers:
@@ -79,7 +79,7 @@ class Offers:
             RemoteProtocolError: if it names too much.
         """
         if len(message.offers) > MAX_OFFERS:
-            raise RemoteProtocolError(f"an Announce of {len(message.offers)} parcels")
+            raise RemoteProtocolError(f"an Announce of {len(message.offers)} encoded versions")
         offers = {
             (offer.version, form_of(offer.base)): max(0, offer.num_bytes)
             for offer in message.offers
@@ -206,8 +206,8 @@ class Offers:
 
 
 def form_of(base: PolicyVersion | None) -> Form:
-    """Return the form of a parcel."""
-    return Form("anchor") if base is None else Form("delta", base)
+    """Return the form of an encoded version."""
+    return Form("keyframe") if base is None else Form("delta", base)
 
 
 class StripeLinks:
@@ -296,7 +296,7 @@ class StripeLinks:
         return [lane for lane, at in deadlines if at is not None and now >= at]
 
 
-# What is done where a version has no room: the ones that are here are kept, and it is tried again
+# What is done where a version has no space: the ones that are here are kept, and it is tried again
 #
 # Room may become free here, as soon as an image is dropped, or by others' doing (a disk that was
 # full), of which nobody tells: so it is also tried after a pause that grows. The operator reads of
@@ -309,7 +309,7 @@ RELEASE_PAUSE_S = 0.2
 """After an image was dropped: what is still being sent of it is not free at once."""
 
 
-class Room:
+class SpaceRetry:
     """When to try again."""
 
     def __init__(self) -> None:
@@ -346,14 +346,15 @@ class Room:
         return True
 
 
-# --- Chunks between their arrival and the arena: verified, written, and only then held ---
+# --- Chunks between their arrival and the version store: verified, written, and only then held ---
 #
 #     Chunk -> WriteChunk -> [a thread, or here and now] -> `Receiver.written`: held, served,
 #     credited
 #
-# Where an arena may make its writer wait (a mapped file, whose pages the kernel holds back when the
-# disk is behind), the work goes to a thread and the loop goes on. In memory it is done at once,
-# since a thread costs more than the copy; so are chunks of parcels, which lie in memory everywhere.
+# Where a version store may make its writer wait (a mapped file, whose pages the kernel holds back
+# when the disk is behind), the work goes to a thread and the loop goes on. In memory it is done at
+# once, since a thread costs more than the copy; so are chunks of encoded versions, which lie in
+# memory everywhere.
 #
 # * **Backpressure.** Credit is given for what has been written: what waits in memory is bounded by
 #   the windows of the lanes, and a slow disk slows the parent. One that sends far more than its
@@ -361,8 +362,10 @@ class Room:
 # * **Order.** Writes end in any order; nothing depends on it. A chunk that is being written is not
 #   missing (it is not asked for, of whatever parent; a second copy is thrown away), and not held
 #   (it is not served).
-# * **What becomes of the arena meanwhile** does not matter. Bytes are verified before they are
-#   written, so what is written late is right. The work keeps the arena lent, so that it is not
+# * **What becomes of the version store meanwhile** does not matter. Bytes are verified before they
+#   are
+# written, so what is written late is right. The work keeps the version store lent, so that it is
+# not
 #   recycled for another version. The result of a write into an item that was dropped is ignored,
 #   but for the credit that it frees.
 # * **Silence.** While a chunk of a lane is being written its parent is not to blame
@@ -542,7 +545,7 @@ class Receiver:
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
         self.trust = TrustedManifests()
-        self.room = Room()
+        self.space = SpaceRetry()
         self._node_id = node_id
         self._stall_s, self._retired_at = stall_s, 0.0
         self.watchdog = Watchdog(self.lanes, self.offers, store, stall_s=stall_s)
@@ -593,8 +596,8 @@ class Receiver:
         Who is asked for it next might wait for it for ever.
         """
         item = self.item
-        parcel = None if item is None else self.store.parcels.get(item)
-        if item is None or parcel is None or parcel.num_segments or self.offers.is_offered(item):
+        encoded = None if item is None else self.store.encoded_versions.get(item)
+        if item is None or encoded is None or encoded.num_segments or self.offers.is_offered(item):
             return []
         self.end()
         return [*self.serving.drop(item, now=now), *self._consider(now)]
@@ -660,32 +663,32 @@ class Receiver:
             return self.arrived((version, FULL), now)
         return self.serving.announce(now=now)
 
-    def resume(self, parcel: EncodedVersion, *, now: float) -> list[Action]:
+    def resume(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
         """Take what was rebuilt: to serve it if it is whole and done, else to go on fetching it.
 
-        Newer ones must come first, and images before anchors. What is of no use is removed.
+        Newer ones must come first, and images before keyframes. What is of no use is removed.
         """
-        store, item = self.store, (parcel.version, parcel.form)
+        store, item = self.store, (encoded.version, encoded.form)
         newest = store.newest_complete
-        is_past = newest is not None and parcel.version <= newest
-        if is_past and parcel.is_complete:
-            store.parcels[item] = parcel
+        is_past = newest is not None and encoded.version <= newest
+        if is_past and encoded.is_complete:
+            store.encoded_versions[item] = encoded
             return self.serving.announce(now=now)
         fault = ""
-        if is_past or not parcel.num_segments or parcel.version in store.images or self.item:
+        if is_past or not encoded.num_segments or encoded.version in store.images or self.item:
             fault = "it is of no use any more"
         else:
             try:
-                store.resume(parcel)
+                store.resume(encoded)
             except StorageError as error:
                 fault = str(error)
         if fault:
-            if parcel.journal is not None:
-                parcel.journal.remove()
-            text = f"dropped what was left here of {parcel.version} as {parcel.form}: {fault}"
+            if encoded.journal is not None:
+                encoded.journal.remove()
+            text = f"dropped what was left here of {encoded.version} as {encoded.form}: {fault}"
             return [Note("info", text)]
-        held = [index for index in range(parcel.num_chunks) if parcel.has_chunk[index]]
-        decoding = [work for index in held for work in store.decodable(parcel, index)]
+        held = [index for index in range(encoded.num_chunks) if encoded.has_chunk[index]]
+        decoding = [work for index in held for work in store.decodable(encoded, index)]
         return [*self.begin(item, now), *decoding]
 
     # --- what to fetch ---------------------------------------------------------------------------
@@ -709,12 +712,12 @@ class Receiver:
         try:
             if form == FULL and version not in self.store.images:
                 self.store.begin_image(*self.trust.manifests[version])
-                self.room.found()
-            elif form != FULL and item_id not in self.store.parcels:
-                self.store.begin_parcel(item_id, expected_bytes=self.offers.num_bytes(item_id))
+                self.space.found()
+            elif form != FULL and item_id not in self.store.encoded_versions:
+                self.store.begin_encoded(item_id, expected_bytes=self.offers.num_bytes(item_id))
         except StorageError as error:
             self.end()
-            return [*actions, *self.room.lacks(error, now=now)]
+            return [*actions, *self.space.lacks(error, now=now)]
         return [*actions, *self.serving.announce(now=now), *self._request_all(self.item, now)]
 
     def end(self) -> None:
@@ -728,36 +731,36 @@ class Receiver:
         self, lane: StripeLink, message: Segment, payload: list[Frame], now: float
     ) -> list[Action]:
         item_id = (message.version, message.form)
-        parcel = self.store.parcels.get(item_id)
-        if parcel is None or item_id != self.item:
+        encoded = self.store.encoded_versions.get(item_id)
+        if encoded is None or item_id != self.item:
             return []
-        if message.index != parcel.num_segments or not parcel.is_open:
+        if message.index != encoded.num_segments or not encoded.is_open:
             self.watchdog.lives(lane, now=now)
             return []
         if len(payload) != 1:
             raise RemoteProtocolError(f"a Segment of {message.version} without its table")
-        table = self.trust.segment(parcel, payload[0])
+        table = self.trust.segment(encoded, payload[0])
         self.watchdog.lives(lane, now=now)
         self.watchdog.came(lane, now=now)
         try:
-            fault = self.store.add_segment(parcel, table, bytes(payload[0]))
+            fault = self.store.add_segment(encoded, table, bytes(payload[0]))
         except StorageError as error:
             self.end()
             dropped = self.serving.drop(item_id, now=now)
-            return [*self.room.lacks(error, now=now), *dropped]
+            return [*self.space.lacks(error, now=now), *dropped]
         if fault:
             return self._refuse(item_id, fault, now)
-        self.room.found()
+        self.space.found()
         return self.serving.extend(item_id, now)
 
     def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Take the result of a block; one of a parcel that was dropped meanwhile is ignored."""
+        """Take the result of a block; that of a version that was dropped meanwhile is ignored."""
         item_id = (work.version, work.form)
-        if self.store.parcels.get(item_id) is not work.parcel:
+        if self.store.encoded_versions.get(item_id) is not work.encoded:
             return []
         if fault:
             return [*self._refuse(item_id, f"block {work.block} is wrong: {fault}", now)]
-        image = work.parcel.decoded(work)
+        image = work.encoded.decoded(work)
         if image is None:
             return []
         self.store.end_decoding(image)
@@ -824,10 +827,10 @@ class Receiver:
         if item.has_chunk[message.index] or message.index in item.writing:
             self.num_duplicate_chunks += 1
             return []
-        if not lane.has_room(len(data)):
+        if not lane.has_space(len(data)):
             reason = "it sends far more than it was given credit for"
             return [ParentFailed(self.disconnect(lane), reason)]
-        write = self.store.arenas.write
+        write = self.store.version_store.write
         work = WriteChunk(item_id, item, message.index, peer, data, write)
         if len(data) != item.chunk_size(message.index):
             return self._refuse_chunk(work, now)
@@ -909,12 +912,12 @@ class Receiver:
         return self._request_all(self.item, now, asked)
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
-        """Leave an item that the disk refuses, as one for which there is no room."""
+        """Leave an item that the disk refuses, as one for which there is no space."""
         version, _ = work.item_id
         error = StorageError(f"chunk {work.index} of {version} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
-        return [*self.room.lacks(error, now=now), *self.serving.drop(work.item_id, now=now)]
+        return [*self.space.lacks(error, now=now), *self.serving.drop(work.item_id, now=now)]
 
     # --- keeping and time ------------------------------------------------------------------------
 
@@ -933,13 +936,13 @@ class Receiver:
                 keep.add((base, FULL))
         dropped = self.store.expendable(keep)
         if any(form == FULL for _, form in dropped):
-            self.room.released(now=now)
+            self.space.released(now=now)
         return [action for item in dropped for action in self.serving.drop(item, now=now)]
 
     @property
     def deadline(self) -> float | None:
         """When a lane counts as silent, or room is looked for again."""
-        return earliest(self.watchdog.deadline(self.item), self.room.retry_at)
+        return earliest(self.watchdog.deadline(self.item), self.space.retry_at)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Leave parents that do not deliver, or ask them once more."""
@@ -955,7 +958,7 @@ class Receiver:
         for lane in again:
             actions += self._subscribe(lane, now=now) if lane.is_asking else []
         actions += self._forsake(now) or self._request_all(self.item, now, again)
-        if self.room.is_due(now=now):
+        if self.space.is_due(now=now):
             actions += self._consider(now)
         # Time alone lets go of little: of what those hold who have been silent for long.
         if now >= self._retired_at + self._stall_s:

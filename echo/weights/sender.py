@@ -51,8 +51,8 @@ from echo.wire.messages import (
 
 # --- What a parent remembers of one child, and of what that child has asked for ---
 #
-# A Fetch names places of a lane. Those of a parcel may lie beyond what this node knows of it so
-# far: they are kept, and wanted as soon as its next segment is here.
+# A Fetch names places of a lane. Those of an encoded version may lie beyond what this node knows of
+# it so far: they are kept, and wanted as soon as its next segment is here.
 
 
 MAX_STRIPES = 1024
@@ -131,7 +131,7 @@ class Child:
     """Places of its lane that were known when `wanted` was last added to."""
     wanted: deque[int] = field(default_factory=deque)
     is_open: bool = False
-    """Whether it wants chunks that will be added to the parcel."""
+    """Whether it wants chunks that will be added to the encoded version."""
     num_segments: int = 0
     credit_bytes: int = 0
     lead: int = 0
@@ -206,11 +206,11 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
     if not 0 <= lane < num_lanes <= MAX_STRIPES:
         raise RemoteProtocolError(f"a Fetch of lane {lane} of {num_lanes}")
     num_places = len(range(lane, item.num_chunks, num_lanes))
-    is_parcel = message.form != FULL
+    is_encoded = message.form != FULL
     previous = 0
     for start, stop in message.ranges:
-        # A parcel may be longer at the child than here, or its end be known only here.
-        is_known = stop <= num_places or (is_parcel and (item.is_open or stop == OPEN_END))
+        # An encoded version may be longer at the child than here, or its end be known only here.
+        is_known = stop <= num_places or (is_encoded and (item.is_open or stop == OPEN_END))
         if not (previous <= start < stop and is_known):
             raise RemoteProtocolError(
                 f"a Fetch of {message.version} with bad ranges {message.ranges!r:.80}"
@@ -437,26 +437,26 @@ class Sender:
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
         """Pass on a segment that has just been added, and with it what is held of its chunks."""
-        parcel = self.store.parcels[item]
+        encoded = self.store.encoded_versions[item]
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
             if child.fetching == item:
-                child.grow(parcel)
-                actions += self._segments(peer, child, parcel)
+                child.grow(encoded)
+                actions += self._segments(peer, child, encoded)
                 actions += self._serve(peer, child, now)
         return actions
 
-    def _segments(self, peer: str, child: Child, parcel: EncodedVersion) -> list[Action]:
+    def _segments(self, peer: str, child: Child, encoded: EncodedVersion) -> list[Action]:
         """Send the tables that a child lacks."""
         first = child.num_segments
-        child.num_segments = max(first, parcel.num_segments)
+        child.num_segments = max(first, encoded.num_segments)
         return [
             self._send(
                 peer,
-                Segment(version=parcel.version, form=parcel.form, index=index),
-                parcel.frames[index],
+                Segment(version=encoded.version, form=encoded.form, index=index),
+                encoded.frames[index],
             )
-            for index in range(first, parcel.num_segments)
+            for index in range(first, encoded.num_segments)
         ]
 
     # --- keeping and dropping --------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""A version in coded form: a delta against a version that the receiver holds, or an anchor.
+"""A version in coded form: a delta against a version that the receiver holds, or a keyframe.
 
     learner   image -> blocks -> coded blocks -> segments, each signed as soon as it is coded
     network   the chunks of each segment, as they come, in any order, verified one by one
-    receiver  chunks -> coded blocks -> decoded into a new arena and checked -> image
+    receiver  chunks -> coded blocks -> decoded into a new version store and checked -> image
 
 * A **block** is a run of the image, a whole number of image chunks (the last may be shorter), and
   is coded on its own, so blocks are coded and decoded in parallel (`echo/weights/delta.py`).
@@ -13,8 +13,8 @@
 * The last table carries the signed manifest of the image. Its chunk hashes must be those that the
   tables promised, so an image that has been decoded is the same thing as one that was fetched in
   full: it can be installed, and served to others chunk by chunk.
-* Decoding never works in place: it reads the base and writes another arena, so a node that is
-  interrupted still has the version that it had.
+* Decoding never works in place: it reads the base and writes another version store, so a node that
+  is interrupted still has the version that it had.
 
 Every size is bounded by the image's, before anything is allocated; the decoder is bounded by the
 block that it fills.
@@ -70,7 +70,7 @@ def allocate(num_bytes: int) -> memoryview:
 
 
 class SavedItem(Protocol):
-    """What has come of one anchor, written down so that a later process finds it."""
+    """What has come of one keyframe, written down so that a later process finds it."""
 
     def table(self, frame: bytes) -> None:
         """Add the signed table of the next segment."""
@@ -79,7 +79,7 @@ class SavedItem(Protocol):
         """Add a chunk that has been verified."""
 
     def remove(self) -> None:
-        """Forget everything: the parcel was dropped."""
+        """Forget everything: the encoded version was dropped."""
 
 
 class VersionStore(Protocol):
@@ -103,7 +103,7 @@ class VersionStore(Protocol):
         """Let go of an image; who still reads it keeps it."""
 
     def journal(self, version: PolicyVersion) -> SavedItem | None:
-        """Return where to write down what comes of an anchor; None if nothing is to be kept."""
+        """Return where to write down what comes of a keyframe; None if nothing is to be kept."""
 
     def write(self, place: memoryview, data: Frame) -> None:
         """Copy a chunk to its place in an image; from any thread, of which none does so twice.
@@ -234,7 +234,7 @@ class Transfer(Chunked):
 
     signed: SignedManifest
     manifest: Manifest
-    arena: bytearray | memoryview
+    storage: bytearray | memoryview
     has_chunk: bytearray
     num_held: int = 0
     writing: set[int] = field(default_factory=set)
@@ -247,7 +247,7 @@ class Transfer(Chunked):
     def place(self, index: int) -> memoryview:
         """Return where the bytes of a chunk are, or are to be written."""
         start, stop = self.manifest.chunk_range(index)
-        return memoryview(self.arena)[start:stop]
+        return memoryview(self.storage)[start:stop]
 
     def chunk_size(self, index: int) -> int:
         """Return the bytes that a chunk must have."""
@@ -263,7 +263,7 @@ class Transfer(Chunked):
 class DecodeBlock(Work):
     """Work for a thread: decode one block and check what comes out; then call `decoded`."""
 
-    parcel: EncodedVersion
+    encoded: EncodedVersion
     block: int
     coded: memoryview
     base: memoryview | None
@@ -275,12 +275,12 @@ class DecodeBlock(Work):
     @property
     def version(self) -> PolicyVersion:
         """The version that it is a part of."""
-        return self.parcel.version
+        return self.encoded.version
 
     @property
     def form(self) -> Form:
         """The form in which that version came."""
-        return self.parcel.form
+        return self.encoded.form
 
     def run(self) -> str:
         """Return what is wrong with the block, or nothing."""
@@ -320,7 +320,7 @@ class EncodedVersion(Chunked):
         self.has_chunk = bytearray()
         self.num_held = 0
         self.writing: set[int] = set()
-        self.arena: memoryview | None = None
+        self.storage: memoryview | None = None
         """Where the image is decoded to, of `image_bytes`; the caller provides it."""
         self.expected_bytes = 0
         """Size that was announced, before all segments are known."""
@@ -354,7 +354,7 @@ class EncodedVersion(Chunked):
     @property
     def is_half(self) -> bool:
         """Whether it is being fetched, or was given up, or its image has yet to come out."""
-        return not self._parts or self.arena is not None or self.num_held < self.num_chunks
+        return not self._parts or self.storage is not None or self.num_held < self.num_chunks
 
     @property
     def num_bytes(self) -> int:
@@ -450,9 +450,9 @@ class EncodedVersion(Chunked):
 
         Args:
             index: the chunk that has just been kept.
-            base: the whole image of `form.base`, of the same size; None for an anchor.
+            base: the whole image of `form.base`, of the same size; None for a keyframe.
 
-        `arena` must have been given before.
+        `storage` must have been given before.
         """
         part, start, stop = self._span(index)
         first = max(0, bisect.bisect_right(part.offsets, start) - 1)
@@ -474,18 +474,18 @@ class EncodedVersion(Chunked):
 
     def _work(self, part: _Part, number: int, base: memoryview | None) -> DecodeBlock:
         table = part.table
-        assert self.arena is not None
+        assert self.storage is not None
         block = table.first_block + number
         start = block * table.block_bytes
         stop = min(start + table.block_bytes, table.image_bytes)
         hashes_per_block = table.block_bytes // table.image_chunk_bytes * HASH_BYTES
         hashes = table.result_hashes[number * hashes_per_block : (number + 1) * hashes_per_block]
         return DecodeBlock(
-            parcel=self,
+            encoded=self,
             block=block,
             coded=part.payload[part.offsets[number] : part.offsets[number + 1]],
             base=None if base is None else base[start:stop],
-            out=self.arena[start:stop],
+            out=self.storage[start:stop],
             hashes=hashes,
             chunk_bytes=table.image_chunk_bytes,
         )
@@ -498,55 +498,56 @@ class EncodedVersion(Chunked):
             return None
         signed = msgspec.msgpack.decode(last.manifest, type=SignedManifest)
         manifest = msgspec.msgpack.decode(signed.body, type=Manifest)
-        # From now on it is the image's: the parcel may outlive it.
-        arena, self.arena = self.arena, None
-        assert arena is not None
+        # From now on it is the image's: the encoded version may outlive it.
+        storage, self.storage = self.storage, None
+        assert storage is not None
         has_chunk = bytearray(b"\1") * manifest.num_chunks
-        return Transfer(signed, manifest, arena, has_chunk, manifest.num_chunks)
+        return Transfer(signed, manifest, storage, has_chunk, manifest.num_chunks)
 
 
-# --- What a node holds of the weights: images, parcels, and what it may offer to others ---
+# --- What a node holds of the weights: images, encoded versions, and what it may offer to others
+# ---
 #
 # An item is named by (version, form). Images are kept while they are among the newest
-# `keep_versions` that are whole; of the parcels the newest anchor and the newest deltas that
-# together are smaller than an image (a late joiner walks along them); whatever is being coded here,
-# fetched, decoded from, or taken by a child is kept as well. Everything else is dropped, half of a
-# parcel that was given up before all, since room for a whole image hangs on it: so the store is
-# bounded by the number of children.
+# `keep_versions` that are whole; of the encoded versions the newest keyframe and the newest deltas
+# that together are smaller than an image (a late joiner walks along them); whatever is being coded
+# here, fetched, decoded from, or taken by a child is kept as well. Everything else is dropped, half
+# of a encoded version that was given up before all, since room for a whole image hangs on it: so
+# the store is bounded by the number of children.
 
 
 MAX_ENCODED_VERSIONS = 64
-"""Parcels kept for others at most, however small they are."""
+"""Encoded versions kept for others at most, however small they are."""
 
 
 class ItemStore:
-    """Images and parcels by name."""
+    """Images and encoded versions by name."""
 
     def __init__(
-        self, *, keep_versions: int = KEEP_VERSIONS, arenas: VersionStore | None = None
+        self, *, keep_versions: int = KEEP_VERSIONS, version_store: VersionStore | None = None
     ) -> None:
         """Start empty.
 
         Args:
             keep_versions: whole images to keep for children and for falling back, at least 1.
-            arenas: where the images lie.
+            version_store: where the images lie.
         """
         self.keep_versions = keep_versions
-        self.arenas = HeapStore() if arenas is None else arenas
+        self.version_store = HeapStore() if version_store is None else version_store
         self.images: dict[PolicyVersion, Transfer] = {}
-        self.parcels: dict[ItemId, EncodedVersion] = {}
+        self.encoded_versions: dict[ItemId, EncodedVersion] = {}
 
     def get(self, item: ItemId) -> Chunked | None:
         """Return an item, or None if nothing of it is here."""
         version, form = item
-        return self.images.get(version) if form == FULL else self.parcels.get(item)
+        return self.images.get(version) if form == FULL else self.encoded_versions.get(item)
 
     def begun_otherwise(self, item: ItemId) -> list[ItemId]:
         """Return the halves of the same version in other forms: they give way to `item`."""
         version, _ = item
         image = self.images.get(version)
         halves = [(version, FULL)] if image is not None and not image.is_complete else []
-        halves += [key for key, parcel in self.parcels.items() if parcel.is_half]
+        halves += [key for key, encoded in self.encoded_versions.items() if encoded.is_half]
         return [half for half in halves if half[0] == version and half != item]
 
     def begin_image(self, signed: SignedManifest, manifest: Manifest) -> None:
@@ -556,72 +557,72 @@ class ItemStore:
             StorageError: if there is none.
         """
         version = manifest.version
-        arena = self.arenas.create(version, encode_signed(signed), manifest.num_bytes)
+        storage = self.version_store.create(version, encode_signed(signed), manifest.num_bytes)
         has_chunk = bytearray(manifest.num_chunks)
-        self.images[version] = Transfer(signed, manifest, arena, has_chunk)
+        self.images[version] = Transfer(signed, manifest, storage, has_chunk)
 
-    def begin_parcel(self, item: ItemId, *, expected_bytes: int) -> None:
-        """Begin to fetch a parcel.
+    def begin_encoded(self, item: ItemId, *, expected_bytes: int) -> None:
+        """Begin to fetch an encoded version.
 
-        An anchor is written down as it comes, so that a restart goes on with it as with an image;
+        A keyframe is written down as it comes, so that a restart goes on with it as with an image;
         a delta is some hundredth of that, and is fetched again.
         """
-        parcel = self.parcels[item] = EncodedVersion(*item)
-        parcel.expected_bytes = expected_bytes
+        encoded = self.encoded_versions[item] = EncodedVersion(*item)
+        encoded.expected_bytes = expected_bytes
         version, form = item
         if form.base is None:
-            parcel.journal = self.arenas.journal(version)
+            encoded.journal = self.version_store.journal(version)
 
-    def add_segment(self, parcel: EncodedVersion, table: SegmentTable, frame: bytes) -> str:
-        """Add the next segment of a parcel, with the first one room for what comes out of it.
+    def add_segment(self, encoded: EncodedVersion, table: SegmentTable, frame: bytes) -> str:
+        """Add the next segment of an encoded version; the first one reserves space for its image.
 
         Returns:
-            Why this parcel is of no use here; nothing if it is.
+            Why this encoded version is of no use here; nothing if it is.
 
         Raises:
-            StorageError: if there is no room.
+            StorageError: if there is no space.
         """
-        if not parcel.num_segments:
-            fault = self._begin_decoding(parcel, table.image_bytes)
+        if not encoded.num_segments:
+            fault = self._begin_decoding(encoded, table.image_bytes)
             if fault:
                 return fault
-        parcel.add(table, frame)
+        encoded.add(table, frame)
         return ""
 
-    def _begin_decoding(self, parcel: EncodedVersion, image_bytes: int) -> str:
-        base = None if parcel.form.base is None else self.images.get(parcel.form.base)
+    def _begin_decoding(self, encoded: EncodedVersion, image_bytes: int) -> str:
+        base = None if encoded.form.base is None else self.images.get(encoded.form.base)
         if base is not None and base.num_bytes != image_bytes:
             return f"it has {image_bytes} bytes, its base {base.num_bytes}"
-        parcel.arena = self.arenas.create(parcel.version, None, image_bytes)
+        encoded.storage = self.version_store.create(encoded.version, None, image_bytes)
         return ""
 
-    def resume(self, parcel: EncodedVersion) -> None:
-        """Take an anchor that a former process of this node has left, to go on decoding it.
+    def resume(self, encoded: EncodedVersion) -> None:
+        """Take a keyframe that a former process of this node has left, to go on decoding it.
 
         Raises:
-            StorageError: if there is no room for what comes out of it.
+            StorageError: if there is no space for what comes out of it.
         """
-        parcel.arena = self.arenas.create(parcel.version, None, parcel.image_bytes)
-        self.parcels[parcel.version, parcel.form] = parcel
+        encoded.storage = self.version_store.create(encoded.version, None, encoded.image_bytes)
+        self.encoded_versions[encoded.version, encoded.form] = encoded
 
     def may_block(self, item: ItemId) -> bool:
         """Return whether chunks of an item are to be written by a thread."""
-        return item[1] == FULL and self.arenas.may_block
+        return item[1] == FULL and self.version_store.may_block
 
-    def decodable(self, parcel: EncodedVersion, index: int) -> list[DecodeBlock]:
+    def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock]:
         """Return the blocks that can be decoded with a chunk that has just been kept."""
         base = None
-        if parcel.form.base is not None:
-            image = self.images.get(parcel.form.base)
+        if encoded.form.base is not None:
+            image = self.images.get(encoded.form.base)
             if image is None or not image.is_complete:
                 return []
-            base = memoryview(image.arena)
-        return parcel.decodable(index, base)
+            base = memoryview(image.storage)
+        return encoded.decodable(index, base)
 
     def end_decoding(self, image: Transfer) -> None:
-        """Take an image that has come out of a parcel whole."""
+        """Take an image that has come out of an encoded version whole."""
         version = image.manifest.version
-        self.arenas.sealed(version, encode_signed(image.signed))
+        self.version_store.sealed(version, encode_signed(image.signed))
         self.images[version] = image
 
     def chunk_bytes(self, item: ItemId | None) -> int:
@@ -636,13 +637,13 @@ class ItemStore:
             image = self.images.pop(version, None)
             is_lent = image is not None
         else:
-            parcel = self.parcels.pop(item, None)
-            # An image that is only half decoded goes with its parcel.
-            is_lent = parcel is not None and parcel.arena is not None
-            if parcel is not None and parcel.journal is not None:
-                parcel.journal.remove()
+            encoded = self.encoded_versions.pop(item, None)
+            # An image that is only half decoded goes with its encoded version.
+            is_lent = encoded is not None and encoded.storage is not None
+            if encoded is not None and encoded.journal is not None:
+                encoded.journal.remove()
         if is_lent:
-            self.arenas.drop(version)
+            self.version_store.drop(version)
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
@@ -652,7 +653,7 @@ class ItemStore:
     @property
     def newest_known(self) -> PolicyVersion | None:
         """Newest version of which anything is here, or is about to come."""
-        versions = [*self.images, *(version for version, _ in self.parcels)]
+        versions = [*self.images, *(version for version, _ in self.encoded_versions)]
         return max(versions, default=None)
 
     def announcement(
@@ -660,8 +661,8 @@ class ItemStore:
     ) -> tuple[PolicyVersion, tuple[EncodedVersionOffer, ...], bytes | None] | None:
         """Return what an Announce says: (version, offers, signed manifest of its image)."""
         offers = tuple(
-            EncodedVersionOffer(version, form.base, parcel.num_bytes)
-            for (version, form), parcel in self.parcels.items()
+            EncodedVersionOffer(version, form.base, encoded.num_bytes)
+            for (version, form), encoded in self.encoded_versions.items()
         )
         newest = max(self.images, default=None)
         if newest is not None:
@@ -672,7 +673,7 @@ class ItemStore:
     @property
     def is_lean(self) -> bool:
         """Whether there is nothing to drop, whatever is to be kept: mostly there is not."""
-        if self.parcels or len(self.images) > self.keep_versions:
+        if self.encoded_versions or len(self.images) > self.keep_versions:
             return False
         newest = max(self.images, default=None)
         return all(image.is_complete or v == newest for v, image in self.images.items())
@@ -685,22 +686,24 @@ class ItemStore:
         newest = max(self.images, default=None)
         if newest is not None:
             kept.add((newest, FULL))
-        kept.update(self._worthwhile_parcels())
-        kept.update(item for item, parcel in self.parcels.items() if parcel.is_being_coded)
-        items = [*((version, FULL) for version in self.images), *self.parcels]
+        kept.update(self._worthwhile_encoded())
+        kept.update(
+            item for item, encoded in self.encoded_versions.items() if encoded.is_being_coded
+        )
+        items = [*((version, FULL) for version in self.images), *self.encoded_versions]
         return [item for item in items if item not in kept]
 
-    def _worthwhile_parcels(self) -> list[ItemId]:
-        """Return the newest anchor, and the newest deltas that together are below an image."""
+    def _worthwhile_encoded(self) -> list[ItemId]:
+        """Return the newest keyframe, and the newest deltas that together are below an image."""
         room = max((image.num_bytes for image in self.images.values()), default=0)
-        usable = (item for item, parcel in self.parcels.items() if not parcel.is_half)
+        usable = (item for item, encoded in self.encoded_versions.items() if not encoded.is_half)
         newest_first = sorted(usable, key=lambda item: item[0], reverse=True)
-        anchors = [item for item in newest_first if item[1].base is None]
-        items = anchors[:1]
+        keyframes = [item for item in newest_first if item[1].base is None]
+        items = keyframes[:1]
         for item in [item for item in newest_first if item[1].base is not None][
             :MAX_ENCODED_VERSIONS
         ]:
-            room -= self.parcels[item].num_bytes
+            room -= self.encoded_versions[item].num_bytes
             if room < 0 and len(items) > 1:
                 break
             items.append(item)
@@ -835,13 +838,13 @@ class TrustedManifests:
         has_chunk = bytearray(b"\1") * manifest.num_chunks
         return Transfer(signed, manifest, local[0], has_chunk, manifest.num_chunks)
 
-    def segment(self, parcel: EncodedVersion, frame: Frame) -> SegmentTable:
-        """Return the verified next table of a parcel.
+    def segment(self, encoded: EncodedVersion, frame: Frame) -> SegmentTable:
+        """Return the verified next table of an encoded version.
 
         Raises:
             RemoteProtocolError: if it is not that, or not the learner's.
         """
-        return parcel.verify(
+        return encoded.verify(
             frame,
             public_key=self._key(),
             run_id=self.run_id,
@@ -854,7 +857,7 @@ class TrustedManifests:
             del self.manifests[version]
 
 
-# --- What is right of an anchor that a killed process of this node has left half done ---
+# --- What is right of a keyframe that a killed process of this node has left half done ---
 #
 # Its journal is a list of records: signed tables and chunks, in the order in which they came.
 # Nothing of it is believed: each table must be the next one that the learner has signed, each chunk
@@ -872,22 +875,22 @@ def rebuild(
     """Return what is right of a journal; it is read up to the first table that is not.
 
     Args:
-        version: what the anchor is said to be of.
+        version: what the keyframe is said to be of.
         records: the journal; not asked for more after a table that is refused.
         trust: whom the tables must be signed by.
     """
-    parcel = EncodedVersion(version, Form("anchor"))
+    encoded = EncodedVersion(version, Form("keyframe"))
     for index, data in records:
         if index is None:
             try:
-                parcel.add(trust.segment(parcel, data), data)
+                encoded.add(trust.segment(encoded, data), data)
             except RemoteProtocolError:
                 break
         elif (
-            index < parcel.num_chunks
-            and not parcel.has_chunk[index]
-            and len(data) == parcel.chunk_size(index)
-            and blake3(data).digest() == parcel.chunk_hash(index)
+            index < encoded.num_chunks
+            and not encoded.has_chunk[index]
+            and len(data) == encoded.chunk_size(index)
+            and blake3(data).digest() == encoded.chunk_hash(index)
         ):
-            parcel.hold(index, data)
-    return parcel
+            encoded.hold(index, data)
+    return encoded

@@ -71,8 +71,8 @@ ITEM_BYTES = {
 class Form(msgspec.Struct, frozen=True, array_like=True):
     """How a version travels."""
 
-    kind: Literal["full", "anchor", "delta"]
-    """"full" (the image itself), "anchor" (coded on its own) or "delta" (coded against `base`)."""
+    kind: Literal["full", "keyframe", "delta"]
+    """"full" (the image itself), "keyframe" (coded alone) or "delta" (coded against `base`)."""
     base: PolicyVersion | None = None
 
     def __str__(self) -> str:
@@ -126,11 +126,11 @@ class Subscribe(Message, frozen=True):
 
 
 class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
-    """One parcel (`parcel.py`) that a parent has, or is getting."""
+    """One encoded version (`encoded.py`) that a parent has, or is getting."""
 
     version: PolicyVersion
     base: PolicyVersion | None
-    """What the receiver must hold; None for an anchor."""
+    """What the receiver must hold; None for a keyframe."""
     num_bytes: Size
     """Its size, or what it is expected to be while it is still being coded."""
 
@@ -139,7 +139,7 @@ class Announce(Message, frozen=True):
     """Parent to child: what can be had here.
 
     The payload frame, if there is one, is the signed manifest of `version`, whose image can be had
-    in full. Without it the version is still being coded or is on its way, as a parcel.
+    in full. Without it the version is still being coded or is on its way, as an encoded version.
     """
 
     version: PolicyVersion
@@ -163,7 +163,7 @@ class Fetch(Message, frozen=True):
     lane: StripeIndex = 0
     num_lanes: StripeIndex = 1
     num_segments: Place = 0
-    """Segments of the parcel that the child has; it is sent those that follow."""
+    """Segments of the encoded version that the child has; it is sent those that follow."""
 
 
 class Credit(Message, frozen=True):
@@ -177,7 +177,7 @@ class Credit(Message, frozen=True):
 
 
 class Segment(Message, frozen=True):
-    """Parent to child: the next part of a parcel's table; signed, it is the payload frame."""
+    """Parent to child: the next part of an encoded version's table, signed, as the payload."""
 
     version: PolicyVersion
     form: Form

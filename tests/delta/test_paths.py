@@ -31,7 +31,7 @@ VERSIONS = st.integers(0, 4).map(v)
 SIZES = st.integers(0, 6)
 OFFERS = st.lists(
     st.one_of(
-        st.builds(EncodedOffer, VERSIONS, st.none(), st.sampled_from(["full", "anchor"]), SIZES),
+        st.builds(EncodedOffer, VERSIONS, st.none(), st.sampled_from(["full", "keyframe"]), SIZES),
         st.builds(EncodedOffer, VERSIONS, VERSIONS, st.just("delta"), SIZES),
     ),
     max_size=6,
@@ -69,14 +69,14 @@ def test_no_way_is_cheaper(
         assert (path_bytes(path), len(path)) == min(costs)
 
 
-def test_a_returning_node_takes_the_deltas_a_late_one_the_anchor() -> None:
-    anchor = EncodedOffer(v(3), None, "anchor", 60)
+def test_a_returning_node_takes_the_deltas_a_late_one_the_keyframe() -> None:
+    keyframe = EncodedOffer(v(3), None, "keyframe", 60)
     chain = [delta(step, step + 1, 2) for step in range(2, 6)]
-    offers = [full(6, 100), anchor, *chain]
+    offers = [full(6, 100), keyframe, *chain]
     assert cheapest_path([v(2)], offers, v(6)) == chain
     assert cheapest_path([v(4)], offers, v(6)) == chain[2:]
-    assert cheapest_path([], offers, v(6)) == [anchor, *chain[1:]]
-    assert cheapest_path([v(1)], offers, v(6)) == [anchor, *chain[1:]]
+    assert cheapest_path([], offers, v(6)) == [keyframe, *chain[1:]]
+    assert cheapest_path([v(1)], offers, v(6)) == [keyframe, *chain[1:]]
 
 
 def test_of_equal_bytes_the_fewest_steps_and_then_the_first_offer_win() -> None:
@@ -96,10 +96,10 @@ def test_a_version_that_nothing_leads_to_has_no_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "base", "num_bytes"), [("full", v(1), 1), ("delta", None, 1), ("anchor", None, -1)]
+    ("kind", "base", "num_bytes"), [("full", v(1), 1), ("delta", None, 1), ("keyframe", None, -1)]
 )
 def test_an_impossible_offer_is_refused(
-    kind: Literal["full", "anchor", "delta"], base: PolicyVersion | None, num_bytes: int
+    kind: Literal["full", "keyframe", "delta"], base: PolicyVersion | None, num_bytes: int
 ) -> None:
     with pytest.raises(RemoteProtocolError, match="impossible offer of v2"):
         EncodedOffer(v(2), base, kind, num_bytes)

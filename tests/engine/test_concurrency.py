@@ -180,11 +180,11 @@ def test_the_numbers_are_those_of_the_longest(
 
 
 def test_what_has_ended_takes_no_room_in_the_parts() -> None:
-    wave = StaticBatch(equal_prompts()[:4], HOW, window=None)
+    batch = StaticBatch(equal_prompts()[:4], HOW, window=None)
     tokens = np.array([5, 2, 5, 5])
-    [ended] = wave.append(0, tokens, np.zeros(4, np.float32), PolicyVersion(1, 1))
+    [ended] = batch.append(0, tokens, np.zeros(4, np.float32), PolicyVersion(1, 1))
     assert ended == 1
-    parts = wave.parts(2)
+    parts = batch.parts(2)
     assert [part.num_rows for part in parts] == [part.num_running for part in parts] == [2, 1]
 
 

@@ -213,7 +213,7 @@ def test_no_requests_give_no_completions(engine: TransformersEngine) -> None:
     assert run(engine, [], sampling()) == []
 
 
-def test_a_small_memory_budget_makes_waves_and_changes_nothing(tiny_model_dir: Path) -> None:
+def test_a_small_memory_budget_makes_batches_and_changes_nothing(tiny_model_dir: Path) -> None:
     weights = 100_736 * 4
     one = 2 * 3 * 2 * 16 * 4 * (19 + 16) + 32 * 32  # 2 layers and the one being grown
     small = loaded(tiny_model_dir, memory_budget_bytes=weights + 3 * one + one // 2)

@@ -13,11 +13,11 @@ V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 
 @pytest.fixture
-def fence() -> VersionBarrier:
-    fence = VersionBarrier()
-    with fence.swap(V1):
+def barrier() -> VersionBarrier:
+    barrier = VersionBarrier()
+    with barrier.swap(V1):
         pass
-    return fence
+    return barrier
 
 
 def test_nothing_runs_before_something_is_installed() -> None:
@@ -28,38 +28,40 @@ def test_nothing_runs_before_something_is_installed() -> None:
         pass
 
 
-def test_a_swap_that_fails_counts_for_nothing(fence: VersionBarrier) -> None:
-    with pytest.raises(ValueError, match="no"), fence.swap(V2):
+def test_a_swap_that_fails_counts_for_nothing(barrier: VersionBarrier) -> None:
+    with pytest.raises(ValueError, match="no"), barrier.swap(V2):
         raise ValueError("no")
-    assert fence.installed == V1
-    with fence.swap(V2):
+    assert barrier.installed == V1
+    with barrier.swap(V2):
         pass
-    assert fence.installed == V2
+    assert barrier.installed == V2
 
 
-def test_a_swap_waits_for_an_exact_version_and_for_no_other_request(fence: VersionBarrier) -> None:
+def test_a_swap_waits_for_an_exact_version_and_for_no_other_request(
+    barrier: VersionBarrier,
+) -> None:
     swapped = threading.Event()
 
     def swap() -> None:
-        with fence.swap(V2):
+        with barrier.swap(V2):
             swapped.set()
 
     with ThreadPoolExecutor(1) as pool:
-        with fence.request(None, V1), fence.request(V1, None):
+        with barrier.request(None, V1), barrier.request(V1, None):
             pool.submit(swap)
             assert not swapped.wait(0.05)
         assert swapped.wait(120)
 
 
-def test_while_a_swap_waits_no_more_exact_ones_begin(fence: VersionBarrier) -> None:
+def test_while_a_swap_waits_no_more_exact_ones_begin(barrier: VersionBarrier) -> None:
     """Or a stream of them would keep the new version out for ever."""
 
     def ask() -> None:
-        with fence.request(None, V1):
+        with barrier.request(None, V1):
             pass
 
     with ThreadPoolExecutor(1) as pool:
-        with fence.swap(V2):
+        with barrier.swap(V2):
             asked = pool.submit(ask)
             assert not asked.done()
         with pytest.raises(VersionError, match="exactly v1 is wanted, v2 is installed"):

@@ -236,7 +236,7 @@ class TestTransactions(Models):
         with pytest.raises(EngineError, match="vLLM died 4 times without a swap that worked"):
             engine.revive(engine.current()[0])
 
-    def test_a_group_larger_than_the_cache_runs_in_waves(
+    def test_a_group_larger_than_the_cache_runs_in_batches(
         self, model_dirs: list[Path], weights: list[Weights], shared_engine: VllmEngine
     ) -> None:
         shared_engine.close()

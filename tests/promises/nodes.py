@@ -155,7 +155,7 @@ class WatchedTransport(MemoryTransport):
 def num_held(broadcast: Any, fetch: Fetch) -> int:
     """Return how many of the chunks that are asked for are held."""
     is_full = fetch.form == FULL
-    held = broadcast.store if is_full else broadcast.parcels
+    held = broadcast.store if is_full else broadcast.encoded_versions
     item = held.get(fetch.version if is_full else (fetch.version, fetch.form))
     if item is None:
         return 0
@@ -499,7 +499,7 @@ class NodeWorld:
             return WorkerParts(
                 engine=process.engine,
                 host=LaterHost(),
-                player=None,
+                runner=None,
                 decode=str,
                 sampling=Sampling(1.0, 1.0, 0, 4, ()),
                 group_size=2,
@@ -523,7 +523,7 @@ class NodeWorld:
     @staticmethod
     def _write_inline(node: Any) -> None:
         """Have small files beside the versions written at once, in the loop."""
-        thread = getattr(node.arenas, "_thread", None)
+        thread = getattr(node.version_store, "_thread", None)
         if thread is not None:
             thread.close()
 

@@ -261,9 +261,9 @@ def begin_anew(patch: pytest.MonkeyPatch) -> None:
     from echo.runtime.disk_store import DiskStore, MappedStore
 
     patch.setattr(
-        MappedStore, "verify_held", lambda self, manifest, arena: bytearray(manifest.num_chunks)
+        MappedStore, "verify_held", lambda self, manifest, storage: bytearray(manifest.num_chunks)
     )
-    patch.setattr(DiskStore, "recover_parcels", lambda self: [])
+    patch.setattr(DiskStore, "recover_encoded", lambda self: [])
 
 
 @plant(19)

@@ -124,7 +124,7 @@ class World:
 
     def sampling(self, worker: str) -> set[int]:
         """Return the groups that a rated engine samples."""
-        return {group for group, _ in self._run.engines[worker].session.drafts.running}
+        return {group for group, _ in self._run.engines[worker].session.partials.running}
 
     def _process(self, name: str) -> Process:
         """Return the newest process of that name, dead or alive."""
@@ -194,14 +194,14 @@ class World:
     def begin_partials(self, worker: str, group: int, lengths: Sequence[int]) -> None:
         """Let a worker's hung engine give a group up after so many tokens of each rollout."""
         process = self._process(worker)
-        held = process.session.drafts
-        [draft] = [held.running[key] for key in held.running if key[0] == group] or [
-            draft
-            for draft in held.take(9, group_size=2, installed=process.session.installed_version)
-            if draft.lease.group_id == group
+        held = process.session.partials
+        [partial] = [held.running[key] for key in held.running if key[0] == group] or [
+            partial
+            for partial in held.take(9, group_size=2, installed=process.session.installed_version)
+            if partial.lease.group_id == group
         ]
-        held.running[draft.key] = draft
-        draft.members = [
+        held.running[partial.key] = partial
+        partial.members = [
             PartialRollout().extended(
                 np.arange(3, 3 + length, dtype=np.int32),
                 np.full(length, -0.5, np.float32),
@@ -210,7 +210,7 @@ class World:
             )
             for length in lengths
         ]
-        process.session.park(draft)
+        process.session.park(partial)
         now = self._world.now
         self._world.perform(process, process.session.ship(interval_s=0, now=now))
 
@@ -303,7 +303,7 @@ class World:
         images = self._process(node).session.broadcast.store
         whole = {version: image for version, image in images.items() if image.is_complete}
         return bool(whole) and all(
-            image.arena == make_image(version, num_chunks=self.num_chunks)
+            image.storage == make_image(version, num_chunks=self.num_chunks)
             for version, image in whole.items()
         )
 
@@ -369,7 +369,7 @@ class World:
 
     def outbox_bound(self, worker: str) -> int:
         """Return how many of them it may hold."""
-        bound: int = self._process(worker).session.outbox.max_parcels
+        bound: int = self._process(worker).session.outbox.max_deliveries
         return bound
 
     def capacity(self, worker: str) -> int:
@@ -387,10 +387,10 @@ class World:
 
     def partial_tokens(self, worker: str, group: int) -> list[list[int]]:
         """Return the tokens that a worker holds of each unfinished rollout of a group."""
-        drafts = self._process(worker).session.drafts
-        held = drafts.parked | drafts.running
-        [draft] = [held[key] for key in held if key[0] == group]
-        return [member.token_ids.tolist() for member in draft.members]
+        partials = self._process(worker).session.partials
+        held = partials.interrupted | partials.running
+        [partial] = [held[key] for key in held if key[0] == group]
+        return [member.token_ids.tolist() for member in partial.members]
 
     def audit(self) -> None:
         """Check staleness and exactly-once from the records alone; fail where they do not hold."""

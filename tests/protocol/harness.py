@@ -390,13 +390,13 @@ class Run:
         numbers = self.numbers
         if not self.records:
             lineages: tuple[Lineage, ...] = (Lineage(1, 0),)
-            step, next_group_id, settled, granted, waiting = 0, 0, set(), {}, {}
+            step, next_group_id, finished, granted, waiting = 0, 0, set(), {}, {}
         else:
             self.ledger.write_text("".join(json.dumps(r) + "\n" for r in self.records))
             lineage, step = self.checkpoint
             history = read_state(self.ledger, lineage=lineage, step=step)
             lineages = (*history.lineages, Lineage(history.lineages[-1].lineage + 1, step))
-            next_group_id, settled = history.next_group_id, history.settled
+            next_group_id, finished = history.next_group_id, history.finished
             granted, waiting = history.granted, history.waiting
         self.journal("lineage", lineage=lineages[-1].lineage, fork_step=lineages[-1].fork_step)
         buffer = StalenessBuffer(max_staleness=numbers.max_staleness, lineages=lineages)
@@ -438,7 +438,7 @@ class Run:
             lineages=lineages,
             step=step,
             next_group_id=next_group_id,
-            settled=settled,
+            finished=finished,
         )
         process = self.world.add(Process("learner", session, LEARNER_ADDRESS))
         process.on_action = lambda action: self._on_learner_action(process, action)
@@ -578,7 +578,7 @@ class Run:
         session = Worker(
             settings,
             make_broadcast(name),
-            Outbox(max_parcels=8, retry_s=1.0),
+            Outbox(max_deliveries=8, retry_s=1.0),
             now=self.world.now,
         )
         process = self.world.add(Process(name, session, address))
@@ -669,8 +669,8 @@ class SimEngine:
 
     def _install(self, version: PolicyVersion) -> None:
         item = self.session.broadcast.store[version]
-        assert item.arena == make_image(version, num_chunks=self.run.numbers.num_chunks)
-        assert blake3(item.arena).digest() == item.manifest.image_hash
+        assert item.storage == make_image(version, num_chunks=self.run.numbers.num_chunks)
+        assert blake3(item.storage).digest() == item.manifest.image_hash
         if self.session.installed_version is None or version > self.session.installed_version:
             self.session.installed_version = version
             self.run.world.perform(self.process, self.session.heartbeat(now=self.run.world.now))
@@ -680,14 +680,14 @@ class SimEngine:
         if self._is_busy or self.session.installed_version is None:
             return
         size, now = self.run.numbers.group_size, self.run.world.now
-        drafts = self.session.take(1, group_size=size, now=now)
-        if drafts:
+        partials = self.session.take(1, group_size=size, now=now)
+        if partials:
             self._is_busy = True
             if self.is_hung:
                 return
             version = self.session.installed_version
             delay_s = self.run.numbers.sample_s
-            self.run.world.later(delay_s, lambda: self._sampled(drafts[0].lease, version))
+            self.run.world.later(delay_s, lambda: self._sampled(partials[0].lease, version))
 
     def _sampled(self, lease: Lease, version: PolicyVersion) -> None:
         if not self.process.is_alive:

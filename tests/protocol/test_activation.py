@@ -82,7 +82,7 @@ class Play:
 def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1, 0.2])
     play.until(120.0)
-    assert [d.parked for _, d in play.decisions] == [("w1",), ("w3",)]
+    assert [d.interrupted for _, d in play.decisions] == [("w1",), ("w3",)]
     assert play.standby == ["w1", "w3"]
     # Not before their dwell is over, and with steps in between.
     assert play.decisions[0][0] >= 20.0

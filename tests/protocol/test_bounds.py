@@ -215,8 +215,8 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
 ) -> None:
     monkeypatch.setattr(worker, "MAX_PAYLOAD_BYTES", 200)
     session = hung_run.world.process("w1").session
-    [draft] = session.take(1, group_size=2)
-    group = make_group(draft.lease.group_id, PolicyVersion(1, 0))
+    [partial] = session.take(1, group_size=2)
+    group = make_group(partial.lease.group_id, PolicyVersion(1, 0))
     [_, sent] = session.finished(group, now=3.0)
     failed = message_of(sent.frames)
     assert isinstance(failed, Failed)
@@ -226,9 +226,9 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
 
 
 def test_leases_with_long_prompts_travel_in_several_grants(hung_run: Run) -> None:
-    handover = hung_run.learner._scheduler.handover
+    shipped = hung_run.learner._scheduler.shipped
     lease = msgspec.structs.replace(make_lease(0, 0), prompt_ids=(10**6,) * (MAX_LEASE_BYTES // 11))
-    grants = [grant for grant, _ in handover.grants([lease] * 5)]
+    grants = [grant for grant, _ in shipped.grants([lease] * 5)]
     assert [len(grant.leases) for grant in grants] == [2, 2, 1]
     for grant in grants:
         encode(grant, source="learner", target="w1")

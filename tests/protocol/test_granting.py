@@ -41,7 +41,7 @@ def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: An
         "lineages": LINEAGES,
         "step": 3,
         "next_group_id": 12,
-        "settled": range(12),
+        "finished": range(12),
         "counters": (counters := Counters()),
         "routes": Routes(counters),
         "complaints": Complaints(),
@@ -268,7 +268,7 @@ def test_returned_groups_are_granted_before_new_ones_and_settled_ones_never() ->
     for group_id in (12, 13, 14):
         granting.leases.return_group(group_id)
     granting.next_group_id = 15
-    granting.settled.add(13)
+    granting.finished.add(13)
     assert granted(granting, make_worker("w1", (2, 3), 3)) == {"w1": [12, 14, 15]}
 
 
@@ -342,18 +342,18 @@ def test_progress_on_one_group_renews_those_that_wait_behind_it() -> None:
 
 @given(st.lists(st.integers(0, 40)), st.lists(st.integers(0, 40)))
 def test_settled_groups_are_a_set(first: list[int], second: list[int]) -> None:
-    settled, expected = FinishedGroups(first), set(first)
+    finished, expected = FinishedGroups(first), set(first)
     for group_id in second:
-        settled.add(group_id)
+        finished.add(group_id)
         expected.add(group_id)
-    assert {group_id for group_id in range(-3, 50) if group_id in settled} == expected
-    assert len(settled._others) <= len(expected)
+    assert {group_id for group_id in range(-3, 50) if group_id in finished} == expected
+    assert len(finished._others) <= len(expected)
 
 
 def test_settled_groups_take_no_memory_once_they_are_contiguous() -> None:
-    settled = FinishedGroups([3, 1, 0])
-    assert settled._others == {3}
-    settled.add(2)
-    assert settled._others == set()
-    assert 3 in settled
-    assert 4 not in settled
+    finished = FinishedGroups([3, 1, 0])
+    assert finished._others == {3}
+    finished.add(2)
+    assert finished._others == set()
+    assert 3 in finished
+    assert 4 not in finished

@@ -147,7 +147,7 @@ def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow(tmp_path: Path)
     assert hedged.num_cancelled >= len(hedged.copies) - 1
     assert sum(engine.tokens_cancelled for engine in hedged.engines.values()) > 0
     for engine in hedged.engines.values():
-        assert not engine.session.drafts._unwanted
+        assert not engine.session.partials._unwanted
     assert hedged.figures()["wasted_share"] < 0.15
 
 
@@ -160,5 +160,5 @@ def test_the_loser_is_told_to_stop_and_journalled(tmp_path: Path) -> None:
     assert accepted["worker"] != record["worker"]
     run.world.run(run.world.now + 1.0)
     engine = run.engines[record["worker"]]
-    assert all(key[0] != record["group"] for key in engine.session.drafts.running)
+    assert all(key[0] != record["group"] for key in engine.session.partials.running)
     assert engine.session.counters["cancelled"] >= 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.protocol.encoded_versions import v
 
 from echo.core.rollout import PolicyVersion
 from echo.roles.learner import Learner
@@ -26,7 +27,6 @@ from echo.weights.topology.sites import PlannedNode, Site
 from echo.wire.actions import Action, Note
 from echo.wire.messages import LEARNER_ID, Hello, NodeStats, TopologyPlan
 from tests.protocol.harness import CHUNK_BYTES, Run, make_version
-from tests.protocol.parcels import v
 
 MB = 1e6
 LEARNER = Site(LEARNER_ID, "learner", "tcp://l:1", region="here")

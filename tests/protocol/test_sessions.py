@@ -79,7 +79,7 @@ def test_weights_go_from_learner_to_relay_to_worker_to_worker(tmp_path: Path) ->
     assert second.session.stats().parent == "w1"
     newest = second.session.installed_version
     assert newest is not None
-    assert second.session.broadcast.store[newest].arena == make_image(newest)
+    assert second.session.broadcast.store[newest].storage == make_image(newest)
     # The learner's uplink carries each version once, but for what moved at the start.
     per_version = len(make_image(newest))
     num_published = len(of_kind(run, "trained")) + 1
@@ -494,7 +494,7 @@ def test_a_hung_engine_loses_its_leases_and_is_given_no_more(tmp_path: Path) -> 
     assert learner.session.leases.num_leases("w1") == 3
     run.start_worker("w2")
     run.world.run(40.0)
-    assert len(hung.session.drafts.running) == 1
+    assert len(hung.session.partials.running) == 1
     assert learner.session.leases.num_leases("w1") == 0
     assert learner.session.counters["leases_expired"] == 3
     lines = [note for note in learner.notes if "expired" in note]
@@ -509,8 +509,8 @@ def test_leases_that_wait_behind_a_long_group_do_not_expire(tmp_path: Path) -> N
     worker = run.start_worker("w1")
 
     def report(num_tokens: int) -> None:
-        for draft in worker.session.drafts.running.values():
-            draft.num_progress = num_tokens
+        for partial in worker.session.partials.running.values():
+            partial.num_progress = num_tokens
         run.world.later(0.5, lambda: report(num_tokens + 1))
 
     report(1)
@@ -689,15 +689,15 @@ def test_an_acknowledgement_takes_a_lease_from_the_queue(hung_run: Run) -> None:
     ack = Ack(group_id=1, attempt=0, outcome="duplicate")
     control = worker.session._control.peer
     worker.session.receive(control, encode(ack, source="learner", target="w1"), now=3.0)
-    assert sorted(group_id for group_id, _ in worker.session.drafts.queue) == [0, 2]
+    assert sorted(group_id for group_id, _ in worker.session.partials.queue) == [0, 2]
 
 
 def test_a_full_outbox_stops_leases_until_it_is_acknowledged(hung_run: Run) -> None:
     worker = hung_run.world.process("w1")
     session = worker.session
-    session.outbox.max_parcels = 1
-    [draft] = session.take(1, group_size=2)
-    session.finished(make_group(draft.lease.group_id, PolicyVersion(1, 0)), now=3.0)
+    session.outbox.max_deliveries = 1
+    [partial] = session.take(1, group_size=2)
+    session.finished(make_group(partial.lease.group_id, PolicyVersion(1, 0)), now=3.0)
     assert session.outbox.is_full
     assert session.capacity() == 0
     assert session.take(1, group_size=2) == []
@@ -709,13 +709,13 @@ def test_a_full_outbox_stops_leases_until_it_is_acknowledged(hung_run: Run) -> N
 
 def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones(hung_run: Run) -> None:
     session = hung_run.world.process("w1").session
-    drafts = session.take(2, group_size=2)
-    drafts[1].num_progress = 7
-    session.park(drafts[1])
+    partials = session.take(2, group_size=2)
+    partials[1].num_progress = 7
+    session.park(partials[1])
     states = {state.group_id: state for state in session.lease_states()}
     assert [states[i].num_tokens for i in range(3)] == [0, 7, 0]
     assert [states[i].is_waiting for i in range(3)] == [False, True, True]
-    assert [draft.lease.group_id for draft in session.take(3, group_size=2)] == [1, 2]
+    assert [partial.lease.group_id for partial in session.take(3, group_size=2)] == [1, 2]
 
 
 def test_a_node_that_is_not_known_is_told_to_say_hello(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The liar is no node: it is a link over which a test says what it likes.
 from __future__ import annotations
 
 import pytest
+from tests.protocol.encoded_versions import v
 
 from echo.weights.receiver import WAIT_STALLS
 from echo.wire.messages import (
@@ -18,7 +19,6 @@ from echo.wire.messages import (
     Segment,
     Waiting,
 )
-from tests.protocol.parcels import v
 from tests.protocol.test_broadcast_storm import Net, pieces_of, right_chunks, run
 
 STALL_S = 0.5
@@ -125,7 +125,7 @@ def test_a_liar_that_proves_its_offer_and_brings_no_chunk_is_left_too() -> None:
     net.settle()
     liar.say(Segment(version=v(1), form=DELTA, index=0), first[1])
     net.settle()
-    assert net.nodes["b"].parcels[v(1), DELTA].num_segments == 1
+    assert net.nodes["b"].encoded_versions[v(1), DELTA].num_segments == 1
     go_on(net, liar, until_s=BOUND_S)
     assert net.holds("b", 1)
     asked = [m for name, link, m in net.sent if isinstance(m, Fetch) and "-a" in link]

@@ -96,8 +96,8 @@ class RatedEngine:
         now = self.run.world.now
         self._advance()
         room, size = self.num_places - len(self.sampling), self.run.numbers.group_size
-        for draft in self.session.take(room, group_size=size, now=now):
-            lease = draft.lease
+        for partial in self.session.take(room, group_size=size, now=now):
+            lease = partial.lease
             num_tokens = self.run.length(lease)
             slowdown = self.run.slowdown(self.process.name, lease)
             sampling = Sampling(lease, version, num_tokens, slowdown, now)
@@ -133,7 +133,7 @@ class RatedEngine:
         sampling = self._end(key)
         if sampling is not None:
             self.tokens_cancelled += sampling.num_sampled
-            self.session.drafts.end(key)
+            self.session.partials.end(key)
             self._sample()
 
     def _look(self, turn: int) -> None:
@@ -236,7 +236,7 @@ class Unequal(Run):
 
     def _start_rated(self, name: str, speed: float, places: int) -> None:
         settings = self.node_settings(name, "worker", (LEARNER_ADDRESS,))
-        outbox = Outbox(max_parcels=64, retry_s=1.0)
+        outbox = Outbox(max_deliveries=64, retry_s=1.0)
         session = Worker(settings, make_broadcast(name), outbox, now=self.world.now)
         process = self.world.add(Process(name, session, None))
         engine = RatedEngine(self, process, session, speed=speed, places=places)

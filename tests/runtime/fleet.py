@@ -1,8 +1,8 @@
 """A learner that publishes synthetic weights, and relays that take them, in one process.
 
-Sessions, nodes, coder and arenas are the real ones. The transport is the memory network or ZeroMQ
-with CURVE on loopback, behind an `Uplink` that each node has of its own: it has a rate, it can be
-cut, and it can falsify what it sends.
+Sessions, nodes, coder and version stores are the real ones. The transport is the memory network or
+ZeroMQ with CURVE on loopback, behind an `Uplink` that each node has of its own: it has a rate, it
+can be cut, and it can falsify what it sends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tests.protocol.harness import message_of
 
 CHUNK_BYTES = 128 << 10
 IMAGE_BYTES = 6 << 20
-"""A block and a half; large enough for codec "auto" to make parcels."""
+"""A block and a half; large enough for codec "auto" to make encoded versions."""
 NUM_CHUNKS = IMAGE_BYTES // CHUNK_BYTES
 PACE = 6 * IMAGE_BYTES / 10
 """Bytes per second of an uplink at which an image takes some 1.7 s: it has a middle."""
@@ -118,9 +118,9 @@ class Uplink(Transport):
     def _num_held(self, fetch: Fetch) -> int:
         """Return how many of the chunks that are asked for are held."""
         assert self.broadcast is not None
-        images, parcels = self.broadcast.store, self.broadcast.parcels
+        images, encoded_versions = self.broadcast.store, self.broadcast.encoded_versions
         is_full = fetch.form == FULL
-        item = images[fetch.version] if is_full else parcels[fetch.version, fetch.form]
+        item = images[fetch.version] if is_full else encoded_versions[fetch.version, fetch.form]
         has_chunk = item.has_chunk[fetch.lane :: fetch.num_lanes]
         return sum(sum(has_chunk[start:stop]) for start, stop in fetch.ranges)
 
@@ -226,7 +226,7 @@ class Fleet:
             planning = ForcedPlanning(self.session.planning, kind, self._num_stripes)
             self.session.planning = planning
         node = Publisher(self.session, self.uplink)
-        self.parcels = VersionEncoder(
+        self.encoded_versions = VersionEncoder(
             self.session.broadcast,
             self._coder,
             codec=self._codec,
@@ -254,13 +254,13 @@ class Fleet:
 
     # --- relays ----------------------------------------------------------------------------------
 
-    async def join(self, *names: str, arenas: MappedStore | None = None) -> None:
+    async def join(self, *names: str, version_store: MappedStore | None = None) -> None:
         """Start relays, one after the other, and wait until each follows the plan."""
         for name in names:
-            await self.begin(name, arenas=arenas)
+            await self.begin(name, version_store=version_store)
             await self.until(self.is_planned, f"{name} follows the plan")
 
-    async def begin(self, name: str, *, arenas: MappedStore | None = None) -> Relay:
+    async def begin(self, name: str, *, version_store: MappedStore | None = None) -> Relay:
         """Start a relay."""
         config = self._config()
         keys = node_keys(config, "relay") if self._kind == "zmq" else None
@@ -269,12 +269,14 @@ class Fleet:
             config, "relay", node_id=name, advertise=uplink.listen_address, max_image_bytes=1 << 30
         )
         patience = {"heartbeat_s": PATIENCE_S} if self._is_patient else {}  # what it is made of
-        broadcast = wiring.make_broadcast(name, config.network.model_copy(update=patience), arenas)
+        broadcast = wiring.make_broadcast(
+            name, config.network.model_copy(update=patience), version_store
+        )
         session = RelaySession(settings, broadcast, now=asyncio.get_running_loop().time())
         session._weights.retry_preferred_s = NETWORK["dead_after_s"]
         uplink.broadcast = broadcast
         log = logging.getLogger(f"fleet.{name}")
-        node = RelayNode(session, uplink, arenas=arenas, log=log)
+        node = RelayNode(session, uplink, version_store=version_store, log=log)
         relay = Relay(node, uplink, asyncio.create_task(node.run()))
         self._tasks.append(relay.task)
         self.relays[name] = relay
@@ -327,9 +329,9 @@ class Fleet:
             )
             self.published.append(image)
             signed = sign(manifest, self._identity.key)
-            await self.parcels.publish(Publication(signed, manifest, image))
+            await self.encoded_versions.publish(Publication(signed, manifest, image))
             if arrive:
-                await self.parcels.wait()
+                await self.encoded_versions.wait()
                 await self.arrived()
 
     async def arrived(self, *names: str) -> None:
@@ -341,7 +343,7 @@ class Fleet:
             f"{', '.join(relays)} have {newest}",
         )
         for name, relay in relays.items():
-            held = relay.broadcast.store[newest].arena
+            held = relay.broadcast.store[newest].storage
             assert held == self.published[-1], f"{name} has other bytes"
             assert relay.uplink.num_needless == 0, f"{name} requested what it held"
 

@@ -13,7 +13,7 @@ def test_a_node_behind_one_without_room_finds_another_parent(
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("a")
-        await fleet.join("b", arenas=MemoryStore(2 * IMAGE_BYTES))
+        await fleet.join("b", version_store=MemoryStore(2 * IMAGE_BYTES))
         await fleet.join("c")
         await fleet.publish(2)
         await fleet.publish(arrive=False)

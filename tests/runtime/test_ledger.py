@@ -256,7 +256,7 @@ def test_groups_are_settled_waiting_or_granted(tmp_path: Path) -> None:
     )
     found = history(tmp_path, step=1)
     assert found.next_group_id == 6
-    assert found.settled == {0, 1, 2, 5}
+    assert found.finished == {0, 1, 2, 5}
     assert found.waiting == {1: place(1)}
     assert found.granted == {3: 2, 4: 1}
     assert found.staleness_tokens == {0: 10, 1: 1}
@@ -270,7 +270,7 @@ def test_steps_after_the_checkpoint_are_void_and_their_groups_wait_again(tmp_pat
     assert sorted(history(tmp_path, step=4).waiting) == []
     found = history(tmp_path, step=2)
     assert sorted(found.waiting) == [2, 3]
-    assert found.settled == {0, 1, 2, 3}
+    assert found.finished == {0, 1, 2, 3}
     assert found.staleness_tokens == {0: 20, 1: 3}
 
 

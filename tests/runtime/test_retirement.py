@@ -85,7 +85,7 @@ def test_a_short_silence_is_no_reason_and_giving_up_comes_later(after_s: int, go
 
 
 @pytest.mark.slow
-def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
+def test_an_interrupted_worker_gives_its_machine_back_and_its_cost_ends(
     play: Play, tmp_path: Path
 ) -> None:
     async def scenario(run: Run) -> None:

@@ -395,8 +395,8 @@ def test_large_frames_are_not_copied_and_arrive_intact(run: Run) -> None:
             await one(dialler)
             assert dialler.send(up, [b"hello"])
             child = await hello(listener)
-            arena = memoryview(os.urandom(16 << 18))
-            chunks = [arena[i << 18 : (i + 1) << 18] for i in range(16)]
+            storage = memoryview(os.urandom(16 << 18))
+            chunks = [storage[i << 18 : (i + 1) << 18] for i in range(16)]
             taken: list[memoryview] = []
             for index in range(64):
                 # Refused while the thread that hears what libzmq has sent did not get its turn.

@@ -236,7 +236,7 @@ def test_a_worker_says_that_it_waits_for_newer_weights(play: Play) -> None:
         session.installed_version = PolicyVersion(1, 1)
         assert worker._waiting_for() == "waiting for leases"
         lease = Lease(group_id=0, attempt=0, seed=0, prompt_ids=(1,), example={})
-        session.drafts.add(msgspec.structs.replace(lease, min_version=PolicyVersion(1, 2)))
+        session.partials.add(msgspec.structs.replace(lease, min_version=PolicyVersion(1, 2)))
         assert worker._waiting_for() == "waiting for newer weights"
         session.installed_version = PolicyVersion(1, 2)
         assert worker._waiting_for() == "waiting for leases"
@@ -278,7 +278,7 @@ def test_an_interrupted_worker_delivers_and_says_goodbye(
             assert await learner.wait_until(lambda: learner.session.step >= 2, within_s=60)
             worker.interrupt()
             assert await working == "interrupted"
-            assert not worker.session.drafts.running
+            assert not worker.session.partials.running
             assert not len(worker.session.outbox)
             assert await learner.wait_until(lambda: not learner.session.roster.nodes, within_s=60)
             assert learner.session.leases.num_leases("w1") == 0

@@ -166,7 +166,7 @@ class StaticBatch:
         return len(self._rows)
 
     def parts(self, max_rows: int) -> list[StaticBatch]:
-        """Return the rows that are running as smaller waves; what they sample is found here, too.
+        """Return the rows that are running as smaller batches; what they sample is found here, too.
 
         Args:
             max_rows: of one of them.

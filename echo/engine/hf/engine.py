@@ -3,11 +3,11 @@
 Any causal language model directory with a config.json; the weights may come through `load` alone.
 Shapes: B rows in the batch, U distinct prompts, L longest prompt, V vocabulary.
 
-A call of `generate` is cut into waves that fit the memory budget. In a wave every distinct prompt
-runs through the model once, its keys and values are repeated for the rollouts of its group, and all
-rows then advance together, one token at a time. Prompts of unequal length are padded on the left;
-where all are equal no mask is made at all. Rows that have ended are cut out of the batch whenever
-they are a quarter of it, so that in all they cost at most a constant factor.
+A call of `generate` is cut into batches that fit the memory budget. In a batch every distinct
+prompt runs through the model once, its keys and values are repeated for the rollouts of its group,
+and all rows then advance together, one token at a time. Prompts of unequal length are padded on the
+left; where all are equal no mask is made at all. Rows that have ended are cut out of the batch
+whenever they are a quarter of it, so that in all they cost at most a constant factor.
 
 New weights are copied in between two tokens, by the thread that generates.
 """
@@ -143,7 +143,7 @@ class TransformersEngine(Engine):
         self._device = torch.device(device)
         self._num_threads = num_threads
         self._recomputes = kv_cache == "recompute"
-        self._fence = VersionBarrier()
+        self._barrier = VersionBarrier()
         self._mailbox = Mailbox()
         self._concurrency = Concurrency()
         self._version = UNVERSIONED
@@ -169,7 +169,7 @@ class TransformersEngine(Engine):
     @property
     def installed(self) -> PolicyVersion | None:
         """The version that samples."""
-        return self._fence.installed
+        return self._barrier.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
         """Copy weights in, between two tokens; a tied tensor is wanted once, under any name.
@@ -178,7 +178,7 @@ class TransformersEngine(Engine):
         which is why the engine holds on to what it was given.
         """
         check_weights(self._loadable(), tensors)
-        with self._fence.swap(version):
+        with self._barrier.swap(version):
             self._mailbox.do(lambda: self._install(tensors, version))
 
     def _loadable(self) -> Mapping[str, Tensor]:
@@ -191,7 +191,7 @@ class TransformersEngine(Engine):
             self._roll_back(version, describe_error(error))
             raise EngineError(
                 f"{version} could not be copied in: {describe_error(error)}; rolled back, version: "
-                f"{self._fence.installed or 'none'}"
+                f"{self._barrier.installed or 'none'}"
             ) from error
         self._tensors, self._version = tensors, version
 
@@ -202,8 +202,8 @@ class TransformersEngine(Engine):
         try:
             self._copy(self._tensors)
         except Exception as error:  # as above
-            before = self._fence.installed
-            self._fence.close()
+            before = self._barrier.installed
+            self._barrier.close()
             raise EngineError(
                 f"{version} could not be copied in ({why}), nor {before} again "
                 f"({describe_error(error)}): the weights are neither, and nothing is sampled from "
@@ -231,7 +231,7 @@ class TransformersEngine(Engine):
 
         A completion also ends with "length" where the model's window does.
         """
-        with self._fence.request(min_version, exact_version), self._mailbox.opened():
+        with self._barrier.request(min_version, exact_version), self._mailbox.opened():
             return self._generate(requests, sampling, should_stop, on_tokens, on_completion)
 
     def _generate(
@@ -259,36 +259,36 @@ class TransformersEngine(Engine):
         )
         completions: list[Completion] = []
         while len(completions) < len(requests):
-            wave_size = self.max_concurrent_rollouts(longest, sampling.max_completion_tokens)
+            batch_size = self.max_concurrent_rollouts(longest, sampling.max_completion_tokens)
             start = len(completions)
-            wave = StaticBatch(requests[start : start + wave_size], sampling, self.window)
-            self._run_in_parts(wave, run)
-            completions.extend(wave.completions())
+            batch = StaticBatch(requests[start : start + batch_size], sampling, self.window)
+            self._run_in_parts(batch, run)
+            completions.extend(batch.completions())
         return completions
 
-    def _run_in_parts(self, wave: StaticBatch, run: Callable[[StaticBatch], None]) -> None:
-        """Run a wave, and where memory does not hold it what is left of it in ever smaller ones."""
-        waiting = [wave]
+    def _run_in_parts(self, batch: StaticBatch, run: Callable[[StaticBatch], None]) -> None:
+        """Run a batch; where memory does not hold it, run the rest in ever smaller ones."""
+        waiting = [batch]
         while waiting:
-            wave = waiting.pop()
-            max_rows = self._concurrency.bounded(wave.num_rows)
-            if max_rows < wave.num_rows:
-                waiting += reversed(wave.parts(max_rows))
+            batch = waiting.pop()
+            max_rows = self._concurrency.bounded(batch.num_rows)
+            if max_rows < batch.num_rows:
+                waiting += reversed(batch.parts(max_rows))
                 continue
             failure = ""
             try:
-                run(wave)
+                run(batch)
             except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
                 failure = describe_error(error)
-            if failure:  # outside of the handler, which keeps all tensors of the wave alive
+            if failure:  # outside of the handler, which keeps all tensors of the batch alive
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
-                longest = int(wave.lengths.max())
-                numbers = self._numbers(longest, wave.max_tokens)
-                self._concurrency.halve(wave.num_rows, why=failure, numbers=numbers)
-                waiting.append(wave)
+                longest = int(batch.lengths.max())
+                numbers = self._numbers(longest, batch.max_tokens)
+                self._concurrency.halve(batch.num_rows, why=failure, numbers=numbers)
+                waiting.append(batch)
 
     def _numbers(self, prompt_tokens: int, completion_tokens: int) -> str:
         """Say what a rollout needs and what there is."""
@@ -311,7 +311,7 @@ class TransformersEngine(Engine):
 
     def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
         """Keep newer weights out while the body runs."""
-        return self._fence.request(None, exact_version)
+        return self._barrier.request(None, exact_version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Divide what the weights leave of the memory budget by the need of one rollout."""
@@ -332,31 +332,31 @@ class TransformersEngine(Engine):
 
     def close(self) -> None:
         """Drop the model."""
-        self._fence.close()
+        self._barrier.close()
         self._tensors = None
         self._model.to("meta")
 
     @torch.inference_mode()
     def _run(
         self,
-        wave: StaticBatch,
+        batch: StaticBatch,
         should_stop: Callable[[], bool],
         on_tokens: Callable[[int], None],
         on_completion: Callable[[Completion], None],
     ) -> None:
-        """Advance a wave token by token until every row has ended or `should_stop` says so."""
+        """Advance a batch token by token until every row has ended or `should_stop` says so."""
         if should_stop():
             return
-        logits, cache = self._begin(wave)
-        mask = wave.final_mask()  # each step shows the model one more column of it
+        logits, cache = self._begin(batch)
+        mask = batch.final_mask()  # each step shows the model one more column of it
         mask = mask.to(self._device) if mask is not None else None
-        for step in range(wave.num_tokens, wave.max_tokens):
-            tokens, logprobs = draw_tokens(logits, wave.sampling, wave.uniforms(step))
+        for step in range(batch.num_tokens, batch.max_tokens):
+            tokens, logprobs = draw_tokens(logits, batch.sampling, batch.uniforms(step))
             new = tokens.cpu().numpy(), logprobs.cpu().numpy()
-            on_tokens(wave.num_running)
-            for row in wave.append(step, *new, self._version):
-                on_completion(wave.completion(row))
-            if wave.is_done or should_stop():
+            on_tokens(batch.num_running)
+            for row in batch.append(step, *new, self._version):
+                on_completion(batch.completion(row))
+            if batch.is_done or should_stop():
                 return
             has_swapped = self._mailbox.empty()
             if self.installed is None:
@@ -364,30 +364,30 @@ class TransformersEngine(Engine):
                     "the weights are gone: a swap failed half way, or the engine was closed; start "
                     "the worker anew"
                 )
-            kept = wave.compact()
+            kept = batch.compact()
             if kept is not None:
                 index = torch.from_numpy(kept).to(self._device)
                 mask = mask[index] if mask is not None else None
                 tokens = tokens[index]
                 cache.batch_select_indices(index)
             if has_swapped and self._recomputes:
-                logits, cache = self._begin(wave)
+                logits, cache = self._begin(batch)
                 continue
-            positions = torch.from_numpy(wave.lengths + step)[:, None]
-            shown = mask[:, : wave.prompt_length + step + 1] if mask is not None else None
+            positions = torch.from_numpy(batch.lengths + step)[:, None]
+            shown = mask[:, : batch.prompt_length + step + 1] if mask is not None else None
             logits = self._forward(tokens[:, None], shown, positions, cache)
 
-    def _begin(self, wave: StaticBatch) -> tuple[Tensor, DynamicCache]:
-        """Run all that the rows of a wave hold through the model.
+    def _begin(self, batch: StaticBatch) -> tuple[Tensor, DynamicCache]:
+        """Run all that the rows of a batch hold through the model.
 
         Returns:
             The logits [B, V] of each row's next token, and the keys and values before it.
         """
         cache = DynamicCache(config=self._model.config)
-        if wave.num_tokens:
-            contexts, shown = wave.contexts()
+        if batch.num_tokens:
+            contexts, shown = batch.contexts()
             return self._forward(contexts, shown, _positions(shown, contexts.shape), cache), cache
-        ids, shown, repeat = wave.prompts()
+        ids, shown, repeat = batch.prompts()
         logits = self._forward(ids, shown, _positions(shown, ids.shape), cache)
         if not torch.equal(repeat, torch.arange(len(ids))):
             repeat = repeat.to(self._device)

@@ -228,12 +228,12 @@ def make_arguments(
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     if lora_rank:
-        room = next(rank for rank in MAX_LORA_RANKS if rank >= lora_rank)
+        space = next(rank for rank in MAX_LORA_RANKS if rank >= lora_rank)
         arguments |= {
             "load_format": "auto",
             "use_tqdm_on_load": False,
             "enable_lora": True,
-            "max_lora_rank": room,
+            "max_lora_rank": space,
             # Without it vLLM gives the head room for an adapter too, and 0.32 then fails on a
             # prompt's log-probabilities, which the probe asks for, beside other requests.
             "lora_target_modules": list(lora_targets),

@@ -468,7 +468,7 @@ def hand_over(
 
     Raises:
         EngineDeadError: if that fails at any point; the engine is of no use any more.
-        EngineError: if there is no room for the file; nothing has changed then.
+        EngineError: if there is no space for the file; nothing has changed then.
     """
     if lora is None and is_same_process:
         from echo.engine.vllm.transfer import HANDED_OVER
@@ -493,7 +493,7 @@ def hand_over(
                 where = {"path": str(path)}
             backend.update(where, tag, clears_cache=clears_cache)
     except OSError as error:
-        raise EngineError(f"no room to hand the weights to vLLM: {error}") from error
+        raise EngineError(f"no space to hand the weights to vLLM: {error}") from error
 
 
 # --- Why a vLLM in processes of its own has died, which it tells nobody but its log ---
@@ -566,7 +566,7 @@ class ProcessBackend(Backend):
         self._arguments = arguments
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._last_words = CrashReason()
+        self._crash_reason = CrashReason()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True, name="vllm-client")
         self._thread.start()
@@ -575,7 +575,7 @@ class ProcessBackend(Backend):
         except Exception as error:  # vLLM's start raises anything
             is_late = isinstance(error, TimeoutError) and not str(error)
             told = f"no answer in {START_TIMEOUT_S:g} s" if is_late else str(error)
-            why = self._last_words.read() or f"{type(error).__name__}: {told}"
+            why = self._crash_reason.read() or f"{type(error).__name__}: {told}"
             self._stop_loop()
             raise EngineDeadError(f"vLLM does not start: {why}") from error
         self.facts = read_facts(self._engine.vllm_config)
@@ -598,7 +598,7 @@ class ProcessBackend(Backend):
         # Python's tracker would lift it again while it starts.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-        with self._last_words.told():
+        with self._crash_reason.told():
             self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def _sample(
@@ -660,7 +660,7 @@ class ProcessBackend(Backend):
         manager = self._engine.engine_core.resources.engine_manager
         processes = [] if manager is None else manager.processes
         was_killed = any(process.exitcode == -signal.SIGKILL for process in processes)
-        return self._last_words.read(was_killed=was_killed) or describe_error(error)
+        return self._crash_reason.read(was_killed=was_killed) or describe_error(error)
 
     # --- other threads ---------------------------------------------------------------------------
 
@@ -723,7 +723,7 @@ class ProcessBackend(Backend):
         self._engine.shutdown()
 
     def _stop_loop(self) -> None:
-        self._last_words.close()
+        self._crash_reason.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():

@@ -59,7 +59,7 @@ from echo.engine.vllm.backend import (
 )
 from echo.engine.weights import torch_dtype
 
-# --- One call of `generate` on vLLM: its requests in waves, watched until all have ended ---
+# --- One call of `generate` on vLLM: its requests in batches, watched until all have ended ---
 #
 # A sample counts only if all its tokens come from weights that the probe has found right. Tokens of
 # weights that are still being probed are held until the verdict; a rollout that holds tokens of
@@ -134,14 +134,14 @@ class Call:
     def __init__(
         self,
         engine: Judge,
-        room: CacheCapacity,
+        space: CacheCapacity,
         requests: Sequence[Request],
         sampling: Sampling,
         on_completion: Callable[[Completion], None],
     ) -> None:
         """Take the requests; nothing is sampled before `run`."""
         self._engine = engine
-        self._room = room
+        self._space = space
         self._requests = requests
         self._sampling = sampling
         self._on_completion = on_completion
@@ -169,7 +169,7 @@ class Call:
         finally:
             for running in self._running:
                 running.backend.abort([running.request_id])
-                self._room.give_back(running.num_blocks)
+                self._space.give_back(running.num_blocks)
         return [self._done[index] for index in range(len(self._requests))]
 
     def _start(self) -> None:
@@ -184,7 +184,7 @@ class Call:
                 facts.max_model_len - len(context),
             )
             num_blocks = -(-(len(context) + num_tokens) // facts.block_size)
-            if not self._room.take(num_blocks):
+            if not self._space.take(num_blocks):
                 return
             self._waiting.popleft()
             self._num_tries += 1
@@ -234,7 +234,7 @@ class Call:
         ended = [running for running in self._running if running.future.done()]
         for running in ended:
             self._running.remove(running)
-            self._room.give_back(running.num_blocks)
+            self._space.give_back(running.num_blocks)
         for running in ended:
             error = running.future.exception()
             if error is None:
@@ -496,7 +496,7 @@ class VllmEngine(Engine):
             lora_rank=0 if lora is None else lora.rank,
             lora_targets=self._probe.lora_targets,
         )
-        self._fence = VersionBarrier()
+        self._barrier = VersionBarrier()
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
         self._tag = ""
@@ -505,7 +505,7 @@ class VllmEngine(Engine):
         self._num_restarts = 0
         self._is_closed = False
         self._concurrency = Concurrency()
-        self._room = CacheCapacity()
+        self._space = CacheCapacity()
         self._backend = self._start()
         self.window = self._backend.facts.max_model_len
 
@@ -514,11 +514,11 @@ class VllmEngine(Engine):
     @property
     def installed(self) -> PolicyVersion | None:
         """The version that samples."""
-        return self._fence.installed
+        return self._barrier.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
         """Swap weights in flight, probe them, and go back if they are not what samples."""
-        with self._fence.swap(version):
+        with self._barrier.swap(version):
             set_num_threads(self._num_threads)  # of this thread, which may be any
             expected = self._probe.expected(tensors)
             self._swap(_Installed(tensors, version, expected))
@@ -535,7 +535,7 @@ class VllmEngine(Engine):
         exact_version: PolicyVersion | None = None,
     ) -> list[Completion]:
         """Sample a completion for each request, beside whatever else runs."""
-        with self._fence.request(min_version, exact_version):
+        with self._barrier.request(min_version, exact_version):
             for request in requests:
                 request.check(
                     window=self.window,
@@ -544,12 +544,12 @@ class VllmEngine(Engine):
                 )
                 num_tokens = len(request.prompt_ids) + sampling.max_completion_tokens
                 self.max_concurrent_rollouts(0, num_tokens)
-            call = Call(self, self._room, requests, sampling, on_completion)
+            call = Call(self, self._space, requests, sampling, on_completion)
             return call.run(should_stop, on_tokens)
 
     def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
         """Keep newer weights out while the body runs."""
-        return self._fence.request(None, exact_version)
+        return self._barrier.request(None, exact_version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Divide the KV cache that vLLM reports by the need of one rollout."""
@@ -570,7 +570,7 @@ class VllmEngine(Engine):
 
     def close(self) -> None:
         """Stop vLLM and forget the weights."""
-        self._fence.close()
+        self._barrier.close()
         with self._lock:
             self._is_closed = True
             self._good = None
@@ -675,7 +675,7 @@ class VllmEngine(Engine):
             else:
                 facts = backend.facts
                 self._num_blocks = facts.num_blocks - self._spare_blocks(facts)
-                self._room.resize(self._num_blocks, facts.max_num_seqs - 1)
+                self._space.resize(self._num_blocks, facts.max_num_seqs - 1)
                 return backend
 
     def _make_backend(self) -> Backend:

@@ -674,10 +674,10 @@ class AgentWorkerNode(WorkerNode):
         if parts is None or parts.agents is None:
             super()._sample_more(rollouts)
         elif self._agents is not None:
-            num_leases = len(self.session.drafts.queue)
+            num_leases = len(self.session.partials.queue)
             size, now = parts.group_size, self.now
-            drafts = self.session.take(num_leases, group_size=size, now=now)
-            self._agents.take(draft.lease for draft in drafts)
+            partials = self.session.take(num_leases, group_size=size, now=now)
+            self._agents.take(partial.lease for partial in partials)
             self.session.activity = "serving agents"
 
     async def finish_work(self) -> None:

@@ -567,7 +567,7 @@ class CallOptions:
 
 
 class SessionsFullError(SessionError):
-    """A context leaves no room for an answer."""
+    """A context leaves no space for an answer."""
 
 
 class StoppingError(SessionError):
@@ -635,7 +635,7 @@ class Agents:
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
-                self.session.drafts.end((lease.group_id, lease.attempt))
+                self.session.partials.end((lease.group_id, lease.attempt))
         self._has_news.set()
 
     def _demand(self) -> None:
@@ -738,7 +738,7 @@ class Agents:
             on_progress: told, every few tokens, all that were sampled so far.
 
         Raises:
-            SessionError: if the session is over, there is no room, or nothing can be sampled now.
+            SessionError: if the session is over, there is no space, or nothing can be sampled now.
             VersionError: if another version is installed than is asked for.
             EchoError: if the prompt or the engine fails.
         """

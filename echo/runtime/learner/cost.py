@@ -105,7 +105,7 @@ class _State:
     """What is kept of a worker."""
 
     incarnation: str
-    capability: Throughput
+    throughput: Throughput
     since: float
     """When it became active, or was put on standby."""
     num_doublings: int = 0
@@ -144,12 +144,12 @@ class Activation:
         for member in members:
             state = self._states.get(member.node_id)
             if state is None or state.incarnation != member.incarnation:
-                capability = Throughput(tokens_sampled=member.num_sampled, now=now)
-                self._states[member.node_id] = _State(member.incarnation, capability, now)
+                throughput = Throughput(tokens_sampled=member.num_sampled, now=now)
+                self._states[member.node_id] = _State(member.incarnation, throughput, now)
                 actions += self._welcome(session, member, now)
                 continue
             slots = max(1, member.worker.capacity // 2)
-            state.capability.look(
+            state.throughput.look(
                 load=session.leases.num_leases(member.node_id) / slots,
                 tokens_sampled=member.num_sampled,
                 now=now,
@@ -242,7 +242,7 @@ class Activation:
             job=job,
             links=self._links(session, members, broadcast_s),
             active=frozenset(m.node_id for m in members if not m.is_standby),
-            settled=frozenset(m.node_id for m in members if self._is_settled(m, now)),
+            steady=frozenset(m.node_id for m in members if self._is_steady(m, now)),
             ready=frozenset(m.node_id for m in members if _is_ready(m, session)),
             idle_share=idle_share,
             min_saving=self.settings.min_saving,
@@ -272,7 +272,7 @@ class Activation:
 
     def _rates(self, members: Iterable[Member]) -> dict[str, float]:
         """Return tokens per second by worker; empty if nothing is known of any."""
-        found = {m.node_id: self._states[m.node_id].capability.tokens_per_s for m in members}
+        found = {m.node_id: self._states[m.node_id].throughput.tokens_per_s for m in members}
         known = [rate for rate in found.values() if rate is not None]
         if not known:
             return {}
@@ -348,7 +348,7 @@ class Activation:
             relay_regions=frozenset(relay.node.region for relay in relays if relay.node.region),
         )
 
-    def _is_settled(self, member: Member, now: float) -> bool:
+    def _is_steady(self, member: Member, now: float) -> bool:
         state = self._states[member.node_id]
         dwell_s = self.settings.min_dwell_s * 2**state.num_doublings
         return not member.is_standby and now >= state.since + dwell_s
@@ -370,19 +370,21 @@ class Activation:
         self.outlook = answer.after
         members = {m.node_id: m for m in session.roster.members("worker")}
         known = {worker.name for worker in question.workers} & members.keys()
-        parked = sorted(n for n in known - answer.active if not members[n].is_standby)
+        interrupted = sorted(n for n in known - answer.active if not members[n].is_standby)
         activated = sorted(n for n in known & answer.active if members[n].is_standby)
         self._is_pending = answer.is_pending
-        if not parked and not activated:
+        if not interrupted and not activated:
             self._num_idle_answers += 1
             return [], None
         self._num_idle_answers = 0
-        standby = {n for n, m in members.items() if m.is_standby} - set(activated) | set(parked)
+        standby = {n for n, m in members.items() if m.is_standby} - set(activated) | set(
+            interrupted
+        )
         decision = ActivationDecision(
             step=session.step,
             cause=answer.cause,
             activated=tuple(activated),
-            parked=tuple(parked),
+            interrupted=tuple(interrupted),
             num_active=len(members) - len(standby),
             num_standby=len(standby),
             before=answer.before,
@@ -392,7 +394,7 @@ class Activation:
             slowdown=answer.choice.slowdown,
             is_exact=answer.choice.is_exact,
         )
-        for name in [*parked, *activated]:
+        for name in [*interrupted, *activated]:
             state = self._states[name]
             if name in activated and now < state.since + 2 * self.settings.min_dwell_s:
                 # It was dropped and is missed already: not so soon again.

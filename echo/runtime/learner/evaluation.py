@@ -75,7 +75,7 @@ class Evaluator:
         decode: Callable[[Sequence[int]], str],
         sampling: Sampling,
         seed: int,
-        player: EpisodeRunner | None = None,
+        runner: EpisodeRunner | None = None,
     ) -> None:
         """Take engine, judge, the held-out prompts with their token ids, and who plays episodes."""
         self._engine = engine
@@ -84,7 +84,7 @@ class Evaluator:
         self._decode = decode
         self._sampling = sampling
         self._seed = seed
-        self._player = player
+        self._runner = runner
 
     def evaluate(
         self,
@@ -118,8 +118,8 @@ class Evaluator:
         self, sampling: Sampling, should_stop: Callable[[], bool]
     ) -> list[float | RewardError] | None:
         """Return one reward per prompt, or why it has none; None in all if told to stop."""
-        if self._player is not None:
-            return self._play(self._player, sampling, should_stop)
+        if self._runner is not None:
+            return self._play(self._runner, sampling, should_stop)
         requests = [
             Request(
                 request_id=f"eval.{index}",
@@ -141,7 +141,7 @@ class Evaluator:
         return rewards
 
     def _play(
-        self, player: EpisodeRunner, sampling: Sampling, should_stop: Callable[[], bool]
+        self, runner: EpisodeRunner, sampling: Sampling, should_stop: Callable[[], bool]
     ) -> list[float | RewardError] | None:
         openings = [
             Opening(
@@ -152,7 +152,7 @@ class Evaluator:
             )
             for index, (example, token_ids) in enumerate(self._prompts)
         ]
-        results = player.play(
+        results = runner.play(
             openings, sampling, should_stop=should_stop, on_progress=lambda _: None
         )
         if should_stop():

@@ -74,7 +74,7 @@ def partial_metrics(session: Learner) -> dict[str, float]:
     thrown away or will not be trained on.
     """
     counts = session.counters
-    if not counts["partials/resumed"] and not counts["partials/parked"]:
+    if not counts["partials/resumed"] and not counts["partials/interrupted"]:
         return {}
     members = session.roster.members("worker")
     num_sampled = sum(member.stats.tokens_sampled for member in members)
@@ -277,7 +277,7 @@ def make_adaptation(
 # stopped stays until whoever worked for that one has had the same time.
 
 
-class Farewell:
+class EndOfRun:
     """Tells the nodes of a run that it is over."""
 
     def __init__(self, node: Node, session: Learner, *, clock: Callable[[], float]) -> None:
@@ -453,7 +453,7 @@ class LearnerRewards:
 # Who delivers nothing that can be learned from while others do is set aside (`usefulness.py`).
 
 
-class Arrivals:
+class Acceptance:
     """The way of groups from the learner's session into its buffer."""
 
     def __init__(
@@ -464,7 +464,7 @@ class Arrivals:
         buffer: StalenessBuffer,
         progress: Progress,
         refusal: Callable[[Group], str | None],
-        max_barren_groups: int,
+        max_zero_signal_groups: int,
         perform: Callable[[Iterable[Action]], None],
         sync: Callable[[], Awaitable[None]],
         clock: Callable[[], float],
@@ -477,7 +477,7 @@ class Arrivals:
             buffer: where groups wait to be trained.
             progress: running totals.
             refusal: why a group should not count towards a step, or None.
-            max_barren_groups: see `is_barren`.
+            max_zero_signal_groups: see `is_zero_signal`.
             perform: carries out what the session asks for.
             sync: forces the journal onto the disk, off the loop.
             clock: the loop's, seconds.
@@ -487,9 +487,9 @@ class Arrivals:
         self._buffer = buffer
         self._progress = progress
         self._refusal = refusal
-        self._max_barren_groups = max_barren_groups
+        self._max_zero_signal_groups = max_zero_signal_groups
         self._usefulness = Usefulness(
-            max_barren_groups=max_barren_groups,
+            max_zero_signal_groups=max_zero_signal_groups,
             groups_per_step=session.settings.leases.groups_per_step,
         )
         self._has_set_aside = False
@@ -506,13 +506,13 @@ class Arrivals:
         self._task_metrics = TaskMetrics()
 
     @property
-    def is_barren(self) -> bool:
-        """Whether nothing could be learned from any of the last `max_barren_groups` groups.
+    def is_zero_signal(self) -> bool:
+        """Whether nothing could be learned from any of the last `max_zero_signal_groups` groups.
 
         Those of workers that are set aside do not count.
         """
-        num_groups = self._progress.barren.num_groups - self._usefulness.num_discounted
-        return num_groups >= self._max_barren_groups
+        num_groups = self._progress.zero_signal.num_groups - self._usefulness.num_discounted
+        return num_groups >= self._max_zero_signal_groups
 
     def take_in(self, action: StoreGroup) -> None:
         """Have a group scored if nobody has; then write it, or end it and grant another."""
@@ -559,7 +559,7 @@ class Arrivals:
         """Count a group that its worker could not finish."""
         cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
         self._count_failed(action.worker_id, action.reason, cause)
-        self._tell_if_barren()
+        self._tell_if_zero_signal()
 
     def _count_failed(self, worker_id: str, reason: str, cause: str) -> None:
         """Count a group that could not be finished, for the run's end and against its worker."""
@@ -570,10 +570,10 @@ class Arrivals:
         self._ledger.discarded(group.group_id, reason, step=self._session.step)
         self._session.counters.add(f"discarded/{reason}")
         self._perform(self._session.stored(group.group_id, now=self._clock()))
-        self._tell_if_barren()
+        self._tell_if_zero_signal()
 
-    def _tell_if_barren(self) -> None:
-        if self.is_barren:
+    def _tell_if_zero_signal(self) -> None:
+        if self.is_zero_signal:
             self._has_news.set()
 
     def _judge(self, worker_id: str, *, is_useful: bool) -> None:
@@ -818,7 +818,7 @@ class LearnerNode(Node):
             progress: running totals for metrics and display.
             evaluations: held-out evaluation; None for none.
             publish: (weights, version) -> signed publication; called in the trainer's thread.
-            coder: makes deltas and anchors of published versions.
+            coder: makes deltas and keyframes of published versions.
             tensors_of: (manifest, image) -> tensors, zero-copy, for the evaluation.
             export: writes a Hugging Face directory.
             write_metrics: appends one row of metrics.
@@ -842,12 +842,12 @@ class LearnerNode(Node):
         self._evaluations = evaluations
         self._publish_version = publish
         self._coder = coder
-        self._parcels = VersionEncoder(
+        self._encoded_versions = VersionEncoder(
             session.broadcast,
             coder,
             codec=plan.codec,
             perform=self.perform,
-            spawn=partial(self.spawn, name="parcels"),
+            spawn=partial(self.spawn, name="encoded_versions"),
             pool=self.threads.pool("coder"),
             now=lambda: self.now,
         )
@@ -867,13 +867,13 @@ class LearnerNode(Node):
         self._model_pool = self.threads.pool("trainer")
         self._disk_pool = self.threads.pool("disk")
         self._eval_pool = self.threads.pool("evaluation")
-        self.arrivals = Arrivals(
+        self.acceptance = Acceptance(
             session,
             ledger=ledger,
             buffer=buffer,
             progress=progress,
             refusal=trainer.refusal,
-            max_barren_groups=plan.max_barren_groups,
+            max_zero_signal_groups=plan.max_zero_signal_groups,
             perform=self.perform,
             sync=lambda: self._disk_pool.run(ledger.sync),
             clock=lambda: self.now,
@@ -881,7 +881,7 @@ class LearnerNode(Node):
         self._store_task: asyncio.Task[None] | None = None
         self._published_step = -1
         self._num_failed_steps = 0
-        self._farewell = Farewell(self, session, clock=lambda: self.now)
+        self._shutdown = EndOfRun(self, session, clock=lambda: self.now)
         self._is_stopping = False
         self._failure: RewardError | None = None
         """Why the run cannot go on, where it cannot."""
@@ -901,14 +901,14 @@ class LearnerNode(Node):
     def on_action(self, action: Action) -> None:
         """Carry out what concerns the learner."""
         match action:
-            case StoreGroup() if self.arrivals.is_open:
-                self.arrivals.take_in(action)
+            case StoreGroup() if self.acceptance.is_open:
+                self.acceptance.take_in(action)
             case RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd() if (
-                self.arrivals.is_open
+                self.acceptance.is_open
             ):
                 record(self._ledger, action, step=self.session.step)
                 if isinstance(action, RecordEnd) and action.worker_id:
-                    self.arrivals.on_failed(action)
+                    self.acceptance.on_failed(action)
             case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
                 # Too late: it is not acknowledged, or was never accepted, so it needs no end.
                 pass
@@ -917,7 +917,7 @@ class LearnerNode(Node):
 
     async def _take_no_more_groups(self) -> None:
         """Wait until everything that was written is on the disk and in the buffer."""
-        self.arrivals.close()
+        self.acceptance.close()
         assert self._store_task is not None
         await self._store_task
 
@@ -925,17 +925,17 @@ class LearnerNode(Node):
 
     async def work(self) -> None:
         """Train until the last step, then tell everybody and end."""
-        self._store_task = self.spawn(self.arrivals.run(), name="store")
+        self._store_task = self.spawn(self.acceptance.run(), name="store")
         self.spawn(self._reporting.show_loop(), name="display")
         watch = self._activating.run(
             self.perform,
             lambda: self.now,
-            wake=self.arrivals.wake,
+            wake=self.acceptance.wake,
             pool=self.threads.pool("activation"),
         )
         self.spawn(watch, name="activation")
         if len(self.session.lineages) > 1:  # a run that goes on
-            self._farewell.expect()
+            self._shutdown.expect()
         try:
             try:
                 await self._train()
@@ -981,7 +981,7 @@ class LearnerNode(Node):
             self._progress.stepped(
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
-            others = self.arrivals.metrics(), self._adaptation.metrics()
+            others = self.acceptance.metrics(), self._adaptation.metrics()
             self._reporting.write_step(result.metrics, staleness, *others)
             if self._checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
@@ -1032,21 +1032,21 @@ class LearnerNode(Node):
                 # There is room in the buffer again.
                 self.perform(self.session.grant(now=self.now))
                 return groups
-            if self.arrivals.is_barren:
+            if self.acceptance.is_zero_signal:
                 failing = self._progress.describe_failing(self.session.step)
                 if failing is None:
-                    self.log.warning("%s", self._progress.describe_barren(self.session.step))
+                    self.log.warning("%s", self._progress.describe_zero_signal(self.session.step))
                 else:
                     self._failure = RewardError(failing)
                 return None
-            await self.arrivals.wait(until=self._waiting.look_at)
+            await self.acceptance.wait(until=self._waiting.look_at)
             if self.now >= self._waiting.look_at and not self._is_stopping:
                 await self._look()
         return None
 
     async def _look(self) -> None:
         """Ask again what nothing else may ask: who can be given a group, and from which version."""
-        self.arrivals.review()
+        self.acceptance.review()
         obstacle = self._waiting.look(now=self.now)
         if obstacle == "outdated" and self._published_step != self.session.step:
             await self._publish()
@@ -1075,7 +1075,7 @@ class LearnerNode(Node):
         self._pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
         self.perform(session.make_way(now=self.now))
-        await self._parcels.publish(publication)
+        await self._encoded_versions.publish(publication)
         if self._evaluations is not None and await self._evaluations.is_due(version):
             tensors = self._tensors_of(manifest, publication.image)
             task = self.spawn(self._evaluate(version, tensors), name="evaluation")
@@ -1158,7 +1158,7 @@ class LearnerNode(Node):
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
         self._reporting.display()
-        await self._farewell.say("the run is finished")
+        await self._shutdown.say("the run is finished")
 
     async def _save(self) -> None:
         """Save where the run does not end for good, so that --resume goes on from here."""
@@ -1174,7 +1174,7 @@ class LearnerNode(Node):
         self.session.is_granting = False
         await self._close_records()
         self._reporting.display()
-        await self._farewell.say("groups cannot be finished, see the learner's log")
+        await self._shutdown.say("groups cannot be finished, see the learner's log")
         self.stop("failed", failure)
 
     async def _close_records(self) -> None:
@@ -1186,5 +1186,5 @@ class LearnerNode(Node):
         """Let the running step come to its end and the state be saved."""
         self._is_stopping = True
         self.session.is_granting = False
-        self.arrivals.wake()
+        self.acceptance.wake()
         await self._is_work_over.wait()

@@ -1,11 +1,12 @@
-"""The learner's coder: parcels of a version, segment by segment, while the trainer goes on.
+"""The learner's coder: encoded versions, segment by segment, while the trainer goes on.
 
 `VersionEncoder.publish` decides in which forms a version goes out (`weights/schedule.py` has the
 rules), and hands them to the broadcast:
 
     image --+--> in full, at once where there is no delta, else behind the delta's first segment
             +--> delta against the version before   } coded in threads, block by block;
-            +--> anchor, where due                  } each segment is signed and sent as it is ready
+            +--> keyframe, where due                  } each segment is signed and sent as it is
+            ready
 
 The delta's first segment is announced before the image, so that a node that holds the base does not
 begin with the image. One version is coded after the other, in the order of publication.
@@ -105,7 +106,7 @@ HOPELESS_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class CodedSegment:
-    """One segment of a parcel, ready for the broadcast."""
+    """One segment of an encoded version, ready for the broadcast."""
 
     table: SegmentTable
     frame: bytes
@@ -113,7 +114,7 @@ class CodedSegment:
 
 
 class Coder:
-    """Codes images into parcels, with a pool of threads."""
+    """Codes images into encoded versions, with a pool of threads."""
 
     def __init__(self, key: Ed25519PrivateKey, *, num_threads: int | None = None) -> None:
         """Sign with the learner's key."""
@@ -148,7 +149,7 @@ class Coder:
     ) -> Iterator[tuple[bytes, ...]]:
         """Yield the coded blocks of one segment after the other."""
         manifest, image = publication.manifest, memoryview(publication.image)
-        old = None if base is None else memoryview(base.arena)
+        old = None if base is None else memoryview(base.storage)
         blocks = split_blocks(manifest.num_bytes, block_bytes)
 
         def submit(first: int) -> list[Future[bytes]]:
@@ -227,7 +228,7 @@ class VersionEncoder:
         Args:
             broadcast: the learner's.
             coder: codes; the caller closes it.
-            codec: "auto", "full" (never a parcel) or "delta" (always one, whatever its size).
+            codec: "auto", "full" (never an encoded version) or "delta" (always one, however large).
             perform: carries out the broadcast's actions, on the loop.
             spawn: runs a coroutine beside the others; its failure ends the node.
             pool: waits for the coder.
@@ -302,7 +303,7 @@ class VersionEncoder:
                 self.coded_bytes[version] = num_bytes
                 while len(self.coded_bytes) > 16:
                     del self.coded_bytes[min(self.coded_bytes)]
-        if self._plan.is_anchor_due(self._offers(), version):
+        if self._plan.is_keyframe_due(self._offers(), version):
             await self._send(publication, None)
 
     def _offers(self) -> list[EncodedOffer]:
@@ -311,13 +312,13 @@ class VersionEncoder:
             for version, image in self._broadcast.store.items()
         ]
         offers += [
-            EncodedOffer(version, form.base, form.kind, parcel.num_bytes)
-            for (version, form), parcel in self._broadcast.parcels.items()
+            EncodedOffer(version, form.base, form.kind, encoded.num_bytes)
+            for (version, form), encoded in self._broadcast.encoded_versions.items()
         ]
         return offers
 
     async def _send(self, publication: Publication, base: Transfer | None) -> int:
-        """Code one parcel and hand over its segments; return its bytes, 0 if it was hopeless."""
+        """Code one form and hand over its segments; return its bytes, 0 if it was hopeless."""
         manifest = publication.manifest
         is_fallback_due = base is not None
         segments = self._coder.segments(publication, base)
@@ -346,14 +347,14 @@ class VersionEncoder:
                 is_fallback_due = False
                 self._publish_image(publication)
         self._note(manifest, base, total)
-        form = Form("anchor") if base is None else Form("delta", base.manifest.version)
+        form = Form("keyframe") if base is None else Form("delta", base.manifest.version)
         _log.debug("%s as %s: %d of %d bytes", manifest.version, form, total, manifest.num_bytes)
         return total
 
     def _note(self, manifest: Manifest, base: Transfer | None, num_bytes: int) -> None:
         assert self._plan is not None
         if base is None:
-            self._plan.made(EncodedOffer(manifest.version, None, "anchor", num_bytes))
+            self._plan.made(EncodedOffer(manifest.version, None, "keyframe", num_bytes))
         else:
             self._plan.made(
                 EncodedOffer(manifest.version, base.manifest.version, "delta", num_bytes)

@@ -67,9 +67,9 @@ class Progress:
         self._reasons: Counter[str] = Counter()
         self._dropped: dict[str, float] = {}
         self.lengths = LengthBias()
-        self.barren = GroupStats()
+        self.zero_signal = GroupStats()
         """Groups from which nothing can be learned, since the last one that is useful."""
-        self._barren_reasons: Counter[str] = Counter()
+        self._zero_signal_reasons: Counter[str] = Counter()
         self._num_failed = 0
         self._cause = ""
         self.activity = "starting"
@@ -111,8 +111,8 @@ class Progress:
 
     def accepted(self, group: Group, *, now: float) -> None:
         """Count a group that was stored."""
-        self.barren = GroupStats()
-        self._barren_reasons.clear()
+        self.zero_signal = GroupStats()
+        self._zero_signal_reasons.clear()
         self._num_failed = 0
         self._count_tokens(group, now)
 
@@ -120,9 +120,9 @@ class Progress:
         """Count a group that was delivered and does not count towards a step."""
         stats = GroupStats.of([group])
         self._reasons[reason] += 1
-        self._barren_reasons[reason] += 1
+        self._zero_signal_reasons[reason] += 1
         self._left_out += stats
-        self.barren += stats
+        self.zero_signal += stats
         self._count_tokens(group, now)
 
     def failed(self, reason: str, cause: str) -> None:
@@ -132,10 +132,10 @@ class Progress:
             reason: one word.
             cause: who says what of it; further lines may hold a traceback.
         """
-        self._barren_reasons[reason] += 1
+        self._zero_signal_reasons[reason] += 1
         self._num_failed += 1
         self._cause = cause
-        self.barren += GroupStats(num_groups=1)
+        self.zero_signal += GroupStats(num_groups=1)
 
     def _count_tokens(self, group: Group, now: float) -> None:
         self.lengths.delivered(group)
@@ -230,20 +230,20 @@ class Progress:
 
     def _describe_wait(self, session: Learner) -> str:
         """Say what the learner waits for, and whether what comes is of any use."""
-        waiting, num_barren = describe_wait(session), self.barren.num_groups
-        if not waiting or num_barren < session.settings.leases.groups_per_step:
+        waiting, num_zero_signal = describe_wait(session), self.zero_signal.num_groups
+        if not waiting or num_zero_signal < session.settings.leases.groups_per_step:
             return waiting
-        return f"{waiting}; nothing could be learned from the last {num_barren} groups"
+        return f"{waiting}; nothing could be learned from the last {num_zero_signal} groups"
 
-    def describe_barren(self, step: int) -> str:
+    def describe_zero_signal(self, step: int) -> str:
         """Say that nothing is learned any more, and what could be done, in one line."""
-        barren = self.barren
+        zero_signal = self.zero_signal
         what = (
-            f"nothing could be learned from the last {barren.num_groups} groups "
-            f"({self._reasons_text}; all answers right in {barren.num_all_right}, all wrong in "
-            f"{barren.num_all_wrong})"
+            f"nothing could be learned from the last {zero_signal.num_groups} groups "
+            f"({self._reasons_text}; all answers right in {zero_signal.num_all_right}, all "
+            f"wrong in {zero_signal.num_all_wrong})"
         )
-        if barren.num_all_right > barren.num_all_wrong:
+        if zero_signal.num_all_right > zero_signal.num_all_wrong:
             return f"{what}: the task is solved, and the run ends at step {step}"
         return (
             f"{what}: the run ends at step {step}; choose easier prompts, or raise "
@@ -251,8 +251,8 @@ class Progress:
         )
 
     def describe_failing(self, step: int) -> str | None:
-        """Say why the groups of a barren stretch failed; None if most of them did not."""
-        num_groups = self.barren.num_groups
+        """Say why the groups of a zero-signal stretch failed; None if most of them did not."""
+        num_groups = self.zero_signal.num_groups
         if 2 * self._num_failed < num_groups:
             return None
         return (
@@ -263,7 +263,7 @@ class Progress:
 
     @property
     def _reasons_text(self) -> str:
-        return ", ".join(f"{n} {reason}" for reason, n in self._barren_reasons.most_common())
+        return ", ".join(f"{n} {reason}" for reason, n in self._zero_signal_reasons.most_common())
 
     @property
     def idle_ratio(self) -> float:
@@ -375,7 +375,7 @@ class StepSettings:
     task_name: str
     max_steps: int
     groups_per_step: int
-    max_barren_groups: int
+    max_zero_signal_groups: int
     """Groups in a row from which nothing could be learned after which the run ends."""
     codec: str
     """In which forms versions go out (`runtime/learner/publish.py`)."""

@@ -35,7 +35,7 @@ class StartingPoint:
     checkpoint: Path | None = None
     """Trainer state to load; None for the initial weights."""
     next_group_id: int = 0
-    settled: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
     open_attempts: dict[int, int] = field(default_factory=dict)
     """Granted groups without a result: id -> attempts so far."""
     buffered: list[Group] = field(default_factory=list)
@@ -97,7 +97,7 @@ def recover(
         step=info.step,
         checkpoint=path,
         next_group_id=history.next_group_id,
-        settled=history.settled,
+        finished=history.finished,
         open_attempts=history.granted,
         staleness_tokens=history.staleness_tokens,
         damage=() if found is None else found.damage,

@@ -305,7 +305,7 @@ def load_data(config: Config) -> Data:
 
 
 def _check_window(config: Config, model_dir: Path, prompts: PromptSource) -> None:
-    """Refuse a run whose first prompt leaves no room for a completion."""
+    """Refuse a run whose first prompt leaves no space for a completion."""
     window, max_new = context_window(model_dir), config.sampling.max_completion_tokens
     num_prompt_tokens = len(prompts.lease(0, 0).prompt_ids)
     if num_prompt_tokens + max_new > window:
@@ -544,7 +544,7 @@ def build_session(
         lineages=start.lineages,
         step=start.step,
         next_group_id=start.next_group_id,
-        settled=start.settled,
+        finished=start.finished,
     )
 
 
@@ -720,7 +720,7 @@ def assemble_learner(
     )
     node.at_release.append(data.host.close)
     if config.reward.where == "learner":
-        node.arrivals.late_rewards = LearnerRewards(
+        node.acceptance.late_rewards = LearnerRewards(
             data.host,
             example_of=data.prompts.example,
             decode=data.decode,
@@ -765,7 +765,7 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
         decode=data.decode,
         sampling=make_sampling(config, data.stop_ids),
         seed=EVALUATION_SEED,
-        player=make_runner(
+        runner=make_runner(
             config,
             turns_of(config, data.task),
             data.host,
@@ -786,7 +786,7 @@ def _make_plan(config: Config) -> StepSettings:
         task_name=config.task.kind.rpartition(":")[2],
         max_steps=config.run.max_steps,
         groups_per_step=config.batch.groups_per_step,
-        max_barren_groups=config.batch.groups_per_step * config.batch.max_zero_signal_batches,
+        max_zero_signal_groups=config.batch.groups_per_step * config.batch.max_zero_signal_batches,
         codec=config.network.codec,
     )
 

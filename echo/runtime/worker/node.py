@@ -52,7 +52,7 @@ class WorkerParts:
     engine: Engine
     host: TaskHost
     """Where answers are judged."""
-    player: EpisodeRunner | None
+    runner: EpisodeRunner | None
     """Plays the episodes of an environment; None where an answer is one turn."""
     decode: Callable[[Sequence[int]], str]
     """Token ids -> text without stop and padding tokens."""
@@ -76,13 +76,13 @@ class WorkerParts:
 def install(engine: Engine, transfer: Transfer) -> str:
     """Load a version into the engine after checking its bytes once more; return their hash."""
     manifest = transfer.manifest
-    digest = blake3(transfer.arena)
+    digest = blake3(transfer.storage)
     if digest.digest() != manifest.image_hash:
         raise EngineError(
             f"{manifest.version}: the bytes in memory do not hash to what the learner signed; "
             "check this machine's memory"
         )
-    image = memoryview(transfer.arena).toreadonly()
+    image = memoryview(transfer.storage).toreadonly()
     engine.load(tensors_from_image(manifest.tensors, image), manifest.version)
     return digest.hexdigest()
 
@@ -216,10 +216,10 @@ class WorkerNode(DialingNode):
             has_ended=lambda: self.has_ended,
             log=self.log,
         )
-        if parts.player is not None:
+        if parts.runner is not None:
             self._episodes = EpisodeLoop(
                 self.session,
-                parts.player,
+                parts.runner,
                 parts.sampling,
                 group_size=parts.group_size,
                 groups_per_batch=parts.groups_per_batch,
@@ -246,7 +246,7 @@ class WorkerNode(DialingNode):
         installed = self.session.installed_version
         if installed is None:
             return "waiting for weights"
-        if self.session.drafts.awaiting(installed):
+        if self.session.partials.awaiting(installed):
             return "waiting for newer weights"
         return "waiting for acks" if self.session.outbox.is_full else "waiting for leases"
 
@@ -310,9 +310,9 @@ class WorkerNode(DialingNode):
 
     # --- groups ----------------------------------------------------------------------------------
 
-    def _admit(self, parts: WorkerParts, draft: PartialGroup) -> bool:
+    def _admit(self, parts: WorkerParts, partial_group: PartialGroup) -> bool:
         """Return whether the prompt leaves room in the window; report it if it does not."""
-        num_tokens = len(draft.lease.prompt_ids)
+        num_tokens = len(partial_group.lease.prompt_ids)
         if num_tokens <= parts.max_prompt_tokens:
             return True
         detail = (
@@ -320,43 +320,45 @@ class WorkerNode(DialingNode):
             f"{parts.max_prompt_tokens} beside "
             f"{parts.sampling.max_completion_tokens} sampled ones"
         )
-        self.perform(self.session.failed(draft.lease, "prompt_too_long", detail, now=self.now))
+        self.perform(
+            self.session.failed(partial_group.lease, "prompt_too_long", detail, now=self.now)
+        )
         return False
 
     def _refuse(self, leases: Sequence[Lease], why: str) -> None:
         """Give leases back whose version was replaced before the engine had begun them."""
         for lease in leases:
-            self.perform(self.session.outrun(lease, why, now=self.now))
+            self.perform(self.session.superseded(lease, why, now=self.now))
 
-    def _on_whole(self, parts: WorkerParts, draft: PartialGroup) -> None:
-        self.spawn(self._deliver(parts, draft), name="deliver")
+    def _on_whole(self, parts: WorkerParts, partial_group: PartialGroup) -> None:
+        self.spawn(self._deliver(parts, partial_group), name="deliver")
 
-    async def _deliver(self, parts: WorkerParts, draft: PartialGroup) -> None:
+    async def _deliver(self, parts: WorkerParts, partial_group: PartialGroup) -> None:
         """Score a whole group and deliver it."""
-        lease = draft.lease
+        lease = partial_group.lease
         example = Example(**lease.example)
         try:
             rewards = await self._while_progressing(
-                draft, self._reward_pool.run(self._score_all, parts, example, draft)
+                partial_group, self._reward_pool.run(self._score_all, parts, example, partial_group)
             )
         except RewardError as error:
             self._give_up(lease, error)
             return
         finally:
             self._count_calls(parts)
-        if len(rewards) < len(draft.members):
-            self.session.drafts.end(draft.key)
+        if len(rewards) < len(partial_group.members):
+            self.session.partials.end(partial_group.key)
             return
         if self.has_ended:
             return
         rollouts = [
             member.rollout(reward, stale_tokens=parts.rules.stale_tokens)
-            for member, reward in zip(draft.members, rewards, strict=True)
+            for member, reward in zip(partial_group.members, rewards, strict=True)
         ]
         self._finish(lease, rollouts)
 
     async def _while_progressing(
-        self, draft: PartialGroup, scoring: asyncio.Future[list[float]]
+        self, partial_group: PartialGroup, scoring: asyncio.Future[list[float]]
     ) -> list[float]:
         """Wait for rewards, and keep the lease meanwhile.
 
@@ -365,7 +367,7 @@ class WorkerNode(DialingNode):
         """
         try:
             while not (await asyncio.wait({scoring}, timeout=TICK_S))[0]:
-                draft.num_progress += 1
+                partial_group.num_progress += 1
             return scoring.result()
         finally:
             scoring.cancel()
@@ -375,7 +377,7 @@ class WorkerNode(DialingNode):
     ) -> None:
         self._count_calls(parts)
         if self.session.is_cancelled(lease):
-            self.session.drafts.end((lease.group_id, lease.attempt))
+            self.session.partials.end((lease.group_id, lease.attempt))
         elif isinstance(result, RewardError):
             self._give_up(lease, result)
         else:
@@ -402,14 +404,16 @@ class WorkerNode(DialingNode):
             for name, number in counts.items():
                 self.session.counters.add(name, number)
 
-    def _score_all(self, parts: WorkerParts, example: Example, draft: PartialGroup) -> list[float]:
+    def _score_all(
+        self, parts: WorkerParts, example: Example, partial_group: PartialGroup
+    ) -> list[float]:
         """Return one reward per completion, fewer once nobody waits; runs in another thread."""
-        texts = [parts.decode(member.token_ids.tolist()) for member in draft.members]
+        texts = [parts.decode(member.token_ids.tolist()) for member in partial_group.members]
         rewards: list[float] = []
         for reward in parts.host.score_all(example, texts):
             rewards.append(reward)
-            draft.num_progress += 1
-            if self.has_ended or self.session.is_cancelled(draft.lease):
+            partial_group.num_progress += 1
+            if self.has_ended or self.session.is_cancelled(partial_group.lease):
                 break
         return rewards
 
@@ -429,14 +433,14 @@ class WorkerNode(DialingNode):
             await self._rollouts.leave()
         session = self.session
         await self.wait_until(
-            lambda: not session.drafts.running and not len(session.outbox), within_s=DRAIN_S
+            lambda: not session.partials.running and not len(session.outbox), within_s=DRAIN_S
         )
 
     def release(self) -> None:
-        """Stop the engine and the task, whose processes would outlive this one; free the arenas."""
+        """Stop the engine and the task, whose processes would outlive this one; free the images."""
         if self._parts is not None:
             self._parts.host.close()
-            if self._parts.player is not None:
-                self._parts.player.close()
+            if self._parts.runner is not None:
+                self._parts.runner.close()
             self._parts.engine.close()
         super().release()

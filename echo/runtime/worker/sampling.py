@@ -52,7 +52,7 @@ class EngineCall:
 
     def __init__(
         self,
-        drafts: Sequence[PartialGroup],
+        partials: Sequence[PartialGroup],
         *,
         num_awaited: int,
         max_s: float | None,
@@ -64,7 +64,7 @@ class EngineCall:
         """Take the groups; nothing is sampled before the engine asks.
 
         Args:
-            drafts: at least one of each one's members is unfinished.
+            partials: at least one of each one's members is unfinished.
             num_awaited: whole groups after which the call ends if others wait for the room.
             max_s: seconds after which it ends; None for never.
             has_others: whether others wait.
@@ -72,13 +72,13 @@ class EngineCall:
             on_whole: told each group that has come to its end.
             clock: the loop's, seconds.
         """
-        self.drafts = list(drafts)
+        self.partials = list(partials)
         self.num_tokens = 0
         self.is_recalled = False
         self._members: dict[str, tuple[PartialGroup, int]] = {}
         self._num_awaited = num_awaited
         self._num_whole = 0
-        self.exact_version = exact_version_of(draft.lease for draft in drafts)
+        self.exact_version = exact_version_of(partial.lease for partial in partials)
         """Where one is wanted, the call goes on to its end: newer weights wait for it, and what it
         left unfinished they could not continue."""
         max_s = math.inf if max_s is None or self.exact_version else max_s
@@ -91,33 +91,33 @@ class EngineCall:
     def requests(self) -> list[Request]:
         """Return what is to be sampled: every unfinished member from where it stopped."""
         requests = []
-        for draft in self.drafts:
-            prompt_ids = np.array(draft.lease.prompt_ids, dtype=np.int32)
-            for index, member in enumerate(draft.members):
+        for partial in self.partials:
+            prompt_ids = np.array(partial.lease.prompt_ids, dtype=np.int32)
+            for index, member in enumerate(partial.members):
                 if member.is_finished:
                     continue
                 request = Request(
-                    request_id=f"{draft.lease.group_id}.{draft.lease.attempt}.{index}",
+                    request_id=f"{partial.lease.group_id}.{partial.lease.attempt}.{index}",
                     prompt_ids=prompt_ids,
-                    seed=draft.seed_of(index),
+                    seed=partial.seed_of(index),
                     prefix_ids=member.token_ids,
                 )
-                self._members[request.request_id] = draft, index
+                self._members[request.request_id] = partial, index
                 requests.append(request)
         return requests
 
     def on_tokens(self, number: int) -> None:
         """Count tokens, as a sign of life of every group in the call."""
         self.num_tokens += number
-        for draft in self.drafts:
-            draft.num_progress += number
+        for partial in self.partials:
+            partial.num_progress += number
 
     def on_completion(self, completion: Completion) -> None:
         """Take a rollout that has come to its end, and tell of its group if it was the last."""
-        draft = self._extend(completion)
-        if draft.is_whole:
+        partial = self._extend(completion)
+        if partial.is_whole:
             self._num_whole += 1
-            self._on_whole(draft)
+            self._on_whole(partial)
 
     def should_stop(self) -> bool:
         """Return whether what is unfinished goes on another time."""
@@ -134,17 +134,17 @@ class EngineCall:
         for completion in completions:
             if completion.finish_reason == "abort":
                 self._extend(completion)
-        return [draft for draft in self.drafts if not draft.is_whole]
+        return [partial for partial in self.partials if not partial.is_whole]
 
     def _extend(self, completion: Completion) -> PartialGroup:
-        draft, index = self._members[completion.request_id]
-        draft.members[index] = draft.members[index].extended(
+        partial, index = self._members[completion.request_id]
+        partial.members[index] = partial.members[index].extended(
             completion.token_ids,
             completion.logprobs,
             completion.policy_versions,
             finish_reason=completion.finish_reason,
         )
-        return draft
+        return partial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +187,13 @@ class RolloutLoop:
         """Join the parts; `recover`, then `sample_more`.
 
         Args:
-            session: the worker's conversation, which holds the drafts.
+            session: the worker's conversation, which holds the partial groups.
             engine: samples.
             sampling: how.
             rules: of unfinished rollouts.
             group_size: rollouts of a group.
             groups_per_batch: groups that the engine holds at one time.
-            path: file in which drafts outlive this process.
+            path: file in which partial groups outlive this process.
             admit: whether a group can be sampled at all; it reports those that cannot.
             refuse: gives back leases whose version has been replaced.
             deliver: takes a whole group.
@@ -252,69 +252,69 @@ class RolloutLoop:
         is_continuous, session = self._engine.is_continuous, self._session
         room = self.max_groups
         if is_continuous:
-            room = self.num_places - sum(len(call.drafts) for call in self._calls)
+            room = self.num_places - sum(len(call.partials) for call in self._calls)
         is_closed = self._is_held or (self.is_busy and not is_continuous)
         if session.installed_version is None or is_closed:
             room = 0
-        drafts = []
+        partials = []
         taken = session.take(
             room,
             group_size=self._group_size,
             max_rollouts=self._max_rollouts,
             now=self._clock(),
         )
-        for draft in taken:
-            self._freshen(draft)
-            if draft.is_whole:
+        for partial in taken:
+            self._refresh(partial)
+            if partial.is_whole:
                 # By somebody else, or by this worker before it was stopped.
-                self._deliver(draft)
-            elif self._admit(draft):
-                drafts.append(draft)
-        size = 1 if is_continuous else max(1, len(drafts))
-        for start in range(0, len(drafts), size):
-            self._begin(drafts[start : start + size])
+                self._deliver(partial)
+            elif self._admit(partial):
+                partials.append(partial)
+        size = 1 if is_continuous else max(1, len(partials))
+        for start in range(0, len(partials), size):
+            self._begin(partials[start : start + size])
         if not self.is_busy:
             # What is parked now is not continued soon.
             self._ship(is_pausing=True)
 
-    def _freshen(self, draft: PartialGroup) -> None:
+    def _refresh(self, partial: PartialGroup) -> None:
         """Decide what the tokens so far are worth under the present weights."""
         session = self._session
-        installed, num_tokens = session.installed_version, draft.num_tokens
+        installed, num_tokens = session.installed_version, partial.num_tokens
         assert installed is not None
         if not num_tokens:
             return
         step = max(session.learner_step, installed.step)
-        oldest = draft.oldest_step
+        oldest = partial.oldest_step
         result = apply_staleness_policy(
-            draft.members,
+            partial.members,
             stale_tokens=self.rules.stale_tokens,
             max_age=self.rules.max_age,
             step=step,
             installed=installed,
             lineages=session.lineages,
-            exact_version=draft.lease.exact_version,
+            exact_version=partial.lease.exact_version,
         )
-        draft.members = result.members
-        counts = session.partials
+        partial.members = result.members
+        counts = session.partial_counts
         counts["resumed"] += 1
         counts["resumed_tokens"] += num_tokens
         counts["masked_tokens"] += result.num_masked
         counts["wasted_tokens"] += result.num_dropped
         counts["age_sum"] += 0 if oldest is None else max(0, step - oldest)
 
-    def _begin(self, drafts: list[PartialGroup]) -> None:
-        loop, places = asyncio.get_running_loop(), self._session.drafts
+    def _begin(self, partials: list[PartialGroup]) -> None:
+        loop, places = asyncio.get_running_loop(), self._session.partials
 
-        def on_whole(draft: PartialGroup) -> None:
+        def on_whole(partial: PartialGroup) -> None:
             if not self._has_ended():
-                loop.call_soon_threadsafe(self._deliver, draft)
+                loop.call_soon_threadsafe(self._deliver, partial)
 
         call = EngineCall(
-            drafts,
-            num_awaited=math.ceil(len(drafts) / self.rules.over_submission),
+            partials,
+            num_awaited=math.ceil(len(partials) / self.rules.over_submission),
             max_s=self.rules.ship_s,
-            has_others=lambda: bool(places.queue or places.parked),
+            has_others=lambda: bool(places.queue or places.interrupted),
             has_ended=self._has_ended,
             on_whole=on_whole,
             clock=loop.time,
@@ -340,15 +340,15 @@ class RolloutLoop:
         except VersionError as error:
             # Newer weights came first.
             self._calls.discard(call)
-            self._refuse([draft.lease for draft in call.drafts], str(error))
+            self._refuse([partial.lease for partial in call.partials], str(error))
             self._wake()
             return
         if self._has_ended():
             return
         session.tokens_sampled += sum(len(c.token_ids) for c in completions)
-        for draft in call.stopped(completions):
-            session.park(draft)
-            session.partials["parked"] += 1
+        for partial in call.stopped(completions):
+            session.park(partial)
+            session.partial_counts["interrupted"] += 1
         self._calls.discard(call)
         self._ship()
         await self._save_if_due()
@@ -359,7 +359,7 @@ class RolloutLoop:
     def give_up(self) -> None:
         """Stop the calls of which no group is wanted any more."""
         for call in self._calls:
-            if all(self._session.is_cancelled(draft.lease) for draft in call.drafts):
+            if all(self._session.is_cancelled(partial.lease) for partial in call.partials):
                 call.is_recalled = True
 
     async def hold(self) -> None:
@@ -402,14 +402,14 @@ class RolloutLoop:
         except OSError as error:
             raise StorageError(f"cannot read {self._path}: {error}") from error
         try:
-            drafts = decode_groups(data, run_id=self._session.broadcast.run_id)
+            partials = decode_groups(data, run_id=self._session.broadcast.run_id)
         except RemoteProtocolError as error:
             self._log.warning("dropped %s: %s", self._path, error)
             return
-        self._session.drafts.restore(drafts)
-        if drafts:
-            num_tokens = sum(draft.num_tokens for draft in drafts)
-            self._log.info("found %d unfinished groups of %d tokens", len(drafts), num_tokens)
+        self._session.partials.restore(partials)
+        if partials:
+            num_tokens = sum(partial.num_tokens for partial in partials)
+            self._log.info("found %d unfinished groups of %d tokens", len(partials), num_tokens)
 
     async def _save_if_due(self) -> None:
         if self.rules.ship_s is not None and self._clock() >= self._saved_at + self.rules.ship_s:
@@ -418,9 +418,9 @@ class RolloutLoop:
     async def _save(self) -> None:
         """Write what is unfinished; a disk that takes no more is told of and survived."""
         self._saved_at = self._clock()
-        drafts = self._session.drafts.begun()
-        data = encode_groups(self._session.broadcast.run_id, drafts)
-        if data == self._saved or not (drafts or self._saved):
+        partials = self._session.partials.begun()
+        data = encode_groups(self._session.broadcast.run_id, partials)
+        if data == self._saved or not (partials or self._saved):
             return
         self._saved = data
         try:
@@ -443,7 +443,7 @@ class EpisodeLoop:
     def __init__(
         self,
         session: Worker,
-        player: EpisodeRunner,
+        runner: EpisodeRunner,
         sampling: Sampling,
         *,
         group_size: int,
@@ -461,7 +461,7 @@ class EpisodeLoop:
 
         Args:
             session: the worker's conversation.
-            player: plays.
+            runner: plays.
             sampling: how.
             group_size: rollouts of a group.
             groups_per_batch: groups in the engine at one time.
@@ -475,7 +475,7 @@ class EpisodeLoop:
             has_ended: whether the node is over; asked from the player's threads.
         """
         self._session = session
-        self._player = player
+        self._runner = runner
         self._sampling = sampling
         self._group_size = group_size
         self._groups_per_batch = groups_per_batch
@@ -501,25 +501,25 @@ class EpisodeLoop:
         if self._session.installed_version is None or (self.is_busy and not self._is_continuous):
             room = 0
         taken = self._session.take(room, group_size=self._group_size)
-        drafts = [draft for draft in taken if self._admit(draft)]
-        size = 1 if self._is_continuous else max(1, len(drafts))
-        for start in range(0, len(drafts), size):
-            batch = drafts[start : start + size]
+        partials = [partial for partial in taken if self._admit(partial)]
+        size = 1 if self._is_continuous else max(1, len(partials))
+        for start in range(0, len(partials), size):
+            batch = partials[start : start + size]
             self._num_playing += len(batch)
             self._spawn(self._play(batch), name="play")
 
-    async def _play(self, drafts: Sequence[PartialGroup]) -> None:
-        leases = [draft.lease for draft in drafts]
+    async def _play(self, partials: Sequence[PartialGroup]) -> None:
+        leases = [partial.lease for partial in partials]
         openings = openings_of(leases, group_size=self._group_size)
         exact_version = exact_version_of(leases)
 
         def on_progress(number: int) -> None:
-            for draft in drafts:
-                draft.num_progress += number
+            for partial in partials:
+                partial.num_progress += number
 
         try:
             results = await self._pool.run(
-                lambda: self._player.play(
+                lambda: self._runner.play(
                     openings,
                     self._sampling,
                     should_stop=self._has_ended,
@@ -531,12 +531,12 @@ class EpisodeLoop:
             self._refuse(leases, str(error))
             return
         finally:
-            self._num_playing -= len(drafts)
+            self._num_playing -= len(partials)
             self._wake()
         if self._has_ended():
             return
-        for draft, result in zip(drafts, results, strict=True):
+        for partial, result in zip(partials, results, strict=True):
             if not isinstance(result, RewardError):
                 masks = [rollout.completion_mask for rollout in result]
                 self._session.tokens_sampled += sum(int(mask.sum()) for mask in masks)
-            self._deliver(draft.lease, result)
+            self._deliver(partial.lease, result)

@@ -114,12 +114,12 @@ def assemble_worker(
         advertise=wiring.advertised(transport.listen_address, section.advertise),
         max_image_bytes=int(wiring.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
-    arenas = open_store(network.store_dir, network.store_bytes)
+    version_store = open_store(network.store_dir, network.store_bytes)
     now = asyncio.get_running_loop().time()
     session = Worker(
         settings,
-        wiring.make_broadcast(node_id, network, arenas),
-        Outbox(max_parcels=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * network.heartbeat_s)),
+        wiring.make_broadcast(node_id, network, version_store),
+        Outbox(max_deliveries=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * network.heartbeat_s)),
         now=now,
     )
     session.version_wait.max_s = config.engine.version_wait_s
@@ -138,7 +138,7 @@ def assemble_worker(
         threads=threads,
         log=log,
     )
-    node.arenas = arenas
+    node.version_store = version_store
     return node
 
 
@@ -194,7 +194,7 @@ def build_parts(
     return WorkerParts(
         engine=engine,
         host=judge.host,
-        player=make_runner(config, judge.turns, judge.host, engine, tokenizer, stop_ids),
+        runner=make_runner(config, judge.turns, judge.host, engine, tokenizer, stop_ids),
         decode=lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
         sampling=make_sampling(config, stop_ids),
         group_size=config.batch.group_size,

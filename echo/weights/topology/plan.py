@@ -631,8 +631,8 @@ class Planner:
         else:
             is_busy = any(node.stats.fetching is not None for node in receivers)
             # In its first version a fleet is unknown, and almost any other plan teaches something.
-            is_settled = all(node.installed is not None for node in receivers)
-            does_disturb = is_busy and is_settled and not is_between
+            is_steady = all(node.installed is not None for node in receivers)
+            does_disturb = is_busy and is_steady and not is_between
             if not does_disturb:
                 self._rested_at = now
             plans = self._plan_from(view, BUSY_GAIN if does_disturb else MIN_GAIN)

@@ -62,64 +62,64 @@ def held(has_chunk: bytearray) -> list[int]:
 @given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))
 def test_in_memory_every_chunk_is_hashed(good: set[int], touched: set[int]) -> None:
     manifest = describe(IMAGE)
-    arena = bytearray(len(IMAGE))
+    storage = bytearray(len(IMAGE))
     for index in good:
         start, stop = manifest.chunk_range(index)
-        arena[start:stop] = IMAGE[start:stop]
+        storage[start:stop] = IMAGE[start:stop]
     for index in touched:
-        arena[manifest.chunk_range(index)[1] - 1] ^= 1
-    assert held(held_chunks(manifest, memoryview(arena), None)) == sorted(good - touched)
+        storage[manifest.chunk_range(index)[1] - 1] ^= 1
+    assert held(held_chunks(manifest, memoryview(storage), None)) == sorted(good - touched)
 
 
 def test_small_chunks_are_hashed_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_store, "BATCH_BYTES", 8 << 10)
     manifest = describe(IMAGE, chunk_bytes=1 << 10)
-    arena = bytearray(IMAGE)
-    arena[5 << 10] ^= 1
+    storage = bytearray(IMAGE)
+    storage[5 << 10] ^= 1
     expected = [index for index in range(manifest.num_chunks) if index != 5]
-    assert held(held_chunks(manifest, memoryview(arena), None)) == expected
+    assert held(held_chunks(manifest, memoryview(storage), None)) == expected
 
 
 @pytest.mark.parametrize("indices", [[], [0], [3, 4, 9], [20], list(range(21))])
 def test_in_a_file_only_what_was_written_is_read(
     tmp_path: Path, indices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = written_in_part(tmp_path / "file", indices)
+    storage = written_in_part(tmp_path / "file", indices)
     hashed: list[int] = []
     matching = disk_store._matching
 
-    def spy(manifest: Manifest, arena: memoryview, batch: list[int]) -> list[int]:
+    def spy(manifest: Manifest, storage: memoryview, batch: list[int]) -> list[int]:
         hashed.extend(batch)
-        return matching(manifest, arena, batch)
+        return matching(manifest, storage, batch)
 
     monkeypatch.setattr(disk_store, "_matching", spy)
-    assert held(held_chunks(describe(IMAGE), arena, tmp_path / "file")) == indices
+    assert held(held_chunks(describe(IMAGE), storage, tmp_path / "file")) == indices
     assert sorted(hashed) == (indices if knows_holes(tmp_path) else list(range(21)))
 
 
 def test_a_hole_is_right_where_zeros_are_wanted(tmp_path: Path) -> None:
     image = IMAGE[:CHUNK_BYTES] + bytes(2 * CHUNK_BYTES) + IMAGE[:CHUNK_BYTES] + bytes(77)
-    arena = written_in_part(tmp_path / "file", [0], image=image)
-    assert held(held_chunks(describe(image), arena, tmp_path / "file")) == [0, 1, 2, 4]
+    storage = written_in_part(tmp_path / "file", [0], image=image)
+    assert held(held_chunks(describe(image), storage, tmp_path / "file")) == [0, 1, 2, 4]
 
 
 def test_a_wanted_zero_counts_only_if_it_is_there(tmp_path: Path) -> None:
-    """The file may have been replaced by another since: the arena's bytes decide."""
+    """The file may have been replaced by another since: the version store's bytes decide."""
     image = bytes(3 * CHUNK_BYTES)
     written_in_part(tmp_path / "file", [], image=image)
-    arena = memoryview(bytes(CHUNK_BYTES) + IMAGE[: 2 * CHUNK_BYTES])
-    assert held(held_chunks(describe(image), arena, tmp_path / "file")) == [0]
+    storage = memoryview(bytes(CHUNK_BYTES) + IMAGE[: 2 * CHUNK_BYTES])
+    assert held(held_chunks(describe(image), storage, tmp_path / "file")) == [0]
 
 
 def test_where_the_file_cannot_tell_everything_is_hashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = written_in_part(tmp_path / "file", [2, 5])
+    storage = written_in_part(tmp_path / "file", [2, 5])
     manifest = describe(IMAGE)
-    assert held(held_chunks(manifest, arena, tmp_path / "missing")) == [2, 5]
+    assert held(held_chunks(manifest, storage, tmp_path / "missing")) == [2, 5]
 
     def refuse(descriptor: int, position: int, how: int) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(disk_store.os, "lseek", refuse)
-    assert held(held_chunks(manifest, arena, tmp_path / "file")) == [2, 5]
+    assert held(held_chunks(manifest, storage, tmp_path / "file")) == [2, 5]

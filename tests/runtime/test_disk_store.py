@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.runtime.test_version_store_scan import CHUNK_BYTES, IMAGE, describe, held
 
 from echo.config.memory import Machine
 from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
@@ -30,7 +31,6 @@ from echo.weights.receiver import WriteChunk
 from echo.weights.store import Transfer
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL
-from tests.runtime.test_arenas_scan import CHUNK_BYTES, IMAGE, describe, held
 
 SIZE = 1 << 16
 LIMIT = 64 << 20
@@ -55,7 +55,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., DiskStore]]:
     def reopen(limit_bytes: int | None = LIMIT, *, run: str | None = "r") -> DiskStore:
         for former in stores:
             former.close()
-        stores.append(DiskStore(tmp_path / "arenas", limit_bytes))
+        stores.append(DiskStore(tmp_path / "version_store", limit_bytes))
         if run is not None:
             assert stores[-1].recover(run) == []
         return stores[-1]
@@ -95,15 +95,15 @@ def test_the_next_process_finds_what_was_written_newest_first(
     saved = store.recover("r")
     assert [item.version for item in saved] == [version(1, 2), version(3), version(2)]
     assert [item.signed_manifest for item in saved] == [b"v1/L2", b"v3", b"v2"]
-    assert [bytes(item.arena[:2]) for item in saved] == [b"v1", b"v3", b"v2"]
+    assert [bytes(item.storage[:2]) for item in saved] == [b"v1", b"v3", b"v2"]
     assert store.bytes_held == 3 * SIZE
-    saved[1].arena[:2] = b"v!"
+    saved[1].storage[:2] = b"v!"
     store.drop(version(2))
     store.close()
-    assert names(tmp_path / "arenas") == sorted(
-        ["echo-arena.lock", "v1-L2.arena", "v1-L2.manifest", "v3-L1.arena", "v3-L1.manifest"]
+    assert names(tmp_path / "version_store") == sorted(
+        ["echo-store.lock", "v1-L2.image", "v1-L2.manifest", "v3-L1.image", "v3-L1.manifest"]
     )
-    assert opened(run=None).recover("r")[1].arena[:2] == b"v!"
+    assert opened(run=None).recover("r")[1].storage[:2] == b"v!"
 
 
 def test_a_manifest_may_come_later_and_without_one_nothing_is_recovered(
@@ -123,8 +123,8 @@ def test_a_manifest_may_come_later_and_without_one_nothing_is_recovered(
 
 def test_recovering_twice_gives_nothing_twice(opened: Opened) -> None:
     store = opened()
-    arena = store.create(version(1), b"manifest", SIZE)
-    arena[:1] = b"a"
+    storage = store.create(version(1), b"manifest", SIZE)
+    storage[:1] = b"a"
     store.create(version(2), b"manifest", SIZE)
     store.drop(version(2))
     assert store.recover("r") == []
@@ -136,24 +136,24 @@ def test_recovering_twice_gives_nothing_twice(opened: Opened) -> None:
 def test_other_runs_and_leftovers_are_removed_and_foreign_files_left_alone(
     opened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = tmp_path / "arenas"
+    directory = tmp_path / "version_store"
     opened(run="other").create(version(1), b"manifest", SIZE)
     store = opened()
     store.create(version(2), b"manifest", SIZE)
     store.close()
     run = "b2dea48d667b2821"
-    (directory / "echo-arena-12.tmp").write_bytes(b"half made")
-    (directory / f"v7-L1-{run}.arena").write_bytes(b"")
-    (directory / f"v7-L1-{run}.manifest").write_bytes(b"of an empty arena")
-    (directory / f"v8-L1-{run}.manifest").write_bytes(b"without an arena")
-    (directory / f"v9-L1-{run}.arena").symlink_to(tmp_path / "elsewhere")
-    (directory / f"v10-L1-{run}.arena").mkdir()
+    (directory / "echo-image-12.tmp").write_bytes(b"half made")
+    (directory / f"v7-L1-{run}.image").write_bytes(b"")
+    (directory / f"v7-L1-{run}.manifest").write_bytes(b"of an empty version store")
+    (directory / f"v8-L1-{run}.manifest").write_bytes(b"without a version store")
+    (directory / f"v9-L1-{run}.image").symlink_to(tmp_path / "elsewhere")
+    (directory / f"v10-L1-{run}.image").mkdir()
     (directory / "notes.txt").write_text("mine")
-    (directory / "v1-L1-zz.arena").write_text("mine")
+    (directory / "v1-L1-zz.image").write_text("mine")
     caplog.set_level(logging.INFO)
     assert [item.version for item in opened(run=None).recover("r")] == [version(2)]
-    foreign = ["notes.txt", "v1-L1-zz.arena", "v10-L1.arena", "v9-L1.arena"]
-    own = ["echo-arena.lock", "v2-L1.arena", "v2-L1.manifest"]
+    foreign = ["notes.txt", "v1-L1-zz.image", "v10-L1.image", "v9-L1.image"]
+    own = ["echo-store.lock", "v2-L1.image", "v2-L1.manifest"]
     assert names(directory) == sorted([*own, *foreign])
     assert "removed what was left of v7: " in caplog.text
     assert "left alone 4 foreign files: notes.txt, v1-L1-zz.arena" in caplog.text
@@ -175,10 +175,10 @@ def test_a_recycled_file_bears_its_new_name_only(opened: Opened) -> None:
     store = opened()
     store.create(version(1), b"first", SIZE)[:] = b"1" * SIZE
     store.drop(version(1))
-    arena = store.create(version(2), b"second", SIZE)
-    assert arena[0] == ord("1")  # recycled
+    storage = store.create(version(2), b"second", SIZE)
+    assert storage[0] == ord("1")  # recycled
     store.flush()
-    assert names(store.directory) == ["echo-arena.lock", "v2-L1.arena", "v2-L1.manifest"]
+    assert names(store.directory) == ["echo-store.lock", "v2-L1.image", "v2-L1.manifest"]
 
 
 # --- a killed process ----------------------------------------------------------------------------
@@ -192,13 +192,13 @@ directory, image, manifest, chunk_bytes, order = sys.argv[1:]
 image, chunk_bytes = Path(image).read_bytes(), int(chunk_bytes)
 store = FileArenas(Path(directory), 1 << 26)
 assert store.recover("run") == []
-arena = store.create(PolicyVersion(1, 1), Path(manifest).read_bytes(), len(image))
+version store = store.create(PolicyVersion(1, 1), Path(manifest).read_bytes(), len(image))
 store.flush()
 for index in map(int, order.split(",")):
     start, stop = index * chunk_bytes, min(len(image), (index + 1) * chunk_bytes)
-    arena[start : start + 100] = image[start : start + 100]
+    version store[start : start + 100] = image[start : start + 100]
     os.write(1, f"begun {index}\\n".encode())
-    arena[start:stop] = image[start:stop]
+    version store[start:stop] = image[start:stop]
     os.write(1, f"done {index}\\n".encode())
 sys.stdin.read()
 """
@@ -209,7 +209,13 @@ def kill_writer(tmp_path: Path, after: bytes, order: list[int], signed: bytes) -
     image, manifest = tmp_path / "image", tmp_path / "manifest"
     image.write_bytes(IMAGE)
     manifest.write_bytes(signed)
-    arguments = [tmp_path / "arenas", image, manifest, CHUNK_BYTES, ",".join(map(str, order))]
+    arguments = [
+        tmp_path / "version_store",
+        image,
+        manifest,
+        CHUNK_BYTES,
+        ",".join(map(str, order)),
+    ]
     child = subprocess.Popen(
         [sys.executable, "-c", WRITER, *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -237,7 +243,7 @@ def test_a_killed_process_leaves_exactly_the_chunks_that_it_wrote(tmp_path: Path
     order = [7, 3, 20, 0, 12, 13, 1, 19]
     done = kill_writer(tmp_path, b"done 19\n", order, signed)
     assert done == order
-    store = DiskStore(tmp_path / "arenas", LIMIT)  # the lock went with the process
+    store = DiskStore(tmp_path / "version_store", LIMIT)  # the lock went with the process
     (saved,) = store.recover("run")
     _, manifest = verify(
         saved.signed_manifest,
@@ -245,13 +251,13 @@ def test_a_killed_process_leaves_exactly_the_chunks_that_it_wrote(tmp_path: Path
         run_id="run",
         max_bytes=LIMIT,
     )
-    assert held(store.verify_held(manifest, saved.arena)) == sorted(order)
+    assert held(store.verify_held(manifest, saved.storage)) == sorted(order)
     # It goes on where the other was killed.
     for index in set(range(manifest.num_chunks)) - set(order):
         start, stop = manifest.chunk_range(index)
-        saved.arena[start:stop] = IMAGE[start:stop]
-    assert all(store.verify_held(manifest, saved.arena))
-    assert saved.arena == IMAGE
+        saved.storage[start:stop] = IMAGE[start:stop]
+    assert all(store.verify_held(manifest, saved.storage))
+    assert saved.storage == IMAGE
     store.close()
 
 
@@ -259,9 +265,9 @@ def test_a_killed_process_leaves_exactly_the_chunks_that_it_wrote(tmp_path: Path
 @pytest.mark.parametrize("moment", [b"begun 0\n", b"begun 5\n", b"done 2\n"])
 def test_a_chunk_written_in_part_is_not_held(tmp_path: Path, moment: bytes) -> None:
     done = kill_writer(tmp_path, moment, list(range(21)), b"manifest")
-    store = DiskStore(tmp_path / "arenas", LIMIT)
+    store = DiskStore(tmp_path / "version_store", LIMIT)
     (saved,) = store.recover("run")
-    found = held(store.verify_held(describe(IMAGE), saved.arena))
+    found = held(store.verify_held(describe(IMAGE), saved.storage))
     # The one under way at the kill may just have been finished; nothing else may differ.
     assert found in (done, [*done, len(done)])
     store.close()
@@ -283,7 +289,7 @@ def test_a_full_disk_falls_back_on_memory_with_one_warning(
     assert (
         f"network.store_dir = {disk}: no 768 KiB for v2: No space left on device (" in caplog.text
     )
-    assert names(disk) == ["echo-arena.lock", "v1-L1.arena", "v1-L1.manifest"]
+    assert names(disk) == ["echo-store.lock", "v1-L1.image", "v1-L1.manifest"]
     assert store.bytes_held == 2 << 20
     assert store.verify_held(describe(bytes(second), step=2), second) == b"\1" * 12
     # The disk has room again.
@@ -306,7 +312,7 @@ def test_a_full_disk_and_no_memory_is_an_error_that_names_everything(
         f"network.store_dir = {disk}: no 2 MiB for v1: No space left on device ("
     )
     assert " free); free some, or point" in str(caught.value)
-    assert names(disk) == ["echo-arena.lock"]
+    assert names(disk) == ["echo-store.lock"]
     assert store.bytes_held == 0
     store.close()
 
@@ -318,7 +324,7 @@ def test_a_spare_makes_room_on_a_full_disk(disk: Path) -> None:
     store.drop(version(1))
     store.create(version(2), b"manifest", 700 << 10)
     store.flush()
-    assert names(disk) == ["echo-arena.lock", "v2-L1.arena", "v2-L1.manifest"]
+    assert names(disk) == ["echo-store.lock", "v2-L1.image", "v2-L1.manifest"]
     store.close()
 
 
@@ -333,7 +339,7 @@ def test_a_file_that_may_not_grow_is_like_a_full_disk(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "no 128 KiB for v1: File too large" in caplog.text
-    assert names(store.directory) == ["echo-arena.lock"]
+    assert names(store.directory) == ["echo-store.lock"]
 
 
 def test_neither_disk_nor_memory_names_both(
@@ -357,11 +363,11 @@ def test_a_manifest_that_cannot_be_written_costs_only_the_recovery(
 ) -> None:
     store = DiskStore(disk, LIMIT)
     store.recover("r")
-    arena = store.create(version(1), b"x" * (1 << 20), 512 << 10)
-    arena[:] = b"1" * len(arena)
+    storage = store.create(version(1), b"x" * (1 << 20), 512 << 10)
+    storage[:] = b"1" * len(storage)
     store.flush()
     assert "the manifest of v1 cannot be written: No space left on device" in caplog.text
-    assert names(disk) == ["echo-arena.lock", "v1-L1.arena"]
+    assert names(disk) == ["echo-store.lock", "v1-L1.image"]
     store.close()
 
 
@@ -394,15 +400,15 @@ def test_two_processes_never_share_a_directory(opened: Opened, tmp_path: Path) -
         "except StorageError as error: print(error)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "arenas")],
+        [sys.executable, "-c", program, str(tmp_path / "version_store")],
         capture_output=True,
         text=True,
         check=True,
         cwd=REPOSITORY,
     )
     assert done.stdout == (
-        f"network.store_dir = {tmp_path / 'arenas'} is in use by process {os.getpid()}; give each "
-        "node on a machine a directory of its own\n"
+        f"network.store_dir = {tmp_path / 'version_store'} is in use by process {os.getpid()}; "
+        "give each node on a machine a directory of its own\n"
     )
 
 
@@ -418,21 +424,21 @@ def test_a_directory_that_cannot_be_used_is_an_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"file/arenas cannot be used: Not a directory; choose"):
-        DiskStore(tmp_path / "file" / "arenas", LIMIT)
+        DiskStore(tmp_path / "file" / "version_store", LIMIT)
 
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(files.fcntl, "flock", refuse)
     with pytest.raises(StorageError, match="cannot be locked: No locks available; choose a"):
-        DiskStore(tmp_path / "arenas", LIMIT)
+        DiskStore(tmp_path / "version_store", LIMIT)
 
 
 def test_nobody_else_may_read_the_weights(opened: Opened, tmp_path: Path) -> None:
     opened().create(version(1), None, SIZE)
-    assert stat.S_IMODE((tmp_path / "arenas").stat().st_mode) == 0o700
-    (arena,) = (tmp_path / "arenas").glob("*.arena")
-    assert stat.S_IMODE(arena.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "version_store").stat().st_mode) == 0o700
+    (storage,) = (tmp_path / "version_store").glob("*.arena")
+    assert stat.S_IMODE(storage.stat().st_mode) == 0o600
 
 
 def test_the_run_must_be_known_first(opened: Opened) -> None:
@@ -465,12 +471,12 @@ def test_garbage_under_a_good_name_is_left_to_the_caller_s_checks(opened: Opened
 # --- writes that end late ------------------------------------------------------------------------
 
 
-def test_an_arena_that_is_dropped_while_a_chunk_is_written_is_not_recycled(opened: Opened) -> None:
+def test_a_storage_that_is_dropped_while_a_chunk_is_written_is_not_recycled(opened: Opened) -> None:
     store = opened()
     manifest = describe(IMAGE)
     signed = sign(manifest, Ed25519PrivateKey.generate())
-    arena = store.create(version(1), encode_signed(signed), len(IMAGE))
-    image = Transfer(signed, manifest, arena, bytearray(manifest.num_chunks))
+    storage = store.create(version(1), encode_signed(signed), len(IMAGE))
+    image = Transfer(signed, manifest, storage, bytearray(manifest.num_chunks))
     begun, goes_on = threading.Event(), threading.Event()
 
     def write(place: memoryview, data: Frame) -> None:
@@ -483,7 +489,7 @@ def test_an_arena_that_is_dropped_while_a_chunk_is_written_is_not_recycled(opene
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work.run)
         assert begun.wait(60)
-        del image, arena, work
+        del image, storage, work
         store.drop(version(1))
         other = store.create(version(2), b"manifest", len(IMAGE))
         other[:] = b"2" * len(IMAGE)

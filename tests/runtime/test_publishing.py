@@ -60,7 +60,7 @@ class Pair:
         )
         self.arrived: list[PolicyVersion] = []
         self.coder = Coder(KEY, num_threads=2)
-        self.parcels = VersionEncoder(
+        self.encoded_versions = VersionEncoder(
             self.learner,
             self.coder,
             codec=codec,
@@ -88,8 +88,8 @@ class Pair:
 
     async def publish(self, *publications: Publication) -> None:
         for publication in publications:
-            await self.parcels.publish(publication)
-            await self.parcels.wait()
+            await self.encoded_versions.publish(publication)
+            await self.encoded_versions.wait()
 
 
 @pytest.mark.parametrize("codec", ["auto", "delta", "full"])
@@ -106,14 +106,14 @@ def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
     pair = asyncio.run(main())
     assert pair.arrived == [PolicyVersion(1, step) for step in range(3)]
     for step in (1, 2):
-        assert pair.child.store[PolicyVersion(1, step)].arena == images[step]
+        assert pair.child.store[PolicyVersion(1, step)].storage == images[step]
     if codec == "full":
-        assert not pair.learner.parcels
+        assert not pair.learner.encoded_versions
         assert pair.child.bytes_received == 3 * NUM_BYTES
     else:
-        # The first in full or as an anchor, the others as deltas.
+        # The first in full or as a keyframe, the others as deltas.
         assert pair.child.bytes_received < 1.2 * NUM_BYTES
-        assert set(pair.parcels.coded_bytes) == {PolicyVersion(1, 1), PolicyVersion(1, 2)}
+        assert set(pair.encoded_versions.coded_bytes) == {PolicyVersion(1, 1), PolicyVersion(1, 2)}
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_a_laggard_takes_one_delta_after_the_other() -> None:
         return pair
 
     pair = asyncio.run(main())
-    assert pair.child.store[newest].arena == images[-1]
+    assert pair.child.store[newest].storage == images[-1]
     assert len(pair.arrived) == 5
 
 
@@ -183,7 +183,7 @@ def special_publications() -> list[Publication]:
     return publications
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["delta", "anchor"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["delta", "keyframe"])
 def test_values_of_every_kind_survive_bit_for_bit(is_late: bool) -> None:
     publications = special_publications()
 
@@ -199,12 +199,12 @@ def test_values_of_every_kind_survive_bit_for_bit(is_late: bool) -> None:
         return pair
 
     pair = asyncio.run(main())
-    (*_, newest) = sorted(pair.child.parcels)
-    assert newest[1].kind == ("anchor" if is_late else "delta"), "it came in full"
-    arena = memoryview(pair.child.store[PolicyVersion(1, 1)].arena)
+    (*_, newest) = sorted(pair.child.encoded_versions)
+    assert newest[1].kind == ("keyframe" if is_late else "delta"), "it came in full"
+    storage = memoryview(pair.child.store[PolicyVersion(1, 1)].storage)
     for spec in publications[1].manifest.tensors:
         where = slice(spec.offset, spec.offset + spec.num_bytes)
-        assert arena[where] == publications[1].image[where], spec.dtype
+        assert storage[where] == publications[1].image[where], spec.dtype
 
 
 def test_a_hopeless_delta_is_not_sent() -> None:
@@ -220,25 +220,25 @@ def test_a_hopeless_delta_is_not_sent() -> None:
 
     pair = asyncio.run(main())
     assert pair.arrived == [PolicyVersion(1, 0), PolicyVersion(1, 1)]
-    assert not pair.parcels.coded_bytes
+    assert not pair.encoded_versions.coded_bytes
     assert pair.child.bytes_received == 2 * NUM_BYTES
 
 
-def test_a_late_joiner_takes_the_anchor_and_the_deltas_behind_it() -> None:
+def test_a_late_joiner_takes_the_keyframe_and_the_deltas_behind_it() -> None:
     images = make_images(3, share=0.01)
 
     async def main() -> Pair:
         pair = Pair("auto")
         await pair.publish(*(make_publication(i, image) for i, image in enumerate(images)))
-        anchors = [item for item in pair.learner.parcels if item[1].kind == "anchor"]
-        assert anchors
+        keyframes = [item for item in pair.learner.encoded_versions if item[1].kind == "keyframe"]
+        assert keyframes
         pair.join()
         pair.coder.close()
         return pair
 
     pair = asyncio.run(main())
     assert pair.arrived[-1] == PolicyVersion(1, 2)
-    assert pair.child.store[PolicyVersion(1, 2)].arena == images[2]
+    assert pair.child.store[PolicyVersion(1, 2)].storage == images[2]
     assert pair.child.bytes_received < NUM_BYTES
 
 

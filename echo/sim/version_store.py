@@ -8,7 +8,7 @@ from echo.core.rollout import PolicyVersion
 from echo.wire.codec import Frame
 
 
-class SharedArenas:
+class SharedStore:
     """Images by version, as long as any node holds them."""
 
     may_block = False
@@ -23,10 +23,10 @@ class SharedArenas:
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         """Return room for an image, the same for every node."""
-        arena = self._images.get(version)
-        if arena is None:
-            arena = self._images[version] = memoryview(bytearray(num_bytes))
-        return arena
+        storage = self._images.get(version)
+        if storage is None:
+            storage = self._images[version] = memoryview(bytearray(num_bytes))
+        return storage
 
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
         """Need nothing."""

@@ -1,6 +1,7 @@
 """Versions in coded form for tests: images that differ in a few bytes, real codings, signed tables.
 
-Blocks and chunks are as small as the protocol allows, so that a parcel has several of each.
+Blocks and chunks are as small as the protocol allows, so that an encoded version has several of
+each.
 """
 
 from __future__ import annotations
@@ -119,15 +120,15 @@ def coded(
 
 
 def form_on(base: int | None) -> Form:
-    """Return the form of a parcel."""
-    return Form("anchor") if base is None else Form("delta", v(base))
+    """Return the form of an encoded version."""
+    return Form("keyframe") if base is None else Form("delta", v(base))
 
 
-def parcel_of(
+def encoded_of(
     step: int, base: int | None, *, num_pieces: int | None = None, **sizes: int
 ) -> EncodedVersion:
-    """Return the learner's parcel, with its first segments or all of them."""
-    parcel = EncodedVersion(v(step), form_on(base))
+    """Return the learner's encoded version, with its first segments or all of them."""
+    encoded = EncodedVersion(v(step), form_on(base))
     for table, frame, payload in coded(step, base, **sizes)[:num_pieces]:
-        parcel.add(table, frame, payload)
-    return parcel
+        encoded.add(table, frame, payload)
+    return encoded

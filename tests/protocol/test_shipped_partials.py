@@ -28,15 +28,15 @@ def partial(num_tokens: int, *, step: int = 0, reason: str = "") -> PartialRollo
 
 def begin(process: Process, *members: PartialRollout, key: tuple[int, int] = (0, 0)) -> None:
     """Have a worker's engine, which hangs, give up a group after so many tokens."""
-    drafts = process.session.drafts
-    draft = drafts.running.get(key)
-    if draft is None:
+    partials = process.session.partials
+    partial_group = partials.running.get(key)
+    if partial_group is None:
         installed = process.session.installed_version
-        taken = drafts.take(9, group_size=2, installed=installed)
-        drafts.running.update((d.key, d) for d in taken)
-        draft = drafts.running[key]
-    draft.members = list(members)
-    process.session.park(draft)
+        taken = partials.take(9, group_size=2, installed=installed)
+        partials.running.update((d.key, d) for d in taken)
+        partial_group = partials.running[key]
+    partial_group.members = list(members)
+    process.session.park(partial_group)
 
 
 def ship(run: Run, process: Process) -> None:
@@ -59,34 +59,38 @@ def run(hanging_run: Run) -> Run:
 
 def test_the_bound_holds_and_the_newest_statement_of_the_newest_attempt_wins() -> None:
     counters = Counters()
-    handover = ShippedPartials(counters, max_bytes=10)
-    handover.put(1, 0, b"12345", num_tokens=5)
-    handover.put(1, 0, b"123", num_tokens=3)
-    assert handover.num_bytes == 3, "a worker's newer statement replaces its older one"
-    handover.put(1, 1, b"1234", num_tokens=4)
-    handover.put(1, 0, b"12", num_tokens=4)
-    assert handover.grants([make_lease(1, 2)])[0][1] == (b"1234",)
-    handover.put(2, 0, b"1234567", num_tokens=7)
-    assert 2 not in handover
+    shipped = ShippedPartials(counters, max_bytes=10)
+    shipped.put(1, 0, b"12345", num_tokens=5)
+    shipped.put(1, 0, b"123", num_tokens=3)
+    assert shipped.num_bytes == 3, "a worker's newer statement replaces its older one"
+    shipped.put(1, 1, b"1234", num_tokens=4)
+    shipped.put(1, 0, b"12", num_tokens=4)
+    assert shipped.grants([make_lease(1, 2)])[0][1] == (b"1234",)
+    shipped.put(2, 0, b"1234567", num_tokens=7)
+    assert 2 not in shipped
     assert counters["dropped/partials_full"] == 1
-    handover.discard(1)
-    assert (handover.num_bytes, len(handover)) == (0, 0)
+    shipped.discard(1)
+    assert (shipped.num_bytes, len(shipped)) == (0, 0)
 
 
 def test_what_workers_count_is_added_once() -> None:
     counters = Counters()
-    handover, member = ShippedPartials(counters), make_worker("w1", None)
-    for counts in ({"parked": 2}, {"parked": 2}, {"parked": 5, "shipped": 1, "unknown": 7}):
+    shipped, member = ShippedPartials(counters), make_worker("w1", None)
+    for counts in (
+        {"interrupted": 2},
+        {"interrupted": 2},
+        {"interrupted": 5, "shipped": 1, "unknown": 7},
+    ):
         stats = NodeStats(partials=counts)
-        handover.count(member, Heartbeat(installed=None, capacity=0, leases=(), stats=stats))
-    assert counters.as_dict() == {"partials/parked": 5, "partials/shipped": 1}
+        shipped.count(member, Heartbeat(installed=None, capacity=0, leases=(), stats=stats))
+    assert counters.as_dict() == {"partials/interrupted": 5, "partials/shipped": 1}
 
 
 def test_what_a_dead_worker_has_shipped_is_continued_by_another(run: Run) -> None:
     w1 = run.world.process("w1")
     begin(w1, partial(3, reason="stop"), partial(5))
     ship(run, w1)
-    assert 0 in run.learner._scheduler.handover
+    assert 0 in run.learner._scheduler.shipped
     run.world.kill(w1)
     run.world.run(9.0)
     w2 = run.start_worker("w2")
@@ -95,8 +99,8 @@ def test_what_a_dead_worker_has_shipped_is_continued_by_another(run: Run) -> Non
     [(grant, payload)] = [each for each in grants_to(run, "w2") if each[1]]
     assert [(lease.group_id, lease.attempt) for lease in grant.leases] == [(0, 1)]
     assert [member.num_tokens for member in decode_members(payload[0])] == [3, 5]
-    draft = (w2.session.drafts.parked | w2.session.drafts.running)[0, 1]
-    assert [member.finish_reason for member in draft.members] == ["stop", ""]
+    partial_group = (w2.session.partials.interrupted | w2.session.partials.running)[0, 1]
+    assert [member.finish_reason for member in partial_group.members] == ["stop", ""]
     assert run.learner.counters["partials/handed_over"] == 1
 
 
@@ -121,26 +125,26 @@ def test_a_lost_grant_is_sent_again_with_what_there_is(run: Run) -> None:
     w1 = run.world.process("w1")
     begin(w1, partial(3), partial(5))
     ship(run, w1)
-    w1.session.drafts.parked.clear()
+    w1.session.partials.interrupted.clear()
     run.world.run(8.0)
     assert [len(p) for grant, p in grants_to(run, "w1") if grant.leases[0].group_id == 0][-1] == 1
 
 
 @pytest.mark.slow
-def test_a_machine_that_returns_with_its_drafts_goes_on_with_those_still_wanted(run: Run) -> None:
+def test_a_machine_that_returns_with_its_partials_goes_on_with_those_still_wanted(run: Run) -> None:
     w1 = run.world.process("w1")
     begin(w1, partial(3), partial(5), key=(1, 0))
-    left = list(w1.session.drafts.parked.values())
+    left = list(w1.session.partials.interrupted.values())
     run.world.kill(w1, is_silent=True)
     run.start_worker("w2")
     run.world.run(200.0)
     assert run.learner.next_group_id > 20, "nobody waits for it"
     back = run.start_worker("w1", address="tcp://elsewhere:1")
-    back.session.drafts.restore(left)
+    back.session.partials.restore(left)
     run.world.run(230.0)
     assert back.session.is_admitted
-    assert (1, 0) not in back.session.drafts, "its group was made by another long ago"
-    assert back.session.partials["wasted_tokens"] == 8
+    assert (1, 0) not in back.session.partials, "its group was made by another long ago"
+    assert back.session.partial_counts["wasted_tokens"] == 8
     assert run.learner.roster.nodes["w1"].node.advertise == "tcp://elsewhere:1"
     assert any(r["worker"] == "w1" for r in run.records[-80:] if r["kind"] == "accepted")
     run.audit()
@@ -149,23 +153,25 @@ def test_a_machine_that_returns_with_its_drafts_goes_on_with_those_still_wanted(
 def test_a_worker_that_restarts_at_once_keeps_its_own_leases(run: Run) -> None:
     w1 = run.world.process("w1")
     begin(w1, partial(3), partial(5))
-    left = list(w1.session.drafts.parked.values())
+    left = list(w1.session.partials.interrupted.values())
     run.world.kill(w1)
     back = run.start_worker("w1")
-    back.session.drafts.restore(left)
+    back.session.partials.restore(left)
     back.on_action.__self__.is_hung = True
     run.world.run(10.0)
     leases = run.learner.leases
     assert leases.workers_of(0) == ["w1"]
     assert leases.num_attempts(0) == 1, "the same lease as before"
-    assert (0, 0) in back.session.drafts
+    assert (0, 0) in back.session.partials
     assert leases.num_running == 3 + len(run.learner._scheduler.leases._returned)
 
 
-def test_a_parked_draft_is_given_up_where_another_worker_has_the_group_by_now(run: Run) -> None:
+def test_an_interrupted_partial_is_given_up_where_another_worker_has_the_group_by_now(
+    run: Run,
+) -> None:
     w1 = run.world.process("w1")
     begin(w1, partial(3), partial(5))
-    left = list(w1.session.drafts.parked.values())
+    left = list(w1.session.partials.interrupted.values())
     run.world.kill(w1)
     run.world.run(9.0)
     w2 = run.start_worker("w2")
@@ -173,10 +179,10 @@ def test_a_parked_draft_is_given_up_where_another_worker_has_the_group_by_now(ru
     run.world.run(12.0)
     assert run.learner.leases.workers_of(0) == ["w2"]
     back = run.start_worker("w1")
-    back.session.drafts.restore(left)
+    back.session.partials.restore(left)
     run.world.run(15.0)
     assert run.learner.leases.workers_of(0) == ["w2"]
-    assert (0, 0) not in back.session.drafts
+    assert (0, 0) not in back.session.partials
 
 
 @pytest.mark.parametrize(
@@ -199,7 +205,7 @@ def test_what_cannot_have_been_sampled_is_refused(
     notes = run.learner.receive("in0", frames_of(members), now=64.0)  # said once a minute
     assert complaint in notes[0].text
     assert run.learner.counters["protocol_errors"] == 2
-    assert 0 not in run.learner._scheduler.handover
+    assert 0 not in run.learner._scheduler.shipped
 
 
 def test_partials_of_others_groups_are_not_believed(run: Run) -> None:

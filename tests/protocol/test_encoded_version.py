@@ -1,4 +1,4 @@
-"""A parcel is taken apart and put together in any order, and no lie in its tables is believed."""
+"""An encoded version is put together in any order, and no lie in its tables is believed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from echo.core.errors import RemoteProtocolError
 from echo.weights.delta import split_blocks
 from echo.weights.manifest import HASH_BYTES, SegmentTable, encode_signed, sign
 from echo.weights.store import DecodeBlock, EncodedVersion, Transfer, allocate
-from tests.protocol.harness import CHUNK_BYTES, PUBLIC_KEY
-from tests.protocol.parcels import (
+from tests.protocol.encoded_versions import (
     BLOCK_BYTES,
     IMAGE_BYTES,
     coded,
@@ -27,6 +26,7 @@ from tests.protocol.parcels import (
     v,
     weights,
 )
+from tests.protocol.harness import CHUNK_BYTES, PUBLIC_KEY
 
 verify = functools.partial(
     EncodedVersion.verify, public_key=PUBLIC_KEY, run_id="run", max_bytes=IMAGE_BYTES
@@ -35,14 +35,14 @@ verify = functools.partial(
 
 def receiver(num_pieces: int, base: int | None = 0) -> EncodedVersion:
     """Return v1 on its way, with its first tables and no chunk."""
-    parcel = EncodedVersion(v(1), form_on(base))
+    encoded = EncodedVersion(v(1), form_on(base))
     for _, frame, _ in coded(1, base)[:num_pieces]:
-        parcel.add(verify(parcel, frame), frame)
-    parcel.arena = allocate(IMAGE_BYTES)
-    return parcel
+        encoded.add(verify(encoded, frame), frame)
+    encoded.storage = allocate(IMAGE_BYTES)
+    return encoded
 
 
-def payloads(parcel: EncodedVersion, base: int | None = 0) -> list[memoryview]:
+def payloads(encoded: EncodedVersion, base: int | None = 0) -> list[memoryview]:
     """Return all chunks of v1, in order."""
     return [
         payload[start : start + CHUNK_BYTES]
@@ -56,12 +56,12 @@ def payloads(parcel: EncodedVersion, base: int | None = 0) -> list[memoryview]:
 
 @pytest.mark.parametrize("base", [0, None])
 def test_honest_tables_are_accepted_in_their_order(base: int | None) -> None:
-    parcel = receiver(3, base)
-    assert parcel.num_segments == 3
-    assert not parcel.is_open
-    assert parcel.num_bytes == sum(table.num_bytes for table, _, _ in coded(1, base))
-    sizes = [parcel.chunk_size(index) for index in range(parcel.num_chunks)]
-    assert sizes == [len(payload) for payload in payloads(parcel, base)]
+    encoded = receiver(3, base)
+    assert encoded.num_segments == 3
+    assert not encoded.is_open
+    assert encoded.num_bytes == sum(table.num_bytes for table, _, _ in coded(1, base))
+    sizes = [encoded.chunk_size(index) for index in range(encoded.num_chunks)]
+    assert sizes == [len(payload) for payload in payloads(encoded, base)]
 
 
 FIRST, MIDDLE, LAST = range(3)
@@ -117,27 +117,27 @@ def sizes_of(place: int) -> tuple[int, ...]:
 )
 def test_every_lie_of_a_table_is_refused(place: int, lie: dict[str, Any], match: str) -> None:
     table = coded(1, 0)[place][0]
-    parcel = receiver(place)
+    encoded = receiver(place)
     with pytest.raises(RemoteProtocolError, match=match):
-        verify(parcel, signed_frame(msgspec.structs.replace(table, **lie)))
-    assert parcel.num_segments == place
-    verify(parcel, signed_frame(table))
+        verify(encoded, signed_frame(msgspec.structs.replace(table, **lie)))
+    assert encoded.num_segments == place
+    verify(encoded, signed_frame(table))
 
 
 def test_only_the_learner_is_believed() -> None:
     table, frame, _ = coded(1, 0)[0]
-    parcel = receiver(0)
+    encoded = receiver(0)
     stranger = msgspec.msgpack.encode(sign(table, Ed25519PrivateKey.generate()))
     with pytest.raises(RemoteProtocolError, match="did not sign"):
-        verify(parcel, stranger)
+        verify(encoded, stranger)
     for place in range(0, len(frame), 7):
         damaged = bytearray(frame)
         damaged[place] ^= 1
         with pytest.raises(RemoteProtocolError):
-            verify(parcel, damaged)
+            verify(encoded, damaged)
     # A manifest is signed by the same key, and is no table.
     with pytest.raises(RemoteProtocolError, match="malformed segment"):
-        verify(parcel, encode_signed(described(1)[0]))
+        verify(encoded, encode_signed(described(1)[0]))
 
 
 def test_what_is_taken_for_a_table_is_bounded_by_the_image() -> None:
@@ -153,85 +153,87 @@ def test_what_is_taken_for_a_table_is_bounded_by_the_image() -> None:
         chunk_hashes=HASH * num_chunks,
         result_hashes=described(1)[1].chunk_hashes,
     )
-    parcel = receiver(0)
-    assert verify(parcel, signed_frame(table)).num_bytes == IMAGE_BYTES + overhead
+    encoded = receiver(0)
+    assert verify(encoded, signed_frame(table)).num_bytes == IMAGE_BYTES + overhead
 
 
 # --- chunks and blocks ---------------------------------------------------------------------------
 
 
 def put(
-    parcel: EncodedVersion, index: int, data: bytes | memoryview, base: int | None
+    encoded: EncodedVersion, index: int, data: bytes | memoryview, base: int | None
 ) -> list[DecodeBlock]:
-    parcel.hold(index, data)
-    return parcel.decodable(index, None if base is None else memoryview(weights(base)))
+    encoded.hold(index, data)
+    return encoded.decodable(index, None if base is None else memoryview(weights(base)))
 
 
 @pytest.mark.parametrize("base", [0, None])
 @given(seed=st.integers(0, 2**32))
 def test_each_block_is_decoded_once_in_any_order_of_chunks(base: int | None, seed: int) -> None:
     chance = random.Random(seed)
-    parcel = receiver(0, base)
+    encoded = receiver(0, base)
     waiting, seen = [], []
     found: Transfer | None = None
-    chunks = payloads(parcel, base)
+    chunks = payloads(encoded, base)
     order: list[int] = []
     pieces = list(coded(1, base))
     while pieces or order or waiting:
         choice = chance.choice(["table", "chunk", "chunk", "decode"])
         if choice == "table" and pieces:
             _, frame, _ = pieces.pop(0)
-            first = parcel.num_chunks
-            parcel.add(verify(parcel, frame), frame)
-            order += range(first, parcel.num_chunks)
+            first = encoded.num_chunks
+            encoded.add(verify(encoded, frame), frame)
+            order += range(first, encoded.num_chunks)
             chance.shuffle(order)
         elif choice == "chunk" and order:
             index = order.pop()
-            works = put(parcel, index, chunks[index], base)
+            works = put(encoded, index, chunks[index], base)
             waiting += works
             seen += [work.block for work in works]
-            assert parcel.decodable(index, None) == []
+            assert encoded.decodable(index, None) == []
         elif choice == "decode" and waiting:
             work = waiting.pop(chance.randrange(len(waiting)))
             assert work.run() == ""
             assert found is None
-            found = parcel.decoded(work)
+            found = encoded.decoded(work)
     assert sorted(seen) == list(range(11))
     assert found is not None
-    assert bytes(found.arena) == weights(1)
+    assert bytes(found.storage) == weights(1)
     assert found.is_complete
     assert found.manifest == described(1)[1]
-    assert parcel.arena is None
-    assert parcel.is_complete
+    assert encoded.storage is None
+    assert encoded.is_complete
 
 
 def test_the_same_block_twice_is_one_block() -> None:
-    parcel = receiver(3)
-    works = [work for i, data in enumerate(payloads(parcel)) for work in put(parcel, i, data, 0)]
+    encoded = receiver(3)
+    works = [work for i, data in enumerate(payloads(encoded)) for work in put(encoded, i, data, 0)]
     for work in works[:-1]:
         assert work.run() == ""
-        assert parcel.decoded(work) is None
-        assert parcel.decoded(work) is None
+        assert encoded.decoded(work) is None
+        assert encoded.decoded(work) is None
     assert works[-1].run() == ""
-    assert parcel.decoded(works[-1]) is not None
+    assert encoded.decoded(works[-1]) is not None
 
 
 @pytest.mark.parametrize("base", [2, None])
 def test_a_wrong_base_is_found_out(base: int | None) -> None:
-    parcel = receiver(3)
+    encoded = receiver(3)
     faults = [
-        work.run() for i, data in enumerate(payloads(parcel)) for work in put(parcel, i, data, base)
+        work.run()
+        for i, data in enumerate(payloads(encoded))
+        for work in put(encoded, i, data, base)
     ]
     wanted = "needs a base" if base is None else "does not have the hashes"
     assert any(wanted in fault for fault in faults)
 
 
 def test_a_base_of_another_size_is_found_out() -> None:
-    parcel = receiver(3)
-    for index, data in enumerate(payloads(parcel)):
-        parcel.hold(index, data)
-    index = parcel.num_chunks - 1
-    [*_, last] = parcel.decodable(index, memoryview(weights(0)[:-1]))
+    encoded = receiver(3)
+    for index, data in enumerate(payloads(encoded)):
+        encoded.hold(index, data)
+    index = encoded.num_chunks - 1
+    [*_, last] = encoded.decodable(index, memoryview(weights(0)[:-1]))
     assert "base of its own length" in last.run()
 
 
@@ -239,27 +241,27 @@ def test_a_wrong_hash_of_what_comes_out_is_found_out() -> None:
     pieces = coded(1, 0)
     table = pieces[0][0]
     hashes = HASH + table.result_hashes[HASH_BYTES:]
-    parcel = EncodedVersion(v(1), form_on(0))
+    encoded = EncodedVersion(v(1), form_on(0))
     frame = signed_frame(msgspec.structs.replace(table, result_hashes=hashes))
-    parcel.add(verify(parcel, frame), frame)
-    parcel.arena = allocate(IMAGE_BYTES)
-    chunks = payloads(parcel)
-    works = [work for i in range(parcel.num_chunks) for work in put(parcel, i, chunks[i], 0)]
+    encoded.add(verify(encoded, frame), frame)
+    encoded.storage = allocate(IMAGE_BYTES)
+    chunks = payloads(encoded)
+    works = [work for i in range(encoded.num_chunks) for work in put(encoded, i, chunks[i], 0)]
     assert [bool(work.run()) for work in works] == [True, False, False, False]
 
 
-def test_the_learners_parcel_is_whole_as_soon_as_it_is_coded() -> None:
-    parcel = EncodedVersion(v(1), form_on(0))
-    assert parcel.is_half
+def test_the_learners_encoded_is_whole_as_soon_as_it_is_coded() -> None:
+    encoded = EncodedVersion(v(1), form_on(0))
+    assert encoded.is_half
     for number, (table, frame, payload) in enumerate(coded(1, 0)):
-        parcel.expected_bytes = 1 << 20
-        parcel.add(table, frame, payload)
-        assert not parcel.is_half
-        assert parcel.is_being_coded == parcel.is_open == (number < 2)
-        assert parcel.num_bytes == ((1 << 20) if number < 2 else sum(map(len, payloads(parcel))))
-    assert parcel.is_complete
-    assert [bytes(parcel.chunk(i)) for i in range(parcel.num_chunks)] == payloads(parcel)
-    assert parcel.chunk(0).readonly
+        encoded.expected_bytes = 1 << 20
+        encoded.add(table, frame, payload)
+        assert not encoded.is_half
+        assert encoded.is_being_coded == encoded.is_open == (number < 2)
+        assert encoded.num_bytes == ((1 << 20) if number < 2 else sum(map(len, payloads(encoded))))
+    assert encoded.is_complete
+    assert [bytes(encoded.chunk(i)) for i in range(encoded.num_chunks)] == payloads(encoded)
+    assert encoded.chunk(0).readonly
 
 
 def test_the_segment_of_a_table_is_what_was_signed() -> None:

@@ -1,4 +1,4 @@
-"""Arenas are counted against a limit, and recycled only when nobody can read them any more."""
+"""Images are counted against a limit, and recycled only when nobody can read them any more."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import zmq
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.runtime.test_version_store_scan import CHUNK_BYTES, IMAGE, describe, held
 
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.runtime.disk_store import MAX_SPARES, DiskStore, MappedStore, MemoryStore, open_store
-from tests.runtime.test_arenas_scan import CHUNK_BYTES, IMAGE, describe, held
 
 SIZE = 1 << 16
 
@@ -46,11 +46,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MappedStor
     made.close()
 
 
-def test_an_arena_is_room_to_write_to(store: MappedStore) -> None:
-    arena = store.create(version(1), b"manifest", SIZE + 1)
-    assert (len(arena), arena.readonly, arena.format) == (SIZE + 1, False, "B")
-    arena[:] = bytes(range(256)) * (SIZE // 256) + b"\7"
-    assert bytes(arena[-3:]) == b"\xfe\xff\7"
+def test_a_storage_is_room_to_write_to(store: MappedStore) -> None:
+    storage = store.create(version(1), b"manifest", SIZE + 1)
+    assert (len(storage), storage.readonly, storage.format) == (SIZE + 1, False, "B")
+    storage[:] = bytes(range(256)) * (SIZE // 256) + b"\7"
+    assert bytes(storage[-3:]) == b"\xfe\xff\7"
     assert store.bytes_held == SIZE + 1
 
 
@@ -85,13 +85,13 @@ def test_to_drop_what_is_not_there_is_no_error(store: MappedStore) -> None:
     assert store.bytes_held == 0
 
 
-def test_a_dropped_arena_is_recycled_when_no_view_is_left(store: MappedStore) -> None:
-    arena = store.create(version(1), None, SIZE)
-    place = address(arena)
-    piece = arena[10:20].toreadonly()
-    piece_of_numpy = np.frombuffer(arena, np.uint8)[5:]
-    arena[10:20] = b"0123456789"
-    del arena
+def test_a_dropped_storage_is_recycled_when_no_view_is_left(store: MappedStore) -> None:
+    storage = store.create(version(1), None, SIZE)
+    place = address(storage)
+    piece = storage[10:20].toreadonly()
+    piece_of_numpy = np.frombuffer(storage, np.uint8)[5:]
+    storage[10:20] = b"0123456789"
+    del storage
     store.drop(version(1))
     second = store.create(version(2), None, SIZE)
     second[:] = bytes(SIZE)
@@ -108,14 +108,14 @@ def test_a_dropped_arena_is_recycled_when_no_view_is_left(store: MappedStore) ->
 
 
 @pytest.mark.slow
-def test_a_tensor_made_from_an_arena_keeps_it(store: MappedStore) -> None:
+def test_a_tensor_made_from_a_storage_keeps_it(store: MappedStore) -> None:
     """As of the weights that a worker on a CPU has installed."""
-    arena = store.create(version(1), None, SIZE)
-    place = address(arena)
-    whole = torch.frombuffer(arena[:64], dtype=torch.float32)
+    storage = store.create(version(1), None, SIZE)
+    place = address(storage)
+    whole = torch.frombuffer(storage[:64], dtype=torch.float32)
     part = whole.view(4, 4)[1:]
     part.fill_(1.5)
-    del arena, whole
+    del storage, whole
     store.drop(version(1))
     gc.collect()
     second = store.create(version(2), None, SIZE)
@@ -154,9 +154,9 @@ def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MappedStore) -> N
     """The receiver takes nothing at first, so slices wait in the sender without a copy."""
     num_bytes = 24 << 20  # more than the sockets' buffers hold
     store.limit_bytes = 8 * num_bytes
-    arena = store.create(version(1), None, num_bytes)
-    arena[:] = b"\1" * num_bytes
-    place = address(arena)
+    storage = store.create(version(1), None, num_bytes)
+    storage[:] = b"\1" * num_bytes
+    place = address(storage)
     with (
         zmq.Context() as context,
         context.socket(zmq.PUSH) as push,
@@ -166,8 +166,8 @@ def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MappedStore) -> N
         port = pull.bind_to_random_port("tcp://127.0.0.1")
         push.connect(f"tcp://127.0.0.1:{port}")
         for start in range(0, num_bytes, 1 << 20):
-            push.send(arena[start : start + (1 << 20)].toreadonly(), copy=False)
-        del arena
+            push.send(storage[start : start + (1 << 20)].toreadonly(), copy=False)
+        del storage
         store.drop(version(1))
         second = store.create(version(2), None, num_bytes)
         second[:] = b"\2" * num_bytes
@@ -183,11 +183,11 @@ def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MappedStore) -> N
 def test_the_rehash_looks_at_the_version_s_own_bytes(store: MappedStore) -> None:
     store.limit_bytes = 2 * len(IMAGE)
     manifest = describe(IMAGE)
-    arena = store.create(manifest.version, b"", len(IMAGE))
-    arena[: 3 * CHUNK_BYTES] = IMAGE[: 3 * CHUNK_BYTES]
-    assert held(store.verify_held(manifest, arena)) == [0, 1, 2]
-    with pytest.raises(StorageError, match="arena of v1 has 5 bytes, its manifest says"):
-        store.verify_held(manifest, arena[:5])
+    storage = store.create(manifest.version, b"", len(IMAGE))
+    storage[: 3 * CHUNK_BYTES] = IMAGE[: 3 * CHUNK_BYTES]
+    assert held(store.verify_held(manifest, storage)) == [0, 1, 2]
+    with pytest.raises(StorageError, match="version store of v1 has 5 bytes, its manifest says"):
+        store.verify_held(manifest, storage[:5])
 
 
 def test_a_new_run_drops_the_versions_of_the_old_one(store: MappedStore) -> None:

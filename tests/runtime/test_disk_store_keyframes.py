@@ -1,4 +1,4 @@
-"""Journals of anchors: found again by the next process, as far as they are sound."""
+"""Journals of keyframes: found again by the next process, as far as they are sound."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_next_process_reads_what_was_written_newest_first(opened: Opened) ->
     write(begin(store, 3), b"a" * 100, b"")
     write(begin(store, 4), b"d")
     begin(store, 5)
-    saved = opened().recover_parcels()
+    saved = opened().recover_encoded()
     assert [each.version for each in saved] == [version(5), version(4), version(3)]
     assert list(saved[0].journal.records()) == []
     assert list(saved[1].journal.records()) == [(None, b"table"), (0, b"d")]
@@ -77,11 +77,11 @@ def test_the_next_process_reads_what_was_written_newest_first(opened: Opened) ->
 
 def test_one_that_is_gone_on_with_is_added_to(opened: Opened) -> None:
     write(begin(opened(), 1), b"first")
-    journal = only(opened().recover_parcels()).journal
+    journal = only(opened().recover_encoded()).journal
     assert len(list(journal.records())) == 2
     journal.open()
     journal.chunk(7, memoryview(b"second"))
-    again = only(opened().recover_parcels()).journal
+    again = only(opened().recover_encoded()).journal
     assert list(again.records()) == [(None, b"table"), (0, b"first"), (7, b"second")]
 
 
@@ -91,12 +91,12 @@ def test_a_torn_end_is_cut_off_before_more_is_added(opened: Opened, num_torn: in
     write(journal, b"first", b"other")
     with journal.path.open("r+b") as file:
         file.truncate(journal.path.stat().st_size - num_torn)
-    journal = only(opened().recover_parcels()).journal
+    journal = only(opened().recover_encoded()).journal
     sound = [(None, b"table"), (0, b"first")]
     assert list(journal.records()) == sound
     journal.open()
     journal.chunk(2, memoryview(b"third"))
-    assert list(only(opened().recover_parcels()).journal.records()) == [*sound, (2, b"third")]
+    assert list(only(opened().recover_encoded()).journal.records()) == [*sound, (2, b"third")]
 
 
 @pytest.mark.parametrize(
@@ -107,22 +107,22 @@ def test_junk_is_the_end(opened: Opened, junk: bytes) -> None:
     write(journal, b"first")
     with journal.path.open("ab") as file:
         file.write(junk)
-    assert len(list(only(opened().recover_parcels()).journal.records())) == 2
+    assert len(list(only(opened().recover_encoded()).journal.records())) == 2
 
 
 def test_what_was_not_accepted_is_cut_off_with_all_that_follows(opened: Opened) -> None:
     write(begin(opened(), 1), b"first", b"second", b"third")
-    journal = only(opened().recover_parcels()).journal
+    journal = only(opened().recover_encoded()).journal
     for index, _ in journal.records():
         if index == 1:
             break
     journal.open()
     journal.chunk(5, memoryview(b"new"))
-    again = only(opened().recover_parcels()).journal
+    again = only(opened().recover_encoded()).journal
     assert [index for index, _ in again.records()] == [None, 0, 5]
 
 
-def test_it_goes_with_its_anchor(opened: Opened, tmp_path: Path) -> None:
+def test_it_goes_with_its_keyframe(opened: Opened, tmp_path: Path) -> None:
     store = opened()
     journal = begin(store, 1)
     write(journal, b"a" * 100)
@@ -131,32 +131,32 @@ def test_it_goes_with_its_anchor(opened: Opened, tmp_path: Path) -> None:
     journal.remove()
     journal.chunk(1, memoryview(b"late"))  # and no more is written
     store.flush()
-    assert journals(tmp_path) == ["v2-L1-anchor"]
-    # The same anchor may be fetched anew.
+    assert journals(tmp_path) == ["v2-L1-keyframe"]
+    # The same keyframe may be fetched anew.
     write(begin(store, 1), b"a")
-    assert len(opened().recover_parcels()) == 2
+    assert len(opened().recover_encoded()) == 2
 
 
 def test_the_journals_of_other_runs_are_removed_and_foreign_files_left_alone(
     opened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(begin(opened(run="other"), 1), b"a")
-    (tmp_path / "v1-L1-anchor-mine.parcel").write_text("mine")
-    (tmp_path / "v2-L1-anchor-b2dea48d667b2821.parcel").mkdir()
+    (tmp_path / "v1-L1-keyframe-mine.encoded").write_text("mine")
+    (tmp_path / "v2-L1-keyframe-b2dea48d667b2821.encoded").mkdir()
     caplog.set_level(logging.INFO)
     store = opened()
-    assert store.recover_parcels() == []
+    assert store.recover_encoded() == []
     store.flush()
-    assert journals(tmp_path) == ["v1-L1-anchor", "v2-L1-anchor"]
-    assert (tmp_path / "v1-L1-anchor-mine.parcel").read_text() == "mine"
+    assert journals(tmp_path) == ["v1-L1-keyframe", "v2-L1-keyframe"]
+    assert (tmp_path / "v1-L1-keyframe-mine.encoded").read_text() == "mine"
 
 
 def test_recovering_twice_gives_nothing_twice(opened: Opened) -> None:
     write(begin(opened(), 1), b"a")
     store = opened()
-    assert len(store.recover_parcels()) == 1
+    assert len(store.recover_encoded()) == 1
     begin(store, 2)
-    assert store.recover_parcels() == []
+    assert store.recover_encoded() == []
 
 
 # --- room ----------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_journals_take_what_versions_leave_and_the_oldest_give_way(
     for step in (2, 3):
         write(begin(store, step), b"d" * (SIZE // 3))
     write(begin(store, 4), b"d" * (SIZE // 2))
-    assert journals(tmp_path) == ["v3-L1-anchor", "v4-L1-anchor"]
+    assert journals(tmp_path) == ["v3-L1-keyframe", "v4-L1-keyframe"]
     # A version takes the room of all of them, and is the only thing that may.
     store.create(version(4), b"manifest", SIZE)
     store.flush()
@@ -182,7 +182,7 @@ def test_one_that_exceeds_the_limit_alone_is_given_up(opened: Opened, tmp_path: 
     journal = begin(store, 1)
     write(journal, b"a" * (SIZE // 2), b"b" * (SIZE // 2), b"c")
     assert journals(tmp_path) == []
-    assert store._parcels.num_bytes == 0
+    assert store._encoded_versions.num_bytes == 0
 
 
 def test_spares_give_way_to_journals(opened: Opened, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_spares_give_way_to_journals(opened: Opened, tmp_path: Path) -> None:
     store.create(version(1), b"manifest", SIZE + SIZE // 2)
     store.drop(version(1))
     write(begin(store, 2), b"a" * SIZE)
-    assert journals(tmp_path) == ["v2-L1-anchor"]
+    assert journals(tmp_path) == ["v2-L1-keyframe"]
     assert store._spares == []
 
 
@@ -201,10 +201,10 @@ def test_the_oldest_are_not_recovered_where_the_limit_is_lower_now(
     for step in (1, 2, 3):
         write(begin(store, step), b"a" * SIZE)
     store = opened(2 * SIZE + 1000)
-    saved = store.recover_parcels()
+    saved = store.recover_encoded()
     store.flush()
     assert [each.version for each in saved] == [version(3), version(2)]
-    assert journals(tmp_path) == ["v2-L1-anchor", "v3-L1-anchor"]
+    assert journals(tmp_path) == ["v2-L1-keyframe", "v3-L1-keyframe"]
 
 
 def test_the_default_limit_counts_what_a_former_process_has_taken(
@@ -228,16 +228,16 @@ def test_a_disk_that_cannot_be_written_costs_only_the_recovery(
     for journal in journals_of:
         write(journal, b"a" * 100)
     assert journals(tmp_path) == []
-    assert store._parcels.num_bytes == store._parcels.behind_bytes == 0
+    assert store._encoded_versions.num_bytes == store._encoded_versions.behind_bytes == 0
     assert caplog.text.count("No space left on device") == 1
-    assert "v1-L1-anchor" in caplog.text
+    assert "v1-L1-keyframe" in caplog.text
 
 
 def test_a_directory_that_is_gone_costs_only_the_recovery(
     opened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = opened()
-    store.directory = store._parcels.directory = tmp_path / "gone"
+    store.directory = store._encoded_versions.directory = tmp_path / "gone"
     write(begin(store, 1), b"a")
     assert "cannot be written: No such file" in caplog.text
 
@@ -252,7 +252,7 @@ def test_the_run_must_be_known_first(tmp_path: Path) -> None:
 def test_in_memory_nothing_is_kept() -> None:
     store = MemoryStore(LIMIT)
     assert store.journal(version(1)) is None
-    assert store.recover_parcels() == []
+    assert store.recover_encoded() == []
 
 
 def test_nobody_else_may_read_them(opened: Opened) -> None:
