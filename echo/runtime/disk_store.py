@@ -4,7 +4,7 @@ Layout of the directory (network.store_dir), all names this module's own:
 
     v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
-    *.parcel                 what has come of keyframes (`runtime/disk_store.py`)
+    *.keyframe               what has come of keyframes (`runtime/disk_store.py`)
     echo-image-<n>.tmp       what is being made, and spares that wait for recycling
     echo-store.lock          flock held by the process that owns the directory, with its pid
 
@@ -210,7 +210,7 @@ def _report(future: Future[None]) -> None:
 # known before its last table, and what comes out of its chunks lies elsewhere. So each has a
 # journal, to which tables and chunks are appended as they have been verified:
 #
-#     v12-L1-anchor-<run>.parcel             of version 12, lineage 1
+#     v12-L1-<run>.keyframe             of version 12, lineage 1
 #
 #     record: magic (4 bytes), index of the chunk or 2^32 - 1 for a table, length, then the bytes
 #
@@ -234,9 +234,7 @@ _MAGIC = b"echo"
 _TABLE = 2**32 - 1
 MAX_BEHIND_BYTES = 256 << 20
 """What may wait to be written to all journals; `close` waits for that."""
-_NAME = re.compile(
-    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-anchor-(?P<run>[0-9a-f]{16})\.parcel"
-)
+_NAME = re.compile(r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.keyframe")
 
 
 def is_keyframe_file(name: str) -> bool:
@@ -415,7 +413,7 @@ class KeyframeFiles:
 
     def begin(self, version: PolicyVersion, run: str) -> KeyframeFile:
         """Return a new journal."""
-        path = self.directory / f"v{version.step}-L{version.lineage}-keyframe-{run}.encoded"
+        path = self.directory / f"v{version.step}-L{version.lineage}-{run}.keyframe"
         file = KeyframeFile(self, path)
         file.open()
         self._open.append(file)

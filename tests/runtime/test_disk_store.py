@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from tests.runtime.test_version_store_scan import CHUNK_BYTES, IMAGE, describe, held
 
 from echo.config.memory import Machine
 from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
@@ -31,6 +30,7 @@ from echo.weights.receiver import WriteChunk
 from echo.weights.store import Transfer
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL
+from tests.runtime.test_disk_store_scan import CHUNK_BYTES, IMAGE, describe, held
 
 SIZE = 1 << 16
 LIMIT = 64 << 20
@@ -187,18 +187,18 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from echo.core.rollout import PolicyVersion
-from echo.runtime.disk_store import DiskStore as FileArenas
+from echo.runtime.disk_store import DiskStore
 directory, image, manifest, chunk_bytes, order = sys.argv[1:]
 image, chunk_bytes = Path(image).read_bytes(), int(chunk_bytes)
-store = FileArenas(Path(directory), 1 << 26)
+store = DiskStore(Path(directory), 1 << 26)
 assert store.recover("run") == []
-version store = store.create(PolicyVersion(1, 1), Path(manifest).read_bytes(), len(image))
+version = store.create(PolicyVersion(1, 1), Path(manifest).read_bytes(), len(image))
 store.flush()
 for index in map(int, order.split(",")):
     start, stop = index * chunk_bytes, min(len(image), (index + 1) * chunk_bytes)
-    version store[start : start + 100] = image[start : start + 100]
+    version[start : start + 100] = image[start : start + 100]
     os.write(1, f"begun {index}\\n".encode())
-    version store[start:stop] = image[start:stop]
+    version[start:stop] = image[start:stop]
     os.write(1, f"done {index}\\n".encode())
 sys.stdin.read()
 """
@@ -227,7 +227,9 @@ def kill_writer(tmp_path: Path, after: bytes, order: list[int], signed: bytes) -
     text = b""
     while after not in text:
         assert select.select([child.stdout], [], [], 120)[0], "the writer is silent"
-        text += os.read(child.stdout.fileno(), 4096)
+        piece = os.read(child.stdout.fileno(), 4096)
+        assert piece, "the writer has ended"
+        text += piece
     child.send_signal(signal.SIGKILL)
     text += child.stdout.read()
     child.wait()
@@ -396,7 +398,7 @@ def test_two_processes_never_share_a_directory(opened: Opened, tmp_path: Path) -
     program = (
         "import sys; from pathlib import Path; from echo.core.errors import StorageError\n"
         "from echo.runtime.disk_store import FileArenas\n"
-        "try: FileArenas(Path(sys.argv[1]), 1)\n"
+        "try: DiskStore(Path(sys.argv[1]), 1)\n"
         "except StorageError as error: print(error)"
     )
     done = subprocess.run(

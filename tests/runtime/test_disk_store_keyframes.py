@@ -60,7 +60,7 @@ def only(saved: list[SavedKeyframe]) -> SavedKeyframe:
 
 
 def journals(directory: Path) -> list[str]:
-    return sorted(path.name.rsplit("-", 1)[0] for path in directory.glob("*.parcel"))
+    return sorted(path.name.rsplit("-", 1)[0] for path in directory.glob("*.keyframe"))
 
 
 def test_the_next_process_reads_what_was_written_newest_first(opened: Opened) -> None:
@@ -131,7 +131,7 @@ def test_it_goes_with_its_keyframe(opened: Opened, tmp_path: Path) -> None:
     journal.remove()
     journal.chunk(1, memoryview(b"late"))  # and no more is written
     store.flush()
-    assert journals(tmp_path) == ["v2-L1-keyframe"]
+    assert journals(tmp_path) == ["v2-L1"]
     # The same keyframe may be fetched anew.
     write(begin(store, 1), b"a")
     assert len(opened().recover_encoded()) == 2
@@ -141,14 +141,14 @@ def test_the_journals_of_other_runs_are_removed_and_foreign_files_left_alone(
     opened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(begin(opened(run="other"), 1), b"a")
-    (tmp_path / "v1-L1-keyframe-mine.encoded").write_text("mine")
-    (tmp_path / "v2-L1-keyframe-b2dea48d667b2821.encoded").mkdir()
+    (tmp_path / "v1-L1-mine.keyframe").write_text("mine")
+    (tmp_path / "v2-L1-b2dea48d667b2821.keyframe").mkdir()
     caplog.set_level(logging.INFO)
     store = opened()
     assert store.recover_encoded() == []
     store.flush()
-    assert journals(tmp_path) == ["v1-L1-keyframe", "v2-L1-keyframe"]
-    assert (tmp_path / "v1-L1-keyframe-mine.encoded").read_text() == "mine"
+    assert journals(tmp_path) == ["v1-L1", "v2-L1"]
+    assert (tmp_path / "v1-L1-mine.keyframe").read_text() == "mine"
 
 
 def test_recovering_twice_gives_nothing_twice(opened: Opened) -> None:
@@ -170,7 +170,7 @@ def test_journals_take_what_versions_leave_and_the_oldest_give_way(
     for step in (2, 3):
         write(begin(store, step), b"d" * (SIZE // 3))
     write(begin(store, 4), b"d" * (SIZE // 2))
-    assert journals(tmp_path) == ["v3-L1-keyframe", "v4-L1-keyframe"]
+    assert journals(tmp_path) == ["v3-L1", "v4-L1"]
     # A version takes the room of all of them, and is the only thing that may.
     store.create(version(4), b"manifest", SIZE)
     store.flush()
@@ -190,7 +190,7 @@ def test_spares_give_way_to_journals(opened: Opened, tmp_path: Path) -> None:
     store.create(version(1), b"manifest", SIZE + SIZE // 2)
     store.drop(version(1))
     write(begin(store, 2), b"a" * SIZE)
-    assert journals(tmp_path) == ["v2-L1-keyframe"]
+    assert journals(tmp_path) == ["v2-L1"]
     assert store._spares == []
 
 
@@ -204,7 +204,7 @@ def test_the_oldest_are_not_recovered_where_the_limit_is_lower_now(
     saved = store.recover_encoded()
     store.flush()
     assert [each.version for each in saved] == [version(3), version(2)]
-    assert journals(tmp_path) == ["v2-L1-keyframe", "v3-L1-keyframe"]
+    assert journals(tmp_path) == ["v2-L1", "v3-L1"]
 
 
 def test_the_default_limit_counts_what_a_former_process_has_taken(
@@ -230,7 +230,7 @@ def test_a_disk_that_cannot_be_written_costs_only_the_recovery(
     assert journals(tmp_path) == []
     assert store._encoded_versions.num_bytes == store._encoded_versions.behind_bytes == 0
     assert caplog.text.count("No space left on device") == 1
-    assert "v1-L1-keyframe" in caplog.text
+    assert "v1-L1" in caplog.text
 
 
 def test_a_directory_that_is_gone_costs_only_the_recovery(

@@ -17,11 +17,11 @@ import zmq
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.runtime.test_version_store_scan import CHUNK_BYTES, IMAGE, describe, held
 
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.runtime.disk_store import MAX_SPARES, DiskStore, MappedStore, MemoryStore, open_store
+from tests.runtime.test_disk_store_scan import CHUNK_BYTES, IMAGE, describe, held
 
 SIZE = 1 << 16
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from echo.core.rollout import PolicyVersion
-from echo.sim.version_store import SharedArenas
+from echo.sim.version_store import SharedStore
 
 
 def test_an_image_is_shared_and_forgotten_with_its_last_holder() -> None:
-    version_store = SharedArenas()
+    version_store = SharedStore()
     first = version_store.create(PolicyVersion(1, 0), b"", 8)
     second = version_store.create(PolicyVersion(1, 0), b"", 8)
     assert first is second
