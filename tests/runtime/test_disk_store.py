@@ -156,7 +156,7 @@ def test_other_runs_and_leftovers_are_removed_and_foreign_files_left_alone(
     own = ["echo-store.lock", "v2-L1.image", "v2-L1.manifest"]
     assert names(directory) == sorted([*own, *foreign])
     assert "removed what was left of v7: " in caplog.text
-    assert "left alone 4 foreign files: notes.txt, v1-L1-zz.arena" in caplog.text
+    assert "left alone 4 foreign files: notes.txt, v1-L1-zz.image" in caplog.text
 
 
 def test_what_exceeds_the_limit_is_removed_oldest_first(
@@ -397,7 +397,7 @@ def test_two_processes_never_share_a_directory(opened: Opened, tmp_path: Path) -
     opened()
     program = (
         "import sys; from pathlib import Path; from echo.core.errors import StorageError\n"
-        "from echo.runtime.disk_store import FileArenas\n"
+        "from echo.runtime.disk_store import DiskStore\n"
         "try: DiskStore(Path(sys.argv[1]), 1)\n"
         "except StorageError as error: print(error)"
     )
@@ -425,7 +425,7 @@ def test_a_directory_that_cannot_be_used_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file/arenas cannot be used: Not a directory; choose"):
+    with pytest.raises(StorageError, match=r"file/version_store cannot be used: Not a directory; choose"):
         DiskStore(tmp_path / "file" / "version_store", LIMIT)
 
     def refuse(*_: int) -> None:
@@ -439,7 +439,7 @@ def test_a_directory_that_cannot_be_used_is_an_error(
 def test_nobody_else_may_read_the_weights(opened: Opened, tmp_path: Path) -> None:
     opened().create(version(1), None, SIZE)
     assert stat.S_IMODE((tmp_path / "version_store").stat().st_mode) == 0o700
-    (storage,) = (tmp_path / "version_store").glob("*.arena")
+    (storage,) = (tmp_path / "version_store").glob("*.image")
     assert stat.S_IMODE(storage.stat().st_mode) == 0o600
 
 
