@@ -157,7 +157,7 @@ def test_a_fast_worker_with_equal_rewards_ends_no_run_that_others_work_for(
 
         async def once_both_are_here(parts: WorkerParts, partial: PartialGroup) -> None:
             await learner.wait_until(
-                lambda: "honest" in members and members["honest"].capacity > 0, within_s=60
+                lambda: "honest" in members and members["honest"].worker.capacity > 0, within_s=60
             )
             await at_once(parts, partial)
 
