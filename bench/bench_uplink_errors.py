@@ -205,14 +205,14 @@ class Fleet:
         """Connect everybody as a plan says."""
         for name, stripes in parents.items():
             node, count = self._nodes[name], len(stripes)
-            links = [f"{hops[0][0]} to {name}, lane {lane}" for lane, hops in enumerate(stripes)]
+            links = [f"{hops[0][0]} to {name}, link {index}" for index, hops in enumerate(stripes)]
             former = [link for link, (_, child) in self._ends.items() if child == name]
-            self._perform(name, node.set_num_lanes(count, count, now=self.now))
-            for lane, link in enumerate(links):
+            self._perform(name, node.set_num_links(count, count, now=self.now))
+            for index, link in enumerate(links):
                 if link not in former:
-                    self._ends[link] = stripes[lane][0][0], name
+                    self._ends[link] = stripes[index][0][0], name
                     rtt_s = 2 * LATENCY_S
-                    joined = node.set_parent(link, lane=lane, rtt_s=rtt_s, now=self.now)
+                    joined = node.set_parent(link, link=index, rtt_s=rtt_s, now=self.now)
                     self._perform(name, joined)
             for link in set(former) - set(links):
                 parent, _ = self._ends.pop(link)

@@ -768,11 +768,11 @@ class DialledLink:
             else:
                 # One that is busy lets the handshake's time pass; one that refuses ends it at once.
                 is_prompt = self._fault is not None and took_s < options.connect_timeout_s / 2
-                reason, is_refused = self._judge(greeting, is_prompt=is_prompt)
+                reason, is_refused = self._diagnose(greeting, is_prompt=is_prompt)
         is_refused = is_refused and not self._has_other_key
         self._redial(reason, is_refused=is_refused)
 
-    def _judge(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
+    def _diagnose(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
         """Say what is there instead of whom we want, and whether that is for good.
 
         Args:

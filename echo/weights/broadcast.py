@@ -8,7 +8,7 @@ the learner has no parent and gets its versions from `publish`. A node keeps a *
     child                         parent
       Subscribe(newest held)  ->            once per link, and when something seems to be missing
                               <-  Announce  what can be had, and again whenever that changes
-      Fetch(missing, credit)  ->            one item at a time, one Fetch per lane
+      Fetch(missing, credit)  ->            one item at a time, one Fetch per link
                               <-  Segment   the tables of an encoded version, as they are signed
                               <-  Chunk     ascending, as soon as the parent holds it
       Credit(bytes)           ->            every quarter of the window
@@ -26,14 +26,14 @@ Rules
 * A newer version pre-empts the one being fetched if less than half of that has come, and going to
   the newer one directly costs no more than finishing and going on from there; and not twice in a
   row, or a link slower than the pace of publication would never complete any.
-* Whatever is lost is asked for again: a lane that is silent for too long (`weights/link.py`) is
+* Whatever is lost is asked for again: a link that is silent for too long (`weights/link.py`) is
   left for the spare parent if there is one; otherwise the child repeats its request, and gives the
   parent up at the second silence. Chunks with wrong hashes end a parent too, and so does an offer
-  of which nothing ever comes (`watchdog.py`). The session gives the lane another one
+  of which nothing ever comes (`watchdog.py`). The session gives the link another one
   (`ParentFailed`), whose Fetch names only what is missing: no chunk that is held is requested
   again.
 * An item for which there is no space is left, and tried again (`weights/receiver.py`).
-* Where a parent says Gone, the item is divided among the lanes whose parents may have it, and given
+* Where a parent says Gone, the item is divided among the links whose parents may have it, and given
   up if there is none. What a parent has offered is forgotten with it.
 
 This file joins the two halves, `receiver.py` (the child's) and `weights/sender.py` (the parent's).
@@ -145,8 +145,8 @@ class Broadcast:
 
     @property
     def parent(self) -> str | None:
-        """The parent of the first lane."""
-        return self.receiver.lanes[0].peer
+        """The parent of the first link."""
+        return self.receiver.links[0].peer
 
     @property
     def children(self) -> dict[str, Child]:
@@ -315,25 +315,25 @@ class Broadcast:
 
     # --- links -----------------------------------------------------------------------------------
 
-    def set_num_lanes(
-        self, num_lanes: int, num_stripes: int | None = None, *, now: float
+    def set_num_links(
+        self, num_links: int, num_stripes: int | None = None, *, now: float
     ) -> list[Action]:
         """Divide what is fetched among so many links from now on; what is held is kept.
 
-        Lanes that are equal modulo `num_stripes` have the same parent; None if all differ.
+        Links that are equal modulo `num_stripes` have the same parent; None if all differ.
         """
-        return [*self.receiver.set_num_lanes(num_lanes, num_stripes, now=now)]
+        return [*self.receiver.set_num_links(num_links, num_stripes, now=now)]
 
     def set_parent(
-        self, peer: str | None, *, lane: int = 0, rtt_s: float | None = None, now: float
+        self, peer: str | None, *, link: int = 0, rtt_s: float | None = None, now: float
     ) -> list[Action]:
-        """Take a lane's weights from `peer` from now on; what is held is kept."""
-        return [*self.receiver.set_parent(peer, lane=lane, rtt_s=rtt_s, now=now)]
+        """Take a link's weights from `peer` from now on; what is held is kept."""
+        return [*self.receiver.set_parent(peer, link=link, rtt_s=rtt_s, now=now)]
 
-    def set_spare(self, lane: int, *, is_ready: bool) -> None:
-        """Note whether another parent stands by for a lane."""
-        if lane < len(self.receiver.lanes):
-            self.receiver.lanes[lane].has_spare = is_ready
+    def set_spare(self, link: int, *, is_ready: bool) -> None:
+        """Note whether another parent stands by for a link."""
+        if link < len(self.receiver.links):
+            self.receiver.links[link].has_spare = is_ready
 
     def remove_child(self, peer: str, *, now: float) -> list[Action]:
         """Forget a child whose link is gone."""

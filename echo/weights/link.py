@@ -1,23 +1,23 @@
-"""The lanes of a pull: in each a link to a parent, the credit given over it, and its watchdog.
+"""Stripe links to the parents: rate, credit window and silence of each connection.
 
-An item's chunks are divided among `num_lanes` lanes by index % num_lanes, and each lane is a link
-of its own: lanes with different parents are the stripes of several trees, lanes with the same
-parent are parallel connections (a single one is slow where TCP's buffers are small). Where a parent
-has not the item, it is divided among the other lanes.
+An item's chunks are divided among `num_links` stripe links by index % num_links, each with a
+connection of its own: links with different parents are the stripes of several trees, links with the
+same parent are parallel connections (a single one is slow where TCP's buffers are small). Where a
+parent has not the item, it is divided among the other links.
 
 Credit. The window is what may be under way or wait to be written: 1.5 x rate x round trip + 2
 chunks, of the rate that this link has shown, so that it grows by half with every round trip until
 the link is full, and shrinks with it.
 
-Watchdog. A lane is silent when something is awaited and neither a chunk nor a Waiting has come for
+Watchdog. A link is silent when something is awaited and neither a chunk nor a Waiting has come for
 `patience_s`: four round trips, or the time of four chunks at the rate that the link has shown, or
 three times the longest gap between two chunks of late: where many connections share an uplink, each
 of them starves at times. It is at least MIN_PATIENCE_S for each stripe where a spare parent stands
-by (the less comes over a lane, the less its silence costs, and leaving an honest parent costs as
+by (the less comes over a link, the less its silence costs, and leaving an honest parent costs as
 much as ever), and at least the configured time where none does, and for the first chunk, for which
 everybody asks at once. A parent that waits itself says within how long it will say so again, and
 has PROMISE_GRACE_S more.
-Nor is a lane silent while a chunk of it is being written: where the disk is slower than the link,
+Nor is a link silent while a chunk of it is being written: where the disk is slower than the link,
 no credit is left with which the parent could send more (`weights/receiver.py`).
 While the link has not shown its rate it is the configured time, and twice as long with each parent
 that was left for its silence: on a slow link nothing would ever come otherwise.
@@ -41,7 +41,7 @@ from echo.wire.messages import Probe, ProbeAck
 #
 # Who measures what:
 #
-# * A receiver measures each lane and sizes its window by it: chunks as they arrive, `pause` when
+# * A receiver measures each link and sizes its window by it: chunks as they arrive, `pause` when
 #   all that was asked for has come or the parent says Waiting. * A sender measures its **uplink**,
 #   all children together: bytes as they are acknowledged, `pause` when no child fetches anything.
 #   Children that have been sent all that is here, or one alone, may be the limit themselves: a
@@ -244,8 +244,8 @@ def num_sockets(rtt_s: float, *, most: int) -> int:
     return min(most, max(1, 1 + more))
 
 
-def count_stripes(num_stripes: int, num_sockets: int) -> int:
-    """Return how many lanes to open over so many stripes, for at least `num_sockets` in all.
+def count_links(num_stripes: int, num_sockets: int) -> int:
+    """Return how many links to open over so many stripes, for at least `num_sockets` in all.
 
     Stripes come over connections of their own, which fill a long link together. More than that
     would only give this node a larger part of its parents' uplinks than its siblings get.
@@ -255,7 +255,7 @@ def count_stripes(num_stripes: int, num_sockets: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParentFailed:
-    """The parent of a lane does not deliver; the session must choose another."""
+    """The parent of a link does not deliver; the session must choose another."""
 
     peer: str
     reason: str
@@ -410,7 +410,7 @@ class StripeLink:
         return now - self.progress_at + self.patience_s(chunk_bytes) * self.is_silent
 
     def deadline(self, chunk_bytes: int) -> float | None:
-        """Return when the lane counts as silent; None while nothing is awaited of it."""
+        """Return when the link counts as silent; None while nothing is awaited of it."""
         if self.peer is None or not (self.is_pulling or self.is_asking) or self.writing_bytes:
             return None
         return self.progress_at + self.patience_s(chunk_bytes)

@@ -1,11 +1,11 @@
 """A node's links to its parents for the weights: follow the plan, fall back, come back.
 
-The plan names, for each stripe, parents in order of preference. Every lane (`weights/link.py`) has
-one link in use, and may have a **spare** that is dialled and greeted but idle, to the next parent
-of the same list. When the link in use is lost, does not answer or does not deliver, the spare takes
-its place at once, even while another is dialled; without one the next parent of the list is
-dialled, and after the last the first again. The link in use is kept until the one that replaces it
-has answered, so a new plan never breaks a transfer.
+The plan names, for each stripe, parents in order of preference. Every StripeLink (`link.py`) has
+one connection in use, and may have a **spare** that is dialled and greeted but idle, to the next
+parent of the same list. When the connection in use is lost, does not answer or does not deliver,
+the spare takes its place at once, even while another is dialled; without one the next parent of the
+list is dialled, and after the last the first again. The connection in use is kept until the one
+that replaces it has answered, so a new plan never breaks a transfer.
 
 A parent that failed while the plan stayed the same is preferred again when the learner repeats the
 plan (it does so while the node's parent is another), but not before `retry_preferred_s`, and later
@@ -20,7 +20,7 @@ import itertools
 
 from echo.core.timers import earliest
 from echo.weights.broadcast import Broadcast
-from echo.weights.link import Connection, ParentFailed, count_stripes, num_sockets
+from echo.weights.link import Connection, ParentFailed, count_links, num_sockets
 from echo.wire.actions import Action, Dial, HangUp, Note
 from echo.wire.messages import LEARNER_ID, TopologyPlan
 
@@ -32,25 +32,25 @@ REDIVIDE_AFTER_S = 5.0
 
 
 class StripeParents:
-    """Which parent one lane of a node's broadcast has."""
+    """The parents of one StripeLink: the one in use, the one being dialled, and the spare."""
 
-    def __init__(self, broadcast: Broadcast, lane: int, *, retry_s: float) -> None:
+    def __init__(self, broadcast: Broadcast, link: int, *, retry_s: float) -> None:
         """Start without a plan.
 
         Args:
-            broadcast: the node's part of the weights plane; it is told the lane's parent.
-            lane: which lane.
+            broadcast: the node's part of the weights plane; it is told the link's parent.
+            link: index of the StripeLink.
             retry_s: seconds to wait when no parent of the plan could be reached.
         """
         self.broadcast = broadcast
-        self.lane = lane
+        self.link = link
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
         self.current: Connection | None = None
         self.next: Connection | None = None
         self.spare: Connection | None = None
         self.quarantined: dict[str, float] = {}
-        """Node id -> until when it is passed over; shared by all lanes."""
+        """Node id -> until when it is passed over; shared by all links."""
         self._parents: tuple[tuple[str, str], ...] = ()
         self._index = 0
         self._follow_at: float | None = None
@@ -59,9 +59,13 @@ class StripeParents:
         self._num_failures = 0
 
     @property
-    def links(self) -> list[Connection]:
-        """The links that there are."""
-        return [link for link in (self.current, self.next, self.spare) if link is not None]
+    def connections(self) -> list[Connection]:
+        """The connections that there are."""
+        return [
+            connection
+            for connection in (self.current, self.next, self.spare)
+            if connection is not None
+        ]
 
     # --- the plan --------------------------------------------------------------------------------
 
@@ -88,7 +92,7 @@ class StripeParents:
         return address
 
     def _follow(self, control: Connection | None, now: float) -> list[Action]:
-        """Dial the preferred parent unless the link to it stands already."""
+        """Dial the preferred parent unless the connection to it stands already."""
         self._follow_at = None
         actions: list[Action] = []
         if self.next is not None:
@@ -106,7 +110,7 @@ class StripeParents:
         return actions
 
     def _keep_spare(self, control: Connection | None, now: float) -> list[Action]:
-        """Have a link to the next parent of the list stand by, and no other."""
+        """Have a connection to the next parent of the list stand by, and no other."""
         self._spare_at = None
         wanted, address = "", ""
         for index in range(self._index + 1, len(self._parents)):
@@ -123,25 +127,27 @@ class StripeParents:
 
     def _drop_spare(self) -> list[Action]:
         spare, self.spare = self.spare, None
-        self.broadcast.set_spare(self.lane, is_ready=False)
+        self.broadcast.set_spare(self.link, is_ready=False)
         return [HangUp(spare.peer)] if spare is not None and spare.peer else []
 
-    # --- links -----------------------------------------------------------------------------------
+    # --- connections -----------------------------------------------------------------------------
 
     def greeted(
         self, peer: str, node_id: str, *, control: Connection | None, now: float
     ) -> list[Action]:
         """Take weights from the parent that has answered, or have it stand by."""
-        link = next((each for each in (self.next, self.spare) if each and each.peer == peer), None)
-        if link is None or link.node_id:
+        connection = next(
+            (each for each in (self.next, self.spare) if each and each.peer == peer), None
+        )
+        if connection is None or connection.node_id:
             return []
-        link.node_id, link.rtt_s = node_id, max(0.0, now - link.greeted_at)
-        if link is self.spare:
-            self.broadcast.set_spare(self.lane, is_ready=True)
+        connection.node_id, connection.rtt_s = node_id, max(0.0, now - connection.greeted_at)
+        if connection is self.spare:
+            self.broadcast.set_spare(self.link, is_ready=True)
             return []
-        old, self.current, self.next = self.current, link, None
+        old, self.current, self.next = self.current, connection, None
         actions: list[Action] = [HangUp(old.peer)] if old is not None else []
-        actions += self.broadcast.set_parent(peer, lane=self.lane, rtt_s=link.rtt_s, now=now)
+        actions += self.broadcast.set_parent(peer, link=self.link, rtt_s=connection.rtt_s, now=now)
         return actions + self._keep_spare(control, now)
 
     def failed(
@@ -154,59 +160,63 @@ class StripeParents:
         is_corrupt: bool = False,
     ) -> list[Action]:
         """Go on with the spare, or with the next parent of the plan."""
-        link = next((each for each in self.links if each.peer == peer), None)
-        if link is None:
+        connection = next((each for each in self.connections if each.peer == peer), None)
+        if connection is None:
             return []
-        return self._fail(link, reason, control=control, now=now, is_corrupt=is_corrupt)
+        return self._fail(connection, reason, control=control, now=now, is_corrupt=is_corrupt)
 
     def _fail(
         self,
-        link: Connection,
+        connection: Connection,
         reason: str,
         *,
         control: Connection | None,
         now: float,
         is_corrupt: bool = False,
     ) -> list[Action]:
-        name = link.node_id or link.address
-        actions: list[Action] = [HangUp(link.peer)] if link.peer else []
-        if link is self.spare:
+        name = connection.node_id or connection.address
+        actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
+        if connection is self.spare:
             self.spare, self._spare_at = None, now + self.retry_s
-            self.broadcast.set_spare(self.lane, is_ready=False)
+            self.broadcast.set_spare(self.link, is_ready=False)
             return actions
         text = f"weights from {name} failed: {reason}"
         actions.append(Note("warning", text, f"weights from {name}"))
-        if is_corrupt and link.node_id:
-            self.quarantined[link.node_id] = now + QUARANTINE_S
+        if is_corrupt and connection.node_id:
+            self.quarantined[connection.node_id] = now + QUARANTINE_S
         self._failed_at = now
         self._num_failures += 1
-        if link is self.next:
+        if connection is self.next:
             self.next = None
             self._index += 1
             return actions + self._follow(control, now)
         self.current = None
         if self.spare is not None and self.spare.node_id:
             return actions + self._use_spare(control, now)
-        actions += self.broadcast.set_parent(None, lane=self.lane, now=now)
+        actions += self.broadcast.set_parent(None, link=self.link, now=now)
         if self.next is not None:
             return actions
         self._index += 1
         return actions + self._drop_spare() + self._follow(control, now)
 
     def _use_spare(self, control: Connection | None, now: float) -> list[Action]:
-        link, self.spare = self.spare, None
-        assert link is not None
-        self.current = link
+        connection, self.spare = self.spare, None
+        assert connection is not None
+        self.current = connection
         if self.next is None:  # else the index is that of the parent that is being dialled
             names = [node_id for node_id, _ in self._parents]
-            self._index = names.index(link.node_id) if link.node_id in names else self._index + 1
-        self.broadcast.set_spare(self.lane, is_ready=False)
-        actions = self.broadcast.set_parent(link.peer, lane=self.lane, rtt_s=link.rtt_s, now=now)
+            self._index = (
+                names.index(connection.node_id) if connection.node_id in names else self._index + 1
+            )
+        self.broadcast.set_spare(self.link, is_ready=False)
+        actions = self.broadcast.set_parent(
+            connection.peer, link=self.link, rtt_s=connection.rtt_s, now=now
+        )
         return actions + self._keep_spare(control, now)
 
     def hang_up(self, *, now: float) -> list[Action]:
-        """Close all links: the lane is given up."""
-        peers = [link.peer for link in self.links if link.peer]
+        """Close all connections: the link is given up."""
+        peers = [connection.peer for connection in self.connections if connection.peer]
         self.current = self.next = self.spare = None
         self._follow_at = self._spare_at = None
         return [HangUp(peer) for peer in peers]
@@ -217,19 +227,19 @@ class StripeParents:
     def deadline(self) -> float | None:
         """When `expire` should be called next."""
         first = earliest(self._follow_at, self._spare_at)
-        for link in (self.next, self.spare):
-            if link is not None and not link.node_id:
-                first = earliest(first, link.dialled_at + CONNECT_TIMEOUT_S)
+        for connection in (self.next, self.spare):
+            if connection is not None and not connection.node_id:
+                first = earliest(first, connection.dialled_at + CONNECT_TIMEOUT_S)
         return first
 
     def expire(self, *, control: Connection | None, now: float) -> list[Action]:
         """Give up a parent that does not answer; try again when all have failed."""
         actions: list[Action] = []
-        for link in (self.next, self.spare):
-            if link is not None and not link.node_id and (
-                now >= link.dialled_at + CONNECT_TIMEOUT_S
+        for connection in (self.next, self.spare):
+            if connection is not None and not connection.node_id and (
+                now >= connection.dialled_at + CONNECT_TIMEOUT_S
             ):  # fmt: skip
-                actions += self._fail(link, "no answer", control=control, now=now)
+                actions += self._fail(connection, "no answer", control=control, now=now)
         if self._spare_at is not None and now >= self._spare_at and self.current is not None:
             actions += self._keep_spare(control, now)
         if self._follow_at is not None and now >= self._follow_at:
@@ -238,7 +248,7 @@ class StripeParents:
 
 
 class Parents:
-    """All lanes of a node: one or more for each stripe of the plan."""
+    """All links of a node: one or more for each stripe of the plan."""
 
     def __init__(self, broadcast: Broadcast, *, retry_s: float, sockets_per_link: int = 1) -> None:
         """Start with one stripe and without a plan."""
@@ -251,7 +261,7 @@ class Parents:
         self._quarantined: dict[str, float] = {}
         self._epoch, self._num_stripes = -1, 1
         self._waiting: tuple[float, TopologyPlan] | None = None
-        self._lanes: list[StripeParents] = []
+        self._links: list[StripeParents] = []
 
     def reached(self, rtt_s: float) -> None:
         """Note the round trip to whoever was reached first; plans that follow use it.
@@ -264,16 +274,17 @@ class Parents:
     def parent(self) -> str:
         """Node ids of the parents in use, one per stripe, "-" if there is none."""
         names = [
-            lane.current.node_id if lane.current is not None else "-"
-            for lane in self._lanes[: self._num_stripes]
+            link.current.node_id if link.current is not None else "-"
+            for link in self._links[: self._num_stripes]
         ]
         return ",".join(names) or "-"
 
     @property
     def rtt_s(self) -> float | None:
         """Shortest round trip to a parent."""
-        links = (lane.current for lane in self._lanes)
-        return min((link.rtt_s for link in links if link and link.rtt_s is not None), default=None)
+        current = (link.current for link in self._links)
+        round_trips = (each.rtt_s for each in current if each is not None)
+        return min((rtt_s for rtt_s in round_trips if rtt_s is not None), default=None)
 
     def suspects(self, *, now: float) -> tuple[str, ...]:
         """Return the nodes that are in quarantine."""
@@ -298,9 +309,9 @@ class Parents:
         for node_id, address in itertools.chain(*plan.stripes):
             if node_id == LEARNER_ID and address:
                 self.learner_address = address
-        num_lanes = count_stripes(len(plan.stripes), self.sockets_per_link)
-        is_busy = self.broadcast.fetching is not None and any(lane.current for lane in self._lanes)
-        if self._lanes and num_lanes != len(self._lanes) and is_busy:
+        num_links = count_links(len(plan.stripes), self.sockets_per_link)
+        is_busy = self.broadcast.fetching is not None and any(link.current for link in self._links)
+        if self._links and num_links != len(self._links) and is_busy:
             self._waiting = (now if self._waiting is None else self._waiting[0]), plan
             return []
         return self._apply(plan, control, now)
@@ -308,49 +319,51 @@ class Parents:
     def _apply(self, plan: TopologyPlan, control: Connection | None, now: float) -> list[Action]:
         self._waiting = None
         self._num_stripes = len(plan.stripes)
-        num_lanes = count_stripes(self._num_stripes, self.sockets_per_link)
+        num_links = count_links(self._num_stripes, self.sockets_per_link)
         actions: list[Action] = []
-        for link in self._lanes[num_lanes:]:
+        for link in self._links[num_links:]:
             actions += link.hang_up(now=now)
-        del self._lanes[num_lanes:]
-        while len(self._lanes) < num_lanes:
-            link = StripeParents(self.broadcast, len(self._lanes), retry_s=self.retry_s)
+        del self._links[num_links:]
+        while len(self._links) < num_links:
+            link = StripeParents(self.broadcast, len(self._links), retry_s=self.retry_s)
             link.retry_preferred_s, link.quarantined = self.retry_preferred_s, self._quarantined
-            self._lanes.append(link)
-        actions += self.broadcast.set_num_lanes(num_lanes, len(plan.stripes), now=now)
-        for link in self._lanes:
-            parents = plan.stripes[link.lane % len(plan.stripes)]
-            actions += link.on_parents(parents, control=control, now=now)
+            self._links.append(link)
+        actions += self.broadcast.set_num_links(num_links, len(plan.stripes), now=now)
+        for each in self._links:
+            parents = plan.stripes[each.link % len(plan.stripes)]
+            actions += each.on_parents(parents, control=control, now=now)
         return actions
 
     def _rest(self, now: float) -> list[Action]:
         """Leave all parents; what is held of a version is kept for the next plan."""
-        actions = [action for link in self._lanes for action in link.hang_up(now=now)]
-        self._lanes, self._waiting = [], None
-        actions += self.broadcast.set_num_lanes(1, now=now)
+        actions = [action for link in self._links for action in link.hang_up(now=now)]
+        self._links, self._waiting = [], None
+        actions += self.broadcast.set_num_links(1, now=now)
         self.broadcast.set_spare(0, is_ready=False)
         return actions + self.broadcast.set_parent(None, now=now)
 
     def dialled(self, address: str, peer: str) -> None:
         """Note which peer a Dial has become."""
-        for lane in self._lanes:
-            for link in lane.links:
-                if link.address == address and not link.peer:
-                    link.peer = peer
+        for link in self._links:
+            for connection in link.connections:
+                if connection.address == address and not connection.peer:
+                    connection.peer = peer
                     return
 
     def connected(self, peer: str, *, now: float) -> bool:
         """Note that a link stands; return whether it is one of these and is to be greeted."""
-        for lane in self._lanes:
-            for link in lane.links:
-                if link.peer == peer and not link.node_id:
-                    link.greeted_at = now
+        for link in self._links:
+            for connection in link.connections:
+                if connection.peer == peer and not connection.node_id:
+                    connection.greeted_at = now
                     return True
         return False
 
     def has(self, peer: str) -> bool:
         """Return whether `peer` is a parent or may become one."""
-        return any(link.peer == peer for lane in self._lanes for link in lane.links)
+        return any(
+            connection.peer == peer for link in self._links for connection in link.connections
+        )
 
     def greeted(
         self, peer: str, node_id: str, *, control: Connection | None, now: float
@@ -358,8 +371,8 @@ class Parents:
         """Handle the answer of a parent."""
         return [
             action
-            for lane in self._lanes
-            for action in lane.greeted(peer, node_id, control=control, now=now)
+            for link in self._links
+            for action in link.greeted(peer, node_id, control=control, now=now)
         ]
 
     def failed(
@@ -374,8 +387,8 @@ class Parents:
         """Go on without a parent that does not deliver."""
         return [
             action
-            for lane in self._lanes
-            for action in lane.failed(
+            for link in self._links
+            for action in link.failed(
                 failure.peer,
                 failure.reason,
                 control=control,
@@ -388,7 +401,7 @@ class Parents:
     def deadline(self) -> float | None:
         """When `expire` should be called next."""
         first = None if self._waiting is None else self._waiting[0] + REDIVIDE_AFTER_S
-        return earliest(first, *[lane.deadline for lane in self._lanes])
+        return earliest(first, *[link.deadline for link in self._links])
 
     def expire(self, *, control: Connection | None, now: float) -> list[Action]:
         """Give up who does not answer; follow a plan that had to wait."""
@@ -397,6 +410,6 @@ class Parents:
             since, plan = self._waiting
             if self.broadcast.fetching is None or now >= since + REDIVIDE_AFTER_S:
                 actions += self._apply(plan, control, now)
-        for lane in self._lanes:
-            actions += lane.expire(control=control, now=now)
+        for link in self._links:
+            actions += link.expire(control=control, now=now)
         return actions

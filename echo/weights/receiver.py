@@ -1,7 +1,7 @@
-"""The child's half of the weights plane: fetch the chosen item over the lanes, verify and write it.
+"""The child's half of the weights plane: fetch the chosen item over the links, verify and write it.
 
 `weights/broadcast.py` has the rules, `Offers` chooses the item. It is begun on every
-lane that has a parent; each lane asks for what is missing of its own chunks. What becomes of a
+link that has a parent; each link asks for what is missing of its own chunks. What becomes of a
 chunk:
 
     take -> WriteChunk -> here and now, or in a thread -> written: held, credited
@@ -211,10 +211,10 @@ def form_of(base: PolicyVersion | None) -> Form:
 
 
 class StripeLinks:
-    """All lanes of a node; there is always one."""
+    """All links of a node; there is always one."""
 
     def __init__(self, *, first_window_bytes: int, stall_s: float) -> None:
-        """Start with one lane without a parent."""
+        """Start with one link without a parent."""
         self._first_window_bytes = first_window_bytes
         self._stall_s = stall_s
         self.all: list[StripeLink] = []
@@ -222,78 +222,78 @@ class StripeLinks:
         self.resize(1)
 
     def __len__(self) -> int:
-        """Return the number of lanes."""
+        """Return the number of links."""
         return len(self.all)
 
     def __iter__(self) -> Iterator[StripeLink]:
-        """Go through the lanes in order."""
+        """Go through the links in order."""
         return iter(self.all)
 
     def __getitem__(self, index: int) -> StripeLink:
-        """Return a lane by number."""
+        """Return a link by number."""
         return self.all[index]
 
-    def resize(self, num_lanes: int, num_stripes: int | None = None) -> list[str]:
-        """Change the number of lanes; return the parents of those that are gone.
+    def resize(self, num_links: int, num_stripes: int | None = None) -> list[str]:
+        """Change the number of links; return the parents of those that are gone.
 
         Args:
-            num_lanes: how many there are to be.
-            num_stripes: lanes that are equal modulo this have the same parent; None if all differ.
+            num_links: how many there are to be.
+            num_stripes: links that are equal modulo this have the same parent; None if all differ.
         """
-        gone, self.all = self.all[num_lanes:], self.all[:num_lanes]
-        self._num_stripes = num_stripes or num_lanes
-        # Lanes to one parent share its link, and what waits in its queue delays them all.
-        first = max(1, self._first_window_bytes * self._num_stripes // num_lanes)
-        for index in range(len(self.all), num_lanes):
+        gone, self.all = self.all[num_links:], self.all[:num_links]
+        self._num_stripes = num_stripes or num_links
+        # Links to one parent share its link, and what waits in its queue delays them all.
+        first = max(1, self._first_window_bytes * self._num_stripes // num_links)
+        for index in range(len(self.all), num_links):
             self.all.append(StripeLink(index, first_window_bytes=first, stall_s=self._stall_s))
-        for lane in self.all:
-            lane.first_window_bytes, lane.num_stripes = first, self._num_stripes
-        return [lane.peer for lane in gone if lane.peer is not None]
+        for link in self.all:
+            link.first_window_bytes, link.num_stripes = first, self._num_stripes
+        return [link.peer for link in gone if link.peer is not None]
 
     def of(self, peer: str) -> StripeLink | None:
-        """Return the lane whose parent is `peer`."""
-        return next((lane for lane in self.all if lane.peer == peer), None)
+        """Return the link whose parent is `peer`."""
+        return next((link for link in self.all if link.peer == peer), None)
 
     def leave(self) -> list[str]:
         """Leave every parent; return them."""
-        left = [lane.peer for lane in self.all if lane.peer is not None]
-        for lane in self.all:
-            lane.connect(None, rtt_s=None)
+        left = [link.peer for link in self.all if link.peer is not None]
+        for link in self.all:
+            link.connect(None, rtt_s=None)
         return left
 
     def finish(self) -> None:
-        """Note that nothing more is awaited of the item, in any lane; another may follow."""
-        for lane in self.all:
-            lane.finish()
-            lane.is_denied = False
+        """Note that nothing more is awaited of the item, in any link; another may follow."""
+        for link in self.all:
+            link.finish()
+            link.is_denied = False
 
-    def share(self, lane: StripeLink) -> tuple[int, int] | None:
-        """Return (number, of how many) of a lane among those whose parents may have the item."""
+    def share(self, link: StripeLink) -> tuple[int, int] | None:
+        """Return (number, of how many) of a link among those whose parents may have the item."""
         able = [each for each in self.all if not each.is_denied]
-        return None if lane.is_denied else (able.index(lane), len(able))
+        return None if link.is_denied else (able.index(link), len(able))
 
-    def _deadline(self, lane: StripeLink, chunk_bytes: int) -> float | None:
-        """Return when a lane counts as silent.
+    def _deadline(self, link: StripeLink, chunk_bytes: int) -> float | None:
+        """Return when a link counts as silent.
 
         Parallel connections to one parent starve each other at times; while one of them brings
         something the parent lives.
         """
-        own = lane.deadline(chunk_bytes)
+        own = link.deadline(chunk_bytes)
         if own is None or len(self.all) <= self._num_stripes:
             return own
-        family = self.all[lane.index % self._num_stripes :: self._num_stripes]
+        family = self.all[link.index % self._num_stripes :: self._num_stripes]
         latest = max(each.progress_at for each in family if each.peer is not None)
-        return own + latest - lane.progress_at
+        return own + latest - link.progress_at
 
     def deadline(self, chunk_bytes: int) -> float | None:
-        """Return when the next lane counts as silent."""
-        awaited = [lane for lane in self.all if lane.is_pulling or lane.is_asking]
-        return earliest(*[self._deadline(lane, chunk_bytes) for lane in awaited])
+        """Return when the next link counts as silent."""
+        awaited = [link for link in self.all if link.is_pulling or link.is_asking]
+        return earliest(*[self._deadline(link, chunk_bytes) for link in awaited])
 
     def silent(self, chunk_bytes: int, *, now: float) -> list[StripeLink]:
-        """Return the lanes that have been silent for too long."""
-        deadlines = [(lane, self._deadline(lane, chunk_bytes)) for lane in self.all]
-        return [lane for lane, at in deadlines if at is not None and now >= at]
+        """Return the links that have been silent for too long."""
+        deadlines = [(link, self._deadline(link, chunk_bytes)) for link in self.all]
+        return [link for link, at in deadlines if at is not None and now >= at]
 
 
 # What is done where a version has no space: the ones that are here are kept, and it is tried again
@@ -357,7 +357,7 @@ class SpaceRetry:
 # memory everywhere.
 #
 # * **Backpressure.** Credit is given for what has been written: what waits in memory is bounded by
-#   the windows of the lanes, and a slow disk slows the parent. One that sends far more than its
+#   the windows of the links, and a slow disk slows the parent. One that sends far more than its
 #   credit is left.
 # * **Order.** Writes end in any order; nothing depends on it. A chunk that is being written is not
 #   missing (it is not asked for, of whatever parent; a second copy is thrown away), and not held
@@ -368,7 +368,7 @@ class SpaceRetry:
 # not
 #   recycled for another version. The result of a write into an item that was dropped is ignored,
 #   but for the credit that it frees.
-# * **Silence.** While a chunk of a lane is being written its parent is not to blame
+# * **Silence.** While a chunk of a link is being written its parent is not to blame
 #   (`weights/link.py`), and where no credit is left meanwhile, the time does not count for the rate
 #   of the link.
 # * **A disk that refuses** is as good as full: the item is dropped, and tried again
@@ -411,7 +411,7 @@ class WriteChunk(Work):
 
 # --- Parents that do not deliver: those that are silent, and those that only say that they wait ---
 #
-# * A lane that is silent for too long (`weights/link.py` says how long) is left for its spare;
+# * A link that is silent for too long (`weights/link.py` says how long) is left for its spare;
 #   without one its parent is asked once more, and left at the second silence.
 # * A parent that waits itself says so again and again, and is not silent: the fault may lie far
 #   above
@@ -425,13 +425,13 @@ WAIT_STALLS = 20
 
 
 class Watchdog:
-    """Watches the lanes of a node."""
+    """Watches the links of a node."""
 
     def __init__(
-        self, lanes: StripeLinks, offers: Offers, store: ItemStore, *, stall_s: float
+        self, links: StripeLinks, offers: Offers, store: ItemStore, *, stall_s: float
     ) -> None:
         """Start with nothing awaited; everything is shared with the node's `Receiver`."""
-        self._lanes = lanes
+        self._links = links
         self._offers = offers
         self._store = store
         self._stall_s = stall_s
@@ -442,23 +442,23 @@ class Watchdog:
 
     # --- what is heard ---------------------------------------------------------------------------
 
-    def waits(self, lane: StripeLink, *, again_s: float, now: float) -> None:
+    def waits(self, link: StripeLink, *, again_s: float, now: float) -> None:
         """Note that a parent lives and waits itself, and within how long it says so again."""
-        lane.rate.pause()
-        self.lives(lane, now=now)
-        lane.waits(again_s=again_s)
+        link.rate.pause()
+        self.lives(link, now=now)
+        link.waits(again_s=again_s)
 
-    def lives(self, lane: StripeLink, *, now: float) -> None:
+    def lives(self, link: StripeLink, *, now: float) -> None:
         """Note that a parent lives, though it may have brought nothing new."""
-        lane.lives(now=now)
-        if lane.peer is not None:
-            self._waits.setdefault(lane.peer, now)
+        link.lives(now=now)
+        if link.peer is not None:
+            self._waits.setdefault(link.peer, now)
 
-    def came(self, lane: StripeLink, *, now: float) -> None:
+    def came(self, link: StripeLink, *, now: float) -> None:
         """Note that something of the item has come from a parent."""
-        since = self._waits.pop(lane.peer or "", None)
-        if since is not None and lane.peer is not None:
-            self._pauses[lane.peer] = max(self._pauses.get(lane.peer, 0.0), now - since)
+        since = self._waits.pop(link.peer or "", None)
+        if since is not None and link.peer is not None:
+            self._pauses[link.peer] = max(self._pauses.get(link.peer, 0.0), now - since)
 
     def forget(self, peer: str) -> None:
         """Forget a parent."""
@@ -471,21 +471,21 @@ class Watchdog:
         return max(WAIT_STALLS * self._stall_s, 4 * self._pauses.get(peer, 0.0))
 
     def _waiting(self, item: ItemId | None) -> list[tuple[StripeLink, str, float]]:
-        """Return the lanes whose parents wait for what they have announced, and since when."""
+        """Return the links whose parents wait for what they have announced, and since when."""
         if not self._waits:
             return []
         return [
-            (lane, lane.peer, self._waits[lane.peer])
-            for lane in self._lanes
-            if lane.peer in self._waits
-            and lane.is_pulling
-            and not lane.writing_bytes
-            and self._offers.has(lane.peer, item)
+            (link, link.peer, self._waits[link.peer])
+            for link in self._links
+            if link.peer in self._waits
+            and link.is_pulling
+            and not link.writing_bytes
+            and self._offers.has(link.peer, item)
         ]
 
     def deadline(self, item: ItemId | None) -> float | None:
         """Return when a parent should be given up, or asked again."""
-        silent_at = self._lanes.deadline(self._store.chunk_bytes(item))
+        silent_at = self._links.deadline(self._store.chunk_bytes(item))
         if silent_at is None or not self._waits:
             return silent_at
         waiting = self._waiting(item)
@@ -494,7 +494,7 @@ class Watchdog:
     def look(
         self, item: ItemId | None, *, now: float
     ) -> tuple[list[tuple[StripeLink, str]], list[StripeLink]]:  # fmt: skip
-        """Return the lanes whose parents are to be left, with the reason, and those to ask again.
+        """Return the links whose parents are to be left, with the reason, and those to ask again.
 
         Args:
             item: what is being fetched.
@@ -504,23 +504,23 @@ class Watchdog:
             self._waits.clear()
         chunk_bytes = self._store.chunk_bytes(item)
         leave = [
-            (lane, f"it only says that it waits for {item[0]}, for {now - since:.1f} s")
-            for lane, peer, since in self._waiting(item)
+            (link, f"it only says that it waits for {item[0]}, for {now - since:.1f} s")
+            for link, peer, since in self._waiting(item)
             if item is not None and now - since >= self._may_wait_s(peer)
         ]
-        left = [lane for lane, _ in leave]
+        left = [link for link, _ in leave]
         again = []
-        for lane in self._lanes.silent(chunk_bytes, now=now):
-            if lane in left:
+        for link in self._links.silent(chunk_bytes, now=now):
+            if link in left:
                 continue
-            if not lane.is_silent and not lane.has_spare:
-                lane.is_silent, lane.progress_at = True, now
-                again.append(lane)
+            if not link.is_silent and not link.has_spare:
+                link.is_silent, link.progress_at = True, now
+                again.append(link)
                 continue
-            silence_s = lane.silence_s(chunk_bytes, now=now)
-            lane.num_failures += 1
-            what = f"no chunk of {item[0]}" if lane.is_pulling and item else "no answer"
-            leave.append((lane, f"{what} for {silence_s:.1f} s"))
+            silence_s = link.silence_s(chunk_bytes, now=now)
+            link.num_failures += 1
+            what = f"no chunk of {item[0]}" if link.is_pulling and item else "no answer"
+            leave.append((link, f"{what} for {silence_s:.1f} s"))
         return leave, again
 
 
@@ -536,11 +536,11 @@ class Receiver:
         """Start without parents; store and serving are shared with the parent's half."""
         self.store = store
         self.serving = serving
-        self.lanes = StripeLinks(first_window_bytes=window_bytes, stall_s=stall_s)
+        self.links = StripeLinks(first_window_bytes=window_bytes, stall_s=stall_s)
         self.item: ItemId | None = None
         self.bytes_received = 0
         self.rate = RateEstimate()
-        """Of all lanes together."""
+        """Of all links together."""
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
@@ -548,41 +548,41 @@ class Receiver:
         self.space = SpaceRetry()
         self._node_id = node_id
         self._stall_s, self._retired_at = stall_s, 0.0
-        self.watchdog = Watchdog(self.lanes, self.offers, store, stall_s=stall_s)
+        self.watchdog = Watchdog(self.links, self.offers, store, stall_s=stall_s)
 
-    # --- lanes -----------------------------------------------------------------------------------
+    # --- links -----------------------------------------------------------------------------------
 
-    def set_num_lanes(self, num_lanes: int, num_stripes: int | None, *, now: float) -> list[Action]:
-        """Change the number of lanes; those that remain keep their parents."""
-        if num_lanes == len(self.lanes):
+    def set_num_links(self, num_links: int, num_stripes: int | None, *, now: float) -> list[Action]:
+        """Change the number of links; those that remain keep their parents."""
+        if num_links == len(self.links):
             return []
-        for peer in self.lanes.resize(num_lanes, num_stripes):
+        for peer in self.links.resize(num_links, num_stripes):
             self._forget(peer)
         return self._forsake(now) or self._request_all(self.item, now)
 
     def set_parent(
-        self, peer: str | None, *, lane: int, rtt_s: float | None, now: float
+        self, peer: str | None, *, link: int, rtt_s: float | None, now: float
     ) -> list[Action]:
-        """Take a lane's weights from `peer`."""
-        here = self.lanes[lane]
+        """Take a link's weights from `peer`."""
+        here = self.links[link]
         was_denied = here.is_denied
         if here.peer != peer:
             self.disconnect(here)
         here.connect(peer, rtt_s=rtt_s)
-        asked = self.lanes if was_denied else [here]
+        asked = self.links if was_denied else [here]
         subscribe = self._subscribe(here, now=now)
         wanted = self._forsake(now) or self._request_all(self.item, now, asked)
         return [*subscribe, *wanted]
 
     def leave(self) -> list[str]:
         """Leave all parents; return them."""
-        return [self.disconnect(lane) for lane in self.lanes if lane.peer is not None]
+        return [self.disconnect(link) for link in self.links if link.peer is not None]
 
-    def disconnect(self, lane: StripeLink) -> str:
-        """Leave a lane's parent."""
-        peer = lane.peer or ""
+    def disconnect(self, link: StripeLink) -> str:
+        """Leave a link's parent."""
+        peer = link.peer or ""
         self._forget(peer)
-        lane.connect(None, rtt_s=None)
+        link.connect(None, rtt_s=None)
         return peer
 
     def _forget(self, peer: str) -> None:
@@ -604,17 +604,17 @@ class Receiver:
 
     def resubscribe(self, *, now: float) -> list[Action]:
         """Ask every parent what can be had."""
-        return [action for lane in self.lanes for action in self._subscribe(lane, now=now)]
+        return [action for link in self.links for action in self._subscribe(link, now=now)]
 
     # --- messages --------------------------------------------------------------------------------
 
     def heard(self, peer: str) -> StripeLink | None:
-        """Return the lane of a parent that has said something; None if it is nobody's."""
-        lane = self.lanes.of(peer)
-        if lane is not None:
-            lane.is_asking = False
-            lane.is_silent &= lane.is_pulling
-        return lane
+        """Return the link of a parent that has said something; None if it is nobody's."""
+        link = self.links.of(peer)
+        if link is not None:
+            link.is_asking = False
+            link.is_silent &= link.is_pulling
+        return link
 
     def receive(
         self, peer: str, message: Message, payload: list[Frame], *, now: float
@@ -624,24 +624,24 @@ class Receiver:
         Raises:
             RemoteProtocolError: if it broke a rule.
         """
-        lane = self.heard(peer)
-        if lane is None:
+        link = self.heard(peer)
+        if link is None:
             return []
         match message:
             case Announce():
-                return [*self._on_announce(lane, peer, message, payload, now)]
+                return [*self._on_announce(link, peer, message, payload, now)]
             case Segment():
-                return [*self._on_segment(lane, message, payload, now)]
+                return [*self._on_segment(link, message, payload, now)]
             case Waiting():
                 if self.item == (message.version, message.form):
-                    self.watchdog.waits(lane, again_s=message.again_s, now=now)
+                    self.watchdog.waits(link, again_s=message.again_s, now=now)
                     self.rate.pause()
             case Gone():
-                return self._on_gone(lane, message, now)
+                return self._on_gone(link, message, now)
         return []
 
     def _on_announce(
-        self, lane: StripeLink, peer: str, message: Announce, payload: list[Frame], now: float
+        self, link: StripeLink, peer: str, message: Announce, payload: list[Frame], now: float
     ) -> list[Action]:
         if len(payload) > 1 or (not payload and not message.offers):
             raise RemoteProtocolError("an Announce without exactly one manifest")
@@ -650,9 +650,9 @@ class Receiver:
         local = self.trust.use_local_image(message.version)
         actions = [] if local is None else self.adopt(local, now=now)
         actions += self._forsake(now) or self._consider(now)
-        if lane.is_waiting and self.offers.has(peer, self.item):
+        if link.is_waiting and self.offers.has(peer, self.item):
             # It said that it did not have the item yet; now it may.
-            actions += self.request(self.item, lane, now)
+            actions += self.request(self.item, link, now)
         return actions
 
     def adopt(self, transfer: Transfer, *, now: float) -> list[Action]:
@@ -697,14 +697,14 @@ class Receiver:
         """Begin the next step towards the newest version, or go on with the present one."""
         step = self.offers.next_step(self.item)
         if step is None or step == self.item:
-            idle = [lane for lane in self.lanes if not lane.is_pulling]
+            idle = [link for link in self.links if not link.is_pulling]
             return self._request_all(self.item, now, idle)
         return [*self.begin(step, now), *self.retire(now)]
 
     def begin(self, item_id: ItemId, now: float) -> list[Action]:
         """Fetch an item from now on; what is held of it is kept."""
         version, form = item_id
-        self.lanes.finish()
+        self.links.finish()
         self.rate.pause()
         self.item = item_id
         halves = self.store.begun_otherwise(item_id)
@@ -723,25 +723,25 @@ class Receiver:
     def end(self) -> None:
         """Fetch nothing for now."""
         self.item = None
-        self.lanes.finish()
+        self.links.finish()
 
     # --- what comes ------------------------------------------------------------------------------
 
     def _on_segment(
-        self, lane: StripeLink, message: Segment, payload: list[Frame], now: float
+        self, link: StripeLink, message: Segment, payload: list[Frame], now: float
     ) -> list[Action]:
         item_id = (message.version, message.form)
         encoded = self.store.encoded_versions.get(item_id)
         if encoded is None or item_id != self.item:
             return []
         if message.index != encoded.num_segments or not encoded.is_open:
-            self.watchdog.lives(lane, now=now)
+            self.watchdog.lives(link, now=now)
             return []
         if len(payload) != 1:
             raise RemoteProtocolError(f"a Segment of {message.version} without its table")
         table = self.trust.segment(encoded, payload[0])
-        self.watchdog.lives(lane, now=now)
-        self.watchdog.came(lane, now=now)
+        self.watchdog.lives(link, now=now)
+        self.watchdog.came(link, now=now)
         try:
             fault = self.store.add_segment(encoded, table, bytes(payload[0]))
         except StorageError as error:
@@ -791,15 +791,15 @@ class Receiver:
             *self.retire(now),
         ]
 
-    def _on_gone(self, lane: StripeLink, message: Gone, now: float) -> list[Action | ParentFailed]:
-        """Leave an item to the other lanes, or give it up; an Announce of what there is follows."""
+    def _on_gone(self, link: StripeLink, message: Gone, now: float) -> list[Action | ParentFailed]:
+        """Leave an item to the other links, or give it up; an Announce of what there is follows."""
         item_id = (message.version, message.form)
-        self.offers.withdraw(lane.peer or "", item_id)
+        self.offers.withdraw(link.peer or "", item_id)
         if self.item != item_id:
             return []
-        lane.finish()
-        lane.is_denied = True
-        if any(other.peer is not None and not other.is_denied for other in self.lanes):
+        link.finish()
+        link.is_denied = True
+        if any(other.peer is not None and not other.is_denied for other in self.links):
             return [*self._request_all(self.item, now)]
         self.end()
         return [*self.serving.drop(item_id, now=now), *self._consider(now)]
@@ -815,8 +815,8 @@ class Receiver:
             RemoteProtocolError: if it belongs nowhere.
         """
         item_id = (message.version, message.form)
-        lane, item = self.heard(peer), self.store.get(item_id)
-        if lane is None or item is None:
+        link, item = self.heard(peer), self.store.get(item_id)
+        if link is None or item is None:
             return []
         if len(payload) != 1 or not 0 <= message.index < item.num_chunks:
             raise RemoteProtocolError(
@@ -827,47 +827,47 @@ class Receiver:
         if item.has_chunk[message.index] or message.index in item.writing:
             self.num_duplicate_chunks += 1
             return []
-        if not lane.has_space(len(data)):
+        if not link.has_space(len(data)):
             reason = "it sends far more than it was given credit for"
-            return [ParentFailed(self.disconnect(lane), reason)]
+            return [ParentFailed(self.disconnect(link), reason)]
         write = self.store.version_store.write
         work = WriteChunk(item_id, item, message.index, peer, data, write)
         if len(data) != item.chunk_size(message.index):
             return self._refuse_chunk(work, now)
         item.writing.add(message.index)
-        lane.came(len(data), now=now)
+        link.came(len(data), now=now)
         self.rate.add(len(data), now=now)
         if not self.store.may_block(item_id):
             return self.written(work, work.run(), now=now)
-        if item_id == self.item and not self._is_missing(lane, item):
-            lane.finish()
-        # Until it is written, a lane without credit brings nothing: that says nothing of its rate.
-        if not lane.can_bring:
-            lane.rate.pause()
-        if not any(each.can_bring for each in self.lanes):
+        if item_id == self.item and not self._is_missing(link, item):
+            link.finish()
+        # Until it is written, a link without credit brings nothing: that says nothing of its rate.
+        if not link.can_bring:
+            link.rate.pause()
+        if not any(each.can_bring for each in self.links):
             self.rate.pause()
         return [work]
 
     def written(self, work: WriteChunk, fault: str, *, now: float) -> list[Action | ParentFailed]:
         """Take the result of a WriteChunk."""
         item, index, size = work.item, work.index, len(work.data)
-        lane = self.lanes.of(work.peer)  # None if that parent was left meanwhile
-        if lane is not None:
-            lane.settle(size, now=now)
+        link = self.links.of(work.peer)  # None if that parent was left meanwhile
+        if link is not None:
+            link.settle(size, now=now)
         item.writing.discard(index)
         if self.store.get(work.item_id) is not item:
             # It was dropped. What the chunk took of the window is free again.
-            return [*self._give_credit(lane, size)]
+            return [*self._give_credit(link, size)]
         if fault == WRONG_HASH:
             return self._refuse_chunk(work, now)
         if fault:
             return [*self._leave_unwritable(work, fault, now)]
         item.mark(index)
-        if lane is not None:
-            self.watchdog.came(lane, now=now)
+        if link is not None:
+            self.watchdog.came(link, now=now)
         actions: list[Action | ParentFailed] = [
             *self.serving.forward(work.item_id, index, now),
-            *self._give_credit(lane, size),
+            *self._give_credit(link, size),
         ]
         if isinstance(item, EncodedVersion):
             return [*actions, *self.store.decodable(item, index)]
@@ -875,18 +875,18 @@ class Receiver:
             return [*actions, *self.arrived(work.item_id, now)]
         return actions
 
-    def _give_credit(self, lane: StripeLink | None, size: int) -> list[Action]:
+    def _give_credit(self, link: StripeLink | None, size: int) -> list[Action]:
         """Acknowledge what was written, of whatever item, and ask for more of the present one."""
-        if lane is None:
+        if link is None:
             return []
-        taken, credit = lane.took(size, chunk_bytes=size)
+        taken, credit = link.took(size, chunk_bytes=size)
         item = None if self.item is None else self.store.get(self.item)
         if item is None or self.item is None:
             return []
-        if not self._is_missing(lane, item):
-            lane.finish()
+        if not self._is_missing(link, item):
+            link.finish()
             return []
-        return self._send_credit(self.item, lane, taken, credit)
+        return self._send_credit(self.item, link, taken, credit)
 
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
         """Ask again for a chunk that is wrong, or leave the parent that sends such."""
@@ -894,21 +894,21 @@ class Receiver:
         version, _ = work.item_id
         text = f"chunk {work.index} of {version} from {work.peer} does not match its hash"
         actions: list[Action | ParentFailed] = [Note("warning", f"{text}; asking again")]
-        lane = self.lanes.of(work.peer)  # None if that parent was left meanwhile
-        if lane is not None:
-            lane.num_bad_chunks += 1
-            if lane.num_bad_chunks >= MAX_BAD_CHUNKS:
-                self.disconnect(lane)
+        link = self.links.of(work.peer)  # None if that parent was left meanwhile
+        if link is not None:
+            link.num_bad_chunks += 1
+            if link.num_bad_chunks >= MAX_BAD_CHUNKS:
+                self.disconnect(link)
                 actions.append(ParentFailed(work.peer, text, is_corrupt=True))
         return [*actions, *self._ask_again(work, now)]
 
     def _ask_again(self, work: WriteChunk, now: float) -> list[Action]:
-        """Ask for a chunk over the lane whose it is now: lanes may have changed meanwhile."""
+        """Ask for a chunk over the link whose it is now: links may have changed meanwhile."""
         if self.item != work.item_id:
             return []
-        lanes = self.lanes
-        shares = [(lane, lanes.share(lane)) for lane in lanes]
-        asked = [lane for lane, share in shares if share and work.index % share[1] == share[0]]
+        links = self.links
+        shares = [(link, links.share(link)) for link in links]
+        asked = [link for link, share in shares if share and work.index % share[1] == share[0]]
         return self._request_all(self.item, now, asked)
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
@@ -941,22 +941,22 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """When a lane counts as silent, or room is looked for again."""
+        """When a link counts as silent, or room is looked for again."""
         return earliest(self.watchdog.deadline(self.item), self.space.retry_at)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Leave parents that do not deliver, or ask them once more."""
         item = None if self.item is None else self.store.get(self.item)
-        for lane in self.lanes:
-            # The last table has come over another lane, or another parent has sent it all.
-            if lane.is_pulling and (item is None or not self._is_missing(lane, item)):
-                lane.finish()
+        for link in self.links:
+            # The last table has come over another link, or another parent has sent it all.
+            if link.is_pulling and (item is None or not self._is_missing(link, item)):
+                link.finish()
         leave, again = self.watchdog.look(self.item, now=now)
         actions: list[Action | ParentFailed] = []
-        for lane, reason in leave:
-            actions.append(ParentFailed(self.disconnect(lane), reason))
-        for lane in again:
-            actions += self._subscribe(lane, now=now) if lane.is_asking else []
+        for link, reason in leave:
+            actions.append(ParentFailed(self.disconnect(link), reason))
+        for link in again:
+            actions += self._subscribe(link, now=now) if link.is_asking else []
         actions += self._forsake(now) or self._request_all(self.item, now, again)
         if self.space.is_due(now=now):
             actions += self._consider(now)
@@ -967,60 +967,60 @@ class Receiver:
 
     # --- what parents are told -------------------------------------------------------------------
 
-    def _subscribe(self, lane: StripeLink, *, now: float) -> list[Action]:
-        """Ask a lane's parent what can be had."""
-        if lane.peer is None:
+    def _subscribe(self, link: StripeLink, *, now: float) -> list[Action]:
+        """Ask a link's parent what can be had."""
+        if link.peer is None:
             return []
-        if not lane.is_asking and not lane.is_pulling:
-            lane.progress_at = now
-        lane.is_asking = True
-        return [self._send(lane.peer, Subscribe(newest=self.store.newest_complete))]
+        if not link.is_asking and not link.is_pulling:
+            link.progress_at = now
+        link.is_asking = True
+        return [self._send(link.peer, Subscribe(newest=self.store.newest_complete))]
 
     def _request_all(
-        self, item_id: ItemId | None, now: float, lanes: Iterable[StripeLink] | None = None
+        self, item_id: ItemId | None, now: float, links: Iterable[StripeLink] | None = None
     ) -> list[Action]:
-        """Ask these lanes, or all, for an item."""
-        asked = self.lanes if lanes is None else lanes
-        return [action for lane in asked for action in self.request(item_id, lane, now)]
+        """Ask these links, or all, for an item."""
+        asked = self.links if links is None else links
+        return [action for link in asked for action in self.request(item_id, link, now)]
 
-    def request(self, item_id: ItemId | None, lane: StripeLink, now: float) -> list[Action]:
-        """Ask a lane's parent for everything that is missing, with a full window of credit."""
+    def request(self, item_id: ItemId | None, link: StripeLink, now: float) -> list[Action]:
+        """Ask a link's parent for everything that is missing, with a full window of credit."""
         item = None if item_id is None else self.store.get(item_id)
-        share = self.lanes.share(lane)
-        if lane.peer is None or item_id is None or item is None or share is None:
+        share = self.links.share(link)
+        if link.peer is None or item_id is None or item is None or share is None:
             return []
         version, form = item_id
         ranges = item.missing(*share)
         if not ranges:
-            lane.finish()
+            link.finish()
             return []
         fetch = Fetch(
             version=version,
             form=form,
             ranges=ranges[:MAX_RANGES],
-            credit_bytes=lane.begin(now=now),
-            lane=share[0],
-            num_lanes=share[1],
+            credit_bytes=link.begin(now=now),
+            link=share[0],
+            num_links=share[1],
             num_segments=item.num_segments if isinstance(item, EncodedVersion) else 0,
         )
-        return [self._send(lane.peer, fetch)]
+        return [self._send(link.peer, fetch)]
 
-    def _is_missing(self, lane: StripeLink, item: Chunked) -> bool:
-        """Return whether a lane lacks something of the item, or may be given more of it."""
-        share = self.lanes.share(lane)
+    def _is_missing(self, link: StripeLink, item: Chunked) -> bool:
+        """Return whether a link lacks something of the item, or may be given more of it."""
+        share = self.links.share(link)
         return share is not None and item.is_missing(*share)
 
     def _send_credit(
-        self, item_id: ItemId, lane: StripeLink, taken_bytes: int, credit_bytes: int
+        self, item_id: ItemId, link: StripeLink, taken_bytes: int, credit_bytes: int
     ) -> list[Action]:
-        """Acknowledge what has come from a lane's parent, and let it send more."""
-        if not taken_bytes or lane.peer is None:
+        """Acknowledge what has come from a link's parent, and let it send more."""
+        if not taken_bytes or link.peer is None:
             return []
         version, form = item_id
         given = Credit(
             version=version, form=form, credit_bytes=credit_bytes, taken_bytes=taken_bytes
         )
-        return [self._send(lane.peer, given)]
+        return [self._send(link.peer, given)]
 
     def _send(self, peer: str, message: Message) -> Send:
         return Send(peer, encode(message, [], source=self._node_id))

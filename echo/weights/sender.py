@@ -1,6 +1,6 @@
 """The parent's half of the weights plane: announce items, send the chunks that children ask for.
 
-A child here is one link; a node that fetches over several lanes is several children. It is served
+A child here is one link; a node that fetches over several links is several children. It is served
 ascending, as far as its credit reaches and as soon as a chunk is held.
 
 * **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up
@@ -51,7 +51,7 @@ from echo.wire.messages import (
 
 # --- What a parent remembers of one child, and of what that child has asked for ---
 #
-# A Fetch names places of a lane. Those of an encoded version may lie beyond what this node knows of
+# A Fetch names places of a link. Those of an encoded version may lie beyond what this node knows of
 # it so far: they are kept, and wanted as soon as its next segment is here.
 
 
@@ -123,19 +123,19 @@ class Child:
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
     """What it asked for before it was known here."""
-    lane: int = 0
-    num_lanes: int = 1
+    link: int = 0
+    num_links: int = 1
     ranges: tuple[tuple[int, int], ...] = ()
-    """Places of its lane that it asked for, known here or not."""
+    """Places of its link that it asked for, known here or not."""
     num_places: int = 0
-    """Places of its lane that were known when `wanted` was last added to."""
+    """Places of its link that were known when `wanted` was last added to."""
     wanted: deque[int] = field(default_factory=deque)
     is_open: bool = False
     """Whether it wants chunks that will be added to the encoded version."""
     num_segments: int = 0
     credit_bytes: int = 0
     lead: int = 0
-    """How far into the item it is, in chunks of all lanes, from where its siblings were then."""
+    """How far into the item it is, in chunks of all links, from where its siblings were then."""
     pace: Pace = field(default_factory=Pace)
     acked_at: float = 0.0
     """When it acknowledged chunks last, or began."""
@@ -157,14 +157,14 @@ class Child:
 
     def takes_as(self, other: Child) -> bool:
         """Return whether it fetches chunks of an item that another child fetches as well."""
-        common = math.gcd(self.num_lanes, other.num_lanes)
+        common = math.gcd(self.num_links, other.num_links)
         is_same_item = self.fetching is not None and self.fetching == other.fetching
-        return is_same_item and (self.lane - other.lane) % common == 0
+        return is_same_item and (self.link - other.link) % common == 0
 
     def begin(self, message: Fetch, *, now: float) -> None:
         """Take down what it asks for, which is here or on its way."""
         self.fetching = (message.version, message.form)
-        self.lane, self.num_lanes, self.ranges = message.lane, message.num_lanes, message.ranges
+        self.link, self.num_links, self.ranges = message.link, message.num_links, message.ranges
         self.num_segments = max(0, message.num_segments)
         self.credit_bytes = max(0, message.credit_bytes)
         self.acked_at = self.told_waiting_at = now
@@ -174,10 +174,10 @@ class Child:
 
     def grow(self, item: Chunked) -> None:
         """Want what has become known of what it asked for."""
-        num_places = len(range(self.lane, item.num_chunks, self.num_lanes))
+        num_places = len(range(self.link, item.num_chunks, self.num_links))
         for start, stop in self.ranges:
             places = range(max(start, self.num_places), min(stop, num_places))
-            self.wanted.extend(self.lane + place * self.num_lanes for place in places)
+            self.wanted.extend(self.link + place * self.num_links for place in places)
         self.num_places = num_places
         self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_places
 
@@ -190,7 +190,7 @@ class Child:
     def sent(self, num_bytes: int, now: float) -> None:
         """Note that it was sent a chunk."""
         self.credit_bytes -= num_bytes
-        self.lead += self.num_lanes
+        self.lead += self.num_links
         self.pace.sent(now)
         self.told_waiting_at, self.waiting_s = now, 0.0
         self.held_at = None
@@ -200,12 +200,12 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
     """Refuse a Fetch of what an item does not consist of.
 
     Raises:
-        RemoteProtocolError: if its lane or its ranges are impossible.
+        RemoteProtocolError: if its link or its ranges are impossible.
     """
-    lane, num_lanes = message.lane, message.num_lanes
-    if not 0 <= lane < num_lanes <= MAX_STRIPES:
-        raise RemoteProtocolError(f"a Fetch of lane {lane} of {num_lanes}")
-    num_places = len(range(lane, item.num_chunks, num_lanes))
+    link, num_links = message.link, message.num_links
+    if not 0 <= link < num_links <= MAX_STRIPES:
+        raise RemoteProtocolError(f"a Fetch of link {link} of {num_links}")
+    num_places = len(range(link, item.num_chunks, num_links))
     is_encoded = message.form != FULL
     previous = 0
     for start, stop in message.ranges:
@@ -232,7 +232,7 @@ SILENT_CHUNKS = 8
 SILENT_AFTER_S = 0.5
 """Nor is it waited for less than this."""
 WAITING_PERIOD_S = 0.2
-"""How often a waiting child is told at first; well below the shortest patience of a lane."""
+"""How often a waiting child is told at first; well below the shortest patience of a link."""
 MAX_WAITING_S = 1.6
 """How often at last; a parent that vanishes meanwhile is missed only after that."""
 
@@ -348,7 +348,7 @@ class Sender:
     # --- chunks ----------------------------------------------------------------------------------
 
     def _siblings(self, peer: str, child: Child) -> list[tuple[str, Child]]:
-        """Return who takes the same chunks; other lanes, of whomever, need not keep in step."""
+        """Return who takes the same chunks; other links, of whomever, need not keep in step."""
         return [
             (name, other)
             for name, other in self.children.items()
@@ -364,7 +364,7 @@ class Sender:
         if not siblings or len(siblings) > MAX_SIBLINGS:
             return self._send_chunks(peer, child, None, now)
         everyone = [(peer, child), *siblings]
-        is_even = all(other.num_lanes == child.num_lanes for _, other in siblings)
+        is_even = all(other.num_links == child.num_links for _, other in siblings)
         has_moved = True
         while has_moved:
             has_moved, limit = False, self._limit(everyone, now)
@@ -398,7 +398,7 @@ class Sender:
         }
         median = statistics.median_high(rates.values()) if rates else 0.0
         leads = [child.lead for child in members if rates.get(id(child), median) >= 0.5 * median]
-        reach = MAX_LEAD_CHUNKS * max(child.num_lanes for child in members) if leads else 0
+        reach = MAX_LEAD_CHUNKS * max(child.num_links for child in members) if leads else 0
         return min(leads) + reach if leads else None
 
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:

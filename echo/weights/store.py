@@ -195,27 +195,27 @@ class Chunked(abc.ABC):
         if self.journal is not None:
             self.journal.chunk(index, self.chunk(index))
 
-    def _come(self, lane: int, num_lanes: int) -> bytearray:
-        """Return one byte per place of a lane: 1 if its chunk is held or being written."""
+    def _come(self, link: int, num_links: int) -> bytearray:
+        """Return one byte per place of a link: 1 if its chunk is held or being written."""
         has_chunk = self.has_chunk
         if self.writing:
             has_chunk = has_chunk.copy()
             for index in self.writing:
                 has_chunk[index] = 1
-        return has_chunk[lane::num_lanes] if num_lanes > 1 else has_chunk
+        return has_chunk[link::num_links] if num_links > 1 else has_chunk
 
-    def is_missing(self, lane: int = 0, num_lanes: int = 1) -> bool:
-        """Return whether a lane lacks a chunk, or may be given more."""
-        has_chunk = self._come(lane, num_lanes)
+    def is_missing(self, link: int = 0, num_links: int = 1) -> bool:
+        """Return whether a link lacks a chunk, or may be given more."""
+        has_chunk = self._come(link, num_links)
         return self.is_open or has_chunk.find(0) >= 0
 
-    def missing(self, lane: int = 0, num_lanes: int = 1) -> tuple[tuple[int, int], ...]:
-        """Return the half-open runs of places of a lane that have not come, ascending.
+    def missing(self, link: int = 0, num_links: int = 1) -> tuple[tuple[int, int], ...]:
+        """Return the half-open runs of places of a link that have not come, ascending.
 
-        Place p of a lane is the chunk lane + p * num_lanes. While chunks may be added the last run
+        Place p of a link is the chunk link + p * num_links. While chunks may be added the last run
         stops at OPEN_END.
         """
-        has_chunk = self._come(lane, num_lanes)
+        has_chunk = self._come(link, num_links)
         runs, start = [], 0
         while (start := has_chunk.find(0, start)) >= 0:
             stop = has_chunk.find(1, start)

@@ -150,18 +150,18 @@ class Fetch(Message, frozen=True):
     """Child to parent: send these chunks, in ascending order, up to the credit.
 
     Resuming after a cut and changing the parent are this same message with other ranges. It
-    replaces any earlier Fetch over this link. Of the item's chunks it concerns only lane `lane`,
-    those with index % num_lanes == lane: the others are fetched over other links.
+    replaces any earlier Fetch over this link. Of the item's chunks it concerns only those of one
+    stripe link, with index % num_links == link: the others are fetched over other links.
     """
 
     version: PolicyVersion
     ranges: Annotated[tuple[tuple[Place, Place], ...], Meta(max_length=MAX_RANGES)]
-    """Half-open [start, stop) runs of missing places in the lane, ascending; place p is the chunk
-    lane + p * num_lanes. A last run that stops at OPEN_END goes on with chunks yet to be coded."""
+    """Half-open [start, stop) runs of missing places of the link, ascending; place p is the chunk
+    link + p * num_links. A last run that stops at OPEN_END goes on with chunks yet to be coded."""
     credit_bytes: Size
     form: Form = FULL
-    lane: StripeIndex = 0
-    num_lanes: StripeIndex = 1
+    link: StripeIndex = 0
+    num_links: StripeIndex = 1
     num_segments: Place = 0
     """Segments of the encoded version that the child has; it is sent those that follow."""
 

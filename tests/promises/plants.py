@@ -328,9 +328,9 @@ def ask_for_everything_again(patch: pytest.MonkeyPatch) -> None:
     """Ask a new parent for all chunks, held or not."""
 
     def all_chunks(
-        self: Transfer, lane: int = 0, num_lanes: int = 1
+        self: Transfer, link: int = 0, num_links: int = 1
     ) -> tuple[tuple[int, int], ...]:
-        return ((0, len(self.has_chunk[lane::num_lanes])),)
+        return ((0, len(self.has_chunk[link::num_links])),)
 
     patch.setattr(Transfer, "missing", all_chunks)
 

@@ -352,7 +352,7 @@ class World:
         if b"Fetch" in frames[0] and isinstance(fetch := message_of(frames), Fetch):
             images = self._process(sender).session.broadcast.store
             if (image := images.get(fetch.version)) is not None:
-                held = image.has_chunk[fetch.lane :: fetch.num_lanes]
+                held = image.has_chunk[fetch.link :: fetch.num_links]
                 self.chunks_requested_though_held += sum(
                     sum(held[start:stop]) for start, stop in fetch.ranges
                 )

@@ -1,9 +1,8 @@
 """Whatever happens, every live node ends with the newest version, bit for bit.
 
-Random meshes of one to four lanes per node, each lane a link of its own; versions published as
-images, deltas and keyframes, segment by segment; blocks decoded and chunks written late
-and in any order; messages lost, repeated, swapped and damaged; links cut, parents changed, nodes
-ended and restarted.
+Random meshes of one to four links per node; versions published as images, deltas and keyframes,
+segment by segment; blocks decoded and chunks written late and in any order; messages lost,
+repeated, swapped and damaged; links cut, parents changed, nodes ended and restarted.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Net:
         self.nodes: dict[str, Broadcast] = {}
         self.rooms: dict[str, Rooms] = {}
         self.links: dict[str, tuple[str, str, int]] = {}
-        """Link -> (child, parent, lane)."""
+        """Link -> (child, parent, index)."""
         self.queues: dict[tuple[str, str], deque[Any]] = {}
         """(link, receiver) -> what is under way."""
         self.works: list[tuple[str, Work]] = []
@@ -136,19 +135,19 @@ class Net:
 
     # --- links -----------------------------------------------------------------------------------
 
-    def link(self, child: str, lane: int) -> str | None:
-        return self.nodes[child].receiver.lanes[lane].peer
+    def link(self, child: str, index: int) -> str | None:
+        return self.nodes[child].receiver.links[index].peer
 
-    def attach(self, child: str, parent: str, lane: int = 0, **fields: Any) -> None:
-        """Give a lane of a node another parent."""
-        old = next((k for k, (c, _, n) in self.links.items() if (c, n) == (child, lane)), None)
+    def attach(self, child: str, parent: str, index: int = 0, **fields: Any) -> None:
+        """Give a link of a node another parent."""
+        old = next((k for k, (c, _, n) in self.links.items() if (c, n) == (child, index)), None)
         if old is not None:
             self.close(old)
-        link = f"{child}{lane}-{parent}#{next(self._serial)}"
-        self.links[link] = (child, parent, lane)
+        link = f"{child}{index}-{parent}#{next(self._serial)}"
+        self.links[link] = (child, parent, index)
         self.queues[link, child], self.queues[link, parent] = deque(), deque()
         node = self.nodes[child]
-        self.perform(child, node.set_parent(link, lane=lane, now=self.now, **fields))
+        self.perform(child, node.set_parent(link, link=index, now=self.now, **fields))
 
     def close(self, link: str) -> None:
         child, parent, _ = self.links.pop(link)
@@ -156,14 +155,14 @@ class Net:
         if parent in self.nodes:
             self.perform(parent, self.nodes[parent].remove_child(link, now=self.now))
 
-    def set_num_lanes(self, child: str, parents: list[str]) -> None:
-        """Give a node as many lanes as it has parents now."""
-        self.perform(child, self.nodes[child].set_num_lanes(len(parents), now=self.now))
-        for link, (name, _, lane) in list(self.links.items()):
-            if name == child and lane >= len(parents):
+    def set_num_links(self, child: str, parents: list[str]) -> None:
+        """Give a node as many links as it has parents now."""
+        self.perform(child, self.nodes[child].set_num_links(len(parents), now=self.now))
+        for link, (name, _, index) in list(self.links.items()):
+            if name == child and index >= len(parents):
                 self.close(link)
-        for lane, parent in enumerate(parents):
-            self.attach(child, parent, lane)
+        for index, parent in enumerate(parents):
+            self.attach(child, parent, index)
 
     # --- actions ---------------------------------------------------------------------------------
 
@@ -207,7 +206,7 @@ class Net:
             if fetch.form == FULL
             else node.encoded_versions[fetch.version, fetch.form]
         )
-        held = item.has_chunk[fetch.lane :: fetch.num_lanes]
+        held = item.has_chunk[fetch.link :: fetch.num_links]
         assert all(not any(held[start:stop]) for start, stop in fetch.ranges)
 
     def deliver(self, way: tuple[str, str], item: Any = None) -> None:
@@ -289,7 +288,7 @@ class Net:
                 }
             item = node.receiver.item
             assert item is None or node.receiver.store.get(item) is not None
-            writing = sum(lane.writing_bytes for lane in node.receiver.lanes)
+            writing = sum(link.writing_bytes for link in node.receiver.links)
             late = [work.data for owner, work in self.works if owner == name and is_write(work)]
             assert 0 <= writing <= sum(map(len, late))
             for child in node.children.values():
@@ -319,24 +318,24 @@ class Storm:
         return self.chance.choice(self.names[: self.names.index(name)])
 
     def divide(self, name: str) -> None:
-        num_lanes = self.chance.choice([1, 1, 2, 3, 4])
-        self.net.set_num_lanes(name, [self.parent(name) for _ in range(num_lanes)])
+        num_links = self.chance.choice([1, 1, 2, 3, 4])
+        self.net.set_num_links(name, [self.parent(name) for _ in range(num_links)])
         self.ready_spares(name)
 
     def ready_spares(self, name: str) -> None:
-        for lane in range(len(self.net.nodes[name].receiver.lanes)):
-            self.net.nodes[name].set_spare(lane, is_ready=self.has_spares)
+        for index in range(len(self.net.nodes[name].receiver.links)):
+            self.net.nodes[name].set_spare(index, is_ready=self.has_spares)
 
     def heed_failures(self) -> None:
         failed, self.net.failed = self.net.failed, []
         for name, link in failed:
             if name not in self.names:
                 continue
-            for lane in range(len(self.net.nodes[name].receiver.lanes)):
-                current = self.net.link(name, lane)
+            for index in range(len(self.net.nodes[name].receiver.links)):
+                current = self.net.link(name, index)
                 if current in (None, link):
                     rtt_s = self.chance.choice([None, 0.01])
-                    self.net.attach(name, self.parent(name), lane, rtt_s=rtt_s)
+                    self.net.attach(name, self.parent(name), index, rtt_s=rtt_s)
             self.ready_spares(name)
 
     def publish(self) -> None:
@@ -378,8 +377,8 @@ class Storm:
             case "decode" if net.works:
                 net.decode(chance.randrange(len(net.works)))
             case "move":
-                lane = chance.randrange(len(net.nodes[name].receiver.lanes))
-                net.attach(name, self.parent(name), lane)
+                index = chance.randrange(len(net.nodes[name].receiver.links))
+                net.attach(name, self.parent(name), index)
                 self.ready_spares(name)
             case "divide":
                 self.divide(name)
@@ -450,8 +449,8 @@ def weather(seed: int, num_events: int) -> None:
 
 def describe(net: Net, name: str) -> str:
     node = net.nodes[name]
-    lanes = [(lane.peer, lane.is_pulling, lane.is_denied) for lane in node.receiver.lanes]
-    return f"fetches {node.receiver.item}, {node.progress()}, {sorted(node.store)}, {lanes}"
+    links = [(link.peer, link.is_pulling, link.is_denied) for link in node.receiver.links]
+    return f"fetches {node.receiver.item}, {node.progress()}, {sorted(node.store)}, {links}"
 
 
 @pytest.mark.slow
@@ -492,7 +491,7 @@ def test_where_a_parent_has_not_the_form_the_others_send_it_all() -> None:
     assert (v(1), Form("delta", v(0))) not in net.nodes["c"].encoded_versions
     net.failed.clear()
     net.nodes["c"].receiver.store.encoded_versions.clear()
-    net.set_num_lanes("d", ["a", "c"])
+    net.set_num_links("d", ["a", "c"])
     net.settle()
     assert net.holds("d", 1)
     fetched = {m.form.kind for name, _, m in net.sent if name == "d" and isinstance(m, Fetch)}
@@ -590,14 +589,14 @@ def test_an_image_that_lies_here_ends_the_fetch_of_its_encoded() -> None:
     assert net.holds("b", 1)
 
 
-def test_a_lane_whose_last_table_came_over_another_is_not_blamed() -> None:
+def test_a_link_whose_last_table_came_over_another_is_not_blamed() -> None:
     net = Net("a", "b")
-    num_lanes = 2 * sum(table.num_chunks for table, _, _ in pieces_of(1, 0))
-    net.set_num_lanes("b", ["a"] * num_lanes)
+    num_links = 2 * sum(table.num_chunks for table, _, _ in pieces_of(1, 0))
+    net.set_num_links("b", ["a"] * num_links)
     run(net.publish(0)[:1])
     net.settle()
-    for lane in range(num_lanes):
-        net.nodes["b"].set_spare(lane, is_ready=True)
+    for index in range(num_links):
+        net.nodes["b"].set_spare(index, is_ready=True)
     run(net.publish(1, 0)[:1] + net.publish(1, 0)[2:])
     while net.busy():
         net.deliver(net.busy()[0])  # and nothing is decoded

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.protocol.encoded_versions import coded, described, encoded_of, form_on, v, weights
 
 from echo.core.errors import RemoteProtocolError
 from echo.weights.link import RISE_S
@@ -26,6 +25,7 @@ from echo.wire.messages import (
     Subscribe,
     Waiting,
 )
+from tests.protocol.encoded_versions import coded, described, encoded_of, form_on, v, weights
 from tests.protocol.harness import CHUNK_BYTES, message_of
 
 NUM_CHUNKS = 41
@@ -149,24 +149,24 @@ def test_all_counts_that_a_child_has_had_since_it_came() -> None:
     assert serving.rate.bytes_per_s == pytest.approx(expected, rel=0.01)
 
 
-# --- lanes ---------------------------------------------------------------------------------------
+# --- links ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 3, 7, 41, 64])
-def test_the_lanes_of_an_image_are_its_residues(num_lanes: int) -> None:
+@pytest.mark.parametrize("num_links", [1, 2, 3, 7, 41, 64])
+def test_the_links_of_an_image_are_its_residues(num_links: int) -> None:
     found = []
-    for lane in range(num_lanes):
+    for link in range(num_links):
         serving = make()
-        places = len(range(lane, NUM_CHUNKS, num_lanes))
+        places = len(range(link, NUM_CHUNKS, num_links))
         ranges = ((0, places),) if places else ()
-        sent = chunks(fetch(serving, "c", lane=lane, num_lanes=num_lanes, ranges=ranges), "c")
-        assert sent == list(range(lane, NUM_CHUNKS, num_lanes))
+        sent = chunks(fetch(serving, "c", link=link, num_links=num_links, ranges=ranges), "c")
+        assert sent == list(range(link, NUM_CHUNKS, num_links))
         found += sent
     assert sorted(found) == list(range(NUM_CHUNKS))
 
 
-def test_ranges_are_places_of_the_lane() -> None:
-    sent = chunks(fetch(make(), "c", lane=1, num_lanes=3, ranges=((0, 2), (5, 6))), "c")
+def test_ranges_are_places_of_the_link() -> None:
+    sent = chunks(fetch(make(), "c", link=1, num_links=3, ranges=((0, 2), (5, 6))), "c")
     assert sent == [1, 4, 16]
 
 
@@ -174,10 +174,10 @@ def test_ranges_are_places_of_the_lane() -> None:
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"lane": 2, "num_lanes": 2}, "lane 2 of 2"),
-        ({"lane": -1}, "lane -1 of 1"),
-        ({"num_lanes": 1 << 40}, "lane 0 of"),
-        ({"num_lanes": 0}, "lane 0 of 0"),
+        ({"link": 2, "num_links": 2}, "link 2 of 2"),
+        ({"link": -1}, "link -1 of 1"),
+        ({"num_links": 1 << 40}, "link 0 of"),
+        ({"num_links": 0}, "link 0 of 0"),
         ({"ranges": ((2, 2),)}, "bad ranges"),
         ({"ranges": ((-1, 2),)}, "bad ranges"),
         ({"ranges": ((0, 2), (1, 3))}, "bad ranges"),
@@ -321,7 +321,7 @@ def test_equals_in_lockstep_are_both_healthy() -> None:
 
 
 def test_one_that_waits_for_this_node_holds_nobody_up() -> None:
-    """As after a lane was divided otherwise."""
+    """As after a link was divided otherwise."""
     serving = make(num_held=0)
     image = serving.store.images[v(1)]
     for index in range(1, NUM_CHUNKS):
@@ -331,22 +331,22 @@ def test_one_that_waits_for_this_node_holds_nobody_up() -> None:
     assert sent == list(range(2, NUM_CHUNKS))
 
 
-def test_lanes_need_not_keep_in_step() -> None:
+def test_links_need_not_keep_in_step() -> None:
     """One of parallel connections that stops for a moment must not stop the others."""
     serving = make()
-    fetch(serving, "odd", lane=1, num_lanes=2, ranges=((0, 20),), credit_bytes=1)
-    sent = chunks(fetch(serving, "even", lane=0, num_lanes=2, ranges=((0, 21),)), "even")
+    fetch(serving, "odd", link=1, num_links=2, ranges=((0, 20),), credit_bytes=1)
+    sent = chunks(fetch(serving, "even", link=0, num_links=2, ranges=((0, 21),)), "even")
     assert sent == list(range(0, NUM_CHUNKS, 2))
 
 
-def test_lanes_of_another_division_keep_in_step_where_they_take_the_same_chunks() -> None:
+def test_links_of_another_division_keep_in_step_where_they_take_the_same_chunks() -> None:
     serving = make()
-    fetch(serving, "slow", num_lanes=2, ranges=((0, 21),), credit_bytes=1)
+    fetch(serving, "slow", num_links=2, ranges=((0, 21),), credit_bytes=1)
     num_ahead = len(chunks(fetch(serving, "all"), "all"))
     assert num_ahead == 2 * MAX_LEAD_CHUNKS, "as far in the image as its slow sibling may be behind"
-    sent = chunks(fetch(serving, "half", num_lanes=4, ranges=((0, 11),)), "half")
+    sent = chunks(fetch(serving, "half", num_links=4, ranges=((0, 11),)), "half")
     assert sent == list(range(0, 4 * MAX_LEAD_CHUNKS, 4))
-    sent = chunks(fetch(serving, "others", lane=1, num_lanes=4, ranges=((0, 10),)), "others")
+    sent = chunks(fetch(serving, "others", link=1, num_links=4, ranges=((0, 10),)), "others")
     assert sent == list(range(1, 4 * MAX_LEAD_CHUNKS, 4)), "in step with the one that takes all"
 
 
@@ -501,22 +501,22 @@ def test_an_open_fetch_takes_each_segment_as_it_comes() -> None:
     assert serving.children["c"].fetching is None
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 3])
-def test_a_child_that_knows_more_of_an_encoded_gets_only_what_it_asked_for(num_lanes: int) -> None:
+@pytest.mark.parametrize("num_links", [1, 2, 3])
+def test_a_child_that_knows_more_of_an_encoded_gets_only_what_it_asked_for(num_links: int) -> None:
     """As after a restart of this node."""
     whole = encoded_of(2, 1)
     end = whole.num_chunks
     for known, asked in (
-        (2, ((end // num_lanes - 2, OPEN_END),)),
-        (3, ((0, 1), (2, end // num_lanes))),
+        (2, ((end // num_links - 2, OPEN_END),)),
+        (3, ((0, 1), (2, end // num_links))),
     ):
         serving = make()
         grown(serving, slice(0, 1))
-        fields = {"version": v(2), "form": form_on(1), "num_lanes": num_lanes}
+        fields = {"version": v(2), "form": form_on(1), "num_links": num_links}
         actions = fetch(serving, "c", ranges=asked, num_segments=known, **fields)
         _, more = grown(serving, slice(1, None))
         actions += more
         places = [p for a, b in asked for p in range(a, min(b, end))]
-        wanted = [p * num_lanes for p in places if p * num_lanes < end]
+        wanted = [p * num_links for p in places if p * num_links < end]
         assert chunks(actions, "c") == wanted
         assert [m.index for _, m in say(actions) if isinstance(m, Segment)] == [2][known - 2 :]

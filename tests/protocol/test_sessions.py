@@ -398,7 +398,7 @@ def test_after_a_hiccup_of_the_planned_parent_a_node_returns_to_it(tmp_path: Pat
     run = Run(tmp_path, dead_after_s=4.0)
     _, _, [worker] = start_all(run)
     run.world.run(5.0)
-    peer = worker.session._weights._lanes[0].current.peer
+    peer = worker.session._weights._links[0].current.peer
     run.world.perform(worker, worker.session.disconnected(peer, "reset", now=run.world.now))
     run.world.run(7.0)
     assert worker.session.stats().parent == "learner"

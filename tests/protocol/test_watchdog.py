@@ -6,7 +6,6 @@ The liar is no node: it is a link over which a test says what it likes.
 from __future__ import annotations
 
 import pytest
-from tests.protocol.encoded_versions import v
 
 from echo.weights.receiver import WAIT_STALLS
 from echo.wire.messages import (
@@ -19,6 +18,7 @@ from echo.wire.messages import (
     Segment,
     Waiting,
 )
+from tests.protocol.encoded_versions import v
 from tests.protocol.test_broadcast_storm import Net, pieces_of, right_chunks, run
 
 STALL_S = 0.5
@@ -29,10 +29,10 @@ DELTA = Form("delta", v(0))
 class Liar:
     """A parent that has the version before, and says that it has a delta of one byte."""
 
-    def __init__(self, net: Net, child: str, *, lane: int = 0, step: int = 1) -> None:
-        self.net, self.child, self.lane, self.step = net, child, lane, step
-        net.attach(child, "liar", lane, rtt_s=0.01)
-        self.link = net.link(child, lane) or ""
+    def __init__(self, net: Net, child: str, *, index: int = 0, step: int = 1) -> None:
+        self.net, self.child, self.index, self.step = net, child, index, step
+        net.attach(child, "liar", index, rtt_s=0.01)
+        self.link = net.link(child, index) or ""
         self.announce()
 
     def announce(self, step: int | None = None) -> None:
@@ -57,18 +57,18 @@ def with_liar(*parents: str, step: int = 1) -> tuple[Net, Liar]:
     net.attach("b", "a")
     run(net.publish(0)[:1])
     net.settle()
-    net.set_num_lanes("b", ["a", *parents])
+    net.set_num_links("b", ["a", *parents])
     net.settle()
     net.sent.clear()
     return net, Liar(net, "b", step=step)
 
 
 def heed(net: Net, to: str = "a") -> None:
-    """Give each lane that has failed the learner as parent, as the session would its spare."""
+    """Give each link that has failed the learner as parent, as the session would its spare."""
     for name, link in net.failed:
-        for lane, each in enumerate(net.nodes[name].receiver.lanes):
-            if each.peer is None and f"{name}{lane}-" in link:
-                net.attach(name, to, lane, rtt_s=0.01)
+        for index, each in enumerate(net.nodes[name].receiver.links):
+            if each.peer is None and f"{name}{index}-" in link:
+                net.attach(name, to, index, rtt_s=0.01)
     net.failed.clear()
 
 

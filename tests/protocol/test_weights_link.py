@@ -15,15 +15,15 @@ LEARNER, R1, R2 = ("learner", "tcp://l:1"), ("r1", "tcp://r1:1"), ("r2", "tcp://
 
 
 class WeightsLink(Parents):
-    """One lane, with the links that a plan gives it at hand."""
+    """One link, with the links that a plan gives it at hand."""
 
     @property
-    def lane(self) -> StripeParents:
-        return self._lanes[0]
+    def first(self) -> StripeParents:
+        return self._links[0]
 
     @property
     def next(self) -> Connection | None:
-        return self.lane.next
+        return self.first.next
 
 
 def make_links(**options: Any) -> WeightsLink:
@@ -56,8 +56,8 @@ def answer(link: WeightsLink, node_id: str, *, now: float = 0.0) -> list[Any]:
 
 def stand_by(link: WeightsLink, node_id: str, *, sent: float = 0.0, now: float = 0.0) -> list[Any]:
     """Complete the dial of the spare."""
-    assert link.lane.spare is not None
-    link.lane.spare.peer = f"peer-{node_id}"
+    assert link.first.spare is not None
+    link.first.spare.peer = f"peer-{node_id}"
     assert link.connected(f"peer-{node_id}", now=sent)
     return link.greeted(f"peer-{node_id}", node_id, control=None, now=now)
 
@@ -197,17 +197,17 @@ def test_the_loss_of_the_parent_in_use_does_not_disturb_a_dial_under_way(
 def test_a_spare_stands_by_and_takes_over_without_a_dial(link: WeightsLink) -> None:
     follow(link, R1, R2, LEARNER)
     assert dialled(answer(link, "r1")) == ["tcp://r2:1"]
-    assert not link.broadcast.receiver.lanes[0].has_spare
+    assert not link.broadcast.receiver.links[0].has_spare
     stand_by(link, "r2", sent=1.0, now=1.25)
-    assert link.broadcast.receiver.lanes[0].has_spare
+    assert link.broadcast.receiver.links[0].has_spare
     assert link.broadcast.parent == "peer-r1"
     actions = fail(link, "r1", now=2.0)
     assert link.broadcast.parent == "peer-r2"
     assert link.parent == "r2"
-    assert link.broadcast.receiver.lanes[0].rtt_s == 0.25
+    assert link.broadcast.receiver.links[0].rtt_s == 0.25
     # And the next of the list stands by in its place.
     assert dialled(actions) == ["tcp://l:1"]
-    assert not link.broadcast.receiver.lanes[0].has_spare
+    assert not link.broadcast.receiver.links[0].has_spare
 
 
 def test_a_spare_takes_over_while_another_parent_is_dialled(link: WeightsLink) -> None:
@@ -218,7 +218,7 @@ def test_a_spare_takes_over_while_another_parent_is_dialled(link: WeightsLink) -
     actions = fail(link, "r1", now=1.5)
     assert link.broadcast.parent == "peer-learner"
     assert link.parent == "learner"
-    assert not link.broadcast.receiver.lanes[0].has_spare
+    assert not link.broadcast.receiver.links[0].has_spare
     assert link.next is not None
     assert link.next.address == "tcp://r2:1"
     assert dialled(actions) == ["tcp://r1:1"]  # behind r2 in the list: it may be back soon
@@ -246,7 +246,7 @@ def test_a_spare_that_fails_costs_nothing_and_is_dialled_again(link: WeightsLink
     actions = fail(link, "learner", now=5.0)
     assert not any(isinstance(action, Note) for action in actions)
     assert link.broadcast.parent == "peer-r1"
-    assert not link.broadcast.receiver.lanes[0].has_spare
+    assert not link.broadcast.receiver.links[0].has_spare
     assert link.deadline == 6.0
     assert dialled(link.expire(control=None, now=6.0)) == ["tcp://l:1"]
 
@@ -256,7 +256,7 @@ def test_a_spare_that_does_not_answer_is_given_up_for_a_while(link: WeightsLink)
     answer(link, "r1")
     assert link.deadline == 3.0
     link.expire(control=None, now=3.0)
-    assert link.lane.spare is None
+    assert link.first.spare is None
     assert link.broadcast.parent == "peer-r1"
 
 
@@ -269,12 +269,12 @@ def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
     assert link.suspects(now=1.0) == ("r1",)
     answer(link, "learner")
     fail(link, "learner", now=20.0, is_corrupt=True)
-    assert link.lane.next is None
+    assert link.first.next is None
     assert dialled(link.expire(control=None, now=21.0)) == ["tcp://l:1"]
     assert link.suspects(now=1.0 + QUARANTINE_S) == ("learner",)
 
 
-# --- lanes ---------------------------------------------------------------------------------------
+# --- links ---------------------------------------------------------------------------------------
 
 
 def test_every_stripe_has_its_parents_and_every_socket_is_a_link() -> None:
@@ -282,12 +282,12 @@ def test_every_stripe_has_its_parents_and_every_socket_is_a_link() -> None:
     plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
     actions = link.on_plan(plan, control=None, now=0.0)
     assert dialled(actions) == ["tcp://r1:1", "tcp://r2:1", "tcp://r1:1", "tcp://r2:1"]
-    assert len(link.broadcast.receiver.lanes) == 4
+    assert len(link.broadcast.receiver.links) == 4
     for number, address in enumerate(dialled(actions)):
         link.dialled(address, f"peer{number}")
     for number, node_id in enumerate(("r1", "r2", "r1", "r2")):
         link.greeted(f"peer{number}", node_id, control=None, now=0.0)
-    assert [lane.peer for lane in link.broadcast.receiver.lanes] == [
+    assert [link.peer for link in link.broadcast.receiver.links] == [
         "peer0",
         "peer1",
         "peer2",
@@ -308,7 +308,7 @@ def test_a_plan_with_fewer_stripes_hangs_up_the_rest(link: WeightsLink) -> None:
         link.dialled(address, f"peer{number}")
     actions = follow(link, R1, LEARNER, epoch=2)
     assert HangUp("peer1") in actions
-    assert len(link.broadcast.receiver.lanes) == 1
+    assert len(link.broadcast.receiver.links) == 1
 
 
 def test_a_plan_with_other_stripes_waits_for_the_end_of_a_fetch_but_not_for_long(
@@ -323,7 +323,7 @@ def test_a_plan_with_other_stripes_waits_for_the_end_of_a_fetch_but_not_for_long
     assert link.on_plan(plan, control=None, now=3.0) == []
     assert link.deadline == 1.0 + REDIVIDE_AFTER_S
     link.expire(control=None, now=REDIVIDE_AFTER_S)
-    assert len(link.broadcast.receiver.lanes) == 1
+    assert len(link.broadcast.receiver.links) == 1
     assert dialled(link.expire(control=None, now=1.0 + REDIVIDE_AFTER_S)) == ["tcp://r2:1"]
-    assert len(link.broadcast.receiver.lanes) == 2
+    assert len(link.broadcast.receiver.links) == 2
     assert link.deadline is None or link.deadline > 1.0 + REDIVIDE_AFTER_S

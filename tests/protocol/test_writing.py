@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from tests.protocol.encoded_versions import v
 
-from echo.weights import link as lanes
+from echo.weights import link as links
 from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed
 from echo.weights.receiver import WRONG_HASH, WriteChunk
 from echo.wire.actions import Note, Send
 from echo.wire.messages import FULL, Chunk, Credit, Fetch
+from tests.protocol.encoded_versions import v
 from tests.protocol.harness import CHUNK_BYTES, message_of
 from tests.protocol.test_broadcast_storm import IMAGE_BYTES, Net, image_of
 
@@ -54,8 +54,8 @@ class SlowNet(Net):
     def writes(self) -> list[WriteChunk]:
         return [work for _, work in self.works if isinstance(work, WriteChunk)]
 
-    def lane(self, index: int = 0) -> Any:
-        return self.nodes["b"].receiver.lanes[index]
+    def stripe_link(self, index: int = 0) -> Any:
+        return self.nodes["b"].receiver.links[index]
 
 
 def fetching(*names: str, step: int = 0, **overrides: Any) -> SlowNet:
@@ -101,8 +101,8 @@ def test_each_write_frees_its_part_of_the_window() -> None:
 
 
 def test_a_parent_that_does_not_heed_its_credit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MAX_WINDOW_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(lanes, "MAX_WRITING_WINDOWS", 2)
+    monkeypatch.setattr(links, "MAX_WINDOW_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(links, "MAX_WRITING_WINDOWS", 2)
     net = fetching()
     node, link, image = net.nodes["b"], net.link("b", 0) or "", image_of(0)
     limit = 2 * WINDOW_CHUNKS
@@ -160,7 +160,7 @@ def test_what_is_being_written_is_not_asked_for() -> None:
     net.attach("b", "a")
     assert net.messages("b", Fetch)[-1].ranges == ((WINDOW_CHUNKS, NUM_CHUNKS),)
     net.deliver_all()
-    actions = net.nodes["b"].receiver.request((v(0), FULL), net.lane(), net.now)
+    actions = net.nodes["b"].receiver.request((v(0), FULL), net.stripe_link(), net.now)
     assert say(actions, Fetch)[0].ranges == ((1 + len(net.writes), NUM_CHUNKS),)
     net.settle()
     assert net.holds("b", 0)
@@ -227,9 +227,9 @@ def test_wrong_chunks_are_never_written_and_end_their_parent() -> None:
     assert net.holds("b", 0)
 
 
-def test_a_chunk_found_wrong_after_the_lanes_were_divided_anew_is_asked_for_again() -> None:
+def test_a_chunk_found_wrong_after_the_links_were_divided_anew_is_asked_for_again() -> None:
     net = SlowNet("a", "b")
-    net.set_num_lanes("b", ["a", "a"])
+    net.set_num_links("b", ["a", "a"])
     net.publish_image(0)
     while not (ways := [way for way in net.busy() if isinstance(net.queues[way][0][0], Chunk)]):
         for each in net.busy():
@@ -239,10 +239,10 @@ def test_a_chunk_found_wrong_after_the_lanes_were_divided_anew_is_asked_for_agai
     net.deliver_all()
     bad = next(n for n, work in enumerate(net.writes) if work.index == message.index)
     _, work = net.works.pop(bad)
-    net.set_num_lanes("b", ["a", "a", "a"])
+    net.set_num_links("b", ["a", "a", "a"])
     net.settle()
     assert not net.holds("b", 0)
-    assert not any(lane.is_pulling for lane in net.nodes["b"].receiver.lanes)
+    assert not any(link.is_pulling for link in net.nodes["b"].receiver.links)
     net.perform("b", net.nodes["b"].worked(work, work.run(), now=net.now))
     net.settle()
     assert net.holds("b", 0)
@@ -294,13 +294,13 @@ def test_the_time_for_which_the_disk_is_waited_for_shows_no_rate() -> None:
     net = fetching()
     while net.writes:
         assert net.nodes["b"].receiver.rate.is_paused
-        assert net.lane().rate.is_paused
+        assert net.stripe_link().rate.is_paused
         net.now += 5.0
         net.decode()
         net.deliver_all()
     assert net.holds("b", 0)
     assert net.nodes["b"].downlink_bytes_per_s is None
-    assert net.lane().rate.bytes_per_s is None
+    assert net.stripe_link().rate.bytes_per_s is None
 
 
 def test_an_image_is_bit_for_bit_in_whatever_order_it_is_written() -> None:

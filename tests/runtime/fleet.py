@@ -121,7 +121,7 @@ class Uplink(Transport):
         images, encoded_versions = self.broadcast.store, self.broadcast.encoded_versions
         is_full = fetch.form == FULL
         item = images[fetch.version] if is_full else encoded_versions[fetch.version, fetch.form]
-        has_chunk = item.has_chunk[fetch.lane :: fetch.num_lanes]
+        has_chunk = item.has_chunk[fetch.link :: fetch.num_links]
         return sum(sum(has_chunk[start:stop]) for start, stop in fetch.ranges)
 
     def _leave(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> None:

@@ -440,14 +440,14 @@ class _Planner:
             num_stripes=previous.num_stripes,
             rate_bytes_per_s=previous.rate_bytes_per_s,
         )
-        return None if trees is None else self._judge(previous.kind, trees)
+        return None if trees is None else self._measured(previous.kind, trees)
 
     def compare(self) -> list[_Plan]:
         """Return all candidates, the fastest first."""
-        plans = [self._judge("star", star(self._fleet))]
+        plans = [self._measured("star", star(self._fleet))]
         line = chain(self._fleet)
         if line is not None:
-            plans.append(self._judge("chain", line))
+            plans.append(self._measured("chain", line))
         for is_by_region in (False, True) if self._has_regions else (False,):
             best_s = math.inf if is_by_region else min(plan.seconds for plan in plans)
             for num_stripes in self._stripes:
@@ -473,7 +473,7 @@ class _Planner:
             )
             if trees is None:
                 break
-            plan = self._judge(kind, trees)
+            plan = self._measured(kind, trees)
             plans.append(plan)
             best_s = min(best_s, plan.seconds)
             next_s = 2 * self._payload_bytes / max(plan.forecast.rate_bytes_per_s, 1.0)
@@ -481,7 +481,7 @@ class _Planner:
                 break
         return plans
 
-    def _judge(self, kind: Kind, trees: Trees) -> _Plan:
+    def _measured(self, kind: Kind, trees: Trees) -> _Plan:
         found = throughput_of(
             self._fleet,
             trees,

@@ -262,7 +262,7 @@ class _Grower:
             self._surplus[own] += 1
         rooms = self._open[group]
         near = rooms[:WINDOW]
-        arrivals = self._arrival_times(near, node)
+        arrivals = self._chunk_times(near, node)
         # Only what leaves a region is paid for.
         prices = [self._fleet.prices[i] if group != own else 0.0 for i in near]
         index = min(range(len(near)), key=lambda i: (prices[i], arrivals[i]))
@@ -277,7 +277,7 @@ class _Grower:
         regions = [group for group, rooms in enumerate(self._open) if rooms]
         return max(regions, key=lambda group: (self._surplus[group], -group))
 
-    def _arrival_times(self, parents: list[int], node: int) -> list[float]:
+    def _chunk_times(self, parents: list[int], node: int) -> list[float]:
         """Return when a first chunk, of a megabyte, would reach a node through each parent."""
         lags, load_s, rtt_s = self._lags, self._load_s, self._fleet.rtt_s
         return [lags[p] + load_s[p] * 1e6 + rtt_s(p, node) / 2 for p in parents]
