@@ -1,4 +1,4 @@
-"""CURVE key pairs: who may connect, and how a node knows to whom it has connected.
+"""CURVE key pairs: who may connect, and to whom one has connected.
 
 All links are encrypted with CURVE (elliptic curve 25519, forward secret), and it answers two
 questions with two kinds of keys:

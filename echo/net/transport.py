@@ -1,4 +1,4 @@
-"""The contract between a node and whatever carries its messages.
+"""Transport contract: what a node may expect of whatever carries its messages.
 
 A message is a list of frames. A transport listens at one address at most, dials any number of
 others, and reports everything as events, in the order in which it happened to each peer:

@@ -1,18 +1,41 @@
-"""The connections of a transport: who is up, who is over, and what is told in which order.
+"""ZeroMQ transport: messages over TCP, in the only file that knows it.
 
-A `Channel` is one raw socket with its news; the transport provides it, and nothing here knows how.
-A `Listener` shares one channel among all inbound peers, a `DialledLink` owns at most one at a time.
+Parents bind one ROUTER, and every dial is a DEALER. A `ZmqChannel` is one raw socket with its news;
+a `Listener` shares one channel among all inbound peers, a `DialledLink` owns at most one at a time.
 
-    dialled    looking up -> connecting -> up (Connected) -> over (Disconnected) -> pause -> again
+    dialled    looking up -> connecting -> up (Connected) -> over (Disconnected) -> backoff -> again
     inbound    accepted -> known with its first message (Connected) -> over (Disconnected)
 
-**One channel, one connection** for a dialled link: a new channel is opened for each attempt, since
-messages of two connections could otherwise mix in one pipe. The end is told only when the channel
-has been read empty after the news of it, so that last words come first.
+**One connection, one channel, one identity.** For a dialled link a new channel is opened for each
+attempt, since messages of two connections could otherwise mix in one pipe: libzmq's own
+reconnection is off, and ZMQ_IMMEDIATE stays 0, because 1 throws away what a peer said just before
+it closed. The end is told only when the channel has been drained after the news of it, so that last
+messages come first. The ROUTER names each inbound connection by itself (no routing id is sent), so
+a node that comes back after a half-open connection is a new peer at once instead of a refused
+duplicate. An inbound connection's end arrives as news about a file descriptor; the descriptor of a
+peer is asked for with its first message. The end is announced before the descriptor is closed, so
+reading the news before adopting a descriptor never mixes up two owners.
 
-An inbound connection's end arrives as news about a file descriptor; the descriptor of a peer is
-asked for with its first message. The end is announced before the descriptor is closed, so reading
-the news before adopting a descriptor never mixes up two owners.
+**Backpressure: bytes are counted by what libzmq has released.** A ROUTER cannot tell what waits for
+one peer, and its high-water mark counts messages, dropping silently unless ROUTER_MANDATORY is set.
+So there is none on sends. Instead pyzmq's tracker of a zero-copy frame says when libzmq has passed
+it on to the kernel; a connection sends in order, so one tracker settles everything before it. That
+is exact, needs no acknowledgements on the wire, and one tracker per 64 KiB keeps it cheap. On the
+other side RCVHWM stops reading, TCP fills, trackers stay open, and `send` refuses. (Left to
+admission: libzmq gathers the frames of one message without a bound on their number.)
+
+**Sockets are drained raw, on the loop.** A reader callback only notes that a socket has something;
+`receive` takes messages until EAGAIN or the end of its budget, one wake-up per burst instead of one
+future per message, and yields to the loop before it goes on. The descriptor is edge-triggered: an
+edge means "look at ZMQ_EVENTS", any send may swallow one and therefore looks too, and a socket
+stays noted until it said EAGAIN. Monitors are drained in their callback at once, since libzmq's I/O
+thread waits on a full one.
+
+**Encryption** is CURVE (`curve.py`), on all links of a transport with keys and on none of one
+without. A stranger who does not speak it, or nothing at all, is closed when the handshake's timeout
+is over; a plain listener has no such defence against the bytes of ZMTP 1.
+
+**Heartbeats** are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.
 """
 
 from __future__ import annotations
@@ -63,7 +86,7 @@ from echo.net.transport import (
     without_key,
 )
 
-# --- What the kernel and the C library allow the transport, read once when a node starts ---
+# --- kernel: what it allows the transport, read once when a node starts ---------------------------
 #
 # One TCP connection over a long link is as fast as its buffers and its congestion control permit,
 # whatever ZeroMQ does. At 1 Gbit/s and 100 ms, whose bandwidth-delay product is 12.5 MB, one
@@ -71,7 +94,6 @@ from echo.net.transport import (
 # buffer is window, and several together all of it. With losses cubic falls far below, BBR does not.
 # So nodes open several connections to a parent where buffers are small or BBR cannot be had, and
 # say which sysctl would make that unnecessary. All values are of the network namespace.
-
 
 ASSUMED_RATE_BYTES_PER_S = 125e6
 """1 Gbit/s: the link for which `auto` provides."""
@@ -173,7 +195,7 @@ def descriptor_limit() -> int:
     return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
-# The socket that a parent listens on, made here so that its congestion control can be chosen
+# --- listening socket, made here to choose its congestion control ---------------------------------
 #
 # It is bound first and listens later: the address is taken before a node has opened its files, and
 # strangers cannot take the descriptors that it opens them with.
@@ -182,7 +204,6 @@ def descriptor_limit() -> int:
 # from the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses.
 # Where the kernel does not permit the wanted algorithm, and on loopback, the system's default
 # stays.
-
 
 _log = logging.getLogger(__name__)
 
@@ -284,6 +305,8 @@ class Gate:
         """Let go of the socket."""
         self._socket.close()
 
+
+# --- connections: who is up, who is over, and what is told in which order -------------------------
 
 WARN_EVERY_S = 60.0
 """How often a link that cannot come up says why, seconds."""
@@ -852,10 +875,7 @@ async def look_at(
         return said
 
 
-# --- One raw ZeroMQ socket on the loop, with the news of its connections and the bytes it owes ---
-#
-# See echo/runtime/transport_zmq.py for what it is for and why it is done so.
-
+# --- channel: one raw socket, the news of its connections, the bytes it owes ----------------------
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -1070,13 +1090,12 @@ def _as_frame(part: zmq.Frame) -> Frame:
     return part.bytes if len(part) < _ZERO_COPY_BYTES else part.buffer
 
 
-# Who may connect to a CURVE listener: those who dial with the key of the run, and nobody else
+# --- admission: those who dial with the key of the run, and nobody else ---------------------------
 #
 # libzmq asks inside its own process, by messages to an agreed address (ZAP, RFC 27), while it
 # shakes hands with a client. The answers come from the loop: no thread, and no list of keys to
 # keep, since the run has one key for all who dial. A client that is refused learns that it was, and
 # is closed.
-
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _LOG_EVERY_S = 10.0
@@ -1136,36 +1155,7 @@ class ZapHandler:
             self._num_unlogged, self._logged_at = 0, now
 
 
-# --- Messages over ZeroMQ: the only file that knows it ---
-#
-# Parents bind one ROUTER, and every dial is a DEALER (`echo.runtime.links` keeps their states).
-#
-# **One connection, one identity.** The ROUTER names each inbound connection by itself (no routing
-# id is sent), so a node that comes back after a half-open connection is a new peer at once instead
-# of a refused duplicate. A DEALER lives for one connection: libzmq's own reconnection is off, and
-# ZMQ_IMMEDIATE stays 0, because 1 throws away what a peer said just before it closed.
-#
-# **Bytes are counted by what libzmq has released.** A ROUTER cannot tell what waits for one peer,
-# and its high-water mark counts messages, dropping silently unless ROUTER_MANDATORY is set. So
-# there is none on sends. Instead pyzmq's tracker of a zero-copy frame says when libzmq has passed
-# it on to the kernel; a connection sends in order, so one tracker settles everything before it.
-# That is exact, needs no acknowledgements on the wire, and one tracker per 64 KiB keeps it cheap.
-# On the other side RCVHWM stops reading, TCP fills, trackers stay open, and `send` refuses. (Left
-# to admission: libzmq gathers the frames of one message without a bound on their number.)
-#
-# **Sockets are drained raw, on the loop.** A reader callback only notes that a socket has
-# something; `receive` takes messages until EAGAIN or the end of its budget, one wake-up per burst
-# instead of one future per message, and yields to the loop before it goes on. The descriptor is
-# edge-triggered: an edge means "look at ZMQ_EVENTS", any send may swallow one and therefore looks
-# too, and a socket stays noted until it said EAGAIN. Monitors are drained in their callback at
-# once, since libzmq's I/O thread waits on a full one.
-#
-# **Encryption** is CURVE (echo/runtime/identity.py), on all links of a transport with keys and on
-# none of one without. A stranger who does not speak it, or nothing at all, is closed when the
-# handshake's time is up; a plain listener has no such defence against the bytes of ZMTP 1.
-#
-# Heartbeats are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.
-
+# --- transport ------------------------------------------------------------------------------------
 
 # Longer than any run: libzmq must not redial by itself, and "never" (-1) loses unread messages.
 _NEVER_MS = 1_000_000_000

@@ -1,9 +1,8 @@
-"""Weights from parent to child, pulled chunk by chunk, forwarded as they arrive.
+"""Weights pulled chunk by chunk from parents, forwarded to children on arrival.
 
-Theory of operation. Every node takes weights from its parents and serves any number of children;
+Every node takes weights from its parents and serves any number of children;
 the learner has no parent and gets its versions from `publish`. A node keeps a **store** of items
-(`weights/store.py`): images, and encoded versions, which are versions in coded form
-(`weights/store.py`).
+(`store.py`): images, and encoded versions (deltas and keyframes).
 
     child                         parent
       Subscribe(newest held)  ->            once per link, and when something seems to be missing
@@ -20,23 +19,23 @@ Rules
   as soon as it has arrived and its hash has matched.
 * A node never stores or forwards a chunk that does not match what the learner signed.
 * A chunk is held, forwarded and credited when it has been written, in a thread where that may take
-  long (`weights/receiver.py`): a node whose disk is slow takes less, and does the rest as before.
+  long (`receiver.py`): a node whose disk is slow takes less, and does the rest as before.
 * What a child fetches is the first step of the path to the newest version that costs the fewest
   bytes: the image in full, a keyframe, or deltas from a version that it holds whole.
 * A newer version pre-empts the one being fetched if less than half of that has come, and going to
   the newer one directly costs no more than finishing and going on from there; and not twice in a
   row, or a link slower than the pace of publication would never complete any.
-* Whatever is lost is asked for again: a link that is silent for too long (`weights/link.py`) is
+* Whatever is lost is asked for again: a link that is silent for too long (`link.py`) is
   left for the spare parent if there is one; otherwise the child repeats its request, and gives the
   parent up at the second silence. Chunks with wrong hashes end a parent too, and so does an offer
-  of which nothing ever comes (`watchdog.py`). The session gives the link another one
+  of which nothing ever comes (`receiver.py`). `parents.py` gives the link another one
   (`ParentFailed`), whose Fetch names only what is missing: no chunk that is held is requested
   again.
-* An item for which there is no space is left, and tried again (`weights/receiver.py`).
+* An item for which there is no space is left, and retried with a backoff (`receiver.py`).
 * Where a parent says Gone, the item is divided among the links whose parents may have it, and given
   up if there is none. What a parent has offered is forgotten with it.
 
-This file joins the two halves, `receiver.py` (the child's) and `weights/sender.py` (the parent's).
+This file joins the two halves, `receiver.py` (the child's) and `sender.py` (the parent's).
 """
 
 from __future__ import annotations

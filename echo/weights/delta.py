@@ -1,17 +1,16 @@
-"""Coded blocks: a piece of a version's image, alone or as its difference to an older version.
+"""Block codec: a piece of an image, alone or as a delta.
 
 A block is coded on its own, so that blocks can be coded, sent and decoded in any order and by
 several threads at once. Its first byte says how, the second the bytes of a word:
 
-| codec      | holds                                                   | the shortest where       |
-|------------|---------------------------------------------------------|--------------------------|
-| UNCHANGED  | nothing (and no second byte)                            | nothing changed          |
-| CHANGES    | indices and small integer differences (echo.weights.delta) | up to a third changed
-| | DIFFERENCE | zig-zag differences of all words as byte planes         | nearly all did: fp32
-| | XOR        | exclusive or with the base as byte planes               | bits mean something else
-| | PLANES     | the words as byte planes, no base                       | keyframes, another model
-| | RAW        | the bytes (and no second byte)                          | noise
-|
+| codec      | holds                                            | the shortest where       |
+|------------|--------------------------------------------------|--------------------------|
+| UNCHANGED  | nothing (and no second byte)                     | nothing changed          |
+| CHANGES    | indices and small integer differences            | up to a third changed    |
+| DIFFERENCE | zig-zag differences of all words as byte planes  | nearly all did: fp32     |
+| XOR        | exclusive or with the base as byte planes        | bits mean something else |
+| PLANES     | the words as byte planes, no base                | keyframes, another model |
+| RAW        | the bytes (and no second byte)                   | noise                    |
 
 A byte plane gathers one byte of every word: the exponents of floats lie close together and pack
 well, mantissas do not and stay as they are. Bytes that do not fill a word follow at the end.
@@ -43,7 +42,7 @@ import zstandard
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.weights.manifest import TensorSpec
 
-# --- Byte streams inside a coded block: each one zstd or as it is, whichever is shorter ---
+# --- streams: each one zstd or as it is, whichever is shorter -------------------------------------
 #
 # A stream is a length (u32) and that many bytes. The reader always knows the size that the stream
 # must have once it is unpacked: where the length equals it, the bytes are stored as they are, else
@@ -54,7 +53,6 @@ from echo.weights.manifest import TensorSpec
 # code over single bytes. Hence the settings: matches only where they are long, and a table for
 # finding them that fits into the first-level cache. Measured against zstd's level 1, that is
 # smaller on every kind of stream and no slower.
-
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[Any]
@@ -158,7 +156,7 @@ def _unpacked(frame: memoryview, size: int) -> bytes:
     return data
 
 
-# --- The sparse form of a difference: where words changed, and by how many steps ---
+# --- sparse changes: where words changed, and by how many steps -----------------------------------
 #
 # One optimizer step at a small learning rate moves about one bf16 weight in a hundred, and nearly
 # all of those to a neighbouring value. The bit pattern of a float is ordered like its magnitude, so
@@ -177,7 +175,6 @@ def _unpacked(frame: memoryview, size: int) -> bytes:
 #
 # Two changes to a byte instead of one made deltas 4 % shorter than steps of a byte each, and the
 # streams of 29,000 changes take 0.1 ms to pack instead of 0.15.
-
 
 Indices = npt.NDArray[np.int64]
 
@@ -319,6 +316,8 @@ def _step_table(word_bytes: int) -> npt.NDArray[np.unsignedinteger[Any]]:
 
 
 _STEPS = {word_bytes: _step_table(word_bytes) for word_bytes in (1, 2, 4)}
+
+# --- blocks: code and decode ----------------------------------------------------------------------
 
 WordBytes: TypeAlias = Literal[1, 2, 4]
 
@@ -492,8 +491,7 @@ def _word_bytes(reader: Reader) -> int:
     return int(word_bytes)
 
 
-# --- Which size of word a block of an image is coded in ---
-
+# --- word size: of which floats a block of an image is made ---------------------------------------
 
 _FLOAT_BYTES: dict[str, WordBytes] = {"float32": 4, "bfloat16": 2, "float16": 2}
 

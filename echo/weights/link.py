@@ -1,26 +1,47 @@
-"""Stripe links to the parents: rate, credit window and silence of each connection.
+"""Stripe links to parents: rate, credit window and patience of each connection.
 
 An item's chunks are divided among `num_links` stripe links by index % num_links, each with a
 connection of its own: links with different parents are the stripes of several trees, links with the
 same parent are parallel connections (a single one is slow where TCP's buffers are small). Where a
 parent has not the item, it is divided among the other links.
 
-Credit. The window is what may be under way or wait to be written: 1.5 x rate x round trip + 2
-chunks, of the rate that this link has shown, so that it grows by half with every round trip until
-the link is full, and shrinks with it.
+**Rate.** Bytes over *busy* time: time in which more was wanted than had come. Between the arrivals
+of two chunks of one burst a link is busy; before the first of them, and while the other side has
+nothing to give (`pause`), it is not. So the first chunk after a pause only starts the clock, and a
+burst of one chunk says nothing.
 
-Watchdog. A link is silent when something is awaited and neither a chunk nor a Waiting has come for
-`patience_s`: four round trips, or the time of four chunks at the rate that the link has shown, or
-three times the longest gap between two chunks of late: where many connections share an uplink, each
-of them starves at times. It is at least MIN_PATIENCE_S for each stripe where a spare parent stands
-by (the less comes over a link, the less its silence costs, and leaving an honest parent costs as
-much as ever), and at least the configured time where none does, and for the first chunk, for which
-everybody asks at once. A parent that waits itself says within how long it will say so again, and
-has PROMISE_GRACE_S more.
-Nor is a link silent while a chunk of it is being written: where the disk is slower than the link,
-no credit is left with which the parent could send more (`weights/receiver.py`).
-While the link has not shown its rate it is the configured time, and twice as long with each parent
-that was left for its silence: on a slow link nothing would ever come otherwise.
+* A receiver measures each link and sizes its window by it: chunks as they arrive, `pause` when all
+  that was asked for has come or the parent says Waiting.
+* A sender measures its **uplink**, all children together: bytes as they are acknowledged, `pause`
+  when no child fetches anything. Children that have been sent all that is here, or one alone, may
+  be the limit themselves: a sample in which most of the time passed like that only shows that the
+  uplink is *at least* that good. One in which the uplink was the limit may still be low, as where
+  TCP lost time: only so many of them in a row lower the estimate, to the best of them. A plan that
+  forgets what an uplink has shown wanders for ever.
+* A receiver's **downlink** cannot be read from what it receives: as a rule its parents are slower.
+  `topology/sites.py` tells when it is a limit.
+
+**Credit and backpressure.** The window is what may be under way or wait to be written: 1.5 x rate x
+round trip + 2 chunks, of the rate that this link has shown, so that it grows by half with every
+round trip until the link is full, and shrinks with it.
+
+**Timeout.** A link is silent when something is awaited and neither a chunk nor a Waiting has come
+for `patience_s`: four round trips, or the time of four chunks at the rate that the link has shown,
+or three times the longest gap between two chunks of late (where many connections share an uplink,
+each of them starves at times). Its bounds:
+
+* At least MIN_PATIENCE_S for each stripe where a spare parent stands by: the less comes over a
+  link, the less its silence costs, and leaving an honest parent costs as much as ever.
+* At least the configured time where no spare does, and for the first chunk, for which everybody
+  asks at once.
+* The configured time while the link has not shown its rate, with a backoff: twice as long with each
+  parent that was left for its silence. On a slow link nothing would ever come otherwise.
+* A parent that waits itself says within how long it will say so again, and has PROMISE_GRACE_S
+  more.
+* No limit while a chunk of the link is being written: where the disk is slower than the link, no
+  credit is left with which the parent could send more.
+
+**Probe.** One message shows the uplink of a node that has not served anybody yet.
 """
 
 from __future__ import annotations
@@ -32,26 +53,7 @@ from echo.wire.actions import Action, Send
 from echo.wire.codec import encode
 from echo.wire.messages import Probe, ProbeAck
 
-# --- What is learned of a link: its rate, and the credit window that follows ---
-#
-# A rate is bytes over *busy* time: time in which more was wanted than had come. Between the
-# arrivals of two chunks of one burst a link is busy; before the first of them, and while the other
-# side has nothing to give (`pause`), it is not. So the first chunk after a pause only starts the
-# clock, and a burst of one chunk says nothing.
-#
-# Who measures what:
-#
-# * A receiver measures each link and sizes its window by it: chunks as they arrive, `pause` when
-#   all that was asked for has come or the parent says Waiting. * A sender measures its **uplink**,
-#   all children together: bytes as they are acknowledged, `pause` when no child fetches anything.
-#   Children that have been sent all that is here, or one alone, may be the limit themselves: a
-#   sample in which most of the time passed like that only shows that the uplink is *at least* that
-#   good. One in which the uplink was the limit may still be low, as where TCP lost time: only so
-#   many of them in a row lower the estimate, to the best of them. A plan that forgets what an
-#   uplink has shown wanders for ever. * A receiver's **downlink** cannot be read from what it
-#   receives: as a rule its parents are slower. `weights/topology/sites.py` tells when it is a
-#   limit.
-
+# --- rate and window ------------------------------------------------------------------------------
 
 SAMPLE_S = 0.1
 """Busy time that makes one sample, at least."""
@@ -214,6 +216,8 @@ def window_bytes(
     return int(min(1.5 * rate * (rtt_s + LOOP_S) + 2 * chunk_bytes, most))
 
 
+# --- stripe link: credit and patience -------------------------------------------------------------
+
 MIN_PATIENCE_S = 0.5
 MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
@@ -265,7 +269,7 @@ class ParentFailed:
 
 @dataclass(slots=True)
 class StripeLink:
-    """The child's half of one link of the weights plane."""
+    """The child's half of one connection of the weights plane."""
 
     index: int
     first_window_bytes: int
@@ -416,7 +420,7 @@ class StripeLink:
         return self.progress_at + self.patience_s(chunk_bytes)
 
 
-# A probe of a node's uplink before it has served anybody: one message, and how soon it came
+# --- uplink probe: one message, and how soon it has come ------------------------------------------
 #
 #     node  -> parent    Probe, with bytes that mean nothing
 #     parent -> node     ProbeAck
@@ -434,7 +438,6 @@ class StripeLink:
 # connection, so a probe never shows too much; of a fast link it shows less than all, and transfers
 # raise it. It is repeated after the next versions, MAX_PROBES times in all: what others sent at the
 # same time makes the first one tell less than the truth.
-
 
 FIRST_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
 GROWTH = 4
@@ -494,12 +497,12 @@ def acknowledge(peer: str, *, source: str) -> list[Action]:
     return [Send(peer, encode(ProbeAck(), source=source))]
 
 
-# --- One outbound link of a node, to the learner's side or to a parent for the weights ---
+# --- connection -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Connection:
-    """One outbound link."""
+    """One connection that a node has dialled: to the learner's side, or to a parent."""
 
     address: str
     peer: str = ""

@@ -1,4 +1,4 @@
-"""What a version of the weights consists of, and the learner's signature under it.
+"""Manifest of a version: tensors, chunk hashes, and the learner's signature.
 
 A version is one byte image: its tensors one after the other, each once. The image is cut into
 chunks of equal size (the last may be shorter). The manifest lists tensors and the BLAKE3 hash of
@@ -6,8 +6,9 @@ every chunk; its own hash is the **root**, and the root is what the learner sign
 covers every byte, a relay can verify each chunk on its own before it forwards it, and a chunk that
 was damaged on the way stops at the first hop.
 
-Beside its image a version may travel as a **encoded version**, coded against a version that the
-receiver holds or on its own (`weights/store.py`); what comes out of it must hash to this manifest.
+Beside its image a version may travel as an **encoded version**: a delta against a version that the
+receiver holds, or a keyframe, in segments whose tables are signed one by one (`store.py`). What
+comes out of it must hash to this manifest.
 
 Sizes come from the wire and are checked against each other before anything is allocated.
 """
@@ -25,6 +26,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.wire.messages import ITEM_BYTES
+
+# --- manifest -------------------------------------------------------------------------------------
 
 HASH_BYTES = 32
 MIN_CHUNK_BYTES = 1 << 10
@@ -225,6 +228,8 @@ def _check_manifest(manifest: Manifest) -> None:
             f"{where}: its tensors reach past the image's {manifest.num_bytes} bytes"
         )
 
+
+# --- segment tables of an encoded version ---------------------------------------------------------
 
 MAX_BLOCK_OVERHEAD_BYTES = 64
 """By how much a coded block may be longer than what it codes: a tag and a length."""

@@ -1,4 +1,4 @@
-"""A node's links to its parents for the weights: follow the plan, fall back, come back.
+"""Parents of a node: follow the plan, fall back, quarantine, return.
 
 The plan names, for each stripe, parents in order of preference. Every StripeLink (`link.py`) has
 one connection in use, and may have a **spare** that is dialled and greeted but idle, to the next

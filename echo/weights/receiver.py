@@ -1,10 +1,43 @@
-"""The child's half of the weights plane: fetch the chosen item over the links, verify and write it.
+"""Receiver: fetch the chosen item over the stripe links, verify, write, retry.
 
-`weights/broadcast.py` has the rules, `Offers` chooses the item. It is begun on every
-link that has a parent; each link asks for what is missing of its own chunks. What becomes of a
-chunk:
+`broadcast.py` has the rules of the plane. The child's half of it is one `Receiver`, with `Offers`
+that choose the item, `StripeLinks` over which it comes, and a `Watchdog` over their parents. Every
+link that has a parent asks for what is missing of its own chunks. What becomes of a chunk:
 
-    take -> WriteChunk -> here and now, or in a thread -> written: held, credited
+    Chunk -> take -> WriteChunk -> [a thread, or here and now] -> written: held, served, credited
+
+**Choice.** The way to the newest version with the fewest bytes is taken step by step; what is held
+already of an item need not be fetched again and counts for nothing.
+
+**Writing.** Where a version store may make its writer wait (a mapped file, whose pages the kernel
+holds back when the disk is behind), the work goes to a thread and the loop goes on. In memory it is
+done at once, since a thread costs more than the copy; so are chunks of encoded versions, which lie
+in memory everywhere.
+
+* *Backpressure.* Credit is given for what has been written: what waits in memory is bounded by the
+  windows of the links, and a slow disk slows the parent. One that sends far more than its credit is
+  left.
+* *Order.* Writes end in any order; nothing depends on it. A chunk that is being written is not
+  missing (it is not asked for, of whatever parent; a second copy is thrown away), and not held (it
+  is not served).
+* *Evicted meanwhile.* Bytes are verified before they are written, so what is written late is right.
+  The work keeps the image's space lent, so that it is not recycled for another version. The result
+  of a write into an item that was dropped is ignored, but for the credit that it frees.
+* *Silence.* While a chunk of a link is being written its parent is not to blame, and where no
+  credit is left meanwhile, the time does not count for the rate of the link.
+* *A disk that refuses* is as good as full.
+
+**Timeout.** A link that is silent for too long (`link.py` says how long) is left for its spare;
+without one its parent is asked once more, and left at the second silence. A parent that waits
+itself says so again and again, and is not silent: the fault may lie far above it. But offers are
+not signed, so one that has announced an item and never gets anything of it may be lying. It is left
+after WAIT_STALLS silences in which nothing has come, or four times the longest pause after which
+something did come from it: behind a slow link the pauses are long.
+
+**Out of space.** The versions that are here are kept, and it is tried again. Space may become free
+here, as soon as an image is dropped, or by others' doing (a disk that was full), of which nobody
+tells: so it is also retried with a backoff. The operator reads of it once, however often it is
+tried.
 """
 
 from __future__ import annotations
@@ -47,13 +80,7 @@ from echo.wire.messages import (
     Waiting,
 )
 
-# --- What a node's parents have announced, and what of it to fetch next ---
-#
-# The way to the newest version with the fewest bytes is taken step by step; what is held already of
-# an item need not be fetched again and counts for nothing. A newer version pre-empts the one that
-# is being fetched if less than half of that has come, and going to the newer one directly costs no
-# more than finishing and going on from there; and not twice in a row, or a link slower than the
-# pace of publication would never complete any.
+# --- offers: what parents have announced, and what to fetch next ----------------------------------
 
 MAX_OFFERS = 1000
 """Items that one Announce may name."""
@@ -210,8 +237,11 @@ def form_of(base: PolicyVersion | None) -> Form:
     return Form("keyframe") if base is None else Form("delta", base)
 
 
+# --- stripe links ---------------------------------------------------------------------------------
+
+
 class StripeLinks:
-    """All links of a node; there is always one."""
+    """All links of a node to its parents; there is always one."""
 
     def __init__(self, *, first_window_bytes: int, stall_s: float) -> None:
         """Start with one link without a parent."""
@@ -242,7 +272,7 @@ class StripeLinks:
         """
         gone, self.all = self.all[num_links:], self.all[:num_links]
         self._num_stripes = num_stripes or num_links
-        # Links to one parent share its link, and what waits in its queue delays them all.
+        # Connections to one parent share its uplink, and what waits in its queue delays them all.
         first = max(1, self._first_window_bytes * self._num_stripes // num_links)
         for index in range(len(self.all), num_links):
             self.all.append(StripeLink(index, first_window_bytes=first, stall_s=self._stall_s))
@@ -296,12 +326,7 @@ class StripeLinks:
         return [link for link, at in deadlines if at is not None and now >= at]
 
 
-# What is done where a version has no space: the ones that are here are kept, and it is tried again
-#
-# Room may become free here, as soon as an image is dropped, or by others' doing (a disk that was
-# full), of which nobody tells: so it is also tried after a pause that grows. The operator reads of
-# it once, however often it is tried.
-
+# --- out of space ---------------------------------------------------------------------------------
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
@@ -346,34 +371,7 @@ class SpaceRetry:
         return True
 
 
-# --- Chunks between their arrival and the version store: verified, written, and only then held ---
-#
-#     Chunk -> WriteChunk -> [a thread, or here and now] -> `Receiver.written`: held, served,
-#     credited
-#
-# Where a version store may make its writer wait (a mapped file, whose pages the kernel holds back
-# when the disk is behind), the work goes to a thread and the loop goes on. In memory it is done at
-# once, since a thread costs more than the copy; so are chunks of encoded versions, which lie in
-# memory everywhere.
-#
-# * **Backpressure.** Credit is given for what has been written: what waits in memory is bounded by
-#   the windows of the links, and a slow disk slows the parent. One that sends far more than its
-#   credit is left.
-# * **Order.** Writes end in any order; nothing depends on it. A chunk that is being written is not
-#   missing (it is not asked for, of whatever parent; a second copy is thrown away), and not held
-#   (it is not served).
-# * **What becomes of the version store meanwhile** does not matter. Bytes are verified before they
-#   are
-# written, so what is written late is right. The work keeps the version store lent, so that it is
-# not
-#   recycled for another version. The result of a write into an item that was dropped is ignored,
-#   but for the credit that it frees.
-# * **Silence.** While a chunk of a link is being written its parent is not to blame
-#   (`weights/link.py`), and where no credit is left meanwhile, the time does not count for the rate
-#   of the link.
-# * **A disk that refuses** is as good as full: the item is dropped, and tried again
-#   (`weights/receiver.py`).
-
+# --- writing chunks -------------------------------------------------------------------------------
 
 WRONG_HASH = "its hash is wrong"
 """What `run` returns of a chunk that is not what the learner signed; else the disk is at fault."""
@@ -409,15 +407,7 @@ class WriteChunk(Work):
         return ""
 
 
-# --- Parents that do not deliver: those that are silent, and those that only say that they wait ---
-#
-# * A link that is silent for too long (`weights/link.py` says how long) is left for its spare;
-#   without one its parent is asked once more, and left at the second silence.
-# * A parent that waits itself says so again and again, and is not silent: the fault may lie far
-#   above
-# it. But offers are not signed, so one that has announced an item and never gets anything of it may
-#   be lying. It is left after WAIT_STALLS silences in which nothing has come, or four times the
-#   longest pause after which something did come from it: behind a slow link the pauses are long.
+# --- watchdog: parents that do not deliver --------------------------------------------------------
 
 WAIT_STALLS = 20
 """Silences (of stall_s) that a parent may wait itself; more than SLOW_AFTER_S in
@@ -524,11 +514,11 @@ class Watchdog:
         return leave, again
 
 
-# --- The receiver ---
+# --- receiver -------------------------------------------------------------------------------------
 
 
 class Receiver:
-    """What one node fetches."""
+    """The child's half of the weights plane: what one node fetches."""
 
     def __init__(
         self, store: ItemStore, serving: Sender, *, node_id: str, window_bytes: int, stall_s: float

@@ -1,9 +1,30 @@
-"""How often to publish: a fixed period, or the smallest that hides the broadcast of a version.
+"""Publication schedule: when to publish, and as full image, keyframe or delta.
 
-The period is counted from the last publication, whatever its step, and is at most S + 1 of the
-bound in force: so two versions never lie more than S + 1 steps apart, however often period and
-bound change in between. Further apart, the last version would be too old to sample for the step
-after which the next one is due, and learner and workers would wait for each other for ever.
+**Period.** Fixed, or the smallest that hides the broadcast of a version. It is counted from the
+last publication, whatever its step, and is at most S + 1 of the bound in force: so two versions
+never lie more than S + 1 steps apart, however often period and bound change in between. Further
+apart, the last version would be too old to sample for the step after which the next one is due, and
+learner and workers would wait for each other for ever.
+
+**Path.** A version can be had as its full image, as a keyframe (packed, but without a base), or as
+a delta on top of another version, which in turn can be had in several ways. So versions are the
+places of a map and what is offered are its roads; full images and keyframes lead there from
+nowhere. The way with the fewest bytes wins; of those the one with the fewest steps, since each step
+costs a pass over the whole image.
+
+**Forms.** The learner makes a delta against its last published version each time. Two more
+questions are answered here, each from sizes that were measured in this run and by the same
+yardstick: the bytes that a node has to fetch.
+
+* A **keyframe** is what a node without any version fetches, and then the deltas made since. It is
+  due as soon as that way costs KEYFRAME_MARGIN more than a fresh keyframe would, or leads over more
+  than MAX_STEPS encoded versions, each of which costs a pass over the image. At lr 1e-6 a bf16
+  delta is 1/116 and a keyframe 2/3 of the image: the steps decide, one keyframe in 16 versions. At
+  5e-6 (1/37) it is one in 7. The first version always gets one, unless keyframes turn out hardly
+  smaller than the image.
+* A **delta** is worth its base only if it is clearly shorter than what needs no base: if the last
+  one was more than DELTA_SHARE of a keyframe (or image), the next version goes without, and a delta
+  is tried again RETRY_AFTER versions later: steps shrink when the learning rate decays.
 """
 
 from __future__ import annotations
@@ -18,12 +39,14 @@ from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.fleet.overlap import auto_publish_period
 
+# --- publish period -------------------------------------------------------------------------------
+
 MAX_PENDING = 64
 """Versions whose arrival is awaited for the measurement; a slower node is not waited for."""
 
 
 class PublishPace:
-    """When to publish: a fixed period, or one that follows what was measured."""
+    """Publish period: fixed, or one that follows what was measured."""
 
     def __init__(self, *, period: int, is_auto: bool, max_staleness: int) -> None:
         """Start with `period` steps between publications.
@@ -91,13 +114,7 @@ class PublishPace:
         return row
 
 
-# --- The cheapest way from the versions that a node holds to the one it wants ---
-#
-# A version can be had as its full image, as a keyframe (packed, but without a base), or as a delta
-# on top of another version, which in turn can be had in several ways. So versions are the places of
-# a map and what is offered are its roads; full images and keyframes lead there from nowhere. The
-# way with the fewest bytes wins; of those the one with the fewest steps, since each step costs a
-# pass over the whole image.
+# --- cheapest path from the versions held to the one wanted ---------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,23 +184,7 @@ def path_bytes(path: Sequence[EncodedOffer]) -> int:
     return sum(offer.num_bytes for offer in path)
 
 
-# --- When to make a keyframe, and whether a version goes as a delta at all ---
-#
-# The learner makes a delta against its last published version each time. Two more questions are
-# answered here, each from sizes that were measured in this run and by the same yardstick: the bytes
-# that a node has to fetch (`cheapest_path`).
-#
-# **A keyframe** is what a node without any version fetches, and then the deltas made since. It is
-# due as soon as that way costs ANCHOR_MARGIN more than a fresh keyframe would, or leads over more
-# than MAX_STEPS encoded versions, each of which costs a pass over the image. At lr 1e-6 a bf16
-# delta is 1/116 and a keyframe 2/3 of the image: the steps decide, one keyframe in 16 versions. At
-# 5e-6 (1/37) it is one in 7. The first version always gets one, unless keyframes turn out hardly
-# smaller than the image.
-#
-# **A delta** is worth its base only if it is clearly shorter than what needs no base: if the last
-# one was more than DELTA_SHARE of a keyframe (or image), the next version goes without, and a delta
-# is tried again RETRY_AFTER versions later: steps shrink when the learning rate decays.
-
+# --- keyframe or delta ----------------------------------------------------------------------------
 
 KEYFRAME_MARGIN = 0.25
 """Share of a keyframe that the deltas behind it may cost before a new one is due."""

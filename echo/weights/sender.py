@@ -1,7 +1,8 @@
-"""The parent's half of the weights plane: announce items, send the chunks that children ask for.
+"""Sender: announce items, send children the chunks that they ask for.
 
-A child here is one link; a node that fetches over several links is several children. It is served
-ascending, as far as its credit reaches and as soon as a chunk is held.
+The parent's half of the weights plane (`broadcast.py` has its rules). A child here is one link; a
+node that fetches over several links is several children. It is served ascending,
+as far as its credit reaches and as soon as a chunk is held.
 
 * **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up
   everybody below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
@@ -15,9 +16,9 @@ ascending, as far as its credit reaches and as soon as a chunk is held.
   not here may be long in coming: each time the child is told to expect twice as long a silence, up
   to MAX_WAITING_S, and has patience for it. Whether a sibling still is to be waited for, or an
   item that was not known has become so, is looked after as often as at first.
-* A child pins the item that it takes, so the store is bounded by the number of children. One that
-  never reacted to an announcement is forgotten after a while (the end of an inbound link may go
-  unnoticed); if it lives, the learner's Pulse makes it subscribe again.
+* **Pinned.** What a child takes is not evicted, so the store is bounded by the number of children.
+  One that never reacted to an announcement is forgotten after a while (the end of an inbound link
+  may go unnoticed); if it lives, the learner's Pulse makes it subscribe again.
 """
 
 from __future__ import annotations
@@ -49,11 +50,10 @@ from echo.wire.messages import (
     Waiting,
 )
 
-# --- What a parent remembers of one child, and of what that child has asked for ---
+# --- child: what it has asked for, and how fast it takes it ---------------------------------------
 #
 # A Fetch names places of a link. Those of an encoded version may lie beyond what this node knows of
 # it so far: they are kept, and wanted as soon as its next segment is here.
-
 
 MAX_STRIPES = 1024
 PACE_S = 10.0
@@ -218,6 +218,8 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
         previous = stop
 
 
+# --- sender ---------------------------------------------------------------------------------------
+
 PIN_STALLS = 10
 """Silences (of stall_s) after which a child no longer pins the item that it was fetching."""
 FORGET_STALLS = 60
@@ -238,7 +240,7 @@ MAX_WAITING_S = 1.6
 
 
 class Sender:
-    """One node's children, served from its store."""
+    """The parent's half of the weights plane: one node's children, served from its store."""
 
     def __init__(self, store: ItemStore, *, node_id: str, stall_s: float) -> None:
         """Start without children; `store` is shared with the child's half."""

@@ -1,11 +1,17 @@
-"""A version in coded form: a delta against a version that the receiver holds, or a keyframe.
+"""Store of a node: images, encoded versions, chunks held, signatures believed.
+
+What travels chunk by chunk is an **item**: a version in one form. Its image with the manifest is a
+`Transfer`, a delta or keyframe is an `EncodedVersion`; both are served and fetched alike, as
+`Chunked`.
 
     learner   image -> blocks -> coded blocks -> segments, each signed as soon as it is coded
     network   the chunks of each segment, as they come, in any order, verified one by one
-    receiver  chunks -> coded blocks -> decoded into a new version store and checked -> image
+    receiver  chunks -> coded blocks -> decoded into new space and checked -> image
+
+**Encoded versions.** A delta is coded against a version that the receiver holds, a keyframe alone.
 
 * A **block** is a run of the image, a whole number of image chunks (the last may be shorter), and
-  is coded on its own, so blocks are coded and decoded in parallel (`echo/weights/delta.py`).
+  is coded on its own, so blocks are coded and decoded in parallel (`delta.py`).
 * A **segment** is a run of blocks. Its table says how long each coded block is, what each of its
   payload chunks hashes to, and what the image chunks that come out must hash to. The learner signs
   each table, so chunks flow while later blocks are still being coded, and a relay can verify and
@@ -13,11 +19,30 @@
 * The last table carries the signed manifest of the image. Its chunk hashes must be those that the
   tables promised, so an image that has been decoded is the same thing as one that was fetched in
   full: it can be installed, and served to others chunk by chunk.
-* Decoding never works in place: it reads the base and writes another version store, so a node that
-  is interrupted still has the version that it had.
+* Decoding never works in place: it reads the base and writes new space, so a node that is
+  interrupted still has the version that it had.
+* Every size is bounded by the image's, before anything is allocated; the decoder is bounded by the
+  block that it fills.
 
-Every size is bounded by the image's, before anything is allocated; the decoder is bounded by the
-block that it fills.
+**Evict.** Images are kept while they are among the newest `keep_versions` that are whole; of the
+encoded versions the newest keyframe and the newest deltas that together are smaller than an image
+(a late joiner walks along them); whatever is being coded here, fetched, decoded from, or taken by a
+child is kept as well. Everything else is dropped, half of an encoded version that was given up
+before all, since space for a whole image hangs on it: so the store is bounded by the number of
+children.
+
+**Trust.** Links are encrypted hop by hop, and any member may be a hop. So what a node takes over
+from the learner is signed end to end: manifests, segment tables, and Welcome with the settings and
+the hashes of files. The join string holds the fingerprint of the key, which a node therefore knows
+before anybody has told it anything. Where no fingerprint is known (links that are not encrypted,
+`security.curve = false`) a node can only check that one key has signed everything it sees.
+
+**Resume.** An image or keyframe that a killed process has left half done is resumed; a delta, some
+hundredth of that, is fetched again. The journal of a keyframe is a list of records, signed tables
+and chunks, in the order in which they came. Nothing of it is believed: each table must be the next
+one that the learner has signed, each chunk must match the hash in its table. What is right counts
+as held: it is decoded anew, since nobody can tell how much of the image had come out, and never
+asked for again.
 """
 
 from __future__ import annotations
@@ -54,10 +79,7 @@ from echo.wire.actions import Work
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL, OPEN_END, EncodedVersionOffer, Form, ItemId, Welcome
 
-# --- What travels chunk by chunk: which chunks are here, and which are missing ---
-#
-# An item is a version in one form. `Transfer` is a version's image with its manifest; a `Parcel`
-# (`weights/store.py`) is its coded form. Both are served and fetched alike, through `Chunked`.
+# --- version store: where images lie --------------------------------------------------------------
 
 
 def allocate(num_bytes: int) -> memoryview:
@@ -134,6 +156,9 @@ class HeapStore:
     def write(self, place: memoryview, data: Frame) -> None:
         """Copy a chunk to its place."""
         fill(place, data)
+
+
+# --- items: which chunks are here, which are missing ----------------------------------------------
 
 
 class Chunked(abc.ABC):
@@ -257,6 +282,9 @@ class Transfer(Chunked):
     def chunk_hash(self, index: int) -> bytes:
         """Return the BLAKE3-256 hash that a chunk must have."""
         return self.manifest.chunk_hash(index)
+
+
+# --- encoded versions -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -505,16 +533,7 @@ class EncodedVersion(Chunked):
         return Transfer(signed, manifest, storage, has_chunk, manifest.num_chunks)
 
 
-# --- What a node holds of the weights: images, encoded versions, and what it may offer to others
-# ---
-#
-# An item is named by (version, form). Images are kept while they are among the newest
-# `keep_versions` that are whole; of the encoded versions the newest keyframe and the newest deltas
-# that together are smaller than an image (a late joiner walks along them); whatever is being coded
-# here, fetched, decoded from, or taken by a child is kept as well. Everything else is dropped, half
-# of a encoded version that was given up before all, since room for a whole image hangs on it: so
-# the store is bounded by the number of children.
-
+# --- item store: hold, offer, evict ---------------------------------------------------------------
 
 MAX_ENCODED_VERSIONS = 64
 """Encoded versions kept for others at most, however small they are."""
@@ -710,14 +729,7 @@ class ItemStore:
         return items
 
 
-# --- What a node believes: what the learner of its run has signed ---
-#
-# Links are encrypted hop by hop, and any member may be a hop. So what a node takes over from the
-# learner is signed end to end: manifests, segment tables, and Welcome with the settings and the
-# hashes of files. The join string holds the fingerprint of the key, which a node therefore knows
-# before anybody has told it anything. Where no fingerprint is known (links that are not encrypted,
-# `security.curve = false`) a node can only check that one key has signed everything it sees.
-
+# --- trust: what the learner of the run has signed ------------------------------------------------
 
 FINGERPRINT_BYTES = 16
 """128 bits: whoever wants another key with the same fingerprint has 2^128 to try."""

@@ -1,18 +1,31 @@
-"""The learner's view of the links, and the plan that it makes of it.
+"""Topology plan: who gets weights from whom, and when to replan.
 
-A plan is made when a node joins or leaves, when one is caught sending wrong chunks, and again every
-REPLAN_S while versions take longer than WORTHWHILE_S to spread: then what the transfers have shown
-of the links may ask for another one. While versions are on their way it must save more: whoever
-changes its parent in the middle of a transfer loses time, and what is under way. So one is made
-before a version goes out, too, unless there was one at rest less than REPLAN_S ago: where versions
-follow each other closely, links would otherwise be known better and better to no use.
-`plan_topology` keeps the plan in force unless another is clearly better; only in a small fleet it
-starts afresh when a node that can serve has come or gone.
+A plan has one tree for each stripe (stripe s is the chunks whose index is s modulo the number of
+stripes), and names for each node and stripe its parents in order of preference: the parent in the
+tree, then stand-ins, the learner always last, so that any node can fall back without asking.
 
-What is known: each node's uplink from the chunks that its children have acknowledged, its downlink
-where that limits it (`weights/topology/sites.py`), its round trip to its parent, its region and
-the price of its traffic from its configuration, and whom it caught sending wrong chunks: those
-serve nobody any more until the quarantine is over.
+**Plan.** `plan_topology` builds several plans (`trees.py`), predicts how long each would take for
+this payload (`throughput.py`), and takes the thriftiest of those that are about as fast as the
+fastest: fewest bytes for money, fewest copies from the learner, fewest stripes. So the learner
+sends each stripe once unless a second copy saves clearly more time. Before that come regions: of
+the plans that take at most half as long again as the fastest only those with the fewest links
+between regions count. So a version enters each region once, unless that would cost much more time
+than the traffic is worth, as where nobody of a region can serve others.
+
+**Replan.** The learner's `Planner` makes a plan when a node joins or leaves, when one is caught
+sending wrong chunks, and again every REPLAN_S while versions take longer than WORTHWHILE_S to
+spread: then what the transfers have shown of the links may ask for another one. While versions are
+on their way it must save more: whoever changes its parent in the middle of a transfer loses time,
+and what is under way. So one is made before a version goes out, too, unless there was one at rest
+less than REPLAN_S ago: where versions follow each other closely, links would otherwise be known
+better and better to no use. The plan in force is patched rather than replaced until another one
+would save a stated share of the time: rates that are measured again and again must not move
+anybody. Only in a small fleet it starts afresh when a node that can serve has come or gone.
+
+**What is known.** Each node's uplink from the chunks that its children have acknowledged, its
+downlink where that limits it (`sites.py`), its round trip to its parent, its region and the price
+of its traffic from its configuration, and whom it caught sending wrong chunks: those serve nobody
+any more until the quarantine is over.
 """
 
 from __future__ import annotations
@@ -45,11 +58,7 @@ from echo.weights.topology.throughput import (
 from echo.weights.topology.trees import REGION_COST, chain, star, stripe_trees
 from echo.wire.messages import LEARNER_ID, TopologyPlan
 
-PLAN_S = 1e-2
-"""The same between two plans: 10 s with 1000 nodes, so that many who join make one plan."""
-
-
-# --- Name for each node and stripe the parents to turn to, in order of preference ---
+# --- backups: the parents to turn to, in order of preference --------------------------------------
 #
 # The parent in the tree comes first, the learner last, stand-ins between: the grandparent, a node
 # beside the parent (which does not share the parent's fate), further ancestors.
@@ -59,7 +68,6 @@ PLAN_S = 1e-2
 # own will, every step leads to fewer hops, and the walk ends at the learner. This holds within one
 # plan; while nodes follow plans of different epochs a circle is possible for a moment, and the
 # progress watchdog ends it, since every list ends in the learner.
-
 
 MAX_PARENTS = 6
 """Entries for one node and stripe, the learner included."""
@@ -150,14 +158,13 @@ class _Rows:
         )
 
 
-# --- Keep a plan in force while nodes come and go ---
+# --- patch: keep a plan in force while nodes come and go ------------------------------------------
 #
 # Whoever has lost its parent (it left, cannot be dialled any more, or is suspected) moves with all
 # that hangs from it, and newcomers become leaves: each goes where it is nearest to the learner,
 # among the nodes that can feed one child more at the plan's rate, else to the one with the most to
 # spare. A newcomer's own uplink is used only by the next new plan. Where much has changed there is
 # nothing to keep.
-
 
 MOST_CHANGED = 0.25
 """Share of the links beyond which a plan is not patched."""
@@ -260,27 +267,7 @@ class _Hosts:
         )
 
 
-# --- Who gets weights from whom: pure planning over what is known of the nodes ---
-#
-# `plan_topology` builds several plans (`weights/topology/trees.py`), predicts how long each would
-# take for this payload (`weights/topology/throughput.py`), and takes the thriftiest of those that
-# are about as fast as the fastest: fewest bytes for money, fewest copies from the learner, fewest
-# stripes. So the learner sends each stripe once unless a second copy saves clearly more time.
-#
-# Before that come regions: of the plans that take at most half as long again as the fastest only
-# those with the fewest links between regions count. So a version enters each region once, unless
-# that would cost much more time than the traffic is worth, as where nobody of a region can serve
-# others.
-#
-# A plan has one tree for each stripe (stripe s is the chunks whose index is s modulo the number of
-# stripes), and names for each node and stripe its parents in order of preference: the parent in the
-# tree, then stand-ins, the learner always last, so that any node can fall back without asking
-# (`weights/topology/plan.py`, which also says why that makes no circle).
-#
-# A plan in force is patched rather than replaced (`weights/topology/plan.py`) until another one
-# would save a stated share of the time: rates that are measured again and again must not move
-# anybody.
-
+# --- plan: the best of several --------------------------------------------------------------------
 
 Kind = Literal["chain", "tree", "stripes", "star"]
 
@@ -421,7 +408,7 @@ def _thriftiest(plans: Sequence[_Plan]) -> _Plan:
 
 
 class _Planner:
-    """Builds and judges plans for one fleet and payload."""
+    """Builds and compares plans for one fleet and payload."""
 
     def __init__(
         self, fleet: Sites, payload_bytes: int, chunk_bytes: int, max_stripes: int
@@ -491,6 +478,9 @@ class _Planner:
         return _Plan(kind, trees, found)
 
 
+# --- planner: the learner's view of the links, and the plan in force ------------------------------
+
+
 def plan_parents(
     sites: Sequence[Site], *, learner_address: str
 ) -> dict[str, tuple[tuple[str, str], ...]]:
@@ -514,7 +504,10 @@ def plan_parents(
     return parents
 
 
+PLAN_S = 1e-2
+"""Pause between two plans, for each node: 10 s with 1000, so that many who join make one plan."""
 REPLAN_S = 10.0
+"""Seconds between two plans while versions take long."""
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
 """Share of the predicted time that another plan must save, at rest and in mid-transfer."""
 WORTHWHILE_S = 0.5
@@ -565,7 +558,7 @@ class _View:
 
 
 class Planner:
-    """Which plan is in force."""
+    """The plan in force at the learner, and when to make another."""
 
     def __init__(self, *, learner: Site, chunk_bytes: int) -> None:
         """Start without nodes.

@@ -1,4 +1,4 @@
-"""What the topology planner knows of the nodes, as numbers.
+"""Sites: nodes as the topology planner sees them, in numbers.
 
 Nodes are counted from 1 in the order given, the learner is 0, so that plans are lists of integers.
 

@@ -1,4 +1,4 @@
-"""How fast a plan is, and how fast any plan could be.
+"""Throughput of a plan, and the bound for any plan.
 
 Bound (Kumar and Ross 2006; Mundinger et al. 2008): every receiver gets everything, and every byte
 that is received was sent by someone, so no plan gives all N receivers more than

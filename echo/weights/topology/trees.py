@@ -1,4 +1,4 @@
-"""Build the trees that a plan is made of.
+"""Build the trees of a plan: star, chain, stripes.
 
 A plan of m stripes at the rate r gives each receiver m links of r/m, so a node with uplink u can
 take floor(m u / r) of them: its **slots**, over all stripes. Every stripe needs a slot for every
