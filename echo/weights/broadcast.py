@@ -57,7 +57,6 @@ from echo.weights.store import (
     SavedChunk,
     Transfer,
     VersionStore,
-    rebuild,
 )
 from echo.wire.actions import Action, Work
 from echo.wire.codec import Frame
@@ -250,7 +249,7 @@ class Broadcast:
 
     def rebuild(self, version: PolicyVersion, records: Iterable[SavedChunk]) -> EncodedVersion:
         """Return what is right of a keyframe that a former process has left; takes long."""
-        return rebuild(version, records, self.receiver.trust)
+        return self.receiver.trust.rebuild(version, records)
 
     def resume(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
         """Go on with a keyframe that was rebuilt, newer ones first, after all images."""
@@ -358,7 +357,7 @@ class Broadcast:
             self._expected_since = None
         elif self._expected_since is None:
             self._expected_since = now
-        elif self.fetching is None and self.receiver.space.retry_at is None and (
+        elif self.fetching is None and not self.receiver.is_out_of_space and (
             now - self._expected_since > GIVE_UP_STALLS * self._stall_s
         ):  # fmt: skip
             self._expected_since = None

@@ -280,38 +280,61 @@ class SegmentTable(msgspec.Struct, frozen=True):
             self.block_bytes, self.chunk_bytes,
         )  # fmt: skip
 
+    def check(self, where: str, *, first_block: int, max_bytes: int) -> None:
+        """Refuse a table whose numbers contradict each other or exceed what this node accepts.
+
+        Args:
+            where: which segment this is, for the message.
+            first_block: the block after the last of the segment before.
+            max_bytes: bound of the image.
+
+        Raises:
+            RemoteProtocolError: says what contradicts what.
+        """
+        chunk_bytes = (self.chunk_bytes, self.image_chunk_bytes)
+        if not all(MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES for size in chunk_bytes):
+            raise RemoteProtocolError(
+                f"{where}: chunks of {chunk_bytes} bytes; {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} "
+                "are accepted"
+            )
+        if not 0 < self.image_bytes <= max_bytes:
+            raise RemoteProtocolError(
+                f"{where}: an image of {self.image_bytes} bytes; "
+                f"this node accepts at most {max_bytes}"
+            )
+        if self.block_bytes < 1 or self.block_bytes % self.image_chunk_bytes:
+            raise RemoteProtocolError(f"{where}: blocks of {self.block_bytes} bytes")
+        stop = first_block + len(self.block_sizes)
+        is_last = stop == self.num_blocks_in_image
+        if self.first_block != first_block or not self.block_sizes or (
+            stop > self.num_blocks_in_image or is_last != (self.manifest is not None)
+        ):  # fmt: skip
+            raise RemoteProtocolError(f"{where}: its blocks do not follow those before")
+        image_start = first_block * self.block_bytes
+        image_stop = min(stop * self.block_bytes, self.image_bytes)
+        most = min(self.block_bytes, self.image_bytes) + MAX_BLOCK_OVERHEAD_BYTES
+        if not all(0 < size <= most for size in self.block_sizes):
+            raise RemoteProtocolError(
+                f"{where}: a coded block that is empty or longer than its block"
+            )
+        num_results = -(-(image_stop - image_start) // self.image_chunk_bytes)
+        if len(self.result_hashes) != num_results * HASH_BYTES:
+            raise RemoteProtocolError(f"{where}: {len(self.result_hashes)} bytes of result hashes")
+        num_chunks = -(-self.num_bytes // self.chunk_bytes)
+        if len(self.chunk_hashes) != num_chunks * HASH_BYTES:
+            raise RemoteProtocolError(f"{where}: {len(self.chunk_hashes)} bytes of chunk hashes")
+
 
 _table_decoder = msgspec.msgpack.Decoder(SegmentTable)
 
 
-def _check(table: SegmentTable, where: str, *, first_block: int, max_bytes: int) -> None:
-    """Refuse a table whose numbers contradict each other or exceed what this node accepts."""
-    chunk_bytes = (table.chunk_bytes, table.image_chunk_bytes)
-    if not all(MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES for size in chunk_bytes):
-        raise RemoteProtocolError(
-            f"{where}: chunks of {chunk_bytes} bytes; {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} are "
-            "accepted"
-        )
-    if not 0 < table.image_bytes <= max_bytes:
-        raise RemoteProtocolError(
-            f"{where}: an image of {table.image_bytes} bytes; this node accepts at most {max_bytes}"
-        )
-    if table.block_bytes < 1 or table.block_bytes % table.image_chunk_bytes:
-        raise RemoteProtocolError(f"{where}: blocks of {table.block_bytes} bytes")
-    stop = first_block + len(table.block_sizes)
-    is_last = stop == table.num_blocks_in_image
-    if table.first_block != first_block or not table.block_sizes or (
-        stop > table.num_blocks_in_image or is_last != (table.manifest is not None)
-    ):  # fmt: skip
-        raise RemoteProtocolError(f"{where}: its blocks do not follow those before")
-    image_start = first_block * table.block_bytes
-    image_stop = min(stop * table.block_bytes, table.image_bytes)
-    most = min(table.block_bytes, table.image_bytes) + MAX_BLOCK_OVERHEAD_BYTES
-    if not all(0 < size <= most for size in table.block_sizes):
-        raise RemoteProtocolError(f"{where}: a coded block that is empty or longer than its block")
-    num_results = -(-(image_stop - image_start) // table.image_chunk_bytes)
-    if len(table.result_hashes) != num_results * HASH_BYTES:
-        raise RemoteProtocolError(f"{where}: {len(table.result_hashes)} bytes of result hashes")
-    num_chunks = -(-table.num_bytes // table.chunk_bytes)
-    if len(table.chunk_hashes) != num_chunks * HASH_BYTES:
-        raise RemoteProtocolError(f"{where}: {len(table.chunk_hashes)} bytes of chunk hashes")
+def decode_table(body: bytes) -> SegmentTable:
+    """Return the table whose encoding the learner has signed, not checked yet.
+
+    Raises:
+        RemoteProtocolError: if it is malformed.
+    """
+    try:
+        return _table_decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"a malformed segment: {error}") from error

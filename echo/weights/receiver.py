@@ -326,51 +326,6 @@ class StripeLinks:
         return [link for link, at in deadlines if at is not None and now >= at]
 
 
-# --- out of space ---------------------------------------------------------------------------------
-
-FIRST_PAUSE_S = 1.0
-MAX_PAUSE_S = 60.0
-RELEASE_PAUSE_S = 0.2
-"""After an image was dropped: what is still being sent of it is not free at once."""
-
-
-class SpaceRetry:
-    """When to try again."""
-
-    def __init__(self) -> None:
-        """Start with room."""
-        self.retry_at: float | None = None
-        """When to try again; None while nothing lacks room."""
-        self._pause_s = FIRST_PAUSE_S
-        self._has_noted = False
-
-    def lacks(self, error: StorageError, *, now: float) -> list[Note]:
-        """Note that there was none, and return what the operator should read."""
-        self.retry_at = now + self._pause_s
-        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
-        if self._has_noted:
-            return []
-        self._has_noted = True
-        text = f"keeping the versions that are here, and trying again later: {error}"
-        return [Note("warning", text)]
-
-    def released(self, *, now: float) -> None:
-        """Note that an image was dropped."""
-        if self.retry_at is not None:
-            self.retry_at = min(self.retry_at, now + RELEASE_PAUSE_S)
-
-    def found(self) -> None:
-        """Note that there was some."""
-        self.retry_at, self._pause_s, self._has_noted = None, FIRST_PAUSE_S, False
-
-    def is_due(self, *, now: float) -> bool:
-        """Return whether to try again now; said once."""
-        if self.retry_at is None or now < self.retry_at:
-            return False
-        self.retry_at = None
-        return True
-
-
 # --- writing chunks -------------------------------------------------------------------------------
 
 WRONG_HASH = "its hash is wrong"
@@ -517,6 +472,12 @@ class Watchdog:
 # --- receiver -------------------------------------------------------------------------------------
 
 
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+"""Between two tries to find space; it doubles each time."""
+RELEASE_PAUSE_S = 0.2
+"""After an image was dropped: what is still being sent of it is not free at once."""
+
+
 class Receiver:
     """The child's half of the weights plane: what one node fetches."""
 
@@ -535,9 +496,11 @@ class Receiver:
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
         self.trust = TrustedManifests()
-        self.space = SpaceRetry()
         self._node_id = node_id
         self._stall_s, self._retired_at = stall_s, 0.0
+        self._retry_at: float | None = None
+        """When to look for space again; None while nothing lacks it."""
+        self._pause_s, self._has_noted_no_space = FIRST_PAUSE_S, False
         self.watchdog = Watchdog(self.links, self.offers, store, stall_s=stall_s)
 
     # --- links -----------------------------------------------------------------------------------
@@ -702,12 +665,12 @@ class Receiver:
         try:
             if form == FULL and version not in self.store.images:
                 self.store.begin_image(*self.trust.manifests[version])
-                self.space.found()
+                self._found_space()
             elif form != FULL and item_id not in self.store.encoded_versions:
                 self.store.begin_encoded(item_id, expected_bytes=self.offers.num_bytes(item_id))
         except StorageError as error:
             self.end()
-            return [*actions, *self.space.lacks(error, now=now)]
+            return [*actions, *self._lack_space(error, now)]
         return [*actions, *self.serving.announce(now=now), *self._request_all(self.item, now)]
 
     def end(self) -> None:
@@ -737,10 +700,10 @@ class Receiver:
         except StorageError as error:
             self.end()
             dropped = self.serving.drop(item_id, now=now)
-            return [*self.space.lacks(error, now=now), *dropped]
+            return [*self._lack_space(error, now), *dropped]
         if fault:
             return self._refuse(item_id, fault, now)
-        self.space.found()
+        self._found_space()
         return self.serving.extend(item_id, now)
 
     def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action | ParentFailed]:
@@ -907,7 +870,7 @@ class Receiver:
         error = StorageError(f"chunk {work.index} of {version} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
-        return [*self.space.lacks(error, now=now), *self.serving.drop(work.item_id, now=now)]
+        return [*self._lack_space(error, now), *self.serving.drop(work.item_id, now=now)]
 
     # --- keeping and time ------------------------------------------------------------------------
 
@@ -926,13 +889,13 @@ class Receiver:
                 keep.add((base, FULL))
         dropped = self.store.expendable(keep)
         if any(form == FULL for _, form in dropped):
-            self.space.released(now=now)
+            self._space_released(now)
         return [action for item in dropped for action in self.serving.drop(item, now=now)]
 
     @property
     def deadline(self) -> float | None:
-        """When a link counts as silent, or room is looked for again."""
-        return earliest(self.watchdog.deadline(self.item), self.space.retry_at)
+        """When a link counts as silent, or space is looked for again."""
+        return earliest(self.watchdog.deadline(self.item), self._retry_at)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Leave parents that do not deliver, or ask them once more."""
@@ -948,12 +911,39 @@ class Receiver:
         for link in again:
             actions += self._subscribe(link, now=now) if link.is_asking else []
         actions += self._forsake(now) or self._request_all(self.item, now, again)
-        if self.space.is_due(now=now):
+        if self._retry_at is not None and now >= self._retry_at:
+            self._retry_at = None
             actions += self._consider(now)
         # Time alone lets go of little: of what those hold who have been silent for long.
         if now >= self._retired_at + self._stall_s:
             actions += self.retire(now)
         return actions
+
+    # --- out of space ----------------------------------------------------------------------------
+
+    @property
+    def is_out_of_space(self) -> bool:
+        """Whether an item lacks space, and is to be tried again."""
+        return self._retry_at is not None
+
+    def _lack_space(self, error: StorageError, now: float) -> list[Action]:
+        """Try again after a pause, longer each time; say so the first time."""
+        self._retry_at = now + self._pause_s
+        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
+        if self._has_noted_no_space:
+            return []
+        self._has_noted_no_space = True
+        text = f"keeping the versions that are here, and trying again later: {error}"
+        return [Note("warning", text)]
+
+    def _space_released(self, now: float) -> None:
+        """Try again soon, if anything lacks space: an image was dropped."""
+        if self._retry_at is not None:
+            self._retry_at = min(self._retry_at, now + RELEASE_PAUSE_S)
+
+    def _found_space(self) -> None:
+        """Begin with the shortest pause, and a note, when space is lacking again."""
+        self._retry_at, self._pause_s, self._has_noted_no_space = None, FIRST_PAUSE_S, False
 
     # --- what parents are told -------------------------------------------------------------------
 

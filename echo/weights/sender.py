@@ -1,8 +1,8 @@
 """Sender: announce items, send children the chunks that they ask for.
 
 The parent's half of the weights plane (`broadcast.py` has its rules). A child here is one link; a
-node that fetches over several links is several children. It is served ascending,
-as far as its credit reaches and as soon as a chunk is held.
+node that fetches over several links is several children. It is served ascending, as far as its
+credit reaches and as soon as a chunk is held.
 
 * **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up
   everybody below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy

@@ -69,8 +69,7 @@ from echo.weights.manifest import (
     Manifest,
     SegmentTable,
     SignedManifest,
-    _check,
-    _table_decoder,
+    decode_table,
     encode_signed,
     verify,
     verify_signature,
@@ -415,10 +414,7 @@ class EncodedVersion(Chunked):
             RemoteProtocolError: if signature, run, order or any size is wrong.
         """
         signed = verify_signature(frame, public_key=public_key)
-        try:
-            table = _table_decoder.decode(signed.body)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise RemoteProtocolError(f"a malformed segment: {error}") from error
+        table = decode_table(signed.body)
         where = f"segment {self.num_segments} of {self.version} as {self.form}"
         named = (table.run_id, table.version, table.base, table.index)
         if named != (run_id, self.version, self.form.base, self.num_segments):
@@ -426,7 +422,7 @@ class EncodedVersion(Chunked):
         if self._parts and table.layout != self._parts[0].table.layout:
             raise RemoteProtocolError(f"{where}: its layout is not that of the first segment")
         first_block = sum(len(part.table.block_sizes) for part in self._parts)
-        _check(table, where, first_block=first_block, max_bytes=max_bytes)
+        table.check(where, first_block=first_block, max_bytes=max_bytes)
         if table.manifest is not None:
             self._check_manifest(table, public_key=public_key, max_bytes=max_bytes)
         return table
@@ -792,6 +788,10 @@ def _hash(welcome: Welcome) -> bytes:
     return blake3(body, derive_key_context=_WELCOME).digest()
 
 
+SavedChunk = tuple[int | None, bytes]
+"""A record of a journal: a signed table (None, frame), or a chunk (its index, its bytes)."""
+
+
 class TrustedManifests:
     """The learner's key, and the manifests that it was found under."""
 
@@ -863,46 +863,30 @@ class TrustedManifests:
             max_bytes=self._max_image_bytes,
         )
 
+    def rebuild(self, version: PolicyVersion, records: Iterable[SavedChunk]) -> EncodedVersion:
+        """Return what is right of a journal; it is read up to the first table that is not.
+
+        Args:
+            version: what the keyframe is said to be of.
+            records: the journal; not asked for more after a table that is refused.
+        """
+        encoded = EncodedVersion(version, Form("keyframe"))
+        for index, data in records:
+            if index is None:
+                try:
+                    encoded.add(self.segment(encoded, data), data)
+                except RemoteProtocolError:
+                    break
+            elif (
+                index < encoded.num_chunks
+                and not encoded.has_chunk[index]
+                and len(data) == encoded.chunk_size(index)
+                and blake3(data).digest() == encoded.chunk_hash(index)
+            ):
+                encoded.hold(index, data)
+        return encoded
+
     def retire(self, oldest: PolicyVersion | None) -> None:
         """Forget the manifests of versions older than this one."""
         for version in [v for v in self.manifests if oldest is not None and v < oldest]:
             del self.manifests[version]
-
-
-# --- What is right of a keyframe that a killed process of this node has left half done ---
-#
-# Its journal is a list of records: signed tables and chunks, in the order in which they came.
-# Nothing of it is believed: each table must be the next one that the learner has signed, each chunk
-# must match the hash in its table. What is right counts as held: it is decoded anew, since nobody
-# can tell how much of the image had come out, and never asked for again.
-
-
-SavedChunk = tuple[int | None, bytes]
-"""A signed table (None, frame), or a chunk (its index, its bytes)."""
-
-
-def rebuild(
-    version: PolicyVersion, records: Iterable[SavedChunk], trust: TrustedManifests
-) -> EncodedVersion:
-    """Return what is right of a journal; it is read up to the first table that is not.
-
-    Args:
-        version: what the keyframe is said to be of.
-        records: the journal; not asked for more after a table that is refused.
-        trust: whom the tables must be signed by.
-    """
-    encoded = EncodedVersion(version, Form("keyframe"))
-    for index, data in records:
-        if index is None:
-            try:
-                encoded.add(trust.segment(encoded, data), data)
-            except RemoteProtocolError:
-                break
-        elif (
-            index < encoded.num_chunks
-            and not encoded.has_chunk[index]
-            and len(data) == encoded.chunk_size(index)
-            and blake3(data).digest() == encoded.chunk_hash(index)
-        ):
-            encoded.hold(index, data)
-    return encoded

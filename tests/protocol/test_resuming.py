@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from tests.protocol.encoded_versions import coded, form_on, published, v, weights
 
-from echo.weights.store import SavedChunk, TrustedManifests, rebuild
+from echo.weights.store import SavedChunk, TrustedManifests
 from echo.wire.actions import Note
 from echo.wire.messages import FULL, Announce, Fetch, Subscribe
+from tests.protocol.encoded_versions import coded, form_on, published, v, weights
 from tests.protocol.harness import PUBLIC_KEY, make_broadcast, message_of
 from tests.protocol.test_store import Pages, Rooms
 
@@ -51,7 +51,7 @@ def node(*steps: int) -> tuple[Any, Rooms]:
 
 def left(step: int, num_records: int | None = None) -> Any:
     """Return what is rebuilt of the first records of a journal."""
-    encoded = rebuild(v(step), records_of(step)[:num_records], trust())
+    encoded = trust().rebuild(v(step), records_of(step)[:num_records])
     encoded.journal = Pages()
     return encoded
 
@@ -64,7 +64,7 @@ def test_what_was_verified_before_is_right_again_in_whatever_order_it_came() -> 
     tables = [record for record in records if record[0] is None]
     chunks = [record for record in records if record[0] is not None]
     random.Random(3).shuffle(chunks)
-    encoded = rebuild(v(1), [*tables, *chunks[:5]], trust())
+    encoded = trust().rebuild(v(1), [*tables, *chunks[:5]])
     assert encoded.frames == [frame for _, frame in tables]
     assert held(encoded) == sorted(index for index, _ in chunks[:5] if index is not None)
     assert encoded.num_held == 5
@@ -81,7 +81,7 @@ def test_wrong_chunks_are_not_held_and_right_ones_behind_them_are() -> None:
         (10_000, second[1]),
         (third[0], first[1]),
     ]
-    encoded = rebuild(v(1), [table, *wrong, third, third, first], trust())
+    encoded = trust().rebuild(v(1), [table, *wrong, third, third, first])
     assert held(encoded) == [0, 2]
     assert encoded.num_held == 2
     assert [bytes(encoded.chunk(index)) for index in (0, 2)] == [first[1], third[1]]
@@ -93,7 +93,7 @@ def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> Non
     bad = [*records]
     bad[where[1]] = (None, bytes(reversed(records[where[1]][1])))
     remaining = iter(bad)
-    encoded = rebuild(v(1), remaining, trust())
+    encoded = trust().rebuild(v(1), remaining)
     assert encoded.num_segments == 1
     assert held(encoded) == list(range(where[1] - 1))
     assert len(list(remaining)) == len(records) - where[1] - 1
@@ -103,7 +103,7 @@ def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> Non
     ("step", "base", "run_id"), [(2, None, "run"), (1, 0, "run"), (1, None, "another")]
 )
 def test_the_name_of_a_file_is_not_believed(step: int, base: int | None, run_id: str) -> None:
-    encoded = rebuild(v(step), records_of(1, base), trust(run_id))
+    encoded = trust(run_id).rebuild(v(step), records_of(1, base))
     assert encoded.num_segments == 0
 
 

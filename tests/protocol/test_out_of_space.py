@@ -1,63 +1,17 @@
-"""A node without room says so once and tries again: soon after a release, else ever more rarely."""
+"""A node out of space says so once and tries again: soon after a release, else ever more rarely."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
-from tests.protocol.encoded_versions import v
 
-from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
-from echo.weights.receiver import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S, SpaceRetry
+from echo.weights.receiver import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S
 from echo.wire.actions import Note
 from echo.wire.messages import FULL, Announce, EncodedVersionOffer, Form
+from tests.protocol.encoded_versions import v
 from tests.protocol.test_broadcast_storm import Net, run
-
-FULL_DISK = StorageError("the disk is full")
-
-
-def test_the_pause_doubles_up_to_a_minute_and_the_note_comes_once() -> None:
-    room, now, pauses = SpaceRetry(), 100.0, []
-    notes = []
-    for _ in range(9):
-        notes += room.lacks(FULL_DISK, now=now)
-        assert room.retry_at is not None
-        pauses.append(room.retry_at - now)
-        now = room.retry_at
-        assert not room.is_due(now=now - 0.01)
-        assert room.is_due(now=now)
-        assert not room.is_due(now=now)
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert (FIRST_PAUSE_S, MAX_PAUSE_S) == (1, 60)
-    text = "keeping the versions that are here, and trying again later: the disk is full"
-    assert notes == [Note("warning", text)]
-
-
-def test_after_it_was_found_everything_begins_anew() -> None:
-    room = SpaceRetry()
-    for now in (0.0, 1.0, 2.0):
-        room.lacks(FULL_DISK, now=now)
-    room.found()
-    assert room.retry_at is None
-    assert not room.is_due(now=1e9)
-    assert len(room.lacks(FULL_DISK, now=10.0)) == 1
-    assert room.retry_at == 10.0 + FIRST_PAUSE_S
-
-
-def test_a_release_is_a_chance_only_if_something_lacks_room() -> None:
-    room = SpaceRetry()
-    room.released(now=1.0)
-    assert room.retry_at is None
-    for now in (0.0, 1.0, 3.0):
-        room.lacks(FULL_DISK, now=now)
-    room.released(now=3.0)
-    assert room.retry_at == 3.0 + RELEASE_PAUSE_S
-    room.released(now=3.1)
-    assert room.retry_at == 3.0 + RELEASE_PAUSE_S
-
-
-# --- a node that has none ------------------------------------------------------------------------
 
 
 class Notes(Net):
@@ -85,33 +39,59 @@ def full_node(*, base: int | None) -> Notes:
     return net
 
 
+def retry(net: Notes) -> float:
+    """Let node b try again; return how long it has paused before."""
+    deadline = net.nodes["b"].deadline
+    assert deadline is not None
+    pause_s, net.now = deadline - net.now, deadline
+    net.wait(0.0)
+    net.settle()
+    return pause_s
+
+
 @pytest.mark.parametrize("base", [None, 0])
 def test_it_is_tried_again_without_an_announcement(base: int | None) -> None:
     net = full_node(base=base)
     node = net.nodes["b"]
     assert node.newest_complete == v(0)
-    tried = []
-    while net.now < 200.0:
-        assert node.deadline is not None
-        tried.append(node.deadline - net.now)
-        net.now = node.deadline
-        net.wait(0.0)
-        net.settle()
-    assert tried[:4] == [1.0, 2.0, 4.0, 8.0]
-    assert len(tried) < 12
-    assert len(net.notes) == 1
+    assert [retry(net) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert (FIRST_PAUSE_S, MAX_PAUSE_S) == (1, 60)
+    [note] = net.notes
+    assert note.startswith("keeping the versions that are here, and trying again later: ")
     net.rooms["b"].is_full = False
     if base is not None:
         run(net.publish(1, base)[2:])
     net.settle()
     assert not net.holds("b", 1)
-    assert node.deadline is not None
-    net.now = node.deadline
-    net.wait(0.0)
-    net.settle()
+    retry(net)
     assert net.holds("b", 1)
     assert node.deadline is None
     assert len(net.notes) == 1
+
+
+def test_after_it_was_found_everything_begins_anew() -> None:
+    net = full_node(base=None)
+    assert [retry(net), retry(net)] == [1, 2]
+    net.rooms["b"].is_full = False
+    assert retry(net) == 4
+    assert net.holds("b", 1)
+    net.rooms["b"].is_full = True
+    run(net.publish(2)[:1])
+    net.settle()
+    assert len(net.notes) == 2
+    assert [retry(net), retry(net)] == [1, 2]
+
+
+def test_a_release_is_no_reason_to_try_if_nothing_lacks_space() -> None:
+    net = Notes("a", "b")
+    net.attach("b", "a")
+    for step in range(3):  # of which the oldest is dropped
+        run(net.publish(step)[:1])
+        net.settle()
+    node = net.nodes["b"]
+    assert not net.holds("b", 0)
+    assert net.holds("b", 2)
+    assert node.deadline is None
 
 
 def test_it_is_tried_as_soon_as_an_image_is_dropped() -> None:
