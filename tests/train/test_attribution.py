@@ -122,6 +122,7 @@ def fast(make_trainer: MakeTrainer) -> Trainer:
     return make_trainer(temperature=TEMPERATURE)
 
 
+@pytest.mark.slow
 def test_nothing_is_found_where_there_is_nothing(
     make_trainer: MakeTrainer, measure: Measure
 ) -> None:
@@ -133,6 +134,7 @@ def test_nothing_is_found_where_there_is_nothing(
     assert found["tokens"] == sum(group.num_tokens for group in groups)
 
 
+@pytest.mark.slow
 def test_staleness_is_found(make_trainer: MakeTrainer, measure: Measure) -> None:
     trainer = fast(make_trainer)
     groups, then = on_policy(trainer, make_groups()), trainer.snapshot()
@@ -145,6 +147,7 @@ def test_staleness_is_found(make_trainer: MakeTrainer, measure: Measure) -> None
     assert found["truncation"] == found["tokenisation"] == 0.0
 
 
+@pytest.mark.slow
 def test_engine_numerics_and_rounded_weights_are_found(
     make_trainer: MakeTrainer, measure: Measure
 ) -> None:
