@@ -25,7 +25,7 @@ from echo.fleet.activation import Choice, choose
 from echo.fleet.selection import OutOfTimeError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.planner.workers import choose_by_brute_force, random_workers
+from tests.fleet.workers import choose_by_brute_force, random_workers
 
 SIZES = (10, 30, 100, 300)
 PER_SIZE = 5

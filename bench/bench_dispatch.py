@@ -22,7 +22,7 @@ import harness
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.protocol.unequal import Unequal
+from tests.leases.unequal import Unequal
 
 EQUAL = {"a": 100.0, "b": 100.0, "c": 100.0, "d": 100.0}
 

@@ -42,7 +42,7 @@ from echo.weights.topology.plan import Planner, plan_topology
 from echo.weights.topology.sites import Site
 from echo.wire.actions import Send
 from echo.wire.messages import LEARNER_ID, Chunk, NodeStats, Probe
-from tests.protocol.harness import KEY, PUBLIC_KEY, message_of
+from tests.roles.harness import KEY, PUBLIC_KEY, message_of
 
 SCALE = 64
 LATENCY_S, LEARNER_MBIT, IMAGE_BYTES, WINDOW_BYTES = 0.02, 200.0, 64 * MIB, 4 * MIB

@@ -38,7 +38,7 @@ from tests.engine.engine_contract import (
     versions_of,
 )
 from tests.engine.lora_models import adapted_policy, published
-from tests.engine.test_trainer import make_groups
+from tests.train.test_trainer import make_groups
 
 torch.set_num_threads(1)
 

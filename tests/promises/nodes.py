@@ -47,7 +47,7 @@ from echo.tasks.rewards import LaterHost
 from echo.train.trainer import StepError, StepResult
 from echo.wire.messages import FULL, Fetch
 from tests.e2e.audit import audit, read_ledger
-from tests.protocol.harness import message_of
+from tests.roles.harness import message_of
 
 Version = tuple[int, int]
 """(lineage, step)."""

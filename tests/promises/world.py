@@ -27,7 +27,8 @@ from echo.sim.network import Link
 from echo.wire import codec
 from echo.wire.actions import Send
 from echo.wire.messages import Ack, Chunk, Deliver, Fetch
-from tests.protocol.harness import (
+from tests.leases.unequal import Unequal
+from tests.roles.harness import (
     KEY,
     LEARNER_ADDRESS,
     Process,
@@ -36,7 +37,6 @@ from tests.protocol.harness import (
     make_version,
     message_of,
 )
-from tests.protocol.unequal import Unequal
 
 Version = tuple[int, int]
 """(lineage, step)."""

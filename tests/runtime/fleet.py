@@ -47,7 +47,7 @@ from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.store import fingerprint
 from echo.wire.actions import Action
 from echo.wire.messages import FULL, LEARNER_ID, Chunk, Fetch
-from tests.protocol.harness import message_of
+from tests.roles.harness import message_of
 
 CHUNK_BYTES = 128 << 10
 IMAGE_BYTES = 6 << 20

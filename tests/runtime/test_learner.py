@@ -23,7 +23,7 @@ from echo.sim.network import Link
 from echo.tasks.rewards import TaskHost
 from echo.train.trainer import StepError
 from echo.wire.actions import Action
-from tests.protocol.harness import note_ways
+from tests.roles.harness import note_ways
 from tests.runtime.harness import LEARNER, RELAY, Play, Run, ends, read_jsonl, running
 
 MANY = {"max_steps": 1000}

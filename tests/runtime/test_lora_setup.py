@@ -24,7 +24,7 @@ from echo.engine.lora import (
 from echo.runtime.learner.resume import StartingPoint
 from echo.runtime.learner.setup import build_trainer
 from tests.engine.lora_models import adapted_policy, published
-from tests.engine.test_trainer import make_group
+from tests.train.test_trainer import make_group
 
 MakeTinyModel = Callable[..., Path]
 START = StartingPoint(lineages=(Lineage(1, 0),))

@@ -15,7 +15,7 @@ from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.receiver import VersionArrived
 from echo.weights.store import DecodeBlock
 from echo.wire.actions import Send
-from tests.protocol.harness import message_of
+from tests.roles.harness import message_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 NUM_BYTES = 9 << 20

@@ -17,7 +17,7 @@ from echo.engine.model import build_model, save_tiny_model
 from echo.runtime.learner.resume import StartingPoint
 from echo.runtime.learner.setup import build_loss, build_trainer
 from echo.train.trainer import Trainer
-from tests.engine.test_trainer import make_group
+from tests.train.test_trainer import make_group
 
 START = StartingPoint(lineages=(Lineage(1, 0),))
 

@@ -11,7 +11,7 @@ import pytest
 from echo.core.errors import TransportError
 from echo.roles.learner import Learner
 from echo.runtime.learner.node import FIRST_WORKER_S, BatchWait
-from tests.protocol.harness import Run as PaperRun
+from tests.roles.harness import Run as PaperRun
 from tests.runtime.harness import Play, Run, running
 
 ADDRESS = "tcp://learner:7700"

@@ -17,7 +17,7 @@ from echo.sim.records import History
 from echo.sim.scenario import ActivationRule, Fault, PriceChange
 from echo.sim.simulation import Simulation
 from echo.sim.summary import Summary, summarise
-from tests.protocol.harness import note_ways
+from tests.roles.harness import note_ways
 from tests.sim.scenarios import MB, make_job, make_offer, make_scenario, simulate
 
 

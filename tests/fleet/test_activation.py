@@ -1,0 +1,138 @@
+"""Who should generate: against brute force, and what becomes of it where nothing suffices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from echo.fleet.activation import MAX_OFFERS, Links, PricedWorker, Roll, choose, gather
+from echo.fleet.job import Job
+from tests.fleet.workers import choose_by_brute_force, random_workers
+
+JOB = Job(
+    groups_per_step=8,
+    group_size=8,
+    max_staleness=3,
+    publish_period=1,
+    train_s=10.0,
+    completion_tokens=100.0,
+    max_completion_tokens=100.0,
+    version_bytes=1e6,
+    margin=0.1,
+)
+"""Needs 6.4 rollouts per second, with margin 7.04."""
+
+
+def worker(name: str, rate: float, price: float, **changes: Any) -> PricedWorker:
+    """Return a worker that makes `rate` rollouts of 100 tokens per second."""
+    given = {"tokens_per_s": 100 * rate, "concurrency": 1, "price_per_h": price} | changes
+    return PricedWorker(name=name, **given)
+
+
+def instant(names: Any) -> float:
+    return 0.0
+
+
+LINKS = Links(broadcast_s=instant)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_choice_is_the_cheapest_sufficient_set(seed: int) -> None:
+    workers, job, links = random_workers(seed, most=7)
+    choice = choose(workers, job, links)
+    best = choose_by_brute_force(workers, job, links)
+    if best is None:
+        assert choice.slowdown > 1
+        assert not choice.outlook.is_sufficient
+        assert choice.outlook.cost_per_h <= job.budget_per_h * (1 + 1e-9)
+    else:
+        assert choice.slowdown == 1
+        assert choice.outlook.is_sufficient
+        assert choice.outlook.cost_per_h == pytest.approx(best[0], rel=1e-6)
+
+
+def test_of_equal_workers_those_that_are_active_are_kept() -> None:
+    workers = [worker(f"w{number}", 4.0, 1.0) for number in range(6)]
+    choice = choose(workers, JOB, LINKS, preferred={"w4", "w5"})
+    assert choice.active == {"w4", "w5"}
+    assert choice.outlook.cost_per_h == pytest.approx(2.0)
+    assert choice.outlook.required == pytest.approx(6.4)
+
+
+def test_the_broadcast_of_the_set_decides_and_not_that_of_all() -> None:
+    # The cheap one is far away: with it a broadcast takes longer than versions are apart.
+    workers = [worker("far", 8.0, 0.1), worker("near", 8.0, 1.0)]
+    links = Links(broadcast_s=lambda names: 12.0 if "far" in names else 1.0)
+    assert choose(workers, JOB, links).active == {"near"}
+    assert choose(workers, JOB, LINKS).active == {"far"}
+
+
+def test_a_slow_downlink_that_is_known_is_avoided() -> None:
+    big = replace(JOB, version_bytes=1e9)
+    workers = [
+        worker("far", 8.0, 0.1, down_bytes_per_s=1e7),
+        worker("near", 8.0, 1.0, down_bytes_per_s=1e9),
+    ]
+    links = Links(broadcast_s=lambda names: 100.0 if "far" in names else 1.0)
+    assert choose(workers, big, links).active == {"near"}
+
+
+def test_spot_workers_count_with_what_they_lose() -> None:
+    stable = worker("stable", 8.0, 1.0)
+    spot = worker("spot", 8.0, 0.9, losses_per_h=12.0, restart_s=300.0)
+    assert choose([stable, spot], JOB, LINKS).active == {"stable"}
+    assert choose([stable, replace(spot, losses_per_h=0.1)], JOB, LINKS).active == {"spot"}
+
+
+def test_beyond_the_budget_the_set_is_that_of_the_least_longer_step() -> None:
+    workers = [worker("a", 4.0, 1.0), worker("b", 4.0, 1.2), worker("c", 2.0, 0.9)]
+    capped = replace(JOB, budget_per_h=2.1)
+    choice = choose(workers, capped, LINKS)
+    # a and c make 6 of the 7.04 per second that are needed with the margin; a and b are too dear.
+    assert choice.active == {"a", "c"}
+    assert choice.slowdown == pytest.approx(7.04 / 6, rel=0.02)
+    assert not choice.outlook.is_sufficient
+    assert 0.0 < choice.outlook.idle_share < 0.2
+
+
+def test_where_even_a_long_step_does_not_help_the_worst_are_left_out_first() -> None:
+    workers = [worker("good", 1e-3, 0.5), worker("bad", 1e-3, 3.0), worker("fair", 1e-3, 0.8)]
+    choice = choose(workers, replace(JOB, budget_per_h=1.5), LINKS)
+    assert math.isinf(choice.slowdown)
+    assert choice.active == {"good", "fair"}
+
+
+def test_a_budget_below_the_cheapest_worker_leaves_nobody() -> None:
+    choice = choose([worker("w", 8.0, 1.0)], replace(JOB, budget_per_h=0.5), LINKS)
+    assert choice.active == frozenset()
+    assert choice.outlook.rate == 0
+
+
+def test_a_worker_without_a_rate_is_no_reason_to_fail() -> None:
+    workers = [worker("broken", 0.0, 0.01), worker("good", 8.0, 1.0)]
+    assert choose(workers, JOB, LINKS).active == {"good"}
+
+
+def test_many_different_workers_are_put_together_and_the_slowest_stands_for_its_kind() -> None:
+    workers = [worker(f"w{n:03}", 1 + n / 1000, 1.0 + n / 500) for n in range(300)]
+    kinds = gather(workers)
+    assert len(kinds) <= MAX_OFFERS
+    assert sorted(w.name for kind in kinds for w in kind) == [w.name for w in workers]
+    big = replace(JOB, groups_per_step=100)
+    choice = choose(workers, big, LINKS)
+    roll = Roll(workers, LINKS)
+    true_rate = sum(w.tokens_per_s / 100 for w in workers if w.name in choice.active)
+    assert choice.outlook.is_sufficient
+    assert choice.outlook.rate == pytest.approx(true_rate)
+    # At most the width of a kind is wasted.
+    dearest = roll.outlook(big, [w.name for w in workers]).cost_per_h
+    assert choice.outlook.cost_per_h < dearest / 2
+
+
+def test_the_worst_is_the_one_that_costs_most_for_what_it_adds() -> None:
+    workers = [worker("slow", 2.0, 0.3), worker("fast", 4.0, 0.4), worker("idle", 0.0, 0.1)]
+    roll = Roll(workers, LINKS)
+    assert roll.worst_first(JOB, ["slow", "fast", "idle"]) == ["idle", "slow", "fast"]

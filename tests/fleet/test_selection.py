@@ -1,0 +1,134 @@
+"""The cheapest sufficient set against brute force, and the greedy one against the optimum."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from echo.fleet import selection
+from echo.fleet.job import Job
+from echo.fleet.market import RentedFleet
+from echo.fleet.selection import (
+    OutOfTimeError,
+    is_sufficient,
+    select,
+    select_exactly,
+    select_greedily,
+)
+from tests.fleet.fleets import JOB, make_fleet, make_offer, random_case
+
+
+def select_by_brute_force(fleet: RentedFleet, job: Job) -> tuple[int, ...] | None:
+    """Return the cheapest sufficient set by trying every one."""
+    choices = itertools.product(*(range(offer.count + 1) for offer in fleet.offers))
+    sufficient = (counts for counts in choices if is_sufficient(fleet, job, counts))
+    return min(sufficient, key=lambda counts: fleet.cost_per_h(job, counts), default=None)
+
+
+def test_the_cheaper_of_two_offers_is_filled_up_by_the_dearer() -> None:
+    # 6.4 rollouts/s are needed: 5 at $1 (all there are) and 2 at $2; 7 at $2 would be $14.
+    fleet = make_fleet(make_offer("cheap", count=5), make_offer("dear", price_per_h=2.0))
+    chosen = select(fleet, JOB)
+    assert chosen is not None
+    assert (chosen.counts, chosen.is_exact) == ((5, 2), True)
+    assert chosen.cost_per_h == pytest.approx(9)
+
+
+def test_the_time_of_a_broadcast_rules_out_a_cheap_slow_link() -> None:
+    # 100 MB over 4 MB/s takes 25 s; S = 3 and kappa = 1 leave 30 s for it, 4 s of a group and up
+    # to 10 s of a batch: not enough. The faster link is dearer.
+    fleet = make_fleet(
+        make_offer("slow link", price_per_h=0.5, down_bytes_per_s=4e6), make_offer("fast link")
+    )
+    chosen = select(fleet, JOB)
+    assert chosen is not None
+    assert chosen.counts == (0, 7)
+
+
+def test_a_margin_and_useless_groups_ask_for_more() -> None:
+    # 6.4 x 1.5 = 9.6 and 6.4 / 0.64 = 10.
+    fleet = make_fleet(make_offer("any", count=20))
+    for job, count in ((replace(JOB, margin=0.5), 10), (replace(JOB, useful_share=0.64), 10)):
+        chosen = select(fleet, job)
+        assert chosen is not None
+        assert chosen.counts == (count,)
+
+
+def test_the_smallest_publish_period_with_a_fleet_is_taken() -> None:
+    # 25 s per broadcast: 3 periods of 10 s hold it; with S = 7 the window is then 50 s.
+    fleet = make_fleet(make_offer("slow link", down_bytes_per_s=4e6))
+    chosen = select(fleet, replace(JOB, max_staleness=7), periods=range(1, 9))
+    assert chosen is not None
+    assert chosen.job.publish_period == 3
+
+
+def test_nothing_is_chosen_where_nothing_suffices() -> None:
+    fleet = make_fleet(make_offer("any", count=6))
+    assert select(fleet, JOB) is None
+    assert select_greedily(fleet, JOB) is None
+    assert select(make_fleet(), JOB) is None
+    enough = make_fleet(make_offer("any"))
+    assert select(enough, replace(JOB, budget_per_h=6.9)) is None
+    assert select(enough, replace(JOB, budget_per_h=7.0)) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_fleets", [200, pytest.param(1000, marks=pytest.mark.matrix)])
+def test_random_fleets_equal_brute_force(num_fleets: int) -> None:
+    num_feasible = num_missed = 0
+    gaps = []
+    for seed in range(num_fleets):
+        fleet, job = random_case(seed)
+        best = select_by_brute_force(fleet, job)
+        exact = select_exactly(fleet, job, time_limit_s=10)
+        assert (exact is None) == (best is None), seed
+        if best is None or exact is None:
+            continue
+        num_feasible += 1
+        least = fleet.cost_per_h(job, best)
+        assert fleet.cost_per_h(job, exact) == pytest.approx(least, rel=1e-6), seed
+        greedy = select_greedily(fleet, job)
+        if greedy is None:
+            num_missed += 1
+            continue
+        assert is_sufficient(fleet, job, greedy)
+        gaps.append(fleet.cost_per_h(job, greedy) / least - 1)
+    assert num_feasible > 0.3 * num_fleets
+    # What greedy with local improvement gives away; it is used only where HiGHS runs out of time.
+    assert num_missed <= 0.02 * num_feasible
+    assert sum(gaps) / len(gaps) < 0.001
+    assert max(gaps) < 0.05
+
+
+@pytest.mark.slow
+def test_the_gap_of_the_greedy_choice_stays_small_on_larger_fleets() -> None:
+    gaps, num_missed = [], 0
+    for seed in range(60):
+        fleet, job = random_case(seed, num_offers=8, most=30)
+        try:
+            exact = select_exactly(fleet, job)
+        except OutOfTimeError:
+            continue
+        if exact is None:
+            continue
+        greedy = select_greedily(fleet, job)
+        if greedy is None:
+            num_missed += 1
+        else:
+            gaps.append(fleet.cost_per_h(job, greedy) / fleet.cost_per_h(job, exact) - 1)
+    assert len(gaps) > 15
+    assert num_missed <= 2
+    assert sum(gaps) / len(gaps) < 0.01
+    assert max(gaps) < 0.10
+
+
+def test_a_solver_out_of_time_is_followed_by_the_greedy_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selection, "TIME_LIMIT_S", 0.0)
+    monkeypatch.setattr(selection, "MAX_ROUNDS", 0)
+    chosen = select(make_fleet(make_offer("any")), JOB)
+    assert chosen is not None
+    assert (chosen.counts, chosen.is_exact) == ((7,), False)

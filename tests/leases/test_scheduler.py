@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import DataError
+from echo.core.metrics import Counters
+from echo.core.rollout import Lineage, PolicyVersion
+from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
+from echo.leases.scheduler import MAX_ATTEMPTS, LeaseSettings, RecordEnd, RecordGrant, Scheduler
+from echo.wire.actions import Complaints, Note, Routes
+from echo.wire.messages import Heartbeat, Lease, LeaseState, NodeStats
+from tests.roles.harness import make_group, make_lease
+
+LINEAGES = (Lineage(1, 0), Lineage(2, 3))
+
+
+def make_settings(**changes: Any) -> LeaseSettings:
+    settings: dict[str, Any] = {
+        "max_staleness": 1,
+        "groups_per_step": 4,
+        "group_size": 2,
+        "max_completion_tokens": 100,
+        "vocab_size": 10,
+        "heartbeat_s": 1.0,
+    }
+    return LeaseSettings(**(settings | changes))
+
+
+def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Scheduler:
+    settings: dict[str, Any] = {
+        "leases": LeaseBook(timeout_s=10.0),
+        "buffer": StalenessBuffer(max_staleness=1, lineages=LINEAGES),
+        "make_lease": make_lease,
+        "lineages": LINEAGES,
+        "step": 3,
+        "next_group_id": 12,
+        "finished": range(12),
+        "counters": (counters := Counters()),
+        "routes": Routes(counters),
+        "complaints": Complaints(),
+    }
+    return Scheduler(make_settings(**of), **(settings | changes))
+
+
+def make_worker(name: str, installed: tuple[int, int] | None, capacity: int = 8) -> LeasedWorker:
+    version = None if installed is None else PolicyVersion(*installed)
+    return LeasedWorker(name, version, capacity)
+
+
+def listing(*leases: tuple[int, int, int]) -> Heartbeat:
+    return Heartbeat(
+        installed=None,
+        capacity=0,
+        leases=tuple(LeaseState(group_id=g, attempt=a, num_tokens=n) for g, a, n in leases),
+        stats=NodeStats(),
+    )
+
+
+def granted(granting: Scheduler, *workers: LeasedWorker, now: float = 0.0) -> dict[str, list[int]]:
+    records, leases = granting.grant(workers, now=now)
+    grants = [r for r in records if isinstance(r, RecordGrant)]
+    assert sorted((r.worker_id, r.lease.group_id) for r in grants) == sorted(
+        (name, lease.group_id) for name, given in leases.items() for lease in given
+    )
+    return {name: [lease.group_id for lease in given] for name, given in leases.items()}
+
+
+def test_admission_is_by_the_version_that_the_worker_holds() -> None:
+    # (S + w + 1) * B = 20 for w = 3; 12 are consumed, so 8 fit.
+    granting = make_granting()
+    assert granted(granting, make_worker("w1", (2, 3), 100)) == {"w1": list(range(12, 20))}
+    # A worker one step behind may still add to the batch that is next, and it is full.
+    assert granted(granting, make_worker("w2", (1, 2))) == {}
+
+
+def test_a_closed_admission_is_told_without_looking_at_anybody() -> None:
+    granting = make_granting()
+    newest = PolicyVersion(2, 3)
+    assert not granting.is_closed(newest)
+    assert granting.is_closed(PolicyVersion(2, 1))  # (1 + 1 + 1) * 4 = 12: all are consumed
+    assert len(granted(granting, make_worker("w1", (2, 3), 100))["w1"]) == 8
+    assert granting.is_closed(newest)
+    assert granting.is_closed(None)
+    # A group that ends otherwise makes room for another.
+    granting.end(12, "failed")
+    assert not granting.is_closed(newest)
+    assert granted(granting, make_worker("w1", (2, 3), 100)) == {"w1": [20]}
+    assert granting.is_closed(newest)
+
+
+def test_a_closed_admission_does_not_keep_from_copies() -> None:
+    granting = make_granting(of={"hedge_factor": 1.5})
+    granted(granting, make_worker("w1", (2, 3), 100))
+    assert not granting.is_closed(PolicyVersion(2, 3))
+
+
+def test_a_lease_names_the_oldest_version_that_admission_lets_through() -> None:
+    granting = make_granting()
+    _, leases = granting.grant([make_worker("w1", (2, 3), 100)], now=0.0)
+    # The batch of step 4 may hold what v2 sampled, the next one only what v3 did; both versions
+    # are of the first lineage, too, which the second left at step 3.
+    wanted = {lease.group_id: lease.min_version for lease in leases["w1"]}
+    assert wanted == {n: PolicyVersion(1, 2 if n < 16 else 3) for n in range(12, 20)}
+    [record] = [r for r in granting.leases.worker_leases("w1") if r.group_id == 18]
+    record.is_confirmed = True
+    lost, _ = granting.reconcile(
+        make_worker("w1", (2, 3)), listing(), has_progress=False, resend_after_s=1.0, now=0.1
+    )
+    assert [lease.min_version for lease in lost] == [PolicyVersion(1, 3)]
+
+
+def test_a_lease_names_the_exact_version_of_its_worker_where_groups_must_not_mix() -> None:
+    granting = make_granting(of={"exact_version": True})
+    here = PolicyVersion(2, 3)
+    worker = make_worker("w1", (2, 3), 2)
+    _, leases = granting.grant([worker], now=0.0)
+    assert {lease.exact_version for lease in leases["w1"]} == {here}
+    [record] = [r for r in granting.leases.worker_leases("w1") if r.group_id == 12]
+    record.is_confirmed = True
+
+    def lost(member: LeasedWorker) -> list[Lease]:
+        return granting.reconcile(
+            member, listing(), has_progress=False, resend_after_s=1.0, now=0.1
+        )[0]
+
+    # It is the same lease that is sent again, whatever is installed by now.
+    newer = make_worker("w1", (2, 4), 2)
+    assert [(lease.group_id, lease.exact_version) for lease in lost(newer)] == [(12, here)]
+    # One that the learner knows from a list only is for what the worker has then.
+    adopted = granting.leases.adopt(10, 0, "w1", now=0.0)
+    adopted.is_confirmed = True
+    assert [(le.group_id, le.exact_version) for le in lost(newer)] == [(10, PolicyVersion(2, 4))]
+    _, leases = make_granting().grant([worker], now=0.0)
+    assert {lease.exact_version for lease in leases["w1"]} == {None}
+
+
+def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:
+    def make_or_fail(group_id: int, attempt: int) -> Lease:
+        if group_id in (12, 14):
+            raise DataError("example 12: no chat template")
+        return make_lease(group_id, attempt)
+
+    granting = make_granting(make_lease=make_or_fail)
+    records, leases = granting.grant([make_worker("w1", (2, 3), 3)], now=0.0)
+    assert [lease.group_id for lease in leases["w1"]] == [13, 15, 16]
+    ended = [(r.group_id, r.reason) for r in records if isinstance(r, RecordEnd)]
+    assert ended == [(12, "prompt_error"), (14, "prompt_error")]
+    texts = [r.text for r in records if isinstance(r, Note)]
+    assert texts[0] == "group 12 is left out: example 12: no chat template"
+    assert granting.counters["discarded/prompt_error"] == 2
+
+
+def test_an_end_that_was_decided_before_granting_failed_is_journalled_by_the_next() -> None:
+    faults: dict[int, Exception] = {12: DataError("no chat template"), 14: ZeroDivisionError()}
+
+    def make_or_fail(group_id: int, attempt: int) -> Lease:
+        if group_id in faults:
+            raise faults[group_id]
+        return make_lease(group_id, attempt)
+
+    granting, worker = make_granting(make_lease=make_or_fail), make_worker("w1", (2, 3), 3)
+    with pytest.raises(ZeroDivisionError):
+        granting.grant([worker], now=0.0)
+    del faults[14]
+    for ended in ([12], []):
+        records, _ = granting.grant([worker], now=0.0)
+        assert [each.group_id for each in records if isinstance(each, RecordEnd)] == ended
+    # What was granted with it is granted anew.
+    assert 13 in {record.group_id for record in granting.leases.worker_leases("w1")}
+
+
+def test_prompts_none_of_which_can_be_had_end_the_run() -> None:
+    def fail(group_id: int, attempt: int) -> Lease:
+        raise DataError("no chat template")
+
+    with pytest.raises(DataError, match="1000 prompts in a row cannot be used"):
+        make_granting(make_lease=fail).grant([make_worker("w1", (2, 3), 3)], now=0.0)
+
+
+def test_a_lower_bound_gates_new_leases_only_and_the_hard_one_is_never_passed() -> None:
+    granting = make_granting()
+    buffer = granting.buffer
+    buffer.admission_staleness = 0
+    # (0 + w + 1) * B = 16 for w = 3.
+    assert granted(granting, make_worker("w1", (2, 3), 100)) == {"w1": list(range(12, 16))}
+    assert granted(granting, make_worker("w2", (2, 3), 100)) == {}
+    assert granting.leases.num_running == 4
+    buffer.admission_staleness = 9
+    assert granted(granting, make_worker("w2", (2, 3), 100)) == {"w2": list(range(16, 20))}
+
+
+def test_the_worker_with_the_smaller_share_of_its_capacity_in_use_comes_first() -> None:
+    workers = make_worker("w1", (2, 3), 2), make_worker("w2", (2, 3), 4)
+    given = granted(make_granting(), *workers)
+    assert {name: len(groups) for name, groups in given.items()} == {"w1": 2, "w2": 4}
+    given = granted(make_granting(of={"groups_per_step": 2}, step=2, next_group_id=4), *workers)
+    assert {name: len(groups) for name, groups in given.items()} == {"w1": 2, "w2": 4}
+
+
+def with_places(name: str, installed: tuple[int, int], num_places: int) -> LeasedWorker:
+    """Return a worker that holds eight groups and samples so many of them at one time."""
+    worker = make_worker(name, installed)
+    worker.num_places = num_places
+    return worker
+
+
+def test_nothing_waits_at_a_worker_before_it_has_shown_its_speed() -> None:
+    granting, worker = make_granting(), with_places("w1", (2, 3), 2)
+    assert granted(granting, worker) == {"w1": [12, 13]}
+    assert granted(granting, worker) == {}
+    granting.forecast.made("w1", num_tokens=10, seconds=1.0, now=0.0)
+    assert granted(granting, worker) == {"w1": list(range(14, 20))}
+
+
+@pytest.mark.parametrize(
+    ("lag_s", "expected"),
+    [
+        # Four more than now may be promised once "old" has v3, too: two of them are left to it.
+        (0.0, {"new": [12, 14, 16, 17], "old": [13, 15]}),
+        # The other is done with all before that.
+        (10.0, {"new": list(range(12, 20))}),
+        # It should have it by now, so it is not reckoned with.
+        (None, {"new": [12, 14, 16, 17, 18, 19], "old": [13, 15]}),
+    ],
+)
+def test_what_a_worker_can_do_once_it_has_newer_weights_is_left_to_it_if_that_is_soon(
+    lag_s: float | None, expected: dict[str, list[int]]
+) -> None:
+    granting = make_granting()
+    new, old = with_places("new", (2, 3), 1), with_places("old", (1, 2), 1)
+    now = 100.0
+    for name in ("new", "old"):
+        granting.forecast.made(name, num_tokens=10, seconds=1.0, now=now)
+    granting.forecast.installed("new", PolicyVersion(1, 2), now=50.0)
+    granting.forecast.installed("old", PolicyVersion(1, 2), now=50.0 + 2 * (lag_s or 0.0))
+    newest_at = now if lag_s is not None else now - 20.0
+    granting.forecast.installed("new", PolicyVersion(2, 3), now=newest_at)
+    assert granted(granting, new, old, now=now) == expected
+
+
+def test_who_has_no_weights_or_abandoned_ones_gets_nothing() -> None:
+    workers = make_worker("w1", None), make_worker("w2", (1, 4)), make_worker("w3", (2, 3), 0)
+    assert granted(make_granting(), *workers) == {}
+
+
+def test_who_is_set_aside_gets_nothing() -> None:
+    workers = make_worker("w1", (2, 3)), make_worker("w2", (2, 3))
+    workers[0].is_set_aside = True
+    assert [*granted(make_granting(), *workers)] == ["w2"]
+
+
+def test_groups_in_the_buffer_take_up_room() -> None:
+    granting = make_granting()
+    for group_id in range(6):
+        granting.buffer.put(make_group(group_id, PolicyVersion(2, 3)))  # type: ignore[attr-defined]
+    assert len(granted(granting, make_worker("w1", (2, 3)))["w1"]) == 2
+
+
+def test_returned_groups_are_granted_before_new_ones_and_settled_ones_never() -> None:
+    granting = make_granting()
+    for group_id in (12, 13, 14):
+        granting.leases.return_group(group_id)
+    granting.next_group_id = 15
+    granting.finished.add(13)
+    assert granted(granting, make_worker("w1", (2, 3), 3)) == {"w1": [12, 14, 15]}
+
+
+def test_a_group_that_came_back_too_often_ends_and_the_next_is_granted() -> None:
+    granting, worker = make_granting(), make_worker("w1", (2, 3), 1)
+    for _ in range(MAX_ATTEMPTS):
+        assert granted(granting, worker) == {"w1": [12]}
+        [record] = granting.leases.worker_leases("w1")
+        granting.leases.revoke(record)
+    records, leases = granting.grant([worker], now=0.0)
+    assert RecordEnd(12, "attempts_exhausted") in records
+    assert [lease.group_id for lease in leases["w1"]] == [13]
+    assert granting.counters["discarded/attempts_exhausted"] == 1
+
+
+def test_what_the_worker_lacks_is_sent_again_and_what_the_book_lacks_is_entered() -> None:
+    granting, worker = make_granting(), make_worker("w1", (2, 3), 2)
+    assert granted(granting, worker) == {"w1": [12, 13]}
+    granting.next_group_id = 30
+
+    def reconcile(now: float, *leases: tuple[int, int, int]) -> tuple[list[int], Any]:
+        lost, unwanted = granting.reconcile(
+            worker, listing(*leases), has_progress=False, resend_after_s=2.0, now=now
+        )
+        return [lease.group_id for lease in lost], unwanted
+
+    assert reconcile(1.0, (12, 0, 0)) == ([], [])  # 13 may still be on its way
+    assert reconcile(2.5, (12, 0, 0)) == ([13], [])
+    assert reconcile(3.0, (12, 0, 0), (13, 0, 0)) == ([], [])
+    assert reconcile(4.0, (12, 0, 0)) == ([13], [])  # it had it, and lost it
+    assert reconcile(4.1, (12, 0, 0), (13, 0, 0), (25, 3, 9)) == ([], [])
+    assert granting.leases.workers_of(25) == ["w1"]
+    assert reconcile(4.2, (12, 0, 0), (13, 0, 0), (25, 3, 9), (4, 0, 0)) == ([], [(4, 0)])
+    assert (worker.num_unknown, worker.is_stuck) == (1, False)  # 25 made progress
+    assert reconcile(4.3, (12, 0, 0), (13, 0, 0), (25, 3, 9), (4, 0, 0)) == ([], [(4, 0)])
+    assert (worker.num_unknown, worker.is_stuck) == (1, True)
+
+
+def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_gone() -> None:
+    granting, worker = make_granting(), make_worker("w1", (2, 3), 2)
+    granted(granting, worker)
+    assert len(granting.leases.expire(now=10.0)) == 2
+    beat = listing((12, 0, 0), (13, 0, -1))
+    granting.reconcile(worker, beat, has_progress=False, resend_after_s=2.0, now=10.1)
+    assert len(granting.leases._returned) == 2
+    # 13 lies finished in its outbox; 12 still occupies its engine.
+    assert (worker.num_unknown, worker.is_stuck) == (1, True)
+    assert granted(granting, worker) == {}
+    granting.reconcile(worker, beat, has_progress=True, resend_after_s=2.0, now=10.2)
+    assert granted(granting, worker) == {"w1": [12]}
+
+
+def test_progress_on_one_group_renews_those_that_wait_behind_it() -> None:
+    granting, worker = make_granting(), make_worker("w1", (2, 3), 2)
+    granted(granting, worker)
+
+    def beat(now: float, num_tokens: int) -> None:
+        granting.reconcile(
+            worker,
+            listing((12, 0, num_tokens), (13, 0, 0)),
+            has_progress=False,
+            resend_after_s=2.0,
+            now=now,
+        )
+
+    beat(8.0, 5)
+    assert granting.leases.expire(now=12.0) == []
+    beat(16.0, 5)
+    assert len(granting.leases.expire(now=18.0)) == 2
+
+
+@given(st.lists(st.integers(0, 40)), st.lists(st.integers(0, 40)))
+def test_settled_groups_are_a_set(first: list[int], second: list[int]) -> None:
+    finished, expected = FinishedGroups(first), set(first)
+    for group_id in second:
+        finished.add(group_id)
+        expected.add(group_id)
+    assert {group_id for group_id in range(-3, 50) if group_id in finished} == expected
+    assert len(finished._others) <= len(expected)
+
+
+def test_settled_groups_take_no_memory_once_they_are_contiguous() -> None:
+    finished = FinishedGroups([3, 1, 0])
+    assert finished._others == {3}
+    finished.add(2)
+    assert finished._others == set()
+    assert 3 in finished
+    assert 4 not in finished

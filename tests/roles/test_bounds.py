@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from echo.core.bounds import (
+    MAX_FRAMES,
+    MAX_HEADER_BYTES,
+    MAX_LEASE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    MAX_RATE,
+    MIN_RATE,
+    clamped_rate,
+)
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.leases.partials import MemberHeader
+from echo.leases.scheduler import StoreGroup
+from echo.roles import worker
+from echo.wire import messages
+from echo.wire.actions import HangUp, Note
+from echo.wire.codec import (
+    Envelope,
+    GroupHeader,
+    decode_envelope,
+    decode_message,
+    describe,
+    encode,
+    encode_group,
+)
+from echo.wire.messages import Deliver, Failed, Heartbeat, LeaseState, NodeStats
+from tests.roles.harness import Run, make_group, make_lease, message_of
+from tests.wire.schema import (
+    extreme_messages,
+    is_bounded,
+    leaves,
+    smallest,
+    with_value,
+    wrong_messages,
+)
+
+KINDS: list[Any] = [*messages.AnyMessage.__args__, Envelope, GroupHeader, MemberHeader]
+FREE = {("settings", "x"), ("example", "x"), ("leases", 0, "example", "x")}
+"""What a run's configuration or a task's examples hold: bounded by the message's size alone."""
+
+
+def frames_of(built: Any, *, source: str, target: str) -> list[Any]:
+    body = msgspec.Raw(msgspec.msgpack.encode(built))
+    return [msgspec.msgpack.encode(Envelope(messages.PROTOCOL_VERSION, source, target, body))]
+
+
+# --- ranges --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_number_text_and_collection_has_a_range(kind: Any) -> None:
+    open_ended = [
+        str(leaf)
+        for leaf in leaves(inspect.type_info(kind))
+        if not is_bounded(leaf.kind) and leaf.path not in FREE
+    ]
+    assert not open_ended
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_is_out_of_its_range_is_refused(kind: Any) -> None:
+    valid = msgspec.msgpack.encode(smallest(inspect.type_info(kind)))
+    msgspec.msgpack.decode(valid, type=kind)
+    for what, built in wrong_messages(kind):
+        try:
+            data = msgspec.msgpack.encode(built)
+            msgspec.msgpack.decode(data, type=kind)
+        except (msgspec.ValidationError, OverflowError):
+            continue
+        pytest.fail(f"{kind.__name__}: {what} was accepted")
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Run:
+    """A learner, a relay, and a worker behind it, that work."""
+    run = Run(tmp_path)
+    run.start_learner()
+    run.start_relay("r1")
+    run.start_worker("w1", connect=["tcp://r1:1"])
+    run.world.run_until(lambda: run.learner is not None and run.learner.step >= 2, within_s=60)
+    return run
+
+
+WAYS = [
+    ("learner", "w1", "learner"),
+    ("learner", "w1", ""),
+    ("r1", "w1", ""),
+    ("w1", "learner", "w1"),
+]
+"""Whose session is fed, as from whom, and for whom."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "source", "target"), WAYS)
+def test_no_value_out_of_range_harms_a_session(
+    fleet: Run, name: str, source: str, target: str
+) -> None:
+    process = fleet.world.process(name)
+    session, step = process.session, fleet.learner.step
+    peer = session._control.peer if name == "w1" else "in1"
+    num_sent = 0
+    for kind in messages.AnyMessage.__args__:
+        for what, built in wrong_messages(kind):
+            try:
+                frames = frames_of(built, source=source, target=target)
+            except OverflowError:
+                continue
+            num_sent += 1
+            actions = session.receive(peer, frames, now=fleet.world.now)
+            assert all(isinstance(action, Note) for action in actions), what
+    assert session.counters["protocol_errors"] == num_sent > 300
+    fleet.world.run_until(lambda: fleet.learner.step >= step + 2, within_s=60)
+
+
+@pytest.mark.parametrize(("name", "source", "target"), WAYS[:3])
+def test_the_ends_of_all_ranges_harm_no_session(
+    fleet: Run, name: str, source: str, target: str
+) -> None:
+    """What is within the ranges may be nonsense, but costs neither the process nor much time."""
+    process = fleet.world.process(name)
+    for kind in messages.AnyMessage.__args__:
+        for built in extreme_messages(kind):
+            frames = frames_of(built, source=source, target=target)
+            process.session.receive("in1", frames, now=fleet.world.now)
+            process.session.expire(now=fleet.world.now)
+
+
+@pytest.mark.slow
+def test_the_numbers_that_once_ended_a_learner_are_refused(fleet: Run) -> None:
+    session = fleet.learner
+    assert session is not None
+    beat = Heartbeat(installed=PolicyVersion(1, 0), capacity=4, leases=(), stats=NodeStats())
+    good = msgspec.to_builtins(beat)
+    numbers: list[tuple[tuple[Any, ...], Any]] = [
+        (("stats", "num_places"), -1),
+        (("stats", "num_places"), 2**62),
+        (("stats", "num_places"), 150_000_000),
+        (("stats", "uplink_bytes_per_s"), 1e308),
+        (("installed", 1), 2**50),
+        (("leases",), [[0, attempt, 1] for attempt in range(200_000)]),
+    ]
+    now = fleet.world.now
+    for path, value in numbers:
+        now += 61  # each is told of
+        built = {"type": "Heartbeat", **with_value(good, path, value)}
+        [note] = session.receive("in1", frames_of(built, source="w1", target="learner"), now=now)
+        assert isinstance(note, Note)
+        assert "w1" in note.text
+        assert " - at `$" in note.text
+    endless = {"type": "Deliver", "group_id": 0, "attempt": 0, "seconds": math.inf}
+    [note] = session.receive("in1", frames_of(endless, source="w1", target="learner"), now=now + 61)
+    assert "`$.seconds`" in note.text
+
+
+def test_a_measured_rate_is_told_within_its_range() -> None:
+    assert [clamped_rate(rate) for rate in (None, 1e-9, 5.0, 1e300)] == [
+        None,
+        MIN_RATE,
+        5,
+        MAX_RATE,
+    ]
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("payload", "what"),
+    [
+        ([bytes(40 << 20), bytes(40 << 20)], "a payload of"),
+        ([bytes(MAX_PAYLOAD_BYTES + 1)], "a payload of"),
+        ([b""] * MAX_FRAMES, f"{MAX_FRAMES + 1} frames"),
+    ],
+)
+def test_sender_and_receiver_have_the_same_bounds(payload: list[bytes], what: str) -> None:
+    message = Deliver(group_id=0, attempt=0)
+    with pytest.raises(LocalProtocolError, match=f"Deliver to learner: {what}"):
+        encode(message, payload, source="w1", target="learner")
+    frames = encode(message, source="w1", target="learner")
+    with pytest.raises(RemoteProtocolError, match=what):
+        decode_envelope([*frames, *payload])
+
+
+def test_a_header_is_bounded_at_both_ends() -> None:
+    message = messages.Welcome(
+        run_id="r", incarnation="i", public_key=b"", lineages=(), assets={}, digests={},
+        settings={"text": "x" * MAX_HEADER_BYTES}, heartbeat_s=1.0, dead_after_s=1.0,
+    )  # fmt: skip
+    with pytest.raises(LocalProtocolError, match="Welcome to w1: a header of"):
+        encode(message, source="learner", target="w1")
+
+
+def test_a_relay_drops_two_frames_that_are_too_large_together(fleet: Run) -> None:
+    relay = fleet.world.process("r1").session
+    frames = encode(Deliver(group_id=0, attempt=0), source="w1", target="learner")
+    half = bytes(40 << 20)
+    [note] = relay.receive("in1", [*frames, half, half], now=fleet.world.now)
+    assert isinstance(note, Note)
+    assert "a payload of 83886080 bytes" in note.text
+
+
+def test_a_group_that_no_message_holds_fails_with_its_reason(
+    hung_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MAX_PAYLOAD_BYTES", 200)
+    session = hung_run.world.process("w1").session
+    [partial] = session.take(1, group_size=2)
+    group = make_group(partial.lease.group_id, PolicyVersion(1, 0))
+    [_, sent] = session.finished(group, now=3.0)
+    failed = message_of(sent.frames)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "group_too_large"
+    assert "a message holds 200; lower rollout.group_size" in failed.detail
+    assert len(session.outbox) == 1
+
+
+def test_leases_with_long_prompts_travel_in_several_grants(hung_run: Run) -> None:
+    shipped = hung_run.learner._scheduler.shipped
+    lease = msgspec.structs.replace(make_lease(0, 0), prompt_ids=(10**6,) * (MAX_LEASE_BYTES // 11))
+    grants = [grant for grant, _ in shipped.grants([lease] * 5)]
+    assert [len(grant.leases) for grant in grants] == [2, 2, 1]
+    for grant in grants:
+        encode(grant, source="learner", target="w1")
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(fleet: Run) -> None:
+    session = fleet.learner
+    assert session is not None
+    frames = encode(messages.Goodbye(reason="x"), source="w1", target="learner")
+    peer = session._routes.peer_of("w1")
+    assert session.leases.num_leases("w1")
+    assert session.expel(peer, frames, now=fleet.world.now) == []
+    assert "w1" not in session.roster.nodes
+    assert not session.leases.num_leases("w1")
+    assert session.counters["internal_errors"] == 1
+    step = session.step
+    fleet.world.run_until(lambda: session.step >= step + 2, within_s=60)
+    assert "w1" in session.roster.nodes, "it has said hello again"
+
+
+def test_a_fault_in_a_link_message_ends_the_link(fleet: Run) -> None:
+    session, step = fleet.world.process("r1").session, fleet.learner.step
+    [peer] = session.broadcast.children
+    frames = encode(messages.Subscribe(newest=None), source="w1")
+    assert HangUp(peer) in session.expel(peer, frames, now=fleet.world.now)
+    assert not session.broadcast.children
+    fleet.world.run_until(lambda: fleet.learner.step >= step + 2, within_s=60)
+
+
+def test_a_group_that_was_taken_is_stored_though_granting_fails(
+    hung_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = hung_run.learner
+    group = make_group(0, PolicyVersion(1, 0))
+    message = Deliver(group_id=0, attempt=0)
+    frames = encode(message, encode_group(group), source="w1", target="learner")
+    monkeypatch.setattr(session, "grant", lambda *, now: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session.receive("in1", frames, now=3.0)
+    [action] = session.expel("in1", frames, now=3.0)
+    assert isinstance(action, StoreGroup)
+    assert session.expel("in1", frames, now=3.0) == []
+
+
+def test_leases_of_a_round_that_fails_are_not_out(
+    hung_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = hung_run.learner
+    session.leases.drop_worker("w1")
+    granting, calls = session._scheduler, iter([None, None])
+    workers = [member.worker for member in session.roster.active("worker")]
+    enter = granting._enter
+    monkeypatch.setattr(granting, "_enter", lambda *args: (next(calls), enter(*args)))
+    with pytest.raises(StopIteration):
+        granting.grant(workers, now=3.0)
+    assert session.leases.num_running == 0
+    monkeypatch.setattr(granting, "_enter", enter)
+    _, granted = granting.grant(workers, now=3.1)
+    assert [lease.group_id for lease in granted["w1"]] == [0, 1, 2]
+
+
+def test_a_message_is_described_as_far_as_it_can_be_read() -> None:
+    beat = Heartbeat(
+        installed=None, capacity=0, leases=(LeaseState(group_id=0, attempt=0, num_tokens=0),),
+        stats=NodeStats(),
+    )  # fmt: skip
+    assert describe(encode(beat, source="w1", target="learner")) == ("w1", "learner", "Heartbeat")
+    assert describe([b"\xc1"]) == ("", "", "message of no kind")
+    assert decode_message(decode_envelope(encode(beat, source="w1"))) == beat
+
+
+# --- what a peer's words do ----------------------------------------------------------------------
+
+
+def test_no_word_of_a_peer_names_a_metric(hung_run: Run) -> None:
+    session = hung_run.learner
+    failed = Failed(group_id=0, attempt=0, reason="loss_mean", detail="x")
+    session.receive("in1", encode(failed, source="w1", target="learner"), now=3.0)
+    assert session.counters["discarded/other"] == 1
+    worker = hung_run.world.process("w1").session
+    peer = worker._control.peer
+    worker.outbox.put((1, 0), failed)
+    ack = messages.Ack(group_id=1, attempt=0, outcome="refused", reason="x" * 99)
+    worker.receive(peer, encode(ack, source="learner", target="w1"), now=3.0)
+    assert worker.counters["refused/other"] == 1
+    assert not any("loss" in name or "xx" in name for name in session.counters.as_dict())
+
+
+def test_every_reason_that_a_worker_gives_is_known() -> None:
+    """Whatever ends a group under this name is counted under it."""
+    found = set()
+    for path in Path(messages.__file__).parents[1].rglob("*.py"):
+        text = path.read_text()
+        if "RewardError" in text:
+            found |= set(re.findall(r'"(reward_[a-z]+)"', text))
+        found |= set(re.findall(r'\.(?:failed|_give_up)\(\s*[\w.]+,\s*"(\w+)"', text))
+    assert {"reward_error", "prompt_too_long", "agent_timeout", "group_too_large"} <= found
+    assert {reason for reason in found if messages.known_reason(reason) != reason} == set()
+
+
+def test_a_peer_that_is_refused_again_and_again_takes_one_line(fleet: Run) -> None:
+    session = fleet.learner
+    assert session is not None
+    said = [session.receive("in1", [b"\xc1"], now=fleet.world.now + i / 100) for i in range(50)]
+    assert sum(map(len, said)) == 1
+    assert session.counters["protocol_errors"] == 50

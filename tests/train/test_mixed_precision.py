@@ -1,0 +1,185 @@
+"""Computing in bfloat16 beside float32 weights, and losses fused with the log-probabilities.
+
+Helpers come from test_trainer.py. The same under Triton: triton_step.py, in its own process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from echo.algo.corrections import MaskedLoss, RolloutMasks
+from echo.algo.loss import Loss, LossInputs, LossOutput
+from echo.algo.losses import make_loss
+from echo.train.batch import AdvantageSettings
+from echo.train.trainer import Trainer
+from tests.train.test_trainer import FAST, assert_close, gradients, make_groups
+from tests.train.test_trainer_losses import stale_groups
+
+torch.set_num_threads(1)
+
+REPOSITORY = Path(__file__).parents[2]
+FUSED: dict[str, Loss] = {
+    "grpo": make_loss("grpo"),
+    "sequence_mean": make_loss("grpo", aggregation="sequence_mean"),
+    "dapo": make_loss("dapo"),
+    "dr_grpo": make_loss("dr_grpo", max_completion_tokens=9),
+}
+
+
+def make_trainer(model_dir: Path, loss: Loss, **options: Any) -> Trainer:
+    settings = {"advantages": AdvantageSettings(normalize_by_std=False), **options}
+    return Trainer(model_dir, loss=loss, optimizer=FAST, device="cpu", **settings)
+
+
+def unfused(loss: Loss) -> Loss:
+    """The same loss behind a function, from which no kernel can tell what it is."""
+
+    def plain(inputs: LossInputs) -> LossOutput:
+        return loss(inputs)
+
+    return plain
+
+
+def cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    flat = [torch.cat([tensor.flatten() for tensor in part.values()]) for part in (one, other)]
+    return float(torch.nn.functional.cosine_similarity(flat[0], flat[1], dim=0))
+
+
+# ------------------------------------------------------------------------------------ fused losses
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.slow
+def test_a_fused_loss_has_the_gradient_and_the_metrics_of_the_plain_one(
+    name: str, tiny_model_dir: Path
+) -> None:
+    groups = stale_groups(tiny_model_dir)
+    loss = FUSED[name]
+    options = {"micro_batch_tokens": 60}
+    fused = make_trainer(tiny_model_dir, loss, **options)
+    plain = make_trainer(tiny_model_dir, unfused(loss), **options)
+    assert_close(gradients(fused, groups), gradients(plain, groups))
+    found = make_trainer(tiny_model_dir, loss).step(groups).metrics
+    expected = make_trainer(tiny_model_dir, unfused(loss)).step(groups).metrics
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert found["clip_ratio/mean"] > 0
+
+
+def test_the_fused_operation_is_used_where_the_loss_has_that_form(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("logprobs", "token_losses"):
+        original = getattr(make_trainer(tiny_model_dir, FUSED["grpo"])._policy.__class__, name)
+
+        def counted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(f"echo.train.policy.Policy.{name}", counted)
+    make_trainer(tiny_model_dir, FUSED["grpo"]).step(make_groups())
+    assert calls == ["token_losses"]
+    calls.clear()
+    # Without a bound, with masks around it, or of another kind: log-probabilities first.
+    for loss in (
+        make_loss("grpo", clip_low=None),
+        MaskedLoss(loss=make_loss("grpo"), masks=RolloutMasks(veto=0.1)),
+        make_loss("gspo"),
+    ):
+        make_trainer(tiny_model_dir, loss).step(make_groups())
+    assert calls == ["logprobs"] * 3
+
+
+# --------------------------------------------------------------------------------- mixed precision
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gepo"])
+@pytest.mark.slow
+def test_bfloat16_gives_nearly_the_same_gradient_in_float32(
+    kind: str, tiny_model_dir: Path
+) -> None:
+    groups = stale_groups(tiny_model_dir)
+    exact = gradients(make_trainer(tiny_model_dir, make_loss(kind)), groups)
+    mixed = gradients(make_trainer(tiny_model_dir, make_loss(kind), dtype=torch.bfloat16), groups)
+    assert {tensor.dtype for tensor in mixed.values()} == {torch.float32}
+    assert 0.99 < cosine(exact, mixed) < 1.0 - 1e-9
+
+
+def test_weights_and_moments_stay_float32_and_small_steps_add_up(tiny_model_dir: Path) -> None:
+    trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
+    before = trainer.snapshot()
+    for seed in range(3):
+        trainer.step(make_groups(seed=seed))
+    moved = [(tensor - before[name]).abs() for name, tensor in trainer.snapshot().items()]
+    # Steps of 3e-4 on weights near 1 would vanish in bfloat16, whose spacing there is 8e-3.
+    assert {tensor.dtype for tensor in trainer.snapshot().values()} == {torch.float32}
+    assert all(bool((tensor > 0).any()) for tensor in moved)
+    assert {
+        value.dtype for state in trainer._optimizer.state.values() for value in state.values()
+    } == {torch.float32}
+
+
+def test_scores_are_float32_and_close(tiny_model_dir: Path) -> None:
+    groups = make_groups()
+    exact = make_trainer(tiny_model_dir, FUSED["grpo"]).score(groups)
+    mixed = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16).score(groups)
+    gap = max(
+        float(abs(a - b).max())
+        for one, other in zip(exact, mixed, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+    assert 0.0 < gap < 0.05
+    assert mixed[0][0].dtype.name == "float32"
+
+
+def test_a_mixed_run_resumes_bit_by_bit(tiny_model_dir: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
+    trainer.step(make_groups())
+    trainer.save_state(tmp_path)
+    resumed = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
+    resumed.load_state(tmp_path)
+    assert resumed.step(make_groups(seed=1)) == trainer.step(make_groups(seed=1))
+    one, other = resumed.snapshot(), trainer.snapshot()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_gradient_checkpointing_recomputes_in_the_same_type(tiny_model_dir: Path) -> None:
+    groups = make_groups()
+    plain = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
+    checkpointed = make_trainer(
+        tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16, gradient_checkpointing=True
+    )
+    assert_close(gradients(checkpointed, groups), gradients(plain, groups))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("bfloat16", r"bfloat16 cosine (0\.99|1\.0)"),
+        pytest.param("float32", r"float32 cosine 1\.0", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_step_with_triton_under_the_interpreter(dtype: str, expected: str) -> None:
+    """Whether kernels are interpreted is decided when triton is imported: an own process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.triton_step", dtype],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert re.match(expected, done.stdout)

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from echo.core.rollout import PolicyVersion
+from echo.weights.link import Connection, ParentFailed
+from echo.weights.parents import QUARANTINE_S, REDIVIDE_AFTER_S, Parents, StripeParents
+from echo.wire.actions import Dial, HangUp, Note
+from echo.wire.messages import FULL, TopologyPlan
+from tests.roles.harness import PUBLIC_KEY, make_broadcast
+
+LEARNER, R1, R2 = ("learner", "tcp://l:1"), ("r1", "tcp://r1:1"), ("r2", "tcp://r2:1")
+
+
+class WeightsLink(Parents):
+    """One link, with the links that a plan gives it at hand."""
+
+    @property
+    def first(self) -> StripeParents:
+        return self._links[0]
+
+    @property
+    def next(self) -> Connection | None:
+        return self.first.next
+
+
+def make_links(**options: Any) -> WeightsLink:
+    broadcast = make_broadcast("w1")
+    broadcast.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+    link = WeightsLink(broadcast, retry_s=1.0, **options)
+    link.retry_preferred_s = 10.0
+    return link
+
+
+@pytest.fixture
+def link() -> WeightsLink:
+    return make_links()
+
+
+def follow(
+    link: Parents, *parents: tuple[str, str], epoch: int = 1, now: float = 0.0, **rest: Any
+) -> list[Any]:
+    return link.on_plan(
+        TopologyPlan(epoch=epoch, stripes=(parents,)), control=rest.get("control"), now=now
+    )
+
+
+def answer(link: WeightsLink, node_id: str, *, now: float = 0.0) -> list[Any]:
+    """Complete the dial that is under way."""
+    assert link.next is not None
+    link.next.peer = f"peer-{node_id}"
+    return link.greeted(link.next.peer, node_id, control=None, now=now)
+
+
+def stand_by(link: WeightsLink, node_id: str, *, sent: float = 0.0, now: float = 0.0) -> list[Any]:
+    """Complete the dial of the spare."""
+    assert link.first.spare is not None
+    link.first.spare.peer = f"peer-{node_id}"
+    assert link.connected(f"peer-{node_id}", now=sent)
+    return link.greeted(f"peer-{node_id}", node_id, control=None, now=now)
+
+
+def fail(link: WeightsLink, node_id: str, *, now: float = 0.0, is_corrupt: bool = False) -> Any:
+    peer = f"peer-{node_id}"
+    failure = ParentFailed(peer, "reset", is_corrupt=is_corrupt)
+    return link.parent_failed(failure, control=None, now=now)
+
+
+def dialled(actions: list[Any]) -> list[str]:
+    return [action.address for action in actions if isinstance(action, Dial)]
+
+
+def test_the_first_parent_of_the_plan_is_dialled_and_becomes_the_parent(link: WeightsLink) -> None:
+    assert link.parent == "-"
+    assert dialled(follow(link, R1, LEARNER)) == ["tcp://r1:1"]
+    answer(link, "r1")
+    assert link.parent == "r1"
+    assert link.broadcast.parent == "peer-r1"
+    assert link.has("peer-r1")
+
+
+def test_the_old_link_is_kept_until_the_new_one_has_answered(link: WeightsLink) -> None:
+    follow(link, LEARNER)
+    answer(link, "learner")
+    assert dialled(follow(link, R1, LEARNER, epoch=2)) == ["tcp://r1:1"]
+    assert link.broadcast.parent == "peer-learner"
+    assert HangUp("peer-learner") in answer(link, "r1")
+    assert link.broadcast.parent == "peer-r1"
+
+
+def test_the_next_parent_takes_the_place_of_one_that_fails_and_after_the_last_the_first(
+    link: WeightsLink,
+) -> None:
+    follow(link, R2, R1, LEARNER)
+    answer(link, "r2")
+    actions = fail(link, "r2")
+    assert HangUp("peer-r2") in actions
+    assert Note("warning", "weights from r2 failed: reset", "weights from r2") in actions
+    assert dialled(actions) == ["tcp://r1:1"]
+    assert link.broadcast.parent is None
+    answer(link, "r1")
+    assert dialled(fail(link, "r1")) == ["tcp://l:1"]
+    answer(link, "learner")
+    assert dialled(fail(link, "learner", now=5.0)) == []
+    assert link.deadline == 6.0
+    assert link.expire(control=None, now=5.9) == []
+    assert dialled(link.expire(control=None, now=6.0)) == ["tcp://r2:1"]
+
+
+def test_a_parent_that_does_not_answer_is_given_up_after_three_seconds(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER, now=1.0)
+    assert link.deadline == 4.0
+    assert link.expire(control=None, now=3.9) == []
+    actions = link.expire(control=None, now=4.0)
+    text = "weights from tcp://r1:1 failed: no answer"
+    assert Note("warning", text, "weights from tcp://r1:1") in actions
+    assert dialled(actions) == ["tcp://l:1"]
+
+
+def test_without_an_address_the_parent_is_where_this_node_reached_it(link: WeightsLink) -> None:
+    anywhere = ("learner", "")
+    control = Connection("tcp://found:1", peer="out0", node_id="learner")
+    assert dialled(follow(link, anywhere, control=control)) == ["tcp://found:1"]
+    other = make_links()
+    assert follow(other, anywhere) == []
+    assert other.deadline == 1.0
+
+
+def test_a_plan_for_the_process_that_bore_this_name_before_is_ignored() -> None:
+    newcomer = WeightsLink(make_broadcast("w1"), retry_s=1.0)
+    assert follow(newcomer, R1, LEARNER) == []
+    assert newcomer.parent == "-"
+
+
+def test_an_older_plan_is_ignored_unless_the_learner_is_new(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER, epoch=5)
+    answer(link, "r1")
+    assert follow(link, R2, LEARNER, epoch=4) == []
+    link.new_learner()
+    assert dialled(follow(link, R2, LEARNER, epoch=1)) == ["tcp://r2:1"]
+
+
+def test_a_new_plan_with_the_parent_in_use_changes_nothing(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    assert dialled(follow(link, R1, R2, LEARNER, epoch=2)) == ["tcp://r2:1"]  # the spare
+    assert link.parent == "r1"
+    assert link.broadcast.parent == "peer-r1"
+
+
+def test_a_plan_that_changes_while_dialling_drops_that_dial(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER)
+    assert link.next is not None
+    link.next.peer = "peer-r1"
+    actions = follow(link, R2, LEARNER, epoch=2)
+    assert actions[0] == HangUp("peer-r1")
+    assert dialled(actions) == ["tcp://r2:1"]
+    assert link.greeted("peer-r1", "r1", control=None, now=0.0) == []
+    assert fail(link, "r1") == []
+
+
+def test_the_preferred_parent_is_tried_again_when_the_plan_is_repeated_but_not_at_once(
+    link: WeightsLink,
+) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    fail(link, "r1", now=100.0)
+    answer(link, "learner", now=100.0)
+    assert follow(link, R1, LEARNER, now=109.9) == []
+    assert dialled(follow(link, R1, LEARNER, now=110.0)) == ["tcp://r1:1"]
+    # It is still away: the parent in use stays in use.
+    link.expire(control=None, now=113.0)
+    assert link.broadcast.parent == "peer-learner"
+    assert follow(link, R1, LEARNER, now=114.0) == []
+    # Later each time: it has failed twice.
+    assert follow(link, R1, LEARNER, now=132.9) == []
+    assert dialled(follow(link, R1, LEARNER, now=133.0)) == ["tcp://r1:1"]
+
+
+def test_the_loss_of_the_parent_in_use_does_not_disturb_a_dial_under_way(
+    link: WeightsLink,
+) -> None:
+    follow(link, LEARNER)
+    answer(link, "learner")
+    follow(link, R1, LEARNER, epoch=2)
+    assert dialled(fail(link, "learner")) == []
+    assert link.next is not None
+    answer(link, "r1")
+    assert link.parent == "r1"
+
+
+# --- the spare -----------------------------------------------------------------------------------
+
+
+def test_a_spare_stands_by_and_takes_over_without_a_dial(link: WeightsLink) -> None:
+    follow(link, R1, R2, LEARNER)
+    assert dialled(answer(link, "r1")) == ["tcp://r2:1"]
+    assert not link.broadcast.receiver.links[0].has_spare
+    stand_by(link, "r2", sent=1.0, now=1.25)
+    assert link.broadcast.receiver.links[0].has_spare
+    assert link.broadcast.parent == "peer-r1"
+    actions = fail(link, "r1", now=2.0)
+    assert link.broadcast.parent == "peer-r2"
+    assert link.parent == "r2"
+    assert link.broadcast.receiver.links[0].rtt_s == 0.25
+    # And the next of the list stands by in its place.
+    assert dialled(actions) == ["tcp://l:1"]
+    assert not link.broadcast.receiver.links[0].has_spare
+
+
+def test_a_spare_takes_over_while_another_parent_is_dialled(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    stand_by(link, "learner", now=0.25)
+    assert dialled(follow(link, R2, R1, LEARNER, epoch=2, now=1.0)) == ["tcp://r2:1"]
+    actions = fail(link, "r1", now=1.5)
+    assert link.broadcast.parent == "peer-learner"
+    assert link.parent == "learner"
+    assert not link.broadcast.receiver.links[0].has_spare
+    assert link.next is not None
+    assert link.next.address == "tcp://r2:1"
+    assert dialled(actions) == ["tcp://r1:1"]  # behind r2 in the list: it may be back soon
+    # Whoever is dialled takes its place when it answers, and not before.
+    assert HangUp("peer-learner") in answer(link, "r2", now=2.0)
+    assert link.parent == "r2"
+
+
+def test_the_parent_that_is_dialled_may_fail_after_the_spare_took_over(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    stand_by(link, "learner", now=0.25)
+    follow(link, R2, LEARNER, epoch=2, now=1.0)
+    fail(link, "r1", now=1.5)
+    assert dialled(link.expire(control=None, now=4.0)) == []
+    assert link.next is None
+    assert link.parent == "learner"
+    assert link.broadcast.parent == "peer-learner"
+
+
+def test_a_spare_that_fails_costs_nothing_and_is_dialled_again(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    stand_by(link, "learner")
+    actions = fail(link, "learner", now=5.0)
+    assert not any(isinstance(action, Note) for action in actions)
+    assert link.broadcast.parent == "peer-r1"
+    assert not link.broadcast.receiver.links[0].has_spare
+    assert link.deadline == 6.0
+    assert dialled(link.expire(control=None, now=6.0)) == ["tcp://l:1"]
+
+
+def test_a_spare_that_does_not_answer_is_given_up_for_a_while(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    assert link.deadline == 3.0
+    link.expire(control=None, now=3.0)
+    assert link.first.spare is None
+    assert link.broadcast.parent == "peer-r1"
+
+
+def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
+    link: WeightsLink,
+) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    fail(link, "r1", now=1.0, is_corrupt=True)
+    assert link.suspects(now=1.0) == ("r1",)
+    answer(link, "learner")
+    fail(link, "learner", now=20.0, is_corrupt=True)
+    assert link.first.next is None
+    assert dialled(link.expire(control=None, now=21.0)) == ["tcp://l:1"]
+    assert link.suspects(now=1.0 + QUARANTINE_S) == ("learner",)
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+def test_every_stripe_has_its_parents_and_every_socket_is_a_link() -> None:
+    link = make_links(sockets_per_link=3)
+    plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
+    actions = link.on_plan(plan, control=None, now=0.0)
+    assert dialled(actions) == ["tcp://r1:1", "tcp://r2:1", "tcp://r1:1", "tcp://r2:1"]
+    assert len(link.broadcast.receiver.links) == 4
+    for number, address in enumerate(dialled(actions)):
+        link.dialled(address, f"peer{number}")
+    for number, node_id in enumerate(("r1", "r2", "r1", "r2")):
+        link.greeted(f"peer{number}", node_id, control=None, now=0.0)
+    assert [link.peer for link in link.broadcast.receiver.links] == [
+        "peer0",
+        "peer1",
+        "peer2",
+        "peer3",
+    ]
+    assert link.parent == "r1,r2"
+
+
+def test_stripes_are_as_good_as_several_sockets() -> None:
+    link = make_links(sockets_per_link=2)
+    plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
+    assert dialled(link.on_plan(plan, control=None, now=0.0)) == ["tcp://r1:1", "tcp://r2:1"]
+
+
+def test_a_plan_with_fewer_stripes_hangs_up_the_rest(link: WeightsLink) -> None:
+    plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
+    for number, address in enumerate(dialled(link.on_plan(plan, control=None, now=0.0))):
+        link.dialled(address, f"peer{number}")
+    actions = follow(link, R1, LEARNER, epoch=2)
+    assert HangUp("peer1") in actions
+    assert len(link.broadcast.receiver.links) == 1
+
+
+def test_a_plan_with_other_stripes_waits_for_the_end_of_a_fetch_but_not_for_long(
+    link: WeightsLink,
+) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    stand_by(link, "learner")
+    link.broadcast.receiver.item = (PolicyVersion(1, 1), FULL)
+    plan = TopologyPlan(epoch=2, stripes=((R1, LEARNER), (R2, LEARNER)))
+    assert link.on_plan(plan, control=None, now=1.0) == []
+    assert link.on_plan(plan, control=None, now=3.0) == []
+    assert link.deadline == 1.0 + REDIVIDE_AFTER_S
+    link.expire(control=None, now=REDIVIDE_AFTER_S)
+    assert len(link.broadcast.receiver.links) == 1
+    assert dialled(link.expire(control=None, now=1.0 + REDIVIDE_AFTER_S)) == ["tcp://r2:1"]
+    assert len(link.broadcast.receiver.links) == 2
+    assert link.deadline is None or link.deadline > 1.0 + REDIVIDE_AFTER_S

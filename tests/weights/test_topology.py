@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.weights.topology.plan import Topology, plan_parents, plan_topology
+from echo.weights.topology.sites import Site
+from echo.weights.topology.throughput import fluid_rate
+from tests.weights.fleets import MBIT, check, depth, draw, flat, fleet_of, learner, site, trees_of
+
+LEARNER = ("learner", "tcp://l:1")
+
+
+def planned(
+    sites: list[Site],
+    *,
+    root: Site | None = None,
+    payload_bytes: int = 16 * 10**9,
+    previous: Topology | None = None,
+    max_stripes: int = 4,
+) -> Topology:
+    found = plan_topology(
+        sites,
+        learner=root or learner(100),
+        payload_bytes=payload_bytes,
+        chunk_bytes=1 << 20,
+        rtt_s=flat,
+        previous=previous,
+        max_stripes=max_stripes,
+    )
+    check(found, sites)
+    return found
+
+
+def equal(num_nodes: int) -> list[Site]:
+    return [site(f"n{i}") for i in range(num_nodes)]
+
+
+# --- which plan ----------------------------------------------------------------------------------
+
+
+def test_nobody_to_serve_is_a_plan() -> None:
+    found = planned([])
+    assert (found.parents, found.predicted_s) == ({}, 0.0)
+
+
+def test_one_node_hangs_from_the_learner() -> None:
+    assert planned([site("n0")]).parents == {"n0": ((LEARNER,),)}
+
+
+def test_a_few_equal_nodes_form_a_chain_for_a_full_snapshot() -> None:
+    found = planned(equal(16))
+    assert (found.kind, found.num_stripes) == ("chain", 1)
+    assert found.rate_bytes_per_s == pytest.approx(100 * MBIT)
+    star = next(c for c in found.candidates if c.kind == "star")
+    assert star.predicted_s / found.predicted_s > 14
+
+
+def test_many_equal_nodes_take_stripes_for_a_small_delta() -> None:
+    found = planned(equal(200), payload_bytes=143 * 10**6)
+    assert found.kind == "stripes"
+    line = next(c for c in found.candidates if c.kind == "chain")
+    assert line.predicted_s > 1.5 * found.predicted_s
+    # Each stripe leaves the learner once, and nearly everyone is interior in one stripe at most.
+    assert all(list(tree.values()).count("learner") == 1 for tree in trees_of(found))
+    interior = [set(tree.values()) - {"learner"} for tree in trees_of(found)]
+    assert len(set.intersection(*interior)) <= found.num_stripes
+
+
+def test_a_star_where_the_learners_uplink_is_all_there_is() -> None:
+    nodes = [site(f"n{i}", 0) for i in range(5)]
+    assert planned(nodes).kind == "star"
+
+
+def test_slow_nodes_are_at_the_end_of_a_chain() -> None:
+    nodes = [site("slow", 1), *equal(8), Site("nat", "worker", None)]
+    found = planned(nodes, max_stripes=1)
+    [tree] = trees_of(found)
+    assert not {"slow", "nat"} & set(tree.values())
+    assert found.rate_bytes_per_s >= 50 * MBIT
+
+
+def test_a_second_copy_leaves_the_learner_only_where_it_saves_time() -> None:
+    thrifty = planned(equal(16), root=learner(105))
+    assert sum(tree["n0"] == "learner" for tree in trees_of(thrifty)) <= thrifty.num_stripes
+    assert [list(tree.values()).count("learner") for tree in trees_of(thrifty)] == [1]
+    rich = planned(equal(16), root=learner(1000))
+    assert rich.rate_bytes_per_s > 1.2 * thrifty.rate_bytes_per_s
+
+
+def test_unknown_rates_are_assumed() -> None:
+    blind = planned([site(f"n{i}", None) for i in range(8)], root=learner(None))
+    assert blind.kind == "chain"
+    half = planned([site(f"n{i}", 200 if i % 2 else None) for i in range(8)], root=learner(200))
+    assert half.rate_bytes_per_s == pytest.approx(200 * MBIT)
+
+
+def test_a_node_with_a_thin_downlink_is_a_leaf_and_holds_up_nobody() -> None:
+    thin = site("thin", 100, downlink_bytes_per_s=1 * MBIT)
+    found = planned([thin, *equal(8)])
+    assert found.rate_bytes_per_s > 50 * MBIT
+    assert all("thin" not in tree.values() for tree in trees_of(found))
+
+
+def test_each_region_is_entered_once() -> None:
+    nodes = [site(f"{r}{i}", region=r) for i in range(6) for r in ("us", "eu", "ap")]
+    for max_stripes in (1, 4):
+        found = planned(nodes, root=learner(100, region="us"), max_stripes=max_stripes)
+        for tree in trees_of(found):
+            for region in ("eu", "ap"):
+                inside = {name for name in tree if name.startswith(region)}
+                assert sum(tree[name] not in inside for name in inside) == 1
+
+
+def crossings(found: Topology, sites: list[Site], home: str) -> list[tuple[str, str]]:
+    """Return (from, to) for every link between regions, in all stripes."""
+    regions = {"learner": home} | {each.node_id: each.region for each in sites}
+    links = [(parent, name) for tree in trees_of(found) for name, parent in tree.items()]
+    ways = [(regions[parent], regions[name]) for parent, name in links]
+    return [(first, second) for first, second in ways if first != second]
+
+
+@pytest.mark.parametrize("num_mbit", [100, 400])
+@pytest.mark.parametrize("payload_bytes", [16 * 10**9, 143 * 10**6])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_region_is_entered_twice_though_the_learner_could_send_more(
+    seed: int, payload_bytes: int, num_mbit: int
+) -> None:
+    """Nor is the learner's own region entered, and a node behind NAT hangs from its neighbours."""
+    rng = random.Random(seed)
+    names = rng.choices(("us", "eu", "ap"), k=18)
+    sites = [site(f"n{i}", region=region) for i, region in enumerate(names)]
+    if num_mbit > 100:  # else the nodes' own uplinks would not suffice
+        sites += [Site(f"nat-{region}", "worker", None, region=region) for region in {*names}]
+    sites = rng.sample(sites, len(sites))
+    found = planned(sites, root=learner(num_mbit, region="us"), payload_bytes=payload_bytes)
+    ways = crossings(found, sites, "us")
+    entered = sorted({*names} - {"us"})
+    assert sorted(second for _, second in ways) == sorted(entered * found.num_stripes)
+    assert found.predicted_s <= 1.6 * found.candidates[0].predicted_s
+
+
+def test_a_region_is_let_have_more_where_one_entry_would_take_much_longer() -> None:
+    hidden = [Site(f"eu{i}", "worker", None, region="eu") for i in range(6)]
+    sites = [*hidden, *(site(f"us{i}", region="us") for i in range(6))]
+    found = planned(sites, root=learner(100, region="us"))
+    assert all(way == ("us", "eu") for way in crossings(found, sites, "us"))
+    rich = learner(10_000, region="us")
+    sites = [site(f"n{i}", 10, region="us" if i % 2 else "eu") for i in range(12)]
+    found = planned(sites, root=rich)
+    assert len(crossings(found, sites, "us")) > found.num_stripes
+    assert found.predicted_s < 2 * found.candidates[0].predicted_s
+
+
+def test_a_region_that_cannot_feed_itself_does_not_slow_the_others() -> None:
+    nodes = [site(f"us{i}", 200, region="us") for i in range(8)]
+    nodes += [site(f"eu{i}", 1, region="eu") for i in range(4)]
+    found = planned(nodes, root=learner(200, region="us"))
+    assert found.rate_bytes_per_s > 90 * MBIT
+
+
+def test_of_equally_fast_plans_the_one_with_less_paid_egress_is_taken() -> None:
+    nodes = [site("dear", region="us", price_per_gb=0.1), site("free", region="us")]
+    nodes += [site("far", region="eu")]
+    found = planned(nodes, root=learner(100, region="us"))
+    assert all(tree["far"] != "dear" for tree in trees_of(found))
+
+
+@pytest.mark.parametrize(
+    ("payload_bytes", "max_stripes"), [(16 * 10**9, 1), (16 * 10**9, 4), (143 * 10**6, 1)]
+)
+@pytest.mark.parametrize("place", range(8))
+def test_a_region_is_left_where_traffic_costs_least(
+    place: int, payload_bytes: int, max_stripes: int
+) -> None:
+    prices = [0.09] * 8
+    prices[place] = 0.01
+    sites = [site(f"us{i}", region="us", price_per_gb=price) for i, price in enumerate(prices)]
+    sites += [site(f"eu{i}", region="eu") for i in range(8)]
+    root = dataclasses.replace(learner(100, region="us"), price_per_gb=0.12)
+    found = planned(sites, root=root, payload_bytes=payload_bytes, max_stripes=max_stripes)
+    assert crossings(found, sites, "us") == [("us", "eu")] * found.num_stripes
+    leaving = [tree[name] for tree in trees_of(found) for name in tree if name.startswith("eu")]
+    assert {name for name in leaving if not name.startswith("eu")} == {f"us{place}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["log-normal", "80/20", "half NAT"])
+@pytest.mark.parametrize("num_nodes", [16, 64])
+def test_unequal_uplinks_reach_the_fluid_optimum(kind: str, num_nodes: int) -> None:
+    rng = random.Random(num_nodes)
+    shares = []
+    for _ in range(20):
+        nodes = draw(kind, num_nodes, rng)
+        ups = [s.uplink_bytes_per_s or 0.0 for s in nodes]
+        best = fluid_rate(1000 * MBIT, ups, [s.downlink_bytes_per_s or 0.0 for s in nodes])
+        shares.append(planned(nodes, root=learner(1000)).rate_bytes_per_s / best)
+    assert statistics.median(shares) >= 0.85
+    assert min(shares) >= 0.7
+
+
+# --- what holds of every plan --------------------------------------------------------------------
+
+RATES = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 20.0, 100.0, 100.0, 1000.0]))
+THIN = 1e5
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[Site]:
+    num_nodes = draw(st.integers(1, 24))
+    return [
+        site(
+            f"n{i}",
+            draw(RATES),
+            downlink_bytes_per_s=draw(st.sampled_from([None, None, THIN, 3e7])),
+            region=draw(st.sampled_from(["", "us", "eu"])),
+            price_per_gb=draw(st.sampled_from([0.0, 0.09])),
+            is_suspect=draw(st.integers(0, 9)) == 0,
+        )
+        if draw(st.integers(0, 4))
+        else Site(f"n{i}", "worker", None, draw(RATES))
+        for i in range(num_nodes)
+    ]
+
+
+PAYLOADS = st.sampled_from([1, 3 << 20, 143 * 10**6, 16 * 10**9])
+
+
+@pytest.mark.slow
+@given(fleets(), st.sampled_from([None, 20.0, 1000.0]), PAYLOADS)
+def test_every_plan_hangs_from_the_learner(
+    nodes: list[Site], mbit: float | None, payload_bytes: int
+) -> None:
+    root = learner(mbit, region="us")
+    found = planned(nodes, root=root, payload_bytes=payload_bytes)
+    # Nobody is given more links than its uplink can feed at the rate that was promised.
+    link = found.rate_bytes_per_s / found.num_stripes
+    known = {s.node_id: s.uplink_bytes_per_s for s in nodes} | {"learner": root.uplink_bytes_per_s}
+    served: dict[str, list[str]] = {}
+    for tree in trees_of(found):
+        for name, parent in tree.items():
+            served.setdefault(parent, []).append(name)
+    fleet = fleet_of(nodes, root)
+    thin = {fleet.names[i] for i in fleet.stragglers}
+    for name, children in served.items():
+        uplink = known[name]
+        # Who can take next to nothing was promised nothing.
+        if uplink is not None and not thin.issuperset(children):
+            assert len(children) * link <= uplink * (1 + 1e-6)
+    again = planned(nodes, root=root, payload_bytes=payload_bytes)
+    assert again == found
+
+
+@pytest.mark.slow
+@given(fleets(), fleets(), st.sets(st.integers(0, 23)), PAYLOADS)
+def test_every_plan_that_follows_another_hangs_from_the_learner(
+    before: list[Site], after: list[Site], moved: set[int], payload_bytes: int
+) -> None:
+    old = planned(before, payload_bytes=payload_bytes)
+    # Some nodes stay as they were, some come, go or become suspects.
+    nodes = [before[i] if i < len(before) and i not in moved else s for i, s in enumerate(after)]
+    planned(nodes, payload_bytes=payload_bytes, previous=old)
+
+
+# --- staying with a plan -------------------------------------------------------------------------
+
+
+def noisy(nodes: list[Site], rng: random.Random) -> list[Site]:
+    return [
+        dataclasses.replace(s, uplink_bytes_per_s=s.uplink_bytes_per_s * rng.uniform(0.96, 1.04))
+        for s in nodes
+        if s.uplink_bytes_per_s is not None
+    ]
+
+
+def test_rates_that_are_measured_again_move_nobody() -> None:
+    rng = random.Random(3)
+    nodes = draw("log-normal", 40, rng)
+    found = planned(nodes, root=learner(1000))
+    for _ in range(5):
+        again = planned(noisy(nodes, rng), root=learner(1000), previous=found)
+        assert again.parents == found.parents
+
+
+def test_a_newcomer_moves_nobody() -> None:
+    found = planned(equal(30), payload_bytes=143 * 10**6)
+    grown = planned([*equal(30), site("new")], payload_bytes=143 * 10**6, previous=found)
+    assert {name: grown.parents[name] for name in found.parents} == found.parents
+
+
+def test_who_leaves_moves_only_its_own_children() -> None:
+    found = planned(equal(30), payload_bytes=143 * 10**6)
+    left = planned(
+        [s for s in equal(30) if s.node_id != "n7"], payload_bytes=143 * 10**6, previous=found
+    )
+    for old, new in zip(trees_of(found), trees_of(left), strict=True):
+        assert {name for name in new if new[name] != old[name]} == {
+            name for name in old if old[name] == "n7"
+        }
+
+
+def test_a_suspect_loses_its_children_at_once() -> None:
+    found = planned(equal(12))
+    [tree] = trees_of(found)
+    bad = next(name for name in tree if depth(tree, name) == 3)
+    nodes = [dataclasses.replace(s, is_suspect=s.node_id == bad) for s in equal(12)]
+    assert bad not in trees_of(planned(nodes, previous=found))[0].values()
+
+
+def test_a_clearly_better_plan_replaces_the_old_one() -> None:
+    slow = [site(f"n{i}", 10 if i < 8 else 100) for i in range(16)]
+    found = planned(slow)
+    fast = planned(equal(16), previous=found)
+    assert fast.predicted_s < 1.1 * planned(equal(16)).predicted_s
+
+
+def test_a_node_that_moved_is_dialled_at_its_new_address() -> None:
+    found = planned(equal(6))
+    nodes = [dataclasses.replace(s, address=f"tcp://{s.node_id}:2") for s in equal(6)]
+    moved = planned(nodes, previous=found)
+    assert trees_of(moved) == trees_of(found)
+
+
+# --- the chain of before -------------------------------------------------------------------------
+
+
+def plan(*sites: Site) -> dict[str, list[str]]:
+    parents = plan_parents(sites, learner_address="tcp://l:1")
+    return {name: [node_id for node_id, _ in chosen] for name, chosen in parents.items()}
+
+
+def relay(name: str) -> Site:
+    return Site(name, "relay", f"tcp://{name}:1")
+
+
+def worker(name: str, *, listens: bool = False) -> Site:
+    return Site(name, "worker", f"tcp://{name}:1" if listens else None)
+
+
+def test_without_anybody_who_listens_the_learner_serves_all() -> None:
+    assert plan(worker("w1"), worker("w2")) == {"w1": ["learner"], "w2": ["learner"]}
+
+
+def test_relays_come_first_then_workers_that_listen_then_the_others() -> None:
+    found = plan(worker("w1", listens=True), worker("w2"), relay("r1"))
+    assert found == {
+        "r1": ["learner"],
+        "w1": ["r1", "learner"],
+        "w2": ["w1", "r1", "learner"],
+    }
+
+
+def test_leaves_are_dealt_round_robin_from_the_end() -> None:
+    found = plan(relay("r1"), relay("r2"), worker("w1"), worker("w2"), worker("w3"))
+    assert [found[name][0] for name in ("w1", "w2", "w3")] == ["r2", "r1", "r2"]
+
+
+def test_addresses_go_with_the_names() -> None:
+    parents = plan_parents([relay("r1"), worker("w1")], learner_address="")
+    assert parents["w1"] == (("r1", "tcp://r1:1"), ("learner", ""))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["relay", "worker"]), st.booleans()), max_size=12))
+def test_every_plan_is_a_tree_that_hangs_from_the_learner(kinds: list[tuple[str, bool]]) -> None:
+    sites = [
+        Site(f"n{i}", role, f"tcp://n{i}:1" if listens else None)
+        for i, (role, listens) in enumerate(kinds)
+    ]
+    address_of = {site.node_id: site.address for site in sites} | {LEARNER[0]: LEARNER[1]}
+    parents = plan_parents(sites, learner_address=LEARNER[1])
+    assert parents.keys() == {site.node_id for site in sites}
+    for name, chosen in parents.items():
+        assert chosen[-1] == LEARNER
+        assert len({node_id for node_id, _ in chosen}) == len(chosen)
+        assert all(address_of[node_id] == address for node_id, address in chosen)
+        # Whichever parents are chosen, no circle can arise.
+        for node_id, _ in chosen[:-1]:
+            assert name not in {above for above, _ in parents[node_id]}
+            assert len(parents[node_id]) < len(chosen)
+    at_the_root = [name for name, chosen in parents.items() if chosen[0] == LEARNER]
+    if any(site.address for site in sites):
+        assert len(at_the_root) == 1
