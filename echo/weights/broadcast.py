@@ -104,10 +104,10 @@ class Broadcast:
         self._stall_s = stall_s
         self._expected_since: float | None = None
         self._store = ItemStore(keep_versions=keep_versions, version_store=version_store)
-        self._serving = Sender(self._store, node_id=node_id, stall_s=stall_s)
+        self._sender = Sender(self._store, node_id=node_id, stall_s=stall_s)
         self.receiver = Receiver(
             self._store,
-            self._serving,
+            self._sender,
             node_id=node_id,
             window_bytes=window_bytes,
             stall_s=stall_s,
@@ -149,12 +149,12 @@ class Broadcast:
     @property
     def children(self) -> dict[str, Child]:
         """Who takes weights from this node, by peer."""
-        return self._serving.children
+        return self._sender.children
 
     @property
     def bytes_sent(self) -> int:
         """Weight bytes sent to children."""
-        return self._serving.bytes_sent
+        return self._sender.bytes_sent
 
     @property
     def bytes_received(self) -> int:
@@ -164,12 +164,12 @@ class Broadcast:
     @property
     def uplink_bytes_per_s(self) -> float | None:
         """What this node was seen to send in all; None if no transfer has shown it."""
-        return self._serving.rate.bytes_per_s
+        return self._sender.rate.bytes_per_s
 
     @property
     def uplink(self) -> UplinkEstimate:
         """What this node can send to all its children together."""
-        return self._serving.rate
+        return self._sender.rate
 
     @property
     def downlink_bytes_per_s(self) -> float | None:
@@ -203,7 +203,7 @@ class Broadcast:
     @property
     def deadline(self) -> float | None:
         """When `expire` should be called next; None while nothing is awaited."""
-        return earliest(self.receiver.deadline, self._serving.deadline)
+        return earliest(self.receiver.deadline, self._sender.deadline)
 
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
         """Return (version being fetched, chunks held, chunks known of)."""
@@ -284,7 +284,7 @@ class Broadcast:
         self._store.images[manifest.version] = Transfer(
             signed, manifest, image, bytearray(b"\1") * manifest.num_chunks, manifest.num_chunks
         )
-        return [*self._serving.announce(now=now), *self.receiver.retire(now)]
+        return [*self._sender.announce(now=now), *self.receiver.retire(now)]
 
     def publish_segment(
         self,
@@ -309,7 +309,7 @@ class Broadcast:
         encoded = self._store.encoded_versions.setdefault(item, EncodedVersion(table.version, form))
         encoded.expected_bytes = expected_bytes
         encoded.add(table, frame, payload)
-        return [*self._serving.announce(now=now), *self._serving.extend(item, now)]
+        return [*self._sender.announce(now=now), *self._sender.extend(item, now)]
 
     # --- links -----------------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ class Broadcast:
         """
         match message:
             case Subscribe() | Fetch() | Credit():
-                return [*self._serving.receive(peer, message, now)]
+                return [*self._sender.receive(peer, message, now)]
             case Chunk():
                 return self.receiver.take(peer, message, payload, now=now)
             case Announce() | Segment() | Waiting() | Gone():
@@ -395,7 +395,7 @@ class Broadcast:
 
     def tend(self, *, now: float) -> list[Action]:
         """Look after the children: all that is due where there are no parents."""
-        return self._serving.expire(now)
+        return self._sender.expire(now)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Repeat what brought nothing; report parents that are silent."""

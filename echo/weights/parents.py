@@ -7,11 +7,10 @@ the spare takes its place at once, even while another is dialled; without one th
 list is dialled, and after the last the first again. The connection in use is kept until the one
 that replaces it has answered, so a new plan never breaks a transfer.
 
-A parent that failed while the plan stayed the same is preferred again when the learner repeats the
-plan (it does so while the node's parent is another), but not before `retry_preferred_s`, and later
-each time, or two that both lack what there is would keep a node between them. One that
-sent chunks with wrong hashes is **quarantined**: it is passed over for QUARANTINE_S, unless it is
-the learner.
+A parent that failed while the plan stayed the same is retried when the learner repeats the plan (it
+does so while the node's parent is another), but not before `retry_preferred_s`, and with a backoff,
+or two that both lack what there is would keep a node between them. One that sent chunks with wrong
+hashes is **quarantined**: it is passed over for QUARANTINE_S, unless it is the learner.
 """
 
 from __future__ import annotations

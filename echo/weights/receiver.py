@@ -482,11 +482,11 @@ class Receiver:
     """The child's half of the weights plane: what one node fetches."""
 
     def __init__(
-        self, store: ItemStore, serving: Sender, *, node_id: str, window_bytes: int, stall_s: float
+        self, store: ItemStore, sender: Sender, *, node_id: str, window_bytes: int, stall_s: float
     ) -> None:
-        """Start without parents; store and serving are shared with the parent's half."""
+        """Start without parents; store and sender are shared with the parent's half."""
         self.store = store
-        self.serving = serving
+        self.sender = sender
         self.links = StripeLinks(first_window_bytes=window_bytes, stall_s=stall_s)
         self.item: ItemId | None = None
         self.bytes_received = 0
@@ -553,7 +553,7 @@ class Receiver:
         if item is None or encoded is None or encoded.num_segments or self.offers.is_offered(item):
             return []
         self.end()
-        return [*self.serving.drop(item, now=now), *self._consider(now)]
+        return [*self.sender.drop(item, now=now), *self._consider(now)]
 
     def resubscribe(self, *, now: float) -> list[Action]:
         """Ask every parent what can be had."""
@@ -614,7 +614,7 @@ class Receiver:
         self.store.images[version] = transfer
         if transfer.is_complete:
             return self.arrived((version, FULL), now)
-        return self.serving.announce(now=now)
+        return self.sender.announce(now=now)
 
     def resume(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
         """Take what was rebuilt: to serve it if it is whole and done, else to go on fetching it.
@@ -626,7 +626,7 @@ class Receiver:
         is_past = newest is not None and encoded.version <= newest
         if is_past and encoded.is_complete:
             store.encoded_versions[item] = encoded
-            return self.serving.announce(now=now)
+            return self.sender.announce(now=now)
         fault = ""
         if is_past or not encoded.num_segments or encoded.version in store.images or self.item:
             fault = "it is of no use any more"
@@ -661,7 +661,7 @@ class Receiver:
         self.rate.pause()
         self.item = item_id
         halves = self.store.begun_otherwise(item_id)
-        actions = [action for half in halves for action in self.serving.drop(half, now=now)]
+        actions = [action for half in halves for action in self.sender.drop(half, now=now)]
         try:
             if form == FULL and version not in self.store.images:
                 self.store.begin_image(*self.trust.manifests[version])
@@ -671,7 +671,7 @@ class Receiver:
         except StorageError as error:
             self.end()
             return [*actions, *self._lack_space(error, now)]
-        return [*actions, *self.serving.announce(now=now), *self._request_all(self.item, now)]
+        return [*actions, *self.sender.announce(now=now), *self._request_all(self.item, now)]
 
     def end(self) -> None:
         """Fetch nothing for now."""
@@ -699,12 +699,12 @@ class Receiver:
             fault = self.store.add_segment(encoded, table, bytes(payload[0]))
         except StorageError as error:
             self.end()
-            dropped = self.serving.drop(item_id, now=now)
+            dropped = self.sender.drop(item_id, now=now)
             return [*self._lack_space(error, now), *dropped]
         if fault:
             return self._refuse(item_id, fault, now)
         self._found_space()
-        return self.serving.extend(item_id, now)
+        return self.sender.extend(item_id, now)
 
     def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action | ParentFailed]:
         """Take the result of a block; that of a version that was dropped meanwhile is ignored."""
@@ -727,7 +727,7 @@ class Receiver:
             self.end()
         return [
             Note("warning", f"{version} as {form}: {fault}; fetching it in another form"),
-            *self.serving.drop(item_id, now=now),
+            *self.sender.drop(item_id, now=now),
             *self._consider(now),
         ]
 
@@ -738,7 +738,7 @@ class Receiver:
             self.end()
             self.offers.has_preempted = False
         return [
-            *self.serving.announce(now=now),
+            *self.sender.announce(now=now),
             VersionArrived(version),
             *self._consider(now),
             *self.retire(now),
@@ -755,7 +755,7 @@ class Receiver:
         if any(other.peer is not None and not other.is_denied for other in self.links):
             return [*self._request_all(self.item, now)]
         self.end()
-        return [*self.serving.drop(item_id, now=now), *self._consider(now)]
+        return [*self.sender.drop(item_id, now=now), *self._consider(now)]
 
     # --- chunks ----------------------------------------------------------------------------------
 
@@ -819,7 +819,7 @@ class Receiver:
         if link is not None:
             self.watchdog.came(link, now=now)
         actions: list[Action | ParentFailed] = [
-            *self.serving.forward(work.item_id, index, now),
+            *self.sender.forward(work.item_id, index, now),
             *self._give_credit(link, size),
         ]
         if isinstance(item, EncodedVersion):
@@ -870,18 +870,18 @@ class Receiver:
         error = StorageError(f"chunk {work.index} of {version} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
-        return [*self._lack_space(error, now), *self.serving.drop(work.item_id, now=now)]
+        return [*self._lack_space(error, now), *self.sender.drop(work.item_id, now=now)]
 
     # --- keeping and time ------------------------------------------------------------------------
 
     def retire(self, now: float) -> list[Action]:
         """Drop what nobody needs any more."""
         self._retired_at = now
-        self.serving.forget_silent(now)
+        self.sender.forget_silent(now)
         self.trust.retire(self.store.newest_complete)
         if self.store.is_lean:
             return []
-        keep = self.serving.pinned(now)
+        keep = self.sender.pinned(now)
         if self.item is not None:
             keep.add(self.item)
             base = self.item[1].base
@@ -890,7 +890,7 @@ class Receiver:
         dropped = self.store.expendable(keep)
         if any(form == FULL for _, form in dropped):
             self._space_released(now)
-        return [action for item in dropped for action in self.serving.drop(item, now=now)]
+        return [action for item in dropped for action in self.sender.drop(item, now=now)]
 
     @property
     def deadline(self) -> float | None:

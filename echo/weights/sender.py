@@ -55,7 +55,7 @@ from echo.wire.messages import (
 # A Fetch names places of a link. Those of an encoded version may lie beyond what this node knows of
 # it so far: they are kept, and wanted as soon as its next segment is here.
 
-MAX_STRIPES = 1024
+MAX_LINKS = 1024
 PACE_S = 10.0
 """How far back the pace of a child goes: once to twice so long."""
 
@@ -203,7 +203,7 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
         RemoteProtocolError: if its link or its ranges are impossible.
     """
     link, num_links = message.link, message.num_links
-    if not 0 <= link < num_links <= MAX_STRIPES:
+    if not 0 <= link < num_links <= MAX_LINKS:
         raise RemoteProtocolError(f"a Fetch of link {link} of {num_links}")
     num_places = len(range(link, item.num_chunks, num_links))
     is_encoded = message.form != FULL
