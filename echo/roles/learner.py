@@ -59,7 +59,6 @@ from echo.wire.messages import (
     Pulse,
     Ready,
     Refuse,
-    Rehello,
 )
 
 MAX_NAMES_TOLD = 3
@@ -125,6 +124,9 @@ class Learner:
             counters=self.counters,
             routes=self._routes,
             complaints=self._complaints,
+            admitted=self.replan,
+            replaced=self._drop,
+            work=self._on_work,
         )
         self._scheduler = Scheduler(
             settings.leases,
@@ -193,7 +195,7 @@ class Learner:
         source, target, _ = describe(frames)
         if target != LEARNER_ID:
             return [*decided, HangUp(peer), *self.disconnected(peer, now=now)]
-        if self.roster.nodes.pop(source, None) is not None:
+        if self._admission.expel(source, now=now):
             self.leases.drop_worker(source)
             self._plans.deadline = self._grants.deadline = now
         return decided
@@ -232,43 +234,29 @@ class Learner:
     def _on_routed(
         self, source: str, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        if isinstance(message, Hello | AssetRequest | Ready):
-            return self._on_joining(source, message, now)
-        member = self.roster.nodes.get(source)
-        if member is None or not member.is_member:
-            return self._routes.to(source, Rehello())
+        is_joining = isinstance(message, Hello | AssetRequest | Ready)
+        if is_joining and self.finish_reason is not None:
+            return self._routes.to(source, Finish(reason=self.finish_reason))
+        return self._admission.receive(source, message, payload, now=now)
+
+    def _on_work(
+        self, member: Member, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
             case Deliver() | Partial() | Failed():
                 # Kept if granting fails: a group that is being stored must be stored.
-                self._decided = self._scheduler.receive(source, message, payload, now=now)
+                self._decided = self._scheduler.receive(member.node_id, message, payload, now=now)
                 return self._decided + self.grant(now=now)
             case Goodbye():
-                self.roster.leave(member, is_released=message.is_released)
-                note = Note("info", f"{source} left: {message.reason}")
+                if message.is_released:
+                    self.roster.release(member)
+                note = Note("info", f"{member.node_id} left: {message.reason}")
                 return [note, *self._drop(member, now), *self._shutdown.tell()]
-        raise RemoteProtocolError(f"{type(message).__name__} from {source} is not for the learner")
+        raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 
-    # --- joining and the plan --------------------------------------------------------------------
-
-    def _on_joining(
-        self, source: str, message: Hello | AssetRequest | Ready, now: float
-    ) -> list[Action]:
-        if self.finish_reason is not None:
-            return self._routes.to(source, Finish(reason=self.finish_reason))
-        admission = self._admission
-        match message:
-            case Hello():
-                actions, replaced = admission.on_hello(source, message, now=now)
-                if replaced is not None:
-                    actions += self._drop(replaced, now)
-                return actions
-            case Ready():
-                actions, has_joined = admission.on_ready(source, message, now=now)
-                return actions + self.replan(now) if has_joined else actions
-            case AssetRequest():
-                return admission.on_asset_request(source, message)
+    # --- the plan --------------------------------------------------------------------------------
 
     def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
         """Tell every member whose parents have changed, soon if not now."""
@@ -425,7 +413,7 @@ class Learner:
         """
         children = self.broadcast.tend(now=now)
         actions: list[Action] = []
-        silent = self.roster.expire(now=now)
+        silent = self._admission.take_silent(now=now)
         if silent:
             actions.append(Note("warning", self._describe_silent(silent, now)))
         for member in silent:

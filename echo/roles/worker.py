@@ -158,10 +158,9 @@ class Worker(DialingRole):
 
     # --- from the learner ------------------------------------------------------------------------
 
-    def _on_learner_message(
-        self, message: Message, payload: list[Frame], now: float
-    ) -> list[Action]:
-        actions = super()._on_learner_message(message, payload, now)
+    def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
+        """Handle what the learner says beside joining; a plan may put this worker on standby."""
+        actions = super().on_work(message, payload, now)
         if not isinstance(message, TopologyPlan) or message.is_standby == (
             self.standby_since is not None
         ):
