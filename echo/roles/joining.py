@@ -254,8 +254,11 @@ class Linked:
     """The control link's other end has said who it is."""
 
 
+@dataclass(frozen=True, slots=True)
 class Lost:
-    """The control link is gone or given up, and another address is dialled."""
+    """The control link is gone or given up, and the next address is dialled until `retry_at`."""
+
+    retry_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +346,7 @@ class Joining:
 
     def lost(self, *, retry_at: float, now: float) -> list[Action]:
         """Note that the link is gone, and that the next address is dialled until `retry_at`."""
-        self.retry_at = retry_at
-        return self._take(Lost(), [], now)
+        return self._take(Lost(retry_at), [], now)
 
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
         """Note that task and engine are built, with these hashes."""
@@ -409,6 +411,10 @@ class Joining:
 
     def _begin(self, event: object, payload: list[Frame], now: float) -> list[Action]:
         return self.repeat(now)
+
+    def _on_lost(self, event: Lost, payload: list[Frame], now: float) -> list[Action]:
+        self.retry_at = event.retry_at
+        return []
 
     def _on_welcome(self, message: Welcome, payload: list[Frame], now: float) -> list[Action]:
         self.run_id, self._learner_key = message.run_id, message.public_key
@@ -515,7 +521,7 @@ class Joining:
         Refuse: Step(_on_refuse, NodeState.STOPPED),
         Finish: Step(_on_finish, NodeState.STOPPED),
         GaveUp: Step(_on_fault, NodeState.STOPPED),
-        Lost: Step(_ignore, NodeState.DIALLING),
+        Lost: Step(_on_lost, NodeState.DIALLING),
         AnswerToAnother: IGNORED,
     }
     TABLE: ClassVar[Table[NodeState]] = {
