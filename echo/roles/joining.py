@@ -1,4 +1,4 @@
-"""Admission of a node by the learner: one table of states for each end.
+"""Admission of nodes: one table of states for each end.
 
 The node's end (`Joining.TABLE`):
 
@@ -338,7 +338,7 @@ class Joining:
         """
         if type(message) not in self.TABLE[self.state]:
             raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
-        return self._take(self._judge(message), payload, now)
+        return self._take(self._classify(message), payload, now)
 
     def linked(self, *, now: float) -> list[Action]:
         """Say hello: the control link stands."""
@@ -356,7 +356,7 @@ class Joining:
         """End the node."""
         return self._take(GaveUp(reason, error), [], now)
 
-    def _judge(self, message: Message) -> object:
+    def _classify(self, message: Message) -> object:
         """Return what a message turns out to be: itself, as a rule."""
         match message:
             case Welcome() | Admitted() if message.incarnation != self.settings.incarnation:
@@ -677,7 +677,7 @@ class Admission:
             raise RemoteProtocolError(
                 f"{type(message).__name__} from {source} is not for the learner"
             )
-        return self._take(source, self._judge(source, message, now), payload, now)
+        return self._take(source, self._classify(source, message, now), payload, now)
 
     def take_silent(self, *, now: float) -> list[Member]:
         """Forget the nodes that have been silent for too long, and return them."""
@@ -696,16 +696,16 @@ class Admission:
         member = self.roster.nodes.get(source)
         return Presence.UNKNOWN if member is None else member.presence
 
-    def _judge(self, source: str, message: Message, now: float) -> object:
+    def _classify(self, source: str, message: Message, now: float) -> object:
         """Return what a message turns out to be: itself, as a rule."""
         match message:
             case Hello():
-                return self._judge_hello(source, message, now)
+                return self._classify_hello(source, message, now)
             case Ready():
-                return self._judge_ready(source, message)
+                return self._classify_ready(source, message)
         return message
 
-    def _judge_hello(self, source: str, message: Hello, now: float) -> object:
+    def _classify_hello(self, source: str, message: Hello, now: float) -> object:
         is_theirs = message.node_id == source and source != LEARNER_ID
         if not is_theirs or message.role not in ("worker", "relay"):
             raise RemoteProtocolError(
@@ -727,7 +727,7 @@ class Admission:
                 return HelloRefused("name_taken", detail)
         return message
 
-    def _judge_ready(self, source: str, message: Ready) -> object:
+    def _classify_ready(self, source: str, message: Ready) -> object:
         member = self.roster.nodes.get(source)
         if member is None:
             return message

@@ -1,4 +1,4 @@
-"""The learner's side of the conversation: admit nodes, grant leases, take groups, send weights.
+"""The learner's role: admission, leases out, groups in, weights out.
 
 Theory of operation. The learner binds; everybody dials. Each routed message of a node is answered
 over the link on which it came, so a node may change its way (another relay, or none) at any time.
@@ -6,8 +6,8 @@ over the link on which it came, so a node may change its way (another relay, or 
 Nothing here waits: what cannot be done now is done when the next heartbeat, result or step makes it
 possible. `buffer` is read for its size; putting groups in and taking them out is the caller's.
 
-Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` decides who is given which group,
-`leases/scheduler.py` judges results, `weights/broadcast.py` distributes the weights.
+Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` grants leases and judges results,
+`weights/broadcast.py` distributes the weights along the plan of `weights/topology/plan.py`.
 """
 
 from __future__ import annotations

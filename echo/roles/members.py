@@ -1,4 +1,4 @@
-"""The nodes that the learner knows, and when they count as gone.
+"""Members: the nodes that the learner knows, and when they count as gone.
 
 A node is **known** after Hello, a **member** after Ready with the right hashes, and gone when it
 says Goodbye or is silent for `dead_after_s`. Its name belongs to one incarnation (one start of one
@@ -218,7 +218,7 @@ class Roster:
         return self._deadlines.take_due(now=now)
 
 
-# --- The end of a run: who is told when, so that everybody hears of it ---
+# --- Shutdown: the order in which nodes are told that the run is over ---
 #
 # What goes to a worker may pass through a relay, so relays are told last, and not before nobody
 # else is left, except from the last call on.

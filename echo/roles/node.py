@@ -1,12 +1,12 @@
-"""What a relay and a worker have in common: reaching the learner, and a parent for the weights.
+"""The dialling role: control link, weights link, heartbeats and timeouts.
 
-Theory of operation. A node has two outbound links. Over the **control link**, dialled to one of
-its configured addresses (the learner's or a relay's), routed messages go to and from the learner.
-Over the **weights link**, dialled to the parent that the learner's Plan names, chunks are pulled.
-Both are replaced independently, and neither loss stops the node's work.
+Relay and worker have this in common. A node has two outbound links. Over the **control link**,
+dialled to one of its configured addresses (the learner's or a relay's), routed messages go to and
+from the learner. Over the **weights link**, dialled to the parent that the learner's Plan names,
+chunks are pulled. Both are replaced independently, and neither loss stops the node's work.
 
-The states between dialling and admitted, and what leads from one to the next, are the table in
-`roles/joining.py`.
+The states of a node and what moves it from one to the next are a table (`roles/joining.py`). Around
+it:
 
 * Whatever is sent in a state is repeated every `retry_s` until the state is left. While task and
   engine are being built (it can take minutes) Hello is repeated with the heartbeat's period, so
@@ -469,7 +469,7 @@ class DialingRole:
         return self.to_learner(Goodbye(reason=reason)) if self.is_admitted else []
 
 
-# --- What a shell needs of a session, be it a process (`runtime/node.py`) or simulated ---
+# --- The contract between a role and its shell: a process (`runtime/node.py`) or a simulation ---
 
 
 class Role(Protocol):
