@@ -157,6 +157,22 @@ class LeaseSettings:
     """Whether each group is sampled by one version alone: its worker's, when it was granted."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands when its learner starts."""
+
+    leases: LeaseBook
+    """Leases that are out, as far as is known after a restart."""
+    lineages: tuple[Lineage, ...]
+    """Histories so far, the present one last."""
+    step: int = 0
+    """Optimizer steps done."""
+    next_group_id: int = 0
+    """First id never granted."""
+    finished: Iterable[int] = ()
+    """Ids below it that are accepted or ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Outlook:
     """When a worker will be done with what it has."""
@@ -215,14 +231,10 @@ class Scheduler:
     def __init__(
         self,
         settings: LeaseSettings,
+        run: RunState,
         *,
-        leases: LeaseBook,
         buffer: AcceptedGroups,
         make_lease: Callable[[int, int], Lease],
-        lineages: Sequence[Lineage],
-        step: int,
-        next_group_id: int,
-        finished: Iterable[int],
         counters: Counters,
         routes: Routes,
         complaints: Complaints,
@@ -231,25 +243,21 @@ class Scheduler:
 
         Args:
             settings: see there.
-            leases: leases that are out, as far as is known after a restart.
+            run: where it stands.
             buffer: groups accepted and not yet used.
             make_lease: (group id, attempt) -> lease; the same id always has the same prompt.
-            lineages: histories so far, the present one last.
-            step: optimizer steps done.
-            next_group_id: first id never granted.
-            finished: ids below it that are accepted or ended.
             counters: of the role.
             routes: lead to the workers.
             complaints: what the operator is told of workers.
         """
         self.settings = settings
-        self.leases = leases
+        self.leases = run.leases
         self.buffer = buffer
         self.make_lease = make_lease
-        self.lineages = lineages
-        self.step = step
-        self.next_group_id = next_group_id
-        self.finished = FinishedGroups(finished)
+        self.lineages = run.lineages
+        self.step = run.step
+        self.next_group_id = run.next_group_id
+        self.finished = FinishedGroups(run.finished)
         self.counters = counters
         self.shipped = ShippedPartials(counters)
         self.forecast = FinishTimes(

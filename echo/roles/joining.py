@@ -623,6 +623,18 @@ class Expelled:
     """The handling of a node's message has failed by a fault of ours."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionCallbacks:
+    """What the learner's role does when a node comes, is replaced, or speaks of work."""
+
+    admitted: Callable[[float], list[Action]]
+    """Is given the present."""
+    replaced: Callable[[Member, float], list[Action]]
+    """Is given the member whose place a new process has taken, and the present."""
+    work: Callable[[Member, Message, list[Frame], float], list[Action]]
+    """Is given member, message, payload and present; the Goodbye of a member is work, too."""
+
+
 class Admission:
     """The learner's end of the admission, for all nodes."""
 
@@ -635,9 +647,7 @@ class Admission:
         counters: Counters,
         routes: Routes,
         complaints: Complaints,
-        admitted: Callable[[float], list[Action]],
-        replaced: Callable[[Member, float], list[Action]],
-        work: Callable[[Member, Message, list[Frame], float], list[Action]],
+        callbacks: AdmissionCallbacks,
     ) -> None:
         """Start with the nodes of the roster, as a rule none.
 
@@ -648,10 +658,7 @@ class Admission:
             counters: see above.
             routes: see above.
             complaints: see above.
-            admitted: is called, with the present, when a node has become a member.
-            replaced: is given the member whose place a new process has taken, and the present.
-            work: is given what a member says beside joining, its Goodbye included: member, message,
-                payload, present.
+            callbacks: into the role.
         """
         self.settings = settings
         self.lineages = lineages
@@ -659,9 +666,7 @@ class Admission:
         self.counters = counters
         self._routes = routes
         self._complaints = complaints
-        self._admitted = admitted
-        self._replaced = replaced
-        self._work = work
+        self._callbacks = callbacks
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -763,7 +768,7 @@ class Admission:
         return [
             Note("warning", f"{source} was restarted; its leases are granted again"),
             *self._routes.to(source, self._welcome(event.hello)),
-            *self._replaced(event.old, now),
+            *self._callbacks.replaced(event.old, now),
         ]
 
     def _welcome(self, message: Hello) -> Welcome:
@@ -814,7 +819,7 @@ class Admission:
     ) -> list[Action]:
         note = Note("info", f"{member.role} {source} joined")
         answer = self._on_ready_again(source, member, message, payload, now)
-        return [*answer, note, *self._admitted(now)]
+        return [*answer, note, *self._callbacks.admitted(now)]
 
     def _on_ready_again(
         self, source: str, member: Member, message: Ready, payload: list[Frame], now: float
@@ -830,7 +835,7 @@ class Admission:
     def _on_work(
         self, source: str, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        return self._work(member, message, payload, now)
+        return self._callbacks.work(member, message, payload, now)
 
     # --- the table ------------------------------------------------------------------------------
 

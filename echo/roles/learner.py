@@ -13,18 +13,24 @@ Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` grants leases 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
-from echo.core.rollout import Lineage
 from echo.core.timers import Paced, earliest
 from echo.leases.book import LeaseBook, LeasedWorker
-from echo.leases.scheduler import GRANT_S, AcceptedGroups, LeaseSettings, Obstacle, Scheduler
-from echo.roles.joining import Admission, AdmissionSettings
+from echo.leases.scheduler import (
+    GRANT_S,
+    AcceptedGroups,
+    LeaseSettings,
+    Obstacle,
+    RunState,
+    Scheduler,
+)
+from echo.roles.joining import Admission, AdmissionCallbacks, AdmissionSettings
 from echo.roles.members import Member, Roster, Shutdown
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed, acknowledge
@@ -83,32 +89,24 @@ class Learner:
     def __init__(
         self,
         settings: LearnerSettings,
+        run: RunState,
         *,
         broadcast: Broadcast,
         buffer: AcceptedGroups,
-        leases: LeaseBook,
         make_lease: Callable[[int, int], Lease],
-        lineages: tuple[Lineage, ...],
-        step: int,
-        next_group_id: int,
-        finished: Iterable[int],
     ) -> None:
         """Start without nodes.
 
         Args:
             settings: see there.
+            run: where it stands.
             broadcast: this node's part of the weights plane.
             buffer: groups accepted and not yet used.
-            leases: leases that are out, as far as is known after a restart.
             make_lease: (group id, attempt) -> lease; the same id always has the same prompt.
-            lineages: histories so far, the present one last.
-            step: optimizer steps done.
-            next_group_id: first id never granted.
-            finished: ids below it that are accepted or ended.
         """
         self.settings = settings
         self.broadcast = broadcast
-        self.lineages = lineages
+        self.lineages = run.lineages
         self.counters = Counters()
         admission = settings.admission
         self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
@@ -119,24 +117,20 @@ class Learner:
         self._complaints = Complaints()
         self._admission = Admission(
             admission,
-            lineages=lineages,
+            lineages=run.lineages,
             roster=self.roster,
             counters=self.counters,
             routes=self._routes,
             complaints=self._complaints,
-            admitted=self.replan,
-            replaced=self._drop,
-            work=self._on_work,
+            callbacks=AdmissionCallbacks(
+                admitted=self.replan, replaced=self._drop, work=self._on_work
+            ),
         )
         self._scheduler = Scheduler(
             settings.leases,
-            leases=leases,
+            run,
             buffer=buffer,
             make_lease=make_lease,
-            lineages=lineages,
-            step=step,
-            next_group_id=next_group_id,
-            finished=finished,
             counters=self.counters,
             routes=self._routes,
             complaints=self._complaints,

@@ -15,6 +15,7 @@ from echo.roles import joining
 from echo.roles.joining import (
     IGNORED,
     Admission,
+    AdmissionCallbacks,
     AdmissionSettings,
     Built,
     Configure,
@@ -116,9 +117,9 @@ class LearnerEnd:
             counters=Counters(),
             routes=routes,
             complaints=Complaints(),
-            admitted=lambda now: [],
-            replaced=lambda member, now: [],
-            work=self._on_work,
+            callbacks=AdmissionCallbacks(
+                admitted=lambda now: [], replaced=lambda member, now: [], work=self._on_work
+            ),
         )
 
     def _on_work(
