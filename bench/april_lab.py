@@ -25,7 +25,7 @@ from echo.core.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.engine.engine import Sampling
 from echo.leases.book import LeaseBook
 from echo.leases.outbox import Outbox
-from echo.leases.scheduler import LeaseSettings, RecordEnd, RecordGrant, StoreGroup
+from echo.leases.scheduler import LeaseSettings, RecordEnd, RecordGrant, RunState, StoreGroup
 from echo.net.transport import TransportOptions
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
@@ -208,9 +208,9 @@ def make_session(content: Content, key: Ed25519PrivateKey) -> Learner:
             ),
             site=Site(LEARNER_ID, "learner", ADDRESS),
         ),
+        RunState(leases=LeaseBook(timeout_s=3600.0), lineages=lineages),
         broadcast=node.make_broadcast(LEARNER_ID, config.network),
-        buffer=buffer, leases=LeaseBook(timeout_s=3600.0), make_lease=content.make_lease,
-        lineages=lineages, step=0, next_group_id=0, finished=(),
+        buffer=buffer, make_lease=content.make_lease,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Lineage
 from echo.leases.book import LeaseBook
-from echo.leases.scheduler import LeaseSettings
+from echo.leases.scheduler import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.roles.members import Member
@@ -46,14 +46,10 @@ def publishing_session(config: Config, identity: Identity, advertise: str) -> Le
             site=Site(LEARNER_ID, "learner", advertise),
             chunk_bytes=config.network.chunk_bytes,
         ),
+        RunState(leases=LeaseBook(timeout_s=config.network.lease_timeout_s), lineages=lineages),
         broadcast=node.make_broadcast(LEARNER_ID, config.network),
         buffer=StalenessBuffer(max_staleness=1, lineages=lineages),
-        leases=LeaseBook(timeout_s=config.network.lease_timeout_s),
         make_lease=_no_lease,
-        lineages=lineages,
-        step=0,
-        next_group_id=0,
-        finished=(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Which worker works on which prompt group, and how many more groups may be handed out.
+"""Book of leases, and the admission rule that bounds how many are granted.
 
 A lease is (group, attempt) given to one worker for a time; progress renews it. An expired lease
 returns its group to the front of the queue and the next attempt is granted to whoever asks; the
@@ -310,7 +310,7 @@ class LeaseBook:
         return records
 
 
-# --- Which groups have come to their end, in little memory ---
+# --- Finished groups, in little memory ---
 
 
 class FinishedGroups:

@@ -1,22 +1,12 @@
-"""How long a group will take on a worker, from what has been measured of both.
+"""Dispatch of groups to workers: finish times, throughput, hedging, usefulness.
 
-Length is counted in the tokens of a group's longest completion, since that one decides when the
-group is done, and a worker's speed in such tokens per second between the start of a group and its
-delivery: rewards, tools and prefill are in it, and it hardly depends on how many groups run beside.
+Four estimates, and what is decided by them:
 
-What is left of a group that already has n tokens is read from the lengths of the groups that were
-accepted lately: the mean of those above n, less n. With a heavy tail that grows with n; beyond the
-longest of them the rest is taken to be as long as what has been sampled.
-
-What a running group has is not told, only the progress of all its completions together. Its longest
-one adds at most the worker's speed, and at most all of that progress: so a group that has stalled
-shows, and one of which a single completion still runs does not look stalled.
-
-A worker whose speed has not been measured is tried: it counts as twice as fast as the fastest, and
-what it then holds as on its way at the median of the others. A speed that was measured long ago
-grows more hopeful while the worker is given nothing (it doubles every `HOPE_GROUPS` groups'
-worth of its own time, up to the fastest), so that a worker that was slow for a while is tried
-again with one group, the less often the slower it was.
+* finish times: when a worker will be done with a group, from lengths and speeds of late;
+* throughput: what a worker could make if it had enough to do;
+* dispatch: the next group goes to the worker that will have finished it first; hedging: a running
+  group that is expected late is given to a faster, idle worker as well;
+* usefulness: whose groups teach something.
 """
 
 from __future__ import annotations
@@ -35,6 +25,28 @@ from echo.core.timers import RecentMap
 from echo.core.units import format_duration
 from echo.leases.book import LeaseRecord
 from echo.wire.messages import LeaseState
+
+# --- Finish times ---
+#
+# Length is counted in the tokens of a group's longest completion, since that one decides when the
+# group is done, and a worker's speed in such tokens per second between the start of a group and its
+# delivery: rewards, tools and prefill are in it, and it hardly depends on how many groups run
+# beside.
+#
+# What is left of a group that already has n tokens is read from the lengths of the groups that were
+# accepted lately: the mean of those above n, less n. With a heavy tail that grows with n; beyond
+# the longest of them the rest is taken to be as long as what has been sampled.
+#
+# What a running group has is not told, only the progress of all its completions together. Its
+# longest one adds at most the worker's speed, and at most all of that progress: so a group that has
+# stalled shows, and one of which a single completion still runs does not look stalled.
+#
+# A worker whose speed has not been measured is tried: it counts as twice as fast as the fastest,
+# and what it then holds as on its way at the median of the others. A speed that was measured long
+# ago grows more hopeful while the worker is given nothing (it doubles every `HOPE_GROUPS` groups'
+# worth of its own time, up to the fastest), so that a worker that was slow for a while is tried
+# again with one group, the less often the slower it was.
+
 
 MAX_LENGTHS = 256
 """Groups whose lengths are remembered, the newest."""
@@ -266,13 +278,14 @@ class FinishTimes:
         return sampled + rest, rest / rate
 
 
-# --- What a worker could make if it had enough to do, from what it makes of what it is given ---
+# --- Throughput: what a worker could make if it had enough to do ---
 #
 # Leases are paced, so a worker that is not needed in full looks slow. Each instant therefore counts
 # in proportion to its load: the share of the groups that it can run at one time for which it holds
 # leases. Tokens over loaded seconds is exact at full load and too much below it where an engine
-# gains by batching; who parks workers by it must look again after each (`activation.py`), since the
-# load of the others grows and their estimate becomes exact just when it matters.
+# gains by batching; who puts workers on standby by it must look again after each
+# (`fleet/activation.py`), since the load of the others grows and their estimate becomes exact just
+# when it matters.
 
 
 THROUGHPUT_WINDOW_S = 300.0
@@ -321,7 +334,7 @@ class Throughput:
         return self._tokens / self._loaded_s
 
 
-# --- Which worker should get the next group: the one that will have finished it first ---
+# --- Dispatch: the next group goes to the worker that will have finished it first ---
 #
 # All groups that admission allows are placed on paper, one after the other, each on the worker
 # whose predicted finish (what it holds, and what was placed on it before, divided by its speed) is
@@ -423,7 +436,7 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
     return granted
 
 
-# --- Which running groups are worth a second copy on a faster worker ---
+# --- Hedging: a second copy of a late group on a faster worker ---
 #
 # Only workers with a free place that have made a group, and for which admission has none left, copy
 # anything, and only while the next batch is not complete: what they do costs nothing but power. A
@@ -481,7 +494,7 @@ def hedges(
     return chosen
 
 
-# --- Whose groups teach something, and for how many of them one worker may speak for the fleet ---
+# --- Usefulness: whose groups teach something, and how far one worker speaks for the fleet ---
 #
 # Prompts are granted without regard to who gets them, so a group that teaches something is as
 # likely to come from any honest worker as that worker's part of all groups delivered. A worker that

@@ -1,4 +1,4 @@
-"""Finished groups on their way to the learner's disk, as a worker keeps them.
+"""Outbox of finished groups: kept and retried until the learner acknowledges them.
 
 At-least-once: a group stays in the outbox until the learner acknowledges that its journal holds
 it, and is sent again while that has not happened. The learner removes duplicates by group id. The
@@ -28,60 +28,60 @@ class Delivery:
 
 
 class Outbox:
-    """Encoded versions by (group, attempt), oldest first, until they are acknowledged."""
+    """Deliveries by (group, attempt), oldest first, until they are acknowledged."""
 
     def __init__(self, *, max_deliveries: int, retry_s: float) -> None:
         """Start empty.
 
         Args:
-            max_deliveries: encoded versions held at most; `is_full` beyond that.
-            retry_s: seconds after which an unacknowledged encoded version is sent again.
+            max_deliveries: how many are held at most; `is_full` beyond that.
+            retry_s: seconds after which an unacknowledged one is sent again.
         """
         self.max_deliveries = max_deliveries
         self.retry_s = retry_s
-        self._encoded_versions: dict[tuple[int, int], Delivery] = {}
+        self._deliveries: dict[tuple[int, int], Delivery] = {}
 
     def __len__(self) -> int:
-        return len(self._encoded_versions)
+        return len(self._deliveries)
 
     @property
     def is_full(self) -> bool:
         """Whether sampling must pause until acknowledgements arrive."""
-        return len(self._encoded_versions) >= self.max_deliveries
+        return len(self._deliveries) >= self.max_deliveries
 
     @property
     def keys(self) -> list[tuple[int, int]]:
-        """The (group, attempt) of every encoded version, oldest first."""
-        return list(self._encoded_versions)
+        """The (group, attempt) of every delivery, oldest first."""
+        return list(self._deliveries)
 
     @property
     def deadline(self) -> float | None:
-        """When the next encoded version is due; now (0.0) for one that was never sent."""
-        if not self._encoded_versions:
+        """When the next delivery is due; now (0.0) for one that was never sent."""
+        if not self._deliveries:
             return None
-        sent = [encoded.sent_at for encoded in self._encoded_versions.values()]
+        sent = [delivery.sent_at for delivery in self._deliveries.values()]
         return min(0.0 if at is None else at + self.retry_s for at in sent)
 
     def put(self, key: tuple[int, int], message: Message, *payload: Frame) -> None:
-        """Add an encoded version; one with the same key is replaced."""
-        self._encoded_versions[key] = Delivery(message, payload)
+        """Add a delivery; one with the same key is replaced."""
+        self._deliveries[key] = Delivery(message, payload)
 
     def take_due(self, *, now: float) -> list[Delivery]:
-        """Return the encoded versions to send now, oldest first, and note that they were sent."""
+        """Return what is to be sent now, oldest first, and note that they were sent."""
         due = [
-            encoded
-            for encoded in self._encoded_versions.values()
-            if encoded.sent_at is None or now >= encoded.sent_at + self.retry_s
+            delivery
+            for delivery in self._deliveries.values()
+            if delivery.sent_at is None or now >= delivery.sent_at + self.retry_s
         ]
-        for encoded in due:
-            encoded.sent_at = now
+        for delivery in due:
+            delivery.sent_at = now
         return due
 
     def acknowledge(self, key: tuple[int, int]) -> bool:
-        """Forget an encoded version; return whether it was there."""
-        return self._encoded_versions.pop(key, None) is not None
+        """Forget a delivery; return whether it was there."""
+        return self._deliveries.pop(key, None) is not None
 
     def resend_all(self) -> None:
-        """Make every encoded version due, after the link to the learner was lost."""
-        for encoded in self._encoded_versions.values():
-            encoded.sent_at = None
+        """Make every delivery due, after the link to the learner was lost."""
+        for delivery in self._deliveries.values():
+            delivery.sent_at = None

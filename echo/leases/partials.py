@@ -1,14 +1,8 @@
-"""Where each lease of a worker is until its group is delivered, and in which order they go on.
+"""Partial groups: sampled token by token, parked, shipped, and continued elsewhere.
 
-    queue --take--> running --ended--> (outbox)
-                     |   ^
-                  park   take            parked groups go before fresh ones, oldest first
-                     v   |
-                     parked
-
-A lease is in one of the three places until it is delivered, has failed, or is not wanted any more;
-all of them are listed in each heartbeat, so the learner counts them all. What a place holds is
-bounded by the number of leases that the learner grants.
+A **partial group** is a leased group while it is sampled. A worker keeps it among its leases
+(`PartialGroups`), applies the staleness policy whenever it goes back into an engine, and ships it
+to the learner now and then (`ShippedPartials`), which hands it to whoever is leased the group next.
 """
 
 from __future__ import annotations
@@ -31,108 +25,11 @@ from echo.leases.book import LeasedWorker
 from echo.wire.codec import DECODE_ERRORS, Frame
 from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState
 
-# What workers have shipped of unfinished groups, kept for whoever is granted the group next
+# --- Partial groups and the staleness policy ---
 #
-# Only the newest of each group is kept, in memory: after the learner's restart the workers ship
-# again. What does not fit into the bound is not kept and counted; its group then begins anew if its
-# worker is lost, which costs tokens and nothing else.
-
-
-MAX_HELD_BYTES = 1 << 30
-"""Of shipped rollouts: at nine bytes per token, 100 million tokens."""
-PARTIAL_COUNTS = (
-    "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum",
-    "shipped",
-)  # fmt: skip
-"""What workers count of unfinished rollouts."""
-
-
-def _split(leases: Sequence[Lease]) -> Iterator[tuple[Lease, ...]]:
-    """Yield the leases in order, as many at a time as fit into one message."""
-    batch: list[Lease] = []
-    num_bytes = 0
-    for lease in leases:
-        size = len(msgspec.msgpack.encode(lease))
-        if batch and num_bytes + size > MAX_LEASE_BYTES:
-            yield tuple(batch)
-            batch, num_bytes = [], 0
-        batch.append(lease)
-        num_bytes += size
-    if batch:
-        yield tuple(batch)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    attempt: int
-    num_tokens: int
-    frame: bytes
-
-
-class ShippedPartials:
-    """Shipped rollouts by group, within a bound."""
-
-    def __init__(self, counters: Counters, *, max_bytes: int = MAX_HELD_BYTES) -> None:
-        """Start with nothing."""
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._counters = counters
-        self._kept: dict[int, _Kept] = {}
-
-    def __contains__(self, group_id: int) -> bool:
-        return group_id in self._kept
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Keep what was sampled for a group, unless a newer attempt has got further."""
-        kept = self._kept.get(group_id)
-        if kept is not None and kept.attempt > attempt and kept.num_tokens >= num_tokens:
-            return
-        self.discard(group_id)
-        if self.num_bytes + len(frame) > self.max_bytes:
-            self._counters.add("dropped/partials_full")
-            return
-        self._kept[group_id] = _Kept(attempt, num_tokens, bytes(frame))
-        self.num_bytes += len(frame)
-
-    def discard(self, group_id: int) -> None:
-        """Forget a group that has come to its end."""
-        kept = self._kept.pop(group_id, None)
-        if kept is not None:
-            self.num_bytes -= len(kept.frame)
-
-    def grants(self, leases: Sequence[Lease]) -> list[tuple[Grant, tuple[Frame, ...]]]:
-        """Return the messages that carry these leases, with what there is of each."""
-        plain = [lease for lease in leases if lease.group_id not in self]
-        messages: list[tuple[Grant, tuple[Frame, ...]]] = [
-            (Grant(leases=some), ()) for some in _split(plain)
-        ]
-        for lease in leases:
-            if lease.group_id in self:
-                self._counters.add("partials/handed_over")
-                messages.append((Grant(leases=(lease,)), (self._kept[lease.group_id].frame,)))
-        return messages
-
-    def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
-        """Add what has become of a worker's unfinished rollouts since its last heartbeat."""
-        counts = message.stats.partials
-        for name in PARTIAL_COUNTS:
-            growth = counts.get(name, 0) - worker.partials.get(name, 0)
-            if growth > 0:
-                self._counters.add(f"partials/{name}", growth)
-        worker.partials = counts
-        worker.num_waiting = sum(
-            state.is_waiting and state.num_tokens > 0 for state in message.leases
-        )
-
-
-# Unfinished rollouts: kept token by token, and continued later, elsewhere, by other weights
-#
-# A **partial group** is a leased group while it is sampled. Each member has its tokens so far, with
-# the log-probability and the version that each was sampled with, so nothing is ever sampled twice
-# and nothing of it is a guess: a continued rollout is exact token by token, whoever continues it.
+# Each member has its tokens so far, with the log-probability and the version that each was sampled
+# with, so nothing is ever sampled twice and nothing of it is a guess: a continued rollout is exact
+# token by token, whoever continues it.
 #
 #     empty --sampled--> unfinished <--continued--> ... --> finished          one member
 #     all members finished --> the group is scored and delivered              the partial group
@@ -276,8 +173,26 @@ def _refresh_one(
     return fresh if not member.is_finished or fresh.completion_mask.any() else member.anew()
 
 
+# --- A worker's leases ---
+#
+#     queue --take--> running --ended--> (outbox)
+#                      |   ^
+#                   park   take            parked groups go before fresh ones, oldest first
+#                      v   |
+#                      parked
+#
+# A lease is in one of the three places until it is delivered, has failed, or is not wanted any
+# more; all of them are listed in each heartbeat, so the learner counts them all. What a place holds
+# is bounded by the number of leases that the learner grants.
+
+
 LeaseKey = tuple[int, int]
 """(group id, attempt)."""
+
+
+def key_of(lease: Lease) -> LeaseKey:
+    """Return the key of a lease."""
+    return lease.group_id, lease.attempt
 
 
 class PartialGroups:
@@ -336,7 +251,7 @@ class PartialGroups:
             installed: the version that will sample them.
         """
         partials: list[PartialGroup] = []
-        waiting = {_key(lease) for lease in self.awaiting(installed) + self.superseded(installed)}
+        waiting = {key_of(lease) for lease in self.awaiting(installed) + self.superseded(installed)}
         keys = [*sorted(self.interrupted.keys() - waiting), *sorted(self.queue.keys() - waiting)]
         for key in keys[: max(0, max_groups)]:
             partial = self.interrupted.get(key) or PartialGroup(self.queue[key], [])
@@ -457,11 +372,104 @@ class PartialGroups:
         return 0.0 if began_at is None else max(0.0, now - began_at)
 
 
-def _key(lease: Lease) -> LeaseKey:
-    return lease.group_id, lease.attempt
+# --- Shipped partial groups: the learner keeps them for whoever is leased the group next ---
+#
+# Only the newest of each group is kept, in memory: after the learner's restart the workers ship
+# again. What does not fit into the bound is not kept and counted; its group then begins anew if its
+# worker is lost, which costs tokens and nothing else.
 
 
-# Partial rollouts as bytes: to the learner, along with a lease, and into a worker's own file
+MAX_HELD_BYTES = 1 << 30
+"""Of shipped rollouts: at nine bytes per token, 100 million tokens."""
+PARTIAL_COUNTS = (
+    "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum",
+    "shipped",
+)  # fmt: skip
+"""What workers count of unfinished rollouts."""
+
+
+def _split(leases: Sequence[Lease]) -> Iterator[tuple[Lease, ...]]:
+    """Yield the leases in order, as many at a time as fit into one message."""
+    batch: list[Lease] = []
+    num_bytes = 0
+    for lease in leases:
+        size = len(msgspec.msgpack.encode(lease))
+        if batch and num_bytes + size > MAX_LEASE_BYTES:
+            yield tuple(batch)
+            batch, num_bytes = [], 0
+        batch.append(lease)
+        num_bytes += size
+    if batch:
+        yield tuple(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    attempt: int
+    num_tokens: int
+    frame: bytes
+
+
+class ShippedPartials:
+    """Shipped rollouts by group, within a bound."""
+
+    def __init__(self, counters: Counters, *, max_bytes: int = MAX_HELD_BYTES) -> None:
+        """Start with nothing."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._counters = counters
+        self._kept: dict[int, _Kept] = {}
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
+        """Keep what was sampled for a group, unless a newer attempt has got further."""
+        kept = self._kept.get(group_id)
+        if kept is not None and kept.attempt > attempt and kept.num_tokens >= num_tokens:
+            return
+        self.discard(group_id)
+        if self.num_bytes + len(frame) > self.max_bytes:
+            self._counters.add("dropped/partials_full")
+            return
+        self._kept[group_id] = _Kept(attempt, num_tokens, bytes(frame))
+        self.num_bytes += len(frame)
+
+    def discard(self, group_id: int) -> None:
+        """Forget a group that has come to its end."""
+        kept = self._kept.pop(group_id, None)
+        if kept is not None:
+            self.num_bytes -= len(kept.frame)
+
+    def grants(self, leases: Sequence[Lease]) -> list[tuple[Grant, tuple[Frame, ...]]]:
+        """Return the messages that carry these leases, with what there is of each."""
+        plain = [lease for lease in leases if lease.group_id not in self]
+        messages: list[tuple[Grant, tuple[Frame, ...]]] = [
+            (Grant(leases=some), ()) for some in _split(plain)
+        ]
+        for lease in leases:
+            if lease.group_id in self:
+                self._counters.add("partials/handed_over")
+                messages.append((Grant(leases=(lease,)), (self._kept[lease.group_id].frame,)))
+        return messages
+
+    def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
+        """Add what has become of a worker's unfinished rollouts since its last heartbeat."""
+        counts = message.stats.partials
+        for name in PARTIAL_COUNTS:
+            growth = counts.get(name, 0) - worker.partials.get(name, 0)
+            if growth > 0:
+                self._counters.add(f"partials/{name}", growth)
+        worker.partials = counts
+        worker.num_waiting = sum(
+            state.is_waiting and state.num_tokens > 0 for state in message.leases
+        )
+
+
+# --- Codec: to the learner, along with a lease, and into a worker's own file ---
 #
 # Versions travel as runs, because hundreds of tokens in a row come from the same one; so a token
 # costs nine bytes. Everything is checked before anything is believed, as for finished groups.

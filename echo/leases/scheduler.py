@@ -1,12 +1,11 @@
-"""Who is given which group next, and which groups have come to their end.
+"""Scheduler of leases: grant, reconcile, accept, expire, settle.
 
 Every grant is journalled before it is sent (`RecordGrant`), so that after a crash no honest result
 is unknown. Workers list their leases in each heartbeat; `reconcile` compares that list with the
 book: what the worker lacks is sent again, what the book lacks is entered, what is settled is told.
 
-How many groups may be granted is admission's business (`leases/book.py`), who gets them that of
-`leases/dispatch.py`, and whether a slow worker's group is given to another as well that of
-`leases/dispatch.py`.
+How many groups may be granted is decided by the admission rule (`leases/book.py`); who gets them,
+and whether a late group is hedged on another worker, by `leases/dispatch.py`.
 """
 
 from __future__ import annotations
@@ -67,65 +66,15 @@ from echo.wire.messages import (
     known_reason,
 )
 
-# The groups that the learner has accepted and not yet trained on, as the protocol sees them
-
-
-class AcceptedGroups(Protocol):
-    """What the session needs to know of the buffer."""
-
-    num_trimmed_tokens: int
-    """Tokens masked there because they had grown too old."""
-
-    admission_staleness: int
-    """The bound that new leases are granted for; at most the hard one."""
-
-    def __len__(self) -> int:
-        """Return how many groups wait to be trained."""
-
-    def num_unspent(self, *, step: int) -> int:
-        """Return how many accepted groups are not yet part of a step that was made."""
-
-
 GRANT_S = 3e-4
 """Seconds per node between two rounds of grants: 0.3 s with 1000 nodes, of which each holds more
 groups than it samples at a time."""
-
-
-# --- Which group is granted next, where the prompts of some cannot be had ---
-
-
-MAX_UNUSABLE = 1000
-"""Prompts in a row that cannot be turned into tokens, after which the run ends."""
-
-
-def first_usable(
-    candidate: Callable[[], int],
-    try_prompt: Callable[[int], object],
-    leave_out: Callable[[int, str], None],
-) -> int:
-    """Return the first candidate whose prompt can be had.
-
-    Args:
-        candidate: the next group that might be granted.
-        try_prompt: raises DataError where there is no prompt of a group.
-        leave_out: told of each such group, and why.
-
-    Raises:
-        DataError: if there are too many in a row.
-    """
-    for _ in range(MAX_UNUSABLE):
-        group_id = candidate()
-        try:
-            try_prompt(group_id)
-        except DataError as error:
-            leave_out(group_id, str(error))
-        else:
-            return group_id
-    raise DataError(f"{MAX_UNUSABLE} prompts in a row cannot be used; the warnings above say why")
-
-
 MAX_ATTEMPTS = 20
 """Grants of one group after which it is given up: something about it kills workers."""
+MAX_UNUSABLE = 1000
+"""Prompts in a row that cannot be turned into tokens, after which the run ends."""
+MAX_CAUSE_LENGTH = 2600
+"""Of what a worker says of it, the last characters: a sentence and a traceback."""
 
 Obstacle = Literal["", "outdated", "no_worker", "no_weights", "busy"]
 """Why nobody can be given a group for the next batch; "" if somebody can, or the batch is out."""
@@ -208,6 +157,22 @@ class LeaseSettings:
     """Whether each group is sampled by one version alone: its worker's, when it was granted."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands when its learner starts."""
+
+    leases: LeaseBook
+    """Leases that are out, as far as is known after a restart."""
+    lineages: tuple[Lineage, ...]
+    """Histories so far, the present one last."""
+    step: int = 0
+    """Optimizer steps done."""
+    next_group_id: int = 0
+    """First id never granted."""
+    finished: Iterable[int] = ()
+    """Ids below it that are accepted or ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Outlook:
     """When a worker will be done with what it has."""
@@ -218,8 +183,46 @@ class _Outlook:
     running: list[RunningGroup]
 
 
-MAX_CAUSE_LENGTH = 2600
-"""Of what a worker says of it, the last characters: a sentence and a traceback."""
+class AcceptedGroups(Protocol):
+    """The groups that are accepted and not yet trained on, as the scheduler sees them."""
+
+    num_trimmed_tokens: int
+    """Tokens masked there because they had grown too old."""
+
+    admission_staleness: int
+    """The bound that new leases are granted for; at most the hard one."""
+
+    def __len__(self) -> int:
+        """Return how many groups wait to be trained."""
+
+    def num_unspent(self, *, step: int) -> int:
+        """Return how many accepted groups are not yet part of a step that was made."""
+
+
+def first_usable(
+    candidate: Callable[[], int],
+    try_prompt: Callable[[int], object],
+    leave_out: Callable[[int, str], None],
+) -> int:
+    """Return the first candidate whose prompt can be had.
+
+    Args:
+        candidate: the next group that might be granted.
+        try_prompt: raises DataError where there is no prompt of a group.
+        leave_out: told of each such group, and why.
+
+    Raises:
+        DataError: if there are too many in a row.
+    """
+    for _ in range(MAX_UNUSABLE):
+        group_id = candidate()
+        try:
+            try_prompt(group_id)
+        except DataError as error:
+            leave_out(group_id, str(error))
+        else:
+            return group_id
+    raise DataError(f"{MAX_UNUSABLE} prompts in a row cannot be used; the warnings above say why")
 
 
 class Scheduler:
@@ -228,14 +231,10 @@ class Scheduler:
     def __init__(
         self,
         settings: LeaseSettings,
+        run: RunState,
         *,
-        leases: LeaseBook,
         buffer: AcceptedGroups,
         make_lease: Callable[[int, int], Lease],
-        lineages: Sequence[Lineage],
-        step: int,
-        next_group_id: int,
-        finished: Iterable[int],
         counters: Counters,
         routes: Routes,
         complaints: Complaints,
@@ -244,25 +243,21 @@ class Scheduler:
 
         Args:
             settings: see there.
-            leases: leases that are out, as far as is known after a restart.
+            run: where it stands.
             buffer: groups accepted and not yet used.
             make_lease: (group id, attempt) -> lease; the same id always has the same prompt.
-            lineages: histories so far, the present one last.
-            step: optimizer steps done.
-            next_group_id: first id never granted.
-            finished: ids below it that are accepted or ended.
             counters: of the role.
             routes: lead to the workers.
             complaints: what the operator is told of workers.
         """
         self.settings = settings
-        self.leases = leases
+        self.leases = run.leases
         self.buffer = buffer
         self.make_lease = make_lease
-        self.lineages = lineages
-        self.step = step
-        self.next_group_id = next_group_id
-        self.finished = FinishedGroups(finished)
+        self.lineages = run.lineages
+        self.step = run.step
+        self.next_group_id = run.next_group_id
+        self.finished = FinishedGroups(run.finished)
         self.counters = counters
         self.shipped = ShippedPartials(counters)
         self.forecast = FinishTimes(

@@ -1,4 +1,24 @@
-"""A node's way in: hello, the settings and files that it inherits, hashes compared, ready.
+"""Admission of nodes: one table of states for each end.
+
+The node's end (`Joining.TABLE`):
+
+    dialling --Linked--> joining --Welcome--> configuring --Built--> readying --Admitted--> admitted
+                            ^                                           |                      |
+                            +------------------ Rehello ----------------+----------------------+
+
+From any of these states `Lost` leads back to dialling; Refuse, Finish and `GaveUp` end the node.
+A node that has built its engine before passes from Welcome to readying at once.
+
+The learner's end (`Admission.TABLE`), for each node:
+
+    unknown --Hello--> known --Ready--> admitted
+
+Goodbye, silence, wrong hashes and an internal error lead back to unknown. A Hello of a new process
+under a name that has fallen silent leads back to known. Whoever is not admitted and speaks of work
+is told to say hello again (Rehello).
+
+An event is a message, or what an end finds out by itself. Each end looks up what an event means in
+its present state, moves, and calls the method that the table names; no state changes elsewhere.
 
 Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node that
 brings none of them inherits the files from the learner (configuration and tokenizer, never code
@@ -10,37 +30,77 @@ forwards it may be anybody with the run's secret. Files have a name out of a fix
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import Any, ClassVar, Generic, TypeVar
 
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.core.errors import RefusedError, RemoteProtocolError
+from echo.core.errors import EchoError, RefusedError, RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.price import Price
 from echo.core.rollout import Lineage
 from echo.core.units import one_line
-from echo.roles.members import Member, Roster
+from echo.roles.members import Member, Presence, Roster
 from echo.weights.broadcast import Broadcast
 from echo.weights.store import sign_welcome, welcome_fault
 from echo.wire.actions import Action, Complaints, Note, Routes, Stop
 from echo.wire.codec import Frame
 from echo.wire.messages import (
     LEARNER_ID,
+    Ack,
     Admitted,
     Asset,
     AssetRequest,
+    Deliver,
+    Failed,
     Finish,
     Goodbye,
+    Grant,
+    Heartbeat,
     Hello,
     Message,
+    Partial,
+    Pulse,
     Ready,
     Refuse,
     Rehello,
+    TopologyPlan,
     Welcome,
 )
+
+WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Ack)
+"""What the learner says to nodes beside joining; the role itself handles it."""
+WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
+"""What nodes say to the learner beside joining."""
+
+State = TypeVar("State", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[State]):
+    """What an event means in one state: who handles it, after a move to `then`; None stays."""
+
+    handle: Callable[..., list[Action]]
+    then: State | None = None
+
+
+Table = dict[State, dict[type, Step[State]]]
+"""state -> type of the event -> step."""
+
+
+def _ignore(*_: object, **__: object) -> list[Action]:
+    return []
+
+
+IGNORED: Step[Any] = Step(_ignore)
+
+
+def _each(events: Iterable[type], step: Step[Any]) -> dict[type, Step[Any]]:
+    return dict.fromkeys(events, step)
+
 
 CODE = "task.code"
 """Among the inherited settings: hash and path of each module of the task on the learner."""
@@ -174,8 +234,62 @@ def describe_failure(settings: NodeSettings, addresses: Sequence[str], *, run_id
     )
 
 
+class NodeState(StrEnum):
+    """Where a node is on its way to the learner."""
+
+    DIALLING = "dialling"
+    """No link stands, or its other end has not said who it is."""
+    JOINING = "joining"
+    """Hello is repeated until Welcome."""
+    CONFIGURING = "configuring"
+    """Files are fetched, then task and engine are built."""
+    READYING = "readying"
+    """Ready is repeated until Admitted."""
+    ADMITTED = "admitted"
+    STOPPED = "stopped"
+    """The end: the process ends, too."""
+
+
+class Linked:
+    """The control link's other end has said who it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The control link is gone or given up, and the next address is dialled until `retry_at`."""
+
+    retry_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Task and engine are built, with these hashes."""
+
+    digests: dict[str, str]
+
+
+class AnswerToAnother:
+    """A Welcome or Admitted for another process of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnfitWelcome:
+    """A Welcome that the learner has not signed, or of a run that this node cannot join."""
+
+    reason: str
+    error: EchoError
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """This node cannot reach the learner, and trying again would not help."""
+
+    reason: str
+    error: EchoError
+
+
 class Joining:
-    """The states of a node between dialling and membership (`roles/node.py` has the picture)."""
+    """A node's end of the admission."""
 
     def __init__(
         self,
@@ -183,6 +297,8 @@ class Joining:
         broadcast: Broadcast,
         *,
         send: Callable[[Message], list[Action]],
+        admitted: Callable[[float], list[Action]],
+        work: Callable[[Message, list[Frame], float], list[Action]],
     ) -> None:
         """Start dialling.
 
@@ -190,10 +306,12 @@ class Joining:
             settings: the node's own.
             broadcast: is told whose manifests to trust.
             send: returns the Send of a message to the learner.
+            admitted: is called, with the present, each time that the learner has admitted the node.
+            work: is given what the learner says beside joining: message, payload, present.
         """
         self.settings = settings
         self.broadcast = broadcast
-        self.state = "dialling"
+        self.state = NodeState.DIALLING
         self.via = ""
         """Who the learner is reached through, for the operator."""
         self.retry_at = 0.0
@@ -202,30 +320,75 @@ class Joining:
         self.heartbeat_s = settings.heartbeat_s
         self.dead_after_s = settings.dead_after_s
         self._send = send
+        self._admitted = admitted
+        self._work = work
         self._learner_key = b""
         self._assets = Assets()
         self._digests: dict[str, str] | None = None
         self._is_building = False
 
-    def begin(self, now: float) -> list[Action]:
-        """Say hello: the link stands, or the learner has forgotten this node."""
-        self.state = "joining"
-        return self.repeat(now)
+    # --- events ----------------------------------------------------------------------------------
+
+    def receive(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
+        """Handle a message of the learner.
+
+        Raises:
+            RemoteProtocolError: if learners do not send it, or if a file has an unsafe name or is
+                not the one announced.
+        """
+        if type(message) not in self.TABLE[self.state]:
+            raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
+        return self._take(self._classify(message), payload, now)
+
+    def linked(self, *, now: float) -> list[Action]:
+        """Say hello: the control link stands."""
+        return self._take(Linked(), [], now)
+
+    def lost(self, *, retry_at: float, now: float) -> list[Action]:
+        """Note that the link is gone, and that the next address is dialled until `retry_at`."""
+        return self._take(Lost(retry_at), [], now)
+
+    def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
+        """Note that task and engine are built, with these hashes."""
+        return self._take(Built(digests), [], now)
+
+    def give_up(self, reason: str, error: EchoError, *, now: float) -> list[Action]:
+        """End the node."""
+        return self._take(GaveUp(reason, error), [], now)
+
+    def _classify(self, message: Message) -> object:
+        """Return what a message turns out to be: itself, as a rule."""
+        match message:
+            case Welcome() | Admitted() if message.incarnation != self.settings.incarnation:
+                return AnswerToAnother()
+            case Welcome():
+                fault = self._find_fault(message)
+                return message if fault is None else UnfitWelcome(*fault)
+        return message
+
+    def _take(self, event: object, payload: list[Frame], now: float) -> list[Action]:
+        """Do what the table says of an event: the one place where the state changes."""
+        step = self.TABLE[self.state][type(event)]
+        if step.then is not None:
+            self.state = step.then
+        return step.handle(self, event, payload, now)
+
+    # --- what is sent, and repeated --------------------------------------------------------------
 
     def repeat(self, now: float) -> list[Action]:
         """Send what the present state waits to have answered."""
         self.retry_at = now + self.settings.retry_s
         match self.state:
-            case "joining":
+            case NodeState.JOINING:
                 return self._send(self._hello())
-            case "configuring" if self._assets.missing:
+            case NodeState.CONFIGURING if self._assets.missing:
                 # One at a time, and not again soon: over a thin link a file takes a while.
                 self.retry_at = now + self.dead_after_s / 2
                 return self._send(AssetRequest(name=self._assets.missing[0]))
-            case "configuring":
+            case NodeState.CONFIGURING:
                 self.retry_at = now + self.heartbeat_s
                 return self._send(self._hello())
-            case "readying":
+            case NodeState.READYING:
                 incarnation = self.settings.incarnation
                 return self._send(Ready(incarnation=incarnation, digests=self._digests or {}))
         return []
@@ -244,45 +407,16 @@ class Joining:
             price=settings.price,
         )
 
-    def receive(
-        self,
-        message: Welcome | Asset | Rehello | Refuse | Finish,
-        payload: list[Frame],
-        *,
-        now: float,
-    ) -> list[Action]:
-        """Handle an answer of the learner.
+    # --- the steps of the table ------------------------------------------------------------------
 
-        Raises:
-            RemoteProtocolError: if a file has an unsafe name or is not the one announced.
-        """
-        match message:
-            case Welcome():
-                return self._on_welcome(message, now)
-            case Asset():
-                return self._on_asset(message, payload, now)
-            case Rehello():
-                return self.begin(now) if self.state in ("readying", "admitted") else []
-            case Finish():
-                # The goodbye spares the learner from waiting for this node to fall silent.
-                return [*self._send(Goodbye(reason=message.reason)), Stop(one_line(message.reason))]
-            case Refuse():
-                reason = one_line(message.reason)
-                detail = f"the learner refused this node ({reason}): {one_line(message.detail)}"
-                return [Stop(reason, RefusedError(detail))]
+    def _begin(self, event: object, payload: list[Frame], now: float) -> list[Action]:
+        return self.repeat(now)
 
-    def _on_welcome(self, message: Welcome, now: float) -> list[Action]:
-        if self.state != "joining" or message.incarnation != self.settings.incarnation:
-            return []
-        # First of all: nothing in it may be believed before.
-        fault = welcome_fault(message, known=self.settings.fingerprint)
-        if fault is not None:
-            reason, detail = fault
-            return [Stop(reason, RefusedError(f"the Welcome that came over {self.via}: {detail}"))]
-        fault = self._find_fault(message)
-        if fault is not None:
-            reason, detail = fault
-            return [Stop(reason, RefusedError(detail))]
+    def _on_lost(self, event: Lost, payload: list[Frame], now: float) -> list[Action]:
+        self.retry_at = event.retry_at
+        return []
+
+    def _on_welcome(self, message: Welcome, payload: list[Frame], now: float) -> list[Action]:
         self.run_id, self._learner_key = message.run_id, message.public_key
         self.lineages = message.lineages
         self.heartbeat_s, self.dead_after_s = message.heartbeat_s, message.dead_after_s
@@ -292,16 +426,24 @@ class Joining:
             max_image_bytes=self.settings.max_image_bytes,
         )
         if self._digests is not None:
-            self.state = "readying"
-            return self.repeat(now)
+            return self.configured(self._digests, now=now)
         if not self._is_building:
             wanted = {} if self.settings.role == "relay" else message.assets
             self._assets = Assets(wanted, settings=message.settings)
-        self.state = "configuring"
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
-    def _find_fault(self, message: Welcome) -> tuple[str, str] | None:
-        """Return why this node cannot join this learner, as (reason, detail), or None."""
+    def _find_fault(self, message: Welcome) -> tuple[str, RefusedError] | None:
+        """Return why this node cannot join this learner, as (reason, error), or None."""
+        # First of all: nothing in it may be believed before.
+        unsigned = welcome_fault(message, known=self.settings.fingerprint)
+        if unsigned is not None:
+            reason, detail = unsigned
+            return reason, RefusedError(f"the Welcome that came over {self.via}: {detail}")
+        mismatch = self._find_mismatch(message)
+        return None if mismatch is None else (mismatch[0], RefusedError(mismatch[1]))
+
+    def _find_mismatch(self, message: Welcome) -> tuple[str, str] | None:
+        """Return what does not fit in a Welcome that the learner has signed, or None."""
         if self.run_id and (message.run_id, message.public_key) != (self.run_id, self._learner_key):
             return (
                 "another_run",
@@ -334,8 +476,7 @@ class Joining:
         return None
 
     def _on_asset(self, message: Asset, payload: list[Frame], now: float) -> list[Action]:
-        is_wanted = self.state == "configuring" and message.name in self._assets.missing
-        if not is_wanted or len(payload) != 1:
+        if message.name not in self._assets.missing or len(payload) != 1:
             return []
         self._assets.add(message.name, bytes(payload[0]))
         return self.repeat(now) if self._assets.missing else self._configure(now)
@@ -348,24 +489,83 @@ class Joining:
         self._is_building = True
         return [Configure(self._assets.settings, self._assets.files)]
 
-    def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
-        """Note that task and engine are built, with these hashes."""
-        self._digests, self._is_building = digests, False
-        if self.state != "configuring":
-            return []
-        self.state = "readying"
-        return self.repeat(now)
+    def _on_built(self, event: Built, payload: list[Frame], now: float) -> list[Action]:
+        self._digests, self._is_building = event.digests, False
+        return self.repeat(now) if self.state is NodeState.READYING else []
 
-    def is_expected(self, message: Admitted) -> bool:
-        """Return whether an Admitted answers this node's Ready."""
-        return self.state == "readying" and message.incarnation == self.settings.incarnation
+    def _on_admitted(self, message: Admitted, payload: list[Frame], now: float) -> list[Action]:
+        return self._admitted(now)
+
+    def _on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
+        return self._work(message, payload, now)
+
+    def _on_refuse(self, message: Refuse, payload: list[Frame], now: float) -> list[Action]:
+        reason = one_line(message.reason)
+        detail = f"the learner refused this node ({reason}): {one_line(message.detail)}"
+        return [Stop(reason, RefusedError(detail))]
+
+    def _on_finish(self, message: Finish, payload: list[Frame], now: float) -> list[Action]:
+        # The goodbye spares the learner from waiting for this node to fall silent.
+        return [*self._send(Goodbye(reason=message.reason)), Stop(one_line(message.reason))]
+
+    def _on_fault(
+        self, event: GaveUp | UnfitWelcome, payload: list[Frame], now: float
+    ) -> list[Action]:
+        return [Stop(event.reason, event.error)]
+
+    # --- the table ------------------------------------------------------------------------------
+
+    _ALWAYS: ClassVar[dict[type, Step[NodeState]]] = {
+        # A link that stands may bring work from the time before it was lost.
+        **_each(WORK_OF_LEARNER, Step(_on_work)),
+        Refuse: Step(_on_refuse, NodeState.STOPPED),
+        Finish: Step(_on_finish, NodeState.STOPPED),
+        GaveUp: Step(_on_fault, NodeState.STOPPED),
+        Lost: Step(_on_lost, NodeState.DIALLING),
+        AnswerToAnother: IGNORED,
+    }
+    TABLE: ClassVar[Table[NodeState]] = {
+        NodeState.DIALLING: {
+            **_ALWAYS,
+            Linked: Step(_begin, NodeState.JOINING),
+            # An engine that was begun before the link was lost.
+            Built: Step(_on_built),
+            **_each((Welcome, UnfitWelcome, Asset, Admitted, Rehello), IGNORED),
+        },
+        NodeState.JOINING: {
+            **_ALWAYS,
+            Welcome: Step(_on_welcome, NodeState.CONFIGURING),
+            UnfitWelcome: Step(_on_fault, NodeState.STOPPED),
+            Built: Step(_on_built),
+            **_each((Linked, Asset, Admitted, Rehello), IGNORED),
+        },
+        NodeState.CONFIGURING: {
+            **_ALWAYS,
+            Asset: Step(_on_asset),
+            Built: Step(_on_built, NodeState.READYING),
+            # Hello is only said here so that both sides know of each other.
+            **_each((Linked, Welcome, UnfitWelcome, Admitted, Rehello), IGNORED),
+        },
+        NodeState.READYING: {
+            **_ALWAYS,
+            Admitted: Step(_on_admitted, NodeState.ADMITTED),
+            Rehello: Step(_begin, NodeState.JOINING),
+            **_each((Linked, Built, Welcome, UnfitWelcome, Asset), IGNORED),
+        },
+        NodeState.ADMITTED: {
+            **_ALWAYS,
+            Rehello: Step(_begin, NodeState.JOINING),
+            **_each((Linked, Built, Welcome, UnfitWelcome, Asset, Admitted), IGNORED),
+        },
+        NodeState.STOPPED: {
+            **_each(_ALWAYS, IGNORED),
+            **_each((Linked, Built, Welcome, UnfitWelcome, Asset, Admitted, Rehello), IGNORED),
+        },
+    }
+    """What each event means to a node, by state."""
 
 
-# --- The learner's door: who may come in, and what a node needs to know before it can ---
-#
-# node: Hello  ->  learner: Welcome, or Refuse, or nothing while another process bears that name
-# node: AssetRequest -> Asset        as often as it likes
-# node: Ready  ->  Admitted, or Refuse, or Rehello if the node is not (any more) known
+# --- The learner's end ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,8 +583,60 @@ class AdmissionSettings:
     dead_after_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A Hello of a new process under the name of one that has fallen silent."""
+
+    hello: Hello
+    old: Member
+
+
+class NameHeld:
+    """A Hello under the name of another process that was heard a moment ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelloRefused:
+    """A Hello that cannot be welcomed, however often it is repeated."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRefused:
+    """A Ready with other hashes than the learner's."""
+
+    reason: str
+    detail: str
+
+
+class ReadyOfAnother:
+    """A Ready of another process than the one that was welcomed."""
+
+
+class Silent:
+    """Nothing was heard from a node for `dead_after_s`."""
+
+
+class Expelled:
+    """The handling of a node's message has failed by a fault of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionCallbacks:
+    """What the learner's role does when a node comes, is replaced, or speaks of work."""
+
+    admitted: Callable[[float], list[Action]]
+    """Is given the present."""
+    replaced: Callable[[Member, float], list[Action]]
+    """Is given the member whose place a new process has taken, and the present."""
+    work: Callable[[Member, Message, list[Frame], float], list[Action]]
+    """Is given member, message, payload and present; the Goodbye of a member is work, too."""
+
+
 class Admission:
-    """Admission of nodes to the learner's roster."""
+    """The learner's end of the admission, for all nodes."""
 
     def __init__(
         self,
@@ -395,49 +647,129 @@ class Admission:
         counters: Counters,
         routes: Routes,
         complaints: Complaints,
+        callbacks: AdmissionCallbacks,
     ) -> None:
-        """Open the door; roster and counters are the session's."""
+        """Start with the nodes of the roster, as a rule none.
+
+        Args:
+            settings: see there.
+            lineages: histories so far, the present one last.
+            roster: the role's, as are counters, routes and complaints.
+            counters: see above.
+            routes: see above.
+            complaints: see above.
+            callbacks: into the role.
+        """
         self.settings = settings
         self.lineages = lineages
         self.roster = roster
         self.counters = counters
         self._routes = routes
         self._complaints = complaints
+        self._callbacks = callbacks
 
-    def on_hello(
-        self, source: str, message: Hello, *, now: float
-    ) -> tuple[list[Action], Member | None]:
-        """Answer a Hello; return also the member whose place the node takes, if any.
+    # --- events ----------------------------------------------------------------------------------
+
+    def receive(
+        self, source: str, message: Message, payload: list[Frame], *, now: float
+    ) -> list[Action]:
+        """Handle a routed message.
 
         Raises:
-            RemoteProtocolError: if the node is not who it says.
+            RemoteProtocolError: if nodes do not send it, or not like that.
         """
-        if (
-            message.node_id != source
-            or source == LEARNER_ID
-            or message.role not in ("worker", "relay")
-        ):
+        if type(message) not in self.TABLE[self._presence_of(source)]:
+            raise RemoteProtocolError(
+                f"{type(message).__name__} from {source} is not for the learner"
+            )
+        return self._take(source, self._classify(source, message, now), payload, now)
+
+    def take_silent(self, *, now: float) -> list[Member]:
+        """Forget the nodes that have been silent for too long, and return them."""
+        silent = self.roster.take_silent(now=now)
+        for member in silent:
+            self._take(member.node_id, Silent(), [], now)
+        return silent
+
+    def expel(self, source: str, *, now: float) -> bool:
+        """Forget a node; return whether it was known."""
+        is_known = source in self.roster.nodes
+        self._take(source, Expelled(), [], now)
+        return is_known
+
+    def _presence_of(self, source: str) -> Presence:
+        member = self.roster.nodes.get(source)
+        return Presence.UNKNOWN if member is None else member.presence
+
+    def _classify(self, source: str, message: Message, now: float) -> object:
+        """Return what a message turns out to be: itself, as a rule."""
+        match message:
+            case Hello():
+                return self._classify_hello(source, message, now)
+            case Ready():
+                return self._classify_ready(source, message)
+        return message
+
+    def _classify_hello(self, source: str, message: Hello, now: float) -> object:
+        is_theirs = message.node_id == source and source != LEARNER_ID
+        if not is_theirs or message.role not in ("worker", "relay"):
             raise RemoteProtocolError(
                 f"a Hello of {message.role} {message.node_id!r} from {source!r}"
             )
         fault = digest_mismatch(ours=message.digests, theirs=self.settings.digests)
         if fault is not None:
-            return self._refuse(source, "digest_mismatch", fault, now), None
-        old = self.roster.nodes.get(source)
-        outcome = self.roster.hello(message, now=now)
-        if outcome == "wait":
-            return [], None
-        if outcome == "name_taken":
-            detail = (
-                f"another process is already called {source!r}; give this one a name of its own "
-                f"with --set {message.role}.name=..."
-            )
-            return self._refuse(source, "name_taken", detail, now), None
-        welcome = self._routes.to(source, self._welcome(message))
-        if outcome == "again" or old is None:
-            return welcome, None
-        note = Note("warning", f"{source} was restarted; its leases are granted again")
-        return [note, *welcome], old
+            return HelloRefused("digest_mismatch", fault)
+        match self.roster.claim(message, now=now):
+            case "restarted":
+                return Restarted(message, self.roster.nodes[source])
+            case "wait":
+                return NameHeld()
+            case "name_taken":
+                detail = (
+                    f"another process is already called {source!r}; give this one a name of its "
+                    f"own with --set {message.role}.name=..."
+                )
+                return HelloRefused("name_taken", detail)
+        return message
+
+    def _classify_ready(self, source: str, message: Ready) -> object:
+        member = self.roster.nodes.get(source)
+        if member is None:
+            return message
+        if member.incarnation != message.incarnation:
+            return ReadyOfAnother()
+        fault = digest_mismatch(ours=message.digests, theirs=self.settings.digests)
+        return message if fault is None else ReadyRefused("digest_mismatch", fault)
+
+    def _take(self, source: str, event: object, payload: list[Frame], now: float) -> list[Action]:
+        """Do what the table says of an event: the one place where a presence changes."""
+        step = self.TABLE[self._presence_of(source)][type(event)]
+        member = self.roster.nodes.get(source)
+        if step.then is not None:
+            if isinstance(event, Hello):
+                member = Member.of(event, now=now)
+            elif isinstance(event, Restarted):
+                member = Member.of(event.hello, now=now)
+            assert member is not None, "the table moves nobody who has not said Hello"
+            self.roster.move(member, step.then)
+        return step.handle(self, source, member, event, payload, now)
+
+    # --- the steps of the table ------------------------------------------------------------------
+
+    def _on_hello(
+        self, source: str, member: Member, message: Hello, payload: list[Frame], now: float
+    ) -> list[Action]:
+        member.heard_at, member.node.advertise = now, message.advertise
+        return self._routes.to(source, self._welcome(message))
+
+    def _on_restarted(
+        self, source: str, member: Member, event: Restarted, payload: list[Frame], now: float
+    ) -> list[Action]:
+        return [
+            Note("warning", f"{source} was restarted; its leases are granted again"),
+            *self._routes.to(source, self._welcome(event.hello)),
+            *self._callbacks.replaced(event.old, now),
+        ]
 
     def _welcome(self, message: Hello) -> Welcome:
         settings = self.settings
@@ -454,35 +786,90 @@ class Admission:
         )
         return sign_welcome(welcome, settings.key)
 
-    def _refuse(self, source: str, reason: str, detail: str, now: float) -> list[Action]:
+    def _on_refused(
+        self,
+        source: str,
+        member: Member | None,
+        event: HelloRefused | ReadyRefused,
+        payload: list[Frame],
+        now: float,
+    ) -> list[Action]:
+        reason, detail = event.reason, event.detail
         self.counters.add(f"refused/{reason}")
         notes = self._complaints.note(
             source, reason, f"refused node {source} ({reason}): {detail}", now=now
         )
         return [*notes, *self._routes.to(source, Refuse(reason=reason, detail=detail))]
 
-    def on_asset_request(self, source: str, message: AssetRequest) -> list[Action]:
-        """Send a file that Welcome named.
-
-        Raises:
-            RemoteProtocolError: if it did not.
-        """
+    def _on_asset_request(
+        self,
+        source: str,
+        member: Member | None,
+        message: AssetRequest,
+        payload: list[Frame],
+        now: float,
+    ) -> list[Action]:
         data = self.settings.assets.get(message.name)
         if data is None:
             raise RemoteProtocolError(f"{source} asked for the unknown file {message.name!r}")
         return self._routes.to(source, Asset(name=message.name), data)
 
-    def on_ready(self, source: str, message: Ready, *, now: float) -> tuple[list[Action], bool]:
-        """Admit a node whose hashes are right; return also whether it was not a member before."""
-        member = self.roster.nodes.get(source)
-        if member is None or member.incarnation != message.incarnation:
-            return self._routes.to(source, Rehello()), False
-        fault = digest_mismatch(ours=message.digests, theirs=self.settings.digests)
-        if fault is not None:
-            del self.roster.nodes[source]
-            return self._refuse(source, "digest_mismatch", fault, now), False
-        was_member, member.is_member, member.heard_at = member.is_member, True, now
-        actions = self._routes.to(source, Admitted(incarnation=message.incarnation))
-        if not was_member:
-            actions.append(Note("info", f"{member.role} {source} joined"))
-        return actions, not was_member
+    def _on_ready(
+        self, source: str, member: Member, message: Ready, payload: list[Frame], now: float
+    ) -> list[Action]:
+        note = Note("info", f"{member.role} {source} joined")
+        answer = self._on_ready_again(source, member, message, payload, now)
+        return [*answer, note, *self._callbacks.admitted(now)]
+
+    def _on_ready_again(
+        self, source: str, member: Member, message: Ready, payload: list[Frame], now: float
+    ) -> list[Action]:
+        member.heard_at = now
+        return self._routes.to(source, Admitted(incarnation=message.incarnation))
+
+    def _on_stranger(
+        self, source: str, member: Member | None, event: object, payload: list[Frame], now: float
+    ) -> list[Action]:
+        return self._routes.to(source, Rehello())
+
+    def _on_work(
+        self, source: str, member: Member, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
+        return self._callbacks.work(member, message, payload, now)
+
+    # --- the table ------------------------------------------------------------------------------
+
+    TABLE: ClassVar[Table[Presence]] = {
+        Presence.UNKNOWN: {
+            Hello: Step(_on_hello, Presence.KNOWN),
+            HelloRefused: Step(_on_refused),
+            AssetRequest: Step(_on_asset_request),
+            **_each((Ready, *WORK_OF_NODE, Goodbye), Step(_on_stranger)),
+            **_each((Restarted, NameHeld, ReadyRefused, ReadyOfAnother, Silent, Expelled), IGNORED),
+        },
+        Presence.KNOWN: {
+            Hello: Step(_on_hello),
+            Restarted: Step(_on_restarted, Presence.KNOWN),
+            NameHeld: IGNORED,
+            HelloRefused: Step(_on_refused),
+            AssetRequest: Step(_on_asset_request),
+            Ready: Step(_on_ready, Presence.ADMITTED),
+            ReadyRefused: Step(_on_refused, Presence.UNKNOWN),
+            **_each((ReadyOfAnother, *WORK_OF_NODE, Goodbye), Step(_on_stranger)),
+            **_each((Silent, Expelled), Step(_ignore, Presence.UNKNOWN)),
+        },
+        Presence.ADMITTED: {
+            Hello: Step(_on_hello),
+            Restarted: Step(_on_restarted, Presence.KNOWN),
+            NameHeld: IGNORED,
+            HelloRefused: Step(_on_refused),
+            AssetRequest: Step(_on_asset_request),
+            Ready: Step(_on_ready_again),
+            ReadyRefused: Step(_on_refused, Presence.UNKNOWN),
+            ReadyOfAnother: Step(_on_stranger),
+            **_each(WORK_OF_NODE, Step(_on_work)),
+            Goodbye: Step(_on_work, Presence.UNKNOWN),
+            **_each((Silent, Expelled), Step(_ignore, Presence.UNKNOWN)),
+        },
+    }
+    """What each event means to the learner, by the presence of the node that it comes from."""

@@ -1,4 +1,4 @@
-"""The learner's side of the conversation: admit nodes, grant leases, take groups, send weights.
+"""The learner's role: admission, leases out, groups in, weights out.
 
 Theory of operation. The learner binds; everybody dials. Each routed message of a node is answered
 over the link on which it came, so a node may change its way (another relay, or none) at any time.
@@ -6,25 +6,31 @@ over the link on which it came, so a node may change its way (another relay, or 
 Nothing here waits: what cannot be done now is done when the next heartbeat, result or step makes it
 possible. `buffer` is read for its size; putting groups in and taking them out is the caller's.
 
-Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` decides who is given which group,
-`leases/scheduler.py` judges results, `weights/broadcast.py` distributes the weights.
+Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` grants leases and judges results,
+`weights/broadcast.py` distributes the weights along the plan of `weights/topology/plan.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
-from echo.core.rollout import Lineage
 from echo.core.timers import Paced, earliest
 from echo.leases.book import LeaseBook, LeasedWorker
-from echo.leases.scheduler import GRANT_S, AcceptedGroups, LeaseSettings, Obstacle, Scheduler
-from echo.roles.joining import Admission, AdmissionSettings
+from echo.leases.scheduler import (
+    GRANT_S,
+    AcceptedGroups,
+    LeaseSettings,
+    Obstacle,
+    RunState,
+    Scheduler,
+)
+from echo.roles.joining import Admission, AdmissionCallbacks, AdmissionSettings
 from echo.roles.members import Member, Roster, Shutdown
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed, acknowledge
@@ -59,7 +65,6 @@ from echo.wire.messages import (
     Pulse,
     Ready,
     Refuse,
-    Rehello,
 )
 
 MAX_NAMES_TOLD = 3
@@ -84,32 +89,24 @@ class Learner:
     def __init__(
         self,
         settings: LearnerSettings,
+        run: RunState,
         *,
         broadcast: Broadcast,
         buffer: AcceptedGroups,
-        leases: LeaseBook,
         make_lease: Callable[[int, int], Lease],
-        lineages: tuple[Lineage, ...],
-        step: int,
-        next_group_id: int,
-        finished: Iterable[int],
     ) -> None:
         """Start without nodes.
 
         Args:
             settings: see there.
+            run: where it stands.
             broadcast: this node's part of the weights plane.
             buffer: groups accepted and not yet used.
-            leases: leases that are out, as far as is known after a restart.
             make_lease: (group id, attempt) -> lease; the same id always has the same prompt.
-            lineages: histories so far, the present one last.
-            step: optimizer steps done.
-            next_group_id: first id never granted.
-            finished: ids below it that are accepted or ended.
         """
         self.settings = settings
         self.broadcast = broadcast
-        self.lineages = lineages
+        self.lineages = run.lineages
         self.counters = Counters()
         admission = settings.admission
         self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
@@ -120,21 +117,20 @@ class Learner:
         self._complaints = Complaints()
         self._admission = Admission(
             admission,
-            lineages=lineages,
+            lineages=run.lineages,
             roster=self.roster,
             counters=self.counters,
             routes=self._routes,
             complaints=self._complaints,
+            callbacks=AdmissionCallbacks(
+                admitted=self.replan, replaced=self._drop, work=self._on_work
+            ),
         )
         self._scheduler = Scheduler(
             settings.leases,
-            leases=leases,
+            run,
             buffer=buffer,
             make_lease=make_lease,
-            lineages=lineages,
-            step=step,
-            next_group_id=next_group_id,
-            finished=finished,
             counters=self.counters,
             routes=self._routes,
             complaints=self._complaints,
@@ -193,7 +189,7 @@ class Learner:
         source, target, _ = describe(frames)
         if target != LEARNER_ID:
             return [*decided, HangUp(peer), *self.disconnected(peer, now=now)]
-        if self.roster.nodes.pop(source, None) is not None:
+        if self._admission.expel(source, now=now):
             self.leases.drop_worker(source)
             self._plans.deadline = self._grants.deadline = now
         return decided
@@ -232,43 +228,29 @@ class Learner:
     def _on_routed(
         self, source: str, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        if isinstance(message, Hello | AssetRequest | Ready):
-            return self._on_joining(source, message, now)
-        member = self.roster.nodes.get(source)
-        if member is None or not member.is_member:
-            return self._routes.to(source, Rehello())
+        is_joining = isinstance(message, Hello | AssetRequest | Ready)
+        if is_joining and self.finish_reason is not None:
+            return self._routes.to(source, Finish(reason=self.finish_reason))
+        return self._admission.receive(source, message, payload, now=now)
+
+    def _on_work(
+        self, member: Member, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
             case Deliver() | Partial() | Failed():
                 # Kept if granting fails: a group that is being stored must be stored.
-                self._decided = self._scheduler.receive(source, message, payload, now=now)
+                self._decided = self._scheduler.receive(member.node_id, message, payload, now=now)
                 return self._decided + self.grant(now=now)
             case Goodbye():
-                self.roster.leave(member, is_released=message.is_released)
-                note = Note("info", f"{source} left: {message.reason}")
+                if message.is_released:
+                    self.roster.release(member)
+                note = Note("info", f"{member.node_id} left: {message.reason}")
                 return [note, *self._drop(member, now), *self._shutdown.tell()]
-        raise RemoteProtocolError(f"{type(message).__name__} from {source} is not for the learner")
+        raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 
-    # --- joining and the plan --------------------------------------------------------------------
-
-    def _on_joining(
-        self, source: str, message: Hello | AssetRequest | Ready, now: float
-    ) -> list[Action]:
-        if self.finish_reason is not None:
-            return self._routes.to(source, Finish(reason=self.finish_reason))
-        admission = self._admission
-        match message:
-            case Hello():
-                actions, replaced = admission.on_hello(source, message, now=now)
-                if replaced is not None:
-                    actions += self._drop(replaced, now)
-                return actions
-            case Ready():
-                actions, has_joined = admission.on_ready(source, message, now=now)
-                return actions + self.replan(now) if has_joined else actions
-            case AssetRequest():
-                return admission.on_asset_request(source, message)
+    # --- the plan --------------------------------------------------------------------------------
 
     def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
         """Tell every member whose parents have changed, soon if not now."""
@@ -425,7 +407,7 @@ class Learner:
         """
         children = self.broadcast.tend(now=now)
         actions: list[Action] = []
-        silent = self.roster.expire(now=now)
+        silent = self._admission.take_silent(now=now)
         if silent:
             actions.append(Note("warning", self._describe_silent(silent, now)))
         for member in silent:

@@ -1,4 +1,4 @@
-"""The nodes that the learner knows, and when they count as gone.
+"""Members: the nodes that the learner knows, and when they count as gone.
 
 A node is **known** after Hello, a **member** after Ready with the right hashes, and gone when it
 says Goodbye or is silent for `dead_after_s`. Its name belongs to one incarnation (one start of one
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
 
 from echo.core.metrics import NodeView
 from echo.core.price import Price
@@ -24,6 +26,19 @@ from echo.wire.messages import Finish, Heartbeat, Hello, NodeStats
 NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
 MAX_RELEASED = 10_000
+
+Claim = Literal["new", "again", "restarted", "wait", "name_taken"]
+"""What a Hello's claim to a name comes to."""
+
+
+class Presence(StrEnum):
+    """How far the learner has let a node in; `Admission.TABLE` says what changes it."""
+
+    UNKNOWN = "unknown"
+    KNOWN = "known"
+    """It has said Hello."""
+    ADMITTED = "admitted"
+    """It has said Ready with the right hashes."""
 
 
 @dataclass(slots=True)
@@ -39,7 +54,7 @@ class Member:
     worker: LeasedWorker
     """What the scheduler of leases knows of it."""
     price: Price = field(default_factory=Price)
-    is_member: bool = False
+    presence: Presence = Presence.UNKNOWN
     tokens_sampled: int = -1
     """Counter at the last heartbeat: its growth renews waiting leases."""
     rival: tuple[str, float] | None = None
@@ -82,6 +97,11 @@ class Member:
         return has_progress
 
     @property
+    def is_admitted(self) -> bool:
+        """Whether it is a member of the run."""
+        return self.presence is Presence.ADMITTED
+
+    @property
     def stats(self) -> NodeStats:
         """What its last heartbeat says of it."""
         return self.node.stats
@@ -116,7 +136,7 @@ class Member:
         """Return this node as the live view shows it."""
         tokens_per_s, bytes_per_s = self.rates()
         stats, state = self.stats, self.stats.state
-        if not self.is_member:
+        if not self.is_admitted:
             state = "joining"
         elif self.is_standby:
             state = f"{state}, then standby" if num_leases else "standby"
@@ -161,49 +181,44 @@ class Roster:
 
     def members(self, role: str | None = None) -> list[Member]:
         """Return the admitted nodes, all or those of one role."""
-        return [m for m in self.nodes.values() if m.is_member and role in (None, m.role)]
+        return [m for m in self.nodes.values() if m.is_admitted and role in (None, m.role)]
 
     def active(self, role: str | None = None) -> list[Member]:
         """Return the admitted nodes that take part, without workers on standby."""
         return [member for member in self.members(role) if not member.is_standby]
 
-    def leave(self, member: Member, *, is_released: bool) -> None:
-        """Remove a node that says goodbye; note whether its machine was given back."""
-        del self.nodes[member.node_id]
-        if is_released:
-            self.released[member.node_id] = member.incarnation
-
-    def hello(self, message: Hello, *, now: float) -> str:
-        """Take a Hello; return "new", "again", "wait" or "name_taken".
-
-        "new" replaces whatever bore that name; the caller drops the old one's leases.
-        """
-        known = self.nodes.get(message.node_id)
-        if known is None or known.incarnation == message.incarnation:
-            outcome = "new" if known is None else "again"
-        elif now - known.heard_at >= 2 * self.heartbeat_s:
-            outcome = "new"
-        else:
-            if known.rival is None or known.rival[0] != message.incarnation:
-                known.rival = message.incarnation, now
-            return "name_taken" if now - known.rival[1] > self.dead_after_s else "wait"
-        if outcome == "new":
-            self.nodes[message.node_id] = Member.of(message, now=now)
-            self._deadlines.add(self.nodes[message.node_id])
-        else:
-            assert known is not None
-            known.heard_at, known.node.advertise = now, message.advertise
-        return outcome
-
-    def expire(self, *, now: float) -> list[Member]:
-        """Remove and return the nodes that have been silent for too long."""
-        gone = self._deadlines.take_due(now=now)
-        for member in gone:
+    def move(self, member: Member, to: Presence) -> None:
+        """Change the presence of a node; whoever bore its name before is forgotten."""
+        if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
-        return gone
+        elif self.nodes.get(member.node_id) is not member:
+            self.nodes[member.node_id] = member
+            self._deadlines.add(member)
+        member.presence = to
+
+    def release(self, member: Member) -> None:
+        """Note that the machine of a node was given back."""
+        self.released[member.node_id] = member.incarnation
+
+    def claim(self, message: Hello, *, now: float) -> Claim:
+        """Judge the claim of a Hello to its name, and note a rival's first one."""
+        known = self.nodes.get(message.node_id)
+        if known is None:
+            return "new"
+        if known.incarnation == message.incarnation:
+            return "again"
+        if now - known.heard_at >= 2 * self.heartbeat_s:
+            return "restarted"
+        if known.rival is None or known.rival[0] != message.incarnation:
+            known.rival = message.incarnation, now
+        return "name_taken" if now - known.rival[1] > self.dead_after_s else "wait"
+
+    def take_silent(self, *, now: float) -> list[Member]:
+        """Return, once, the nodes that have been silent for too long."""
+        return self._deadlines.take_due(now=now)
 
 
-# --- The end of a run: who is told when, so that everybody hears of it ---
+# --- Shutdown: the order in which nodes are told that the run is over ---
 #
 # What goes to a worker may pass through a relay, so relays are told last, and not before nobody
 # else is left, except from the last call on.

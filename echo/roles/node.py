@@ -1,15 +1,12 @@
-"""What a relay and a worker have in common: reaching the learner, and a parent for the weights.
+"""The dialling role: control link, weights link, heartbeats and timeouts.
 
-Theory of operation. A node has two outbound links. Over the **control link**, dialled to one of
-its configured addresses (the learner's or a relay's), routed messages go to and from the learner.
-Over the **weights link**, dialled to the parent that the learner's Plan names, chunks are pulled.
-Both are replaced independently, and neither loss stops the node's work.
+Relay and worker have this in common. A node has two outbound links. Over the **control link**,
+dialled to one of its configured addresses (the learner's or a relay's), routed messages go to and
+from the learner. Over the **weights link**, dialled to the parent that the learner's Plan names,
+chunks are pulled. Both are replaced independently, and neither loss stops the node's work.
 
-    dialling --Connected--> greeting --Greeted--> joining --Welcome--> configuring
-        ^                                            |  (known already)      | configured()
-        |  link lost / no answer for dead_after_s    +--------> readying <---+
-        +------------------------- from any state ----------------- | Admitted
-                                                                 admitted
+The states of a node and what moves it from one to the next are a table (`roles/joining.py`). Around
+it:
 
 * Whatever is sent in a state is repeated every `retry_s` until the state is left. While task and
   engine are being built (it can take minutes) Hello is repeated with the heartbeat's period, so
@@ -39,12 +36,12 @@ from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import OncePerMinute, RecentMap, earliest
 from echo.core.units import one_line
-from echo.roles.joining import Joining, NodeSettings, describe_failure
+from echo.roles.joining import Joining, NodeSettings, NodeState, describe_failure
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import Connection, ParentFailed, UplinkProbe, acknowledge
 from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
 from echo.weights.receiver import VersionArrived
-from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Work
 from echo.wire.codec import (
     Envelope,
     Frame,
@@ -56,9 +53,6 @@ from echo.wire.codec import (
 )
 from echo.wire.messages import (
     LEARNER_ID,
-    Admitted,
-    Asset,
-    Finish,
     Goodbye,
     Greet,
     Greeted,
@@ -70,9 +64,7 @@ from echo.wire.messages import (
     ProbeAck,
     Pulse,
     Refuse,
-    Rehello,
     TopologyPlan,
-    Welcome,
 )
 
 MAX_REFUSALS = 3
@@ -92,7 +84,13 @@ class DialingRole:
         self.broadcast = broadcast
         self.counters = Counters()
         self.is_leaving = False
-        self._joining = Joining(settings, broadcast, send=self.to_learner)
+        self._joining = Joining(
+            settings,
+            broadcast,
+            send=self.to_learner,
+            admitted=self._on_admitted,
+            work=self.on_work,
+        )
         self._probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
         self._control: Connection | None = None
         self._address_index = 0
@@ -159,8 +157,8 @@ class DialingRole:
     # --- links -----------------------------------------------------------------------------------
 
     @property
-    def state(self) -> str:
-        """One of "dialling", "joining", "configuring", "readying" and "admitted"."""
+    def state(self) -> NodeState:
+        """Where this node is on its way to the learner."""
         return self._joining.state
 
     @property
@@ -171,7 +169,7 @@ class DialingRole:
     @property
     def is_admitted(self) -> bool:
         """Whether the learner has admitted this node and the link stands."""
-        return self.state == "admitted"
+        return self.state is NodeState.ADMITTED
 
     def start(self, *, now: float) -> list[Action]:
         """Dial the first address."""
@@ -192,13 +190,14 @@ class DialingRole:
             return [self._greet(peer, "control")]
         return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
 
-    def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
+    def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
         """Handle that an attempt to dial failed; stop where all addresses refuse this node.
 
         Args:
             peer: whom it was made for; parents are left by their silence.
             reason: for the operator.
             is_refused: whether another attempt cannot help.
+            now: the present.
         """
         link = self._control
         if link is None or link.peer != peer:
@@ -210,7 +209,7 @@ class DialingRole:
         if any(self._num_refusals[address] < MAX_REFUSALS for address in self._addresses()):
             return []
         text = f"{reason} (tried {MAX_REFUSALS} times)"
-        return [Stop("refused", RefusedError(text))]
+        return self._joining.give_up("refused", RefusedError(text), now=now)
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Handle that a link is gone, inbound or outbound."""
@@ -237,9 +236,8 @@ class DialingRole:
         addresses = self._addresses()
         address = addresses[self._address_index % len(addresses)]
         self._control = Connection(address, dialled_at=now)
-        self._joining.state = "dialling"
-        self._joining.retry_at = now + CONNECT_TIMEOUT_S
-        return [Dial(address, "control")]
+        lost = self._joining.lost(retry_at=now + CONNECT_TIMEOUT_S, now=now)
+        return [*lost, Dial(address, "control")]
 
     def _next_address(self, now: float) -> list[Action]:
         """Leave the control link and try the next address."""
@@ -294,7 +292,8 @@ class DialingRole:
     def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
         """Stop if it is whom we dialled; answer in our version if it is who dialled us."""
         if self.is_from_learner(peer):
-            return [Stop("protocol_version", RefusedError(one_line(fault)))]
+            error = RefusedError(one_line(fault))
+            return self._joining.give_up("protocol_version", error, now=now)
         self.counters.add("refused/protocol_version")
         if self._weights.has(peer):
             return []
@@ -351,18 +350,18 @@ class DialingRole:
             self._weights.reached(now - self._control.greeted_at)
             self._heard_at = now
             self._joining.via = f"{self._control.address.partition('#')[0]} ({message.node_id})"
-            return self._joining.begin(now)
+            return self._joining.linked(now=now)
         return self._weights.greeted(peer, message.node_id, control=self._control, now=now)
 
     def _on_learner_message(
         self, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
         self._heard_at = self._lost_at = now
+        return self._joining.receive(message, payload, now=now)
+
+    def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
+        """Handle what the learner says beside joining."""
         match message:
-            case Welcome() | Asset() | Rehello() | Refuse() | Finish():
-                return self._joining.receive(message, payload, now=now)
-            case Admitted():
-                return self._on_admitted(message, now)
             case TopologyPlan():
                 return self._weights.on_plan(message, control=self._control, now=now)
             case Pulse():
@@ -383,10 +382,8 @@ class DialingRole:
         """Note that task and engine are built, with these hashes."""
         return self._joining.configured(digests, now=now)
 
-    def _on_admitted(self, message: Admitted, now: float) -> list[Action]:
-        if not self._joining.is_expected(message):
-            return []
-        self._joining.state, self._heartbeat_at = "admitted", now
+    def _on_admitted(self, now: float) -> list[Action]:
+        self._heartbeat_at = now
         self._weights.new_learner()
         assert self._control is not None
         where = f"{self._control.address} ({self._control.node_id})"
@@ -404,9 +401,10 @@ class DialingRole:
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
+        own: tuple[float, ...] = ()
         if self.is_admitted:
             own = (self._heartbeat_at, self._heard_at + self._joining.dead_after_s)
-        else:
+        elif self.state is not NodeState.STOPPED:
             own = (self._joining.retry_at, self._lost_at + self.settings.reconnect_for_s)
         return earliest(*own, self.broadcast.deadline, self._weights.deadline)
 
@@ -416,7 +414,7 @@ class DialingRole:
         actions += self._weights.expire(control=self._control, now=now)
         if self.is_admitted:
             return actions + self._expire_admitted(now)
-        return actions + self._expire_joining(now)
+        return actions if self.state is NodeState.STOPPED else actions + self._expire_joining(now)
 
     def _expire_admitted(self, now: float) -> list[Action]:
         if now >= self._heard_at + self._joining.dead_after_s:
@@ -431,17 +429,17 @@ class DialingRole:
             text = describe_failure(self.settings, self._addresses(), run_id=run_id)
             for fault in self._faults.values():
                 text += f"\n  last attempt: {fault}"
-            return [Stop("learner_unreachable", TransportError(text))]
+            return self._joining.give_up("learner_unreachable", TransportError(text), now=now)
         if now < self._joining.retry_at:
             return []
-        actions = [] if self.state == "configuring" else self._tell_wait(remaining_s, now)
-        if self.state == "dialling" or now >= self._heard_at + self._joining.dead_after_s:
+        actions = [] if self.state is NodeState.CONFIGURING else self._tell_wait(remaining_s, now)
+        if self.state is NodeState.DIALLING or now >= self._heard_at + self._joining.dead_after_s:
             return actions + self._next_address(now)
         return actions + self._joining.repeat(now)
 
     def _tell_wait(self, remaining_s: float, now: float) -> list[Action]:
         """Say where the learner is looked for: after a moment, then each minute of a state."""
-        if self.state == "dialling" and self._control is not None:
+        if self.state is NodeState.DIALLING and self._control is not None:
             self._faults.setdefault(
                 self._control.address,
                 f"{self._control.address.partition('#')[0]} does not answer: the host is off or "
@@ -471,7 +469,7 @@ class DialingRole:
         return self.to_learner(Goodbye(reason=reason)) if self.is_admitted else []
 
 
-# --- What a shell needs of a session, be it a process (`runtime/node.py`) or simulated ---
+# --- The contract between a role and its shell: a process (`runtime/node.py`) or a simulation ---
 
 
 class Role(Protocol):

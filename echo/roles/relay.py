@@ -1,4 +1,4 @@
-"""A relay's part in the conversation: forward what is for others, never look inside.
+"""The relay's role: forward routed messages without looking inside.
 
 A routed message for the learner goes up the control link; one for a node goes down the link from
 which that node was last heard. What cannot be forwarded is dropped and counted: sender and
@@ -22,7 +22,7 @@ MAX_RELAYED_ROUTES = 100_000
 
 
 class Relay(DialingRole):
-    """NodeSession that forwards routed messages."""
+    """A dialling role that forwards routed messages."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         """Start without routes."""

@@ -1,4 +1,4 @@
-"""A worker's conversation with the learner: leases in, groups out.
+"""The worker's role: leases in, groups out.
 
 A lease waits in the queue, runs in the engine, may be parked between two calls of the engine
 (`leases/partials.py`), and its result lies in the outbox until the learner has it on disk. All
@@ -31,6 +31,7 @@ from echo.leases.partials import (
     PartialGroups,
     decode_members,
     encode_members,
+    key_of,
 )
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole
@@ -52,7 +53,7 @@ from echo.wire.messages import (
     known_reason,
 )
 
-# --- How long a lease waits for the version that it asks for ---
+# --- Timeout of a lease whose version has not come ---
 #
 # The learner counts on the version that a worker has told of. A worker that holds an older one by
 # now, as after a restart, has the newer one soon, or never: its uplink may be cut off, or the
@@ -91,7 +92,7 @@ class LeaseCancelled(Action):
 
 
 class Worker(DialingRole):
-    """NodeSession with a queue of leases and an outbox of results."""
+    """A dialling role with a queue of leases and an outbox of results."""
 
     def __init__(
         self, settings: NodeSettings, broadcast: Broadcast, outbox: Outbox, *, now: float
@@ -158,10 +159,9 @@ class Worker(DialingRole):
 
     # --- from the learner ------------------------------------------------------------------------
 
-    def _on_learner_message(
-        self, message: Message, payload: list[Frame], now: float
-    ) -> list[Action]:
-        actions = super()._on_learner_message(message, payload, now)
+    def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
+        """Handle what the learner says beside joining; a plan may put this worker on standby."""
+        actions = super().on_work(message, payload, now)
         if not isinstance(message, TopologyPlan) or message.is_standby == (
             self.standby_since is not None
         ):
@@ -185,7 +185,7 @@ class Worker(DialingRole):
             if len(message.leases) != 1:
                 raise RemoteProtocolError(f"{len(message.leases)} leases with one continuation")
             members = decode_members(payload[0])
-        fresh = [lease for lease in message.leases if not self._is_known(_key_of(lease))]
+        fresh = [lease for lease in message.leases if not self._is_known(key_of(lease))]
         for lease in fresh:
             self.partials.add(lease, members)
         return [LeasesChanged()] if fresh else []
@@ -243,7 +243,7 @@ class Worker(DialingRole):
 
     def progress(self, lease: Lease, num_tokens: int) -> None:
         """Note how many tokens have been sampled for a running lease."""
-        partial = self.partials.running.get(_key_of(lease))
+        partial = self.partials.running.get(key_of(lease))
         if partial is not None:
             partial.num_progress = num_tokens
 
@@ -256,8 +256,7 @@ class Worker(DialingRole):
 
         Args:
             interval_s: seconds between two shipments of one partial group; 0 where this worker is
-            about to
-                pause or to leave.
+                about to pause or to leave.
             now: the present instant.
         """
         if not self.is_admitted:
@@ -274,7 +273,7 @@ class Worker(DialingRole):
 
     def is_cancelled(self, lease: Lease) -> bool:
         """Return whether nobody waits any more for a group in the engine."""
-        return self.partials.is_unwanted(_key_of(lease))
+        return self.partials.is_unwanted(key_of(lease))
 
     def finished(self, group: Group, *, now: float) -> list[Action]:
         """Deliver a finished group."""
@@ -298,7 +297,7 @@ class Worker(DialingRole):
         self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
     ) -> list[Action]:
         """Report a group that cannot be finished and that trying again will not mend."""
-        self.partials.end(_key_of(lease))
+        self.partials.end(key_of(lease))
         self.counters.add(f"failed/{reason}")
         return [*self._report(lease, reason, detail, traceback=traceback), *self._send_due(now)]
 
@@ -319,7 +318,7 @@ class Worker(DialingRole):
             is_elsewhere=is_elsewhere,
             traceback=traceback,
         )
-        self.outbox.put(_key_of(lease), message)
+        self.outbox.put(key_of(lease), message)
         level = "info" if reason == SUPERSEDED else "warning"
         return [Note(level, f"group {lease.group_id}: {reason}: {detail}", reason)]
 
@@ -372,7 +371,7 @@ class Worker(DialingRole):
 
     def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
         """Give a lease back whose version is not the one that samples here."""
-        key = _key_of(lease)
+        key = key_of(lease)
         if key in self.partials.running:
             if not self.partials.end(key):
                 return []
@@ -382,11 +381,11 @@ class Worker(DialingRole):
         return self._report(lease, reason, detail, is_elsewhere=True)
 
 
-def _key_of(lease: Lease) -> LeaseKey:
-    return lease.group_id, lease.attempt
+# --- Release of an idle machine ---
 
 
 RELEASE_CHECK_S = 0.25
+"""Seconds between two looks at whether it is time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

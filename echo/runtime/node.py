@@ -515,7 +515,7 @@ class DialingNode(Node):
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
         """Handle that an attempt to dial failed; the transport goes on trying."""
-        return self.session.dial_failed(peer, reason, is_refused=is_refused)
+        return self.session.dial_failed(peer, reason, is_refused=is_refused, now=self.now)
 
     async def drain(self) -> None:
         """Say goodbye, so that nobody waits for this node; the transport delivers it."""

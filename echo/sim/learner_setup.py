@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.buffer import StalenessBuffer
 from echo.leases.book import LeaseBook
-from echo.leases.scheduler import LeaseSettings
+from echo.leases.scheduler import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.sim.journal import Start
@@ -55,14 +55,16 @@ def make_session(
         leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
     return Learner(
         _settings(scenario, key=key, scale=versions.scale),
+        RunState(
+            leases=leases,
+            lineages=start.lineages,
+            step=start.step,
+            next_group_id=start.next_group_id,
+            finished=start.finished,
+        ),
         broadcast=broadcast,
         buffer=buffer,
-        leases=leases,
         make_lease=_make_lease,
-        lineages=start.lineages,
-        step=start.step,
-        next_group_id=start.next_group_id,
-        finished=start.finished,
     )
 
 

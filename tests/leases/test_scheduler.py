@@ -13,7 +13,14 @@ from echo.core.errors import DataError
 from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PolicyVersion
 from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
-from echo.leases.scheduler import MAX_ATTEMPTS, LeaseSettings, RecordEnd, RecordGrant, Scheduler
+from echo.leases.scheduler import (
+    MAX_ATTEMPTS,
+    LeaseSettings,
+    RecordEnd,
+    RecordGrant,
+    RunState,
+    Scheduler,
+)
 from echo.wire.actions import Complaints, Note, Routes
 from echo.wire.messages import Heartbeat, Lease, LeaseState, NodeStats
 from tests.roles.harness import make_group, make_lease
@@ -34,19 +41,17 @@ def make_settings(**changes: Any) -> LeaseSettings:
 
 
 def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Scheduler:
+    state: dict[str, Any] = {"step": 3, "next_group_id": 12}
+    state |= {name: changes.pop(name) for name in state if name in changes}
+    run = RunState(leases=LeaseBook(timeout_s=10.0), lineages=LINEAGES, finished=range(12), **state)
     settings: dict[str, Any] = {
-        "leases": LeaseBook(timeout_s=10.0),
         "buffer": StalenessBuffer(max_staleness=1, lineages=LINEAGES),
         "make_lease": make_lease,
-        "lineages": LINEAGES,
-        "step": 3,
-        "next_group_id": 12,
-        "finished": range(12),
         "counters": (counters := Counters()),
         "routes": Routes(counters),
         "complaints": Complaints(),
     }
-    return Scheduler(make_settings(**of), **(settings | changes))
+    return Scheduler(make_settings(**of), run, **(settings | changes))
 
 
 def make_worker(name: str, installed: tuple[int, int] | None, capacity: int = 8) -> LeasedWorker:

@@ -22,7 +22,7 @@ from echo.records import ledger
 from echo.roles import joining
 from echo.roles.joining import Joining
 from echo.roles.learner import Learner
-from echo.roles.members import Member, Roster
+from echo.roles.members import Member, Presence, Roster
 from echo.roles.node import DialingRole
 from echo.weights import receiver, store
 from echo.weights.manifest import SignedManifest
@@ -413,18 +413,16 @@ def say_everything_once(patch: pytest.MonkeyPatch) -> None:
 @plant(34)
 def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
     """Lease to nodes that are not admitted yet, and have no weights."""
-    hello = Roster.hello
+    move = Roster.move
 
-    def eager(self: Roster, message: Any, *, now: float) -> str:
-        verdict = hello(self, message, now=now)
-        if member := self.nodes.get(message.node_id):
-            member.worker.capacity = 3
-        return verdict
+    def eager(self: Roster, member: Member, to: Presence) -> None:
+        move(self, member, to)
+        member.worker.capacity = 3
 
     def everybody(self: Roster, role: str | None = None) -> list[Member]:
         return [member for member in self.nodes.values() if role in (None, member.role)]
 
-    patch.setattr(Roster, "hello", eager)
+    patch.setattr(Roster, "move", eager)
     patch.setattr(Roster, "active", everybody)
     patch.setattr(LeasedWorker, "is_able", lambda self, usable: True)
     patch.setattr(Scheduler, "_bounds", lambda self, workers: {w.installed: 10**6 for w in workers})
@@ -460,9 +458,7 @@ def plan_for_those_on_standby(patch: pytest.MonkeyPatch) -> None:
 def compare_no_hashes(patch: pytest.MonkeyPatch) -> None:
     """Let every node in, whatever it has, and follow every run."""
 
-    for module in (joining, joining):
-        if hasattr(module, "digest_mismatch"):
-            patch.setattr(module, "digest_mismatch", lambda *, ours, theirs: None)
+    patch.setattr(joining, "digest_mismatch", lambda *, ours, theirs: None)
     patch.setattr(Joining, "_find_fault", lambda self, message: None)
 
 

@@ -32,6 +32,7 @@ from echo.leases.scheduler import (
     RecordEnd,
     RecordGrant,
     RecordRefusal,
+    RunState,
     StoreGroup,
 )
 from echo.records.ledger import read_state
@@ -431,14 +432,16 @@ class Run:
                 leases=LeaseSettings(**of(LeaseSettings)),
                 site=Site(LEARNER_ID, "learner", LEARNER_ADDRESS),
             ),
+            RunState(
+                leases=leases,
+                lineages=lineages,
+                step=step,
+                next_group_id=next_group_id,
+                finished=finished,
+            ),
             broadcast=make_broadcast("learner"),
             buffer=buffer,
-            leases=leases,
             make_lease=make_lease,
-            lineages=lineages,
-            step=step,
-            next_group_id=next_group_id,
-            finished=finished,
         )
         process = self.world.add(Process("learner", session, LEARNER_ADDRESS))
         process.on_action = lambda action: self._on_learner_action(process, action)

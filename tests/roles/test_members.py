@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.roles.members import Roster
+from echo.roles.members import Member, Presence, Roster
 from echo.wire.messages import Heartbeat, Hello, NodeStats
 
 
@@ -13,6 +13,7 @@ def roster() -> Roster:
 
 
 def hello(roster: Roster, incarnation: str, *, now: float, name: str = "w1") -> str:
+    """Return what a Hello's claim comes to, and let the node in if it is right."""
     message = Hello(
         node_id=name,
         role="worker",
@@ -21,7 +22,10 @@ def hello(roster: Roster, incarnation: str, *, now: float, name: str = "w1") -> 
         advertise=None,
         digests={},
     )
-    return roster.hello(message, now=now)
+    claim = roster.claim(message, now=now)
+    if claim in ("new", "restarted"):
+        roster.move(Member.of(message, now=now), Presence.KNOWN)
+    return claim
 
 
 def beat(tokens: int = 0, num_bytes: int = 0) -> Heartbeat:
@@ -29,29 +33,33 @@ def beat(tokens: int = 0, num_bytes: int = 0) -> Heartbeat:
     return Heartbeat(installed=PolicyVersion(1, 4), capacity=3, leases=(), stats=stats)
 
 
-def test_a_node_is_known_then_a_member_then_gone(roster: Roster) -> None:
+def test_a_node_is_known_then_admitted_then_silent(roster: Roster) -> None:
     assert roster.deadline is None
     assert hello(roster, "i1", now=0.0) == "new"
     assert roster.members() == []
     assert hello(roster, "i1", now=1.0) == "again"
     member = roster.nodes["w1"]
-    member.is_member = True
+    member.heard_at = 1.0
+    roster.move(member, Presence.ADMITTED)
     assert roster.members("worker") == [member]
     assert roster.members("relay") == []
     assert roster.deadline == 11.0
-    assert roster.expire(now=10.9) == []
-    assert roster.expire(now=11.0) == [member]
+    assert roster.take_silent(now=10.9) == []
+    assert roster.take_silent(now=11.0) == [member]
+    roster.move(member, Presence.UNKNOWN)
     assert not roster.nodes
+    assert roster.take_silent(now=99.0) == []
 
 
 def test_a_restart_waits_until_the_old_process_is_silent_for_two_heartbeats(roster: Roster) -> None:
     hello(roster, "i1", now=0.0)
-    roster.nodes["w1"].is_member = True
+    roster.move(roster.nodes["w1"], Presence.ADMITTED)
     assert hello(roster, "i2", now=3.9) == "wait"
     assert roster.nodes["w1"].incarnation == "i1"
-    assert hello(roster, "i2", now=4.0) == "new"
+    assert hello(roster, "i2", now=4.0) == "restarted"
     assert roster.nodes["w1"].incarnation == "i2"
-    assert not roster.nodes["w1"].is_member
+    assert not roster.nodes["w1"].is_admitted
+    assert roster.take_silent(now=13.9) == []
 
 
 def test_two_processes_that_keep_speaking_share_a_name_and_the_second_is_told(
@@ -69,7 +77,7 @@ def test_a_rival_of_long_ago_does_not_count_against_another_one(roster: Roster) 
     assert hello(roster, "i2", now=1.0) == "wait"
     roster.nodes["w1"].beat(beat(), now=99.0)
     assert hello(roster, "i3", now=100.0) == "wait"
-    assert hello(roster, "i3", now=103.0) == "new"
+    assert hello(roster, "i3", now=103.0) == "restarted"
 
 
 def test_rates_are_of_the_last_ten_seconds(roster: Roster) -> None:
@@ -91,7 +99,7 @@ def test_a_node_is_shown_as_it_was_last_heard(roster: Roster) -> None:
     member = roster.nodes["w1"]
     view = member.view(step=6, num_leases=0, now=1.0)
     assert (view.state, view.version, view.staleness) == ("joining", "-", None)
-    member.is_member = True
+    roster.move(member, Presence.ADMITTED)
     member.beat(beat(), now=2.0)
     view = member.view(step=6, num_leases=2, now=5.0)
     assert (view.state, view.version, view.staleness) == ("sampling", "v4", 2)

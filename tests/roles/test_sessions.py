@@ -234,9 +234,10 @@ def test_a_node_that_every_address_refuses_gives_up_after_three_tries(tmp_path: 
         while session._control is None or session._control.address != address:
             run.world.run(run.world.now + 1.0)
         peer = session._control.peer
-        assert session.dial_failed("another", "a parent's key", is_refused=True) == []
+        assert session.dial_failed("another", "a parent's key", is_refused=True, now=0.0) == []
         for is_refused in faults[address]:
-            stops += session.dial_failed(peer, f"{address} has another key", is_refused=is_refused)
+            reason = f"{address} has another key"
+            stops += session.dial_failed(peer, reason, is_refused=is_refused, now=0.0)
     [stop] = stops
     assert isinstance(stop, Stop)
     assert isinstance(stop.error, RefusedError)
@@ -249,7 +250,7 @@ def test_a_node_without_its_learner_says_so_once_a_minute_and_why(tmp_path: Path
     run.world.run(1.0)
     session = worker.session
     assert session._control is not None
-    session.dial_failed(session._control.peer, "the port is closed", is_refused=False)
+    session.dial_failed(session._control.peer, "the port is closed", is_refused=False, now=0.0)
     run.world.run(149.0)
     told = [note for note in worker.notes if "giving up in" in note]
     assert len(told) == 3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from echo.core.price import Price
-from echo.roles.members import Member, Roster
+from echo.roles.members import Member, Presence, Roster
 from echo.runtime.learner.cost import CostMeter
 from echo.wire.messages import Hello, NodeStats
 
@@ -61,8 +61,9 @@ def test_a_machine_counts_until_its_release_is_confirmed(roster: Roster) -> None
     meter = make(learner_per_h=0.0)
     released, left = join(roster, "released", 1.0), join(roster, "left", 1.0)
     meter.update(roster, bytes_sent=0, now=0.0)
-    roster.leave(released, is_released=True)
-    roster.leave(left, is_released=False)
+    roster.move(released, Presence.UNKNOWN)
+    roster.release(released)
+    roster.move(left, Presence.UNKNOWN)
     meter.update(roster, bytes_sent=0, now=60.0)
     assert meter.bill().machines_per_h == pytest.approx(1.0)
     assert meter.bill().unconfirmed_per_h == pytest.approx(1.0)
@@ -88,7 +89,9 @@ def test_a_machine_that_returns_goes_on_counting_once(roster: Roster) -> None:
 
 def test_a_new_start_of_a_released_name_counts_again(roster: Roster) -> None:
     meter = make(learner_per_h=0.0)
-    roster.leave(join(roster, "w", 1.0), is_released=True)
+    member = join(roster, "w", 1.0)
+    roster.move(member, Presence.UNKNOWN)
+    roster.release(member)
     again = join(roster, "w", 1.0)
     again.incarnation = "w-2"
     meter.update(roster, bytes_sent=0, now=0.0)

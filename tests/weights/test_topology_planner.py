@@ -11,6 +11,7 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.roles.learner import Learner
+from echo.roles.members import Member, Presence
 from echo.weights.broadcast import Broadcast
 from echo.weights.topology import plan as planning_module
 from echo.weights.topology.plan import (
@@ -191,8 +192,8 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
             advertise=None,
             digests={},
         )
-        session.roster.hello(hello, now=now if number < 140 else now + 1.0)
-        session.roster.nodes[f"w{number}"].is_member = True
+        member = Member.of(hello, now=now if number < 140 else now + 1.0)
+        session.roster.move(member, Presence.ADMITTED)
     calls: list[int] = []
     made, grants = session.planning.plan, session.grant
 

@@ -50,7 +50,7 @@ from echo.engine.model import (
 )
 from echo.engine.weights import Weights, save_hf, tensors_from_image, torch_dtype
 from echo.leases.book import LeaseBook
-from echo.leases.scheduler import LeaseSettings
+from echo.leases.scheduler import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
 from echo.net.transport import Transport
 from echo.records.ledger import Ledger
@@ -537,14 +537,16 @@ def build_session(
             ),
             chunk_bytes=network.chunk_bytes,
         ),
+        RunState(
+            leases=leases,
+            lineages=start.lineages,
+            step=start.step,
+            next_group_id=start.next_group_id,
+            finished=start.finished,
+        ),
         broadcast=wiring.make_broadcast(LEARNER_ID, network),
         buffer=buffer,
-        leases=leases,
         make_lease=data.prompts.lease,
-        lineages=start.lineages,
-        step=start.step,
-        next_group_id=start.next_group_id,
-        finished=start.finished,
     )
 
 

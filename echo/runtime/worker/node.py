@@ -28,7 +28,7 @@ from echo.engine.engine import Engine, Sampling
 from echo.engine.weights import tensors_from_image
 from echo.leases.partials import PartialGroup
 from echo.net.transport import Transport
-from echo.roles.joining import Configure
+from echo.roles.joining import Configure, NodeState
 from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
 from echo.runtime.agents.sessions import AgentParts
 from echo.runtime.episodes import EpisodeRunner
@@ -139,11 +139,12 @@ class WorkerNode(DialingNode):
         session = self.session
         in_engine = 0 if self._rollouts is None else self._rollouts.num_tokens
         version = session.installed_version
+        has_learner = session.state in (NodeState.ADMITTED, NodeState.STOPPED)
         return WorkerView(
             version="no version" if version is None else str(version),
             num_tokens=session.tokens_sampled + in_engine,
             num_groups=session.num_accepted,
-            activity=session.activity if session.is_admitted else f"{session.state}: no learner",
+            activity=session.activity if has_learner else f"{session.state}: no learner",
         )
 
     # --- actions ---------------------------------------------------------------------------------
