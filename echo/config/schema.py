@@ -769,6 +769,9 @@ def _expected(fragment: Mapping[str, Any], name: str) -> str:
     if words:
         listed = ", ".join(show(word) for word in words)
         return f"one of {listed}" if len(words) > 1 else listed
+    if "prefixItems" in fragment:
+        items = fragment["prefixItems"]
+        return f"a list of {len(items)}, each {_expected(items[0], name)}"
     if name.endswith("_s") and not name.endswith("_per_s"):
         base = 'a duration (seconds, or text such as "30s")'
     elif name.endswith("_bytes"):
