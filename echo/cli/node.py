@@ -46,7 +46,7 @@ from echo.tasks.task import load_task
 from echo.ui.live import LiveView, StatusLine, show_status
 from echo.ui.plots import learning_curve
 from echo.ui.sinks import MetricsWriter
-from echo.ui.summary import as_text, summarise
+from echo.ui.summary import as_text, summarise_run
 
 # `--dry-run`: what would start, whether its memory suffices, and every setting with its source
 #
@@ -160,7 +160,7 @@ async def run_node(node: Node) -> str:
             if received:
                 return  # a terminal that closes sends it more than once
         received.append(number)
-        code = interrupts.code_of(number)
+        code = interrupts.signal_exit_code(number)
         if len(received) == 1:
             node.interrupt()
         elif len(received) == 2:
@@ -332,7 +332,7 @@ def show_join(join_path: Path) -> None:
 def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:
     """Draw the learning curve and print the summary of a run."""
     learning_curve(run_dir, run_dir / "learning_curve.png")
-    summary = summarise(run_dir, commands=commands)
+    summary = summarise_run(run_dir, commands=commands)
     text = as_text(summary)
     on_screen = as_text(summary, width=min(console.width, 110)) if console.is_terminal else text
     console.file.write(on_screen + "\n")

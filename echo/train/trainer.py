@@ -620,7 +620,7 @@ class Trainer:
         sampler: list[Tensor] = []
         entropies: list[Tensor] = []
         for _, micro in self._micro_batches(batch.samples):
-            output, logprobs, entropy = self._score_and_judge(micro, batch, scores)
+            output, logprobs, entropy = self._loss_and_scores(micro, batch, scores)
             output.loss.backward()  # type: ignore[no-untyped-call]
             losses.append(output.loss.detach())
             for name, count in output.token_counts.items():
@@ -637,7 +637,7 @@ class Trainer:
             metrics[name] = float(torch.stack(counts).sum()) / num_scored
         return metrics
 
-    def _score_and_judge(
+    def _loss_and_scores(
         self, micro: MicroBatch, batch: StepBatch, scores: BatchScores | None
     ) -> tuple[LossOutput, Tensor, Tensor]:
         """Return loss, log-probabilities and entropies of one micro-batch."""

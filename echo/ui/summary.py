@@ -203,7 +203,7 @@ class RunSummary:
         return sum(s * n for s, n in self.staleness_tokens.items()) / total if total else 0.0
 
 
-def summarise(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSummary:
+def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSummary:
     """Read metrics.jsonl, ledger.jsonl and config.json of a run and sum them up.
 
     Args:

@@ -71,7 +71,7 @@ POLL_S = 0.05
 """Seconds between two looks at whether to stop."""
 
 
-class Judge(Protocol):
+class Supervisor(Protocol):
     """What a call asks of the engine that it belongs to."""
 
     timeout_s: float
@@ -133,7 +133,7 @@ class Call:
 
     def __init__(
         self,
-        engine: Judge,
+        engine: Supervisor,
         space: CacheCapacity,
         requests: Sequence[Request],
         sampling: Sampling,
@@ -246,9 +246,9 @@ class Call:
                 raise EngineError(f"vLLM refuses {running.request_id}: {error}") from error
         held, self._held = self._held, []
         for running, sample in held:
-            self._judge(running, sample)
+            self._check_sample(running, sample)
 
-    def _judge(self, running: _Running, sample: Sample) -> None:
+    def _check_sample(self, running: _Running, sample: Sample) -> None:
         if sample.finish_reason == "abort" and not self._is_stopping:
             # Not by us: vLLM ends what runs when somebody tells its process to stop.
             self._waiting.append(running.index)
