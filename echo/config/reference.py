@@ -1,4 +1,4 @@
-"""The reference of the configuration as Markdown, from the schema.
+"""Configuration reference as Markdown, generated from the schema.
 
 python -m echo.config.reference > docs/configuration.md
 """
