@@ -1,4 +1,4 @@
-"""Why no fleet is sufficient, and the smallest changes that would make one so."""
+"""Provisioning: the fleet to rent, or why none is sufficient."""
 
 from __future__ import annotations
 
@@ -270,10 +270,10 @@ def _least_factor(
     return high, selection
 
 
-# --- The plan: the fleet to rent, what it leads to, what one change more or less would do ---
+# --- fleet to rent --------------------------------------------------------------------------------
 #
 # Where nothing fits, the plan is the list of reasons and the changes that would help, the smallest
-# first (`echo.planner.remedies`).
+# first (`refuse`).
 
 
 PARETO_SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)

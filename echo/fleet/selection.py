@@ -1,4 +1,4 @@
-"""The cheapest sufficient set as a mixed-integer linear programme, solved by HiGHS.
+"""Cheapest sufficient set of nodes: exactly by HiGHS, else greedily.
 
 Variables, in this order: x_j nodes of each offer, z_j whether an offer is used, r_g whether a
 region's relay is used, t the seconds of a broadcast. Every constraint but one is linear as it
@@ -225,7 +225,7 @@ class _Programme:
         return row
 
 
-# --- The cheapest set of nodes that satisfies the provisioning rule ---
+# --- selection ------------------------------------------------------------------------------------
 #
 # The rule is convex in the number of nodes: the time of a broadcast is a maximum of linear
 # functions, and both the rate that pausing workers need and the time of gathering a batch are
