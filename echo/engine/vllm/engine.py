@@ -1,4 +1,4 @@
-"""Sample with vLLM: the engine for throughput, with weights swapped while it runs.
+"""vLLM engine: throughput, with weights swapped while it runs.
 
 A swap is a transaction. The new weights are checked against the model's shape, handed over while
 generation is paused for a moment (vLLM's own lifecycle), and probed: the engine's log-probabilities
@@ -59,7 +59,7 @@ from echo.engine.vllm.backend import (
 )
 from echo.engine.weights import torch_dtype
 
-# --- One call of `generate` on vLLM: its requests in batches, watched until all have ended ---
+# --- one call -------------------------------------------------------------------------------------
 #
 # A sample counts only if all its tokens come from weights that the probe has found right. Tokens of
 # weights that are still being probed are held until the verdict; a rollout that holds tokens of
@@ -319,7 +319,7 @@ def make_params(
     )
 
 
-# --- Whether the engine samples from the weights that it was given: a probe after every swap ---
+# --- probe after a swap ---------------------------------------------------------------------------
 #
 # The expected log-probabilities of a fixed prompt come from transformers on the host, computed from
 # the very tensors that were handed over, so that no mistake of vLLM can be in them. A tied head
