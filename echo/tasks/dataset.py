@@ -1,4 +1,4 @@
-r"""Tasks over rows: datasets of any form, with any reward function, and mixtures of tasks.
+r"""Dataset tasks: rows of any form, any reward function, mixtures.
 
     [task]
     kind = "dataset"
