@@ -1,4 +1,4 @@
-"""The reference of the metrics as Markdown, checked against the names in the code.
+"""Metrics reference as Markdown, checked against the code.
 
 python -m echo.ui.metrics_reference > docs/metrics.md
 

@@ -1,4 +1,4 @@
-"""Sum up a run from what it left on disk, for its last screen and for anyone who comes later.
+"""Summary of a run from what it left on disk.
 
 The staleness distribution is added up from the ledger, not taken from the learner's own metrics: it
 is the record of what was really trained on.
