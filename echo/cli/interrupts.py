@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP, which a closed terminal sends: how every command ends by them.
+"""Signals: how Ctrl-C, SIGTERM and a closed terminal end commands.
 
     while modules are imported, or figures computed   one line, and gone: there is nothing to undo
     within `unwinding`                                one line, then SystemExit undoes what is begun

@@ -1,4 +1,4 @@
-"""`echo-rl node`: one learner, worker or relay, on a laptop or ten machines."""
+"""`echo-rl node`: run one learner, worker or relay."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from echo.ui.plots import learning_curve
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, summarise_run
 
-# `--dry-run`: what would start, whether its memory suffices, and every setting with its source
+# --- dry run --------------------------------------------------------------------------------------
 #
 # Then what would stop it in its first minute: datasets that cannot be read, addresses that are
 # taken.
@@ -142,7 +142,7 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
     return free_gpu_bytes(device)
 
 
-# --- How a node becomes a process: its loop, its signals, and the exit code it ends with ---
+# --- process of a node ----------------------------------------------------------------------------
 
 
 async def run_node(node: Node) -> str:
@@ -204,7 +204,7 @@ def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> i
     return 0
 
 
-# The learner's command: the node, its metrics and its live view, and the summary at the end
+# --- learner --------------------------------------------------------------------------------------
 
 
 MAX_NOTICES = 6

@@ -1,6 +1,6 @@
-"""From a scenario file to what the simulator takes, or everything that is wrong with it.
+"""Scenario files: what the simulator takes, and what is wrong with them.
 
-A scenario is a fleet file (`fleet_schema.py`) with the tables of `scenario_schema.py` besides, and
+A scenario is a fleet file with tables of its own besides (`config/fleet_file.py`), and
 `[activation]` as in a run's configuration, all of which may be left out: every fleet file is a
 scenario.
 """
