@@ -764,6 +764,9 @@ class PlainLog:
             )
 
 
+# --- full-screen view -----------------------------------------------------------------------------
+
+
 logger = logging.getLogger(__name__)
 
 _MIN_SIDE_BY_SIDE = 56

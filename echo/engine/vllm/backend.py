@@ -1,12 +1,13 @@
 """vLLM backends: in this process, or in processes of its own.
 
-It starts in two seconds and is truly one process: for tests and small workers. All that touches the
-engine is done by the one thread, between two steps; other threads leave it jobs and wait.
+vLLM in our own process (`InlineBackend`) starts in two seconds and is truly one process: for tests
+and small workers. All that touches the engine is done by the one thread, between two steps; other
+threads leave it jobs and wait.
 
 There is one in a process at a time, because vLLM keeps its process groups in globals. What else it
-changes in the process that it lives in: torch's threads can no longer be set (undone
-here), a process group of size one is made, and torch's global generator is seeded (every request of
-ours has its own).
+changes in the process that it lives in: torch's threads can no longer be set (undone here),
+a process group of size one is made, and torch's global generator is seeded (every request of ours
+has its own).
 """
 
 from __future__ import annotations
