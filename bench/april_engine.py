@@ -1,4 +1,4 @@
-"""An engine that computes how long each token would take, instead of computing tokens.
+"""Timed engine: it computes how long each token takes.
 
 It keeps a fixed number of rows, each of which samples one rollout; what finds none free waits in
 line. It is **continuous** (as vLLM or SGLang: a row that is free takes the next rollout in line at

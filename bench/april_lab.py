@@ -1,4 +1,4 @@
-"""Workers with a timed engine and a learner without a model, through real sessions in virtual time.
+"""Real sessions in virtual time, with a timed engine and no model.
 
 Worker nodes, sessions, leases, buffer and transport are those of a run. The engine computes how
 long each token takes instead of computing tokens, and the learner waits instead of training.

@@ -1,4 +1,4 @@
-"""The quickstart's small model, sampled and trained for real, in the time of long rollouts.
+"""Quickstart's small model, trained in the time of long rollouts.
 
 Each rollout has a length drawn from the tail, and each of its real tokens takes as long as so many
 tokens that an average answer takes the length drawn. So what each version samples, how stale it is

@@ -1,4 +1,4 @@
-"""The rollout phases of a synchronous learner, with and without the paper's early stop.
+"""Rollout phases of a synchronous learner, with APRIL's early stop.
 
 What the paper compares, step by step, without Echo: a phase submits N' groups, what was left over
 first, spreads their rollouts over the engines, and ends when N groups are whole; N' = N waits for

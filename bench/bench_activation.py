@@ -1,4 +1,4 @@
-"""Choose workers for random fleets, and compare the choice with that of trying every set.
+"""Compare the choice of workers with that of trying every set.
 
     python bench/bench_activation.py [--cases 1000] [--most 8]
 

@@ -1,4 +1,4 @@
-"""What an early stop of batches gains on heavy-tailed lengths: active partial rollouts (APRIL).
+"""Measure active partial rollouts (APRIL) on heavy-tailed lengths.
 
 The setting is the paper's as far as it is known: batches of 32 groups of 8, 64 groups submitted
 where rollouts are stopped early, responses of at most 16384 tokens. What is not known is stated:

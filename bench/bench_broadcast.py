@@ -1,4 +1,4 @@
-"""Measure how fast one version of the weights reaches every receiver, against the theory.
+"""Measure the broadcast of a version to every receiver, against theory.
 
 Real processes: the learner's session publishes; relays receive, verify, store and pass on. On
 loopback the figures are ratios to one raw TCP stream of the same run. With --path wan every node is

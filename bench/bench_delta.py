@@ -1,4 +1,4 @@
-"""Measure deltas of weights: how short they are, and how fast one core codes and decodes them.
+"""Measure deltas of weights: size, and speed of coding and decoding.
 
 The weights are those of a simulated training: normal, sigma 0.02; gradients normal with a mean of
 0.3 sigma of their own per weight; Adam (0.9, 0.95) on an fp32 master. An image is the master

@@ -1,4 +1,4 @@
-"""Compare giving groups by speed with and without copies of the last ones.
+"""Compare dispatch by speed with and without copies of last groups.
 
 The real sessions of learner and workers run on a simulated network and virtual time; only sampling
 and training are replaced by their durations. Lengths are log-normal with a heavy tail. The fleets:

@@ -1,4 +1,4 @@
-"""Follow the saving that ECHO-2 publishes from stated inputs: an interval, and what moves it.
+"""Follow the saving that ECHO-2 publishes from stated inputs.
 
 Published (arXiv:2602.02192): batches of 128 prompts x 16 answers of at most 8192 tokens; 8 A100
 that generate and train in turn need about 1508 s per step; a learner with cheap remote workers

@@ -1,4 +1,4 @@
-"""Time log-probabilities from hidden states and an LM head, side by side with other kernels.
+"""Time log-probabilities from hidden states, beside other kernels.
 
 All run in one process on the same tensors, in turns, so that clocks and temperature hit all alike;
 the rate of a plain matrix product, measured in the same run, is the ceiling. A kernel that is not

@@ -1,4 +1,4 @@
-"""Compare Echo's two modes with a co-located on-policy loop: what does the network change?
+"""Compare Echo's two modes with a co-located on-policy loop.
 
 Each seed is trained three times from the same model: pull (four processes, on-policy), push_pull
 (four processes, within the bound) and co-located (colocated.py). The differences of the final pass

@@ -1,4 +1,4 @@
-"""Check the overlap model with real processes: is the learner's idle share what it predicts?
+"""Check the overlap model's idle share with real processes.
 
     python bench/bench_overlap.py [--steps 30] [--rates 0.8 1.0 1.2] [--real RUN]
 

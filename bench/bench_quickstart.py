@@ -1,4 +1,4 @@
-"""Run the quickstart with several seeds and report what it learned, how stale, and how fast.
+"""Run the quickstart with several seeds, and report what it learned.
 
 Every run is the real one: four processes over sockets. The seeds share the warmed-up model; they
 differ in prompts and sampling.

@@ -1,4 +1,4 @@
-"""Both readings of the provisioning rule against the simulator, and what pacing saves.
+"""Compare both readings of the provisioning rule with the simulator.
 
 For each bound S, publish period kappa, T_bcast / (kappa * T_train) and spread of the lengths the
 least rate is searched for at which the learner waits less than IDLE of the time, mean over the

@@ -1,4 +1,4 @@
-"""How much the simulator costs per worker and step, up to thousands of workers.
+"""Measure the simulator's cost per worker and step.
 
 Workers listen and pass weights on; each makes a quarter more than its share of a batch. A line is
 printed, and the result saved, after each size; CPU seconds are those of this process, so that other

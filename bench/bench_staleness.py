@@ -1,4 +1,4 @@
-"""Train at given lags and with every correction: what staleness costs, and what wins it back.
+"""Train at given lags with every correction, and compare.
 
 Each run is colocated.py's: the real trainer, engine, task and small model in one process, where
 groups wait for their step as long as the lag says. A run adds its row to the rows file as it ends,

@@ -1,4 +1,4 @@
-"""A flood of strangers at one listener: its CPU seconds, and the delay of a member's messages.
+"""Flood a listener with strangers: CPU seconds, delay of members' messages.
 
 A process connects and closes as fast as it can. Meanwhile a member that has joined sends one
 message after the other and waits for each to come back. In turns: without a flood, with the limit

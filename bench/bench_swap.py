@@ -1,4 +1,4 @@
-"""Swap weights in flight: how long it takes, and what a kept KV cache does to the log-ratio.
+"""Time in-flight weight swaps, and measure the log-ratio after them.
 
 Rollouts run, the weights are swapped in the middle, and the log-probabilities of the tokens that
 follow are compared with those of the new version alone, computed by transformers: the log-ratio

@@ -1,4 +1,4 @@
-"""The figures that the broadcast has to reach, each measured by one function.
+"""Figures that the broadcast has to reach, one function each.
 
 Every figure is a ratio within one run: to raw TCP, to what the link carries, or to another variant
 on the same links. "The link" is what TCP can carry of it, 1448 bytes of every packet of 1500.

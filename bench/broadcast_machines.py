@@ -1,4 +1,4 @@
-"""bench_broadcast.py between real machines: one is the learner, each of the others a receiver.
+"""Measure a broadcast between real machines, for bench_broadcast.py.
 
 All topologies take turns on the same processes, and so do their connections. The raw TCP stream
 that they are compared with goes to the receiver that is there first, from the learner's next port.

@@ -1,4 +1,4 @@
-"""Where the processes of bench_broadcast.py run: beside each other, or behind emulated links."""
+"""Processes of bench_broadcast.py side by side, or behind emulated links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of bench_broadcast.py: medians against theory, a table, and a file that grows row by row."""
+"""Rows of bench_broadcast.py: medians against theory, table, result file."""
 
 from __future__ import annotations
 

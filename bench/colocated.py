@@ -1,4 +1,4 @@
-"""Train in one loop of one process, on-policy or at a lag: no network, no journal, nobody else.
+"""Train in one process, on-policy or at a lag, without a network.
 
 On-policy it is what pull mode is compared with: the same task, prompts, model, sampling, loss and
 optimizer, but each batch is sampled and trained on in turn. Prompts come in the order in which the

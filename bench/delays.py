@@ -1,4 +1,4 @@
-"""Delays as machines on different continents have them, injected into a run on purpose.
+"""Delays between continents, injected into a run on purpose.
 
 Learner and workers are started from here, with the configuration of a run and the delays beside it:
 

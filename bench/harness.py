@@ -1,4 +1,4 @@
-"""What every benchmark shares: the environment that a result belongs to, and where results go."""
+"""Environment of a result, and the directory of results."""
 
 from __future__ import annotations
 

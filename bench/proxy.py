@@ -1,4 +1,4 @@
-"""Emulate links without root: a TCP proxy in front of every node, with rate and delay.
+"""Emulate links without root: a TCP proxy before every node.
 
     python bench/proxy.py --nodes 3 --rate-mbit 200 --latency-ms 20
 

@@ -1,4 +1,4 @@
-"""One process of bench_broadcast.py for the baseline: the package `shardcast`, as it comes.
+"""Baseline process of bench_broadcast.py: the package `shardcast`.
 
 Run by an interpreter that has the package. Commands and answers are those of broadcast_node.py.
 The package keeps scratch files beside its own code, so each process imports a copy of its own:

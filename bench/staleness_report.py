@@ -1,4 +1,4 @@
-"""Results and plots of bench_staleness.py, from the rows of whichever runs have ended."""
+"""Results and plots of bench_staleness.py, from its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One end of a stream of bytes that nobody looks at: what bench_broadcast.py compares with.
+"""Plain byte stream that bench_broadcast.py compares with.
 
 Two kinds: `source` and `sink` are one raw TCP connection; `giver` and `taker` are the bare data
 plane of this project, its transport between a ROUTER and a DEALER with credits, where chunks are

@@ -1,4 +1,4 @@
-"""A learner or worker whose model work takes a given time; everything else is the real thing.
+"""Learner or worker whose model work takes a given time.
 
 The learner makes its real step (of a tiny model) and then waits until the step has taken `step_s`.
 The worker's engine makes up tokens; each of its groups takes `group_s`, give or take `spread`.

@@ -1,4 +1,4 @@
-"""An asyncio loop on a clock of its own: hours of waiting pass in the time that the work takes.
+"""Asyncio loop on virtual time.
 
 Nodes, sessions and transports run as they are. Time stands still while anything computes, in the
 loop or in one of its threads, and jumps to the next timer, or to the end of the next thread's

@@ -1,4 +1,4 @@
-"""Emulate a WAN on this machine: network namespaces around a core with rates, delays and loss.
+"""Emulate a WAN on this machine: network namespaces around a core.
 
 Each node is a namespace with one TUN device; this process is what lies between them. A packet
 leaves through its node's uplink, which queues for at most `queue_ms`, travels for the delays of

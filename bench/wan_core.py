@@ -1,4 +1,4 @@
-"""The packet core of wan.py in Python, for machines without a C compiler; see wan_core.c.
+"""Packet core of wan.py in Python, for machines without C compiler.
 
 The same rules and the same calls; it carries about 2 Gbit/s in all where the other carries ten.
 """

@@ -18,7 +18,7 @@ from echo.cli import parsers
 from echo.cli.node import dry_run
 from echo.config.fleet_file import JobRow, SimRow
 from echo.config.load import load_config
-from echo.config.reference import reference as configuration
+from echo.config.reference import configuration_page
 from echo.config.schema import find_leaf, sections
 from echo.tasks.environment import Environment
 from echo.tasks.task import Example, load_task
@@ -160,13 +160,13 @@ def test_its_configurations_are_understood(page: Path, tmp_path: Path) -> None:
 
 def test_the_reference_of_the_configuration_is_that_of_the_schema() -> None:
     remedy = "python -m echo.config.reference > docs/configuration.md"
-    assert text_of(DOCS / "configuration.md") == configuration(), remedy
+    assert text_of(DOCS / "configuration.md") == configuration_page(), remedy
 
 
 @pytest.mark.slow
 def test_the_reference_of_the_metrics_is_that_of_the_code() -> None:
     remedy = "python -m echo.ui.metrics_reference > docs/metrics.md"
-    assert text_of(DOCS / "metrics.md") == metrics_reference.reference(), remedy
+    assert text_of(DOCS / "metrics.md") == metrics_reference.metrics_page(), remedy
 
 
 # --- commands -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Group-relative advantages: each rollout measured against the others of its prompt.
+"""Group-relative advantages: each rollout against the others of its prompt.
 
 Shapes: N groups, G group size.
 """

@@ -1,4 +1,4 @@
-"""From rollouts to padded micro-batches, under a budget of tokens.
+"""Padded micro-batches of rollouts, under a budget of tokens.
 
 A rollout's input is its prompt and its completion without the last token, which predicts nothing
 that is scored. Rows are padded on the right: under causal attention no real token sees the padding,

@@ -1,4 +1,4 @@
-"""Weights and masks that correct for samples of another policy, to be combined with a loss.
+"""Importance weights, rollout masks and the adaptive staleness bound.
 
 Weights multiply a token's loss by a bounded ratio of a proximal policy to the sampler. They belong
 to losses whose own ratio starts at that proximal policy; multiplied onto a ratio against the
@@ -174,14 +174,14 @@ class MaskedLoss:
         return LossOutput(loss=output.loss, token_counts=output.token_counts | counts)
 
 
-# --- How stale rollouts may be, following what the last steps could still learn from them ---
+# --- adaptive staleness bound ---------------------------------------------------------------------
 #
 # Each step reports three signals of how far sampler and learner are apart. They are smoothed; a
 # bound that is too high shows in any of them, room for a higher one only in all:
 #
-#     too high ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high room for more ess
-#     > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2, and the rollouts
-#     were as old as the bound lets them be
+#   too high        ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high
+#   room for more   ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,
+#                   and the rollouts were as old as the bound lets them be
 #
 # Too high lowers the bound by 1, by half of it where a signal is past twice its limit; room for
 # more, `patience` steps in a row, raises it by 1. After each decision there are `patience` steps

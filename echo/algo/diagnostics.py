@@ -1,13 +1,6 @@
-"""Whether the completions that are trained on are as long as those that are sampled.
+"""Diagnostics of training: length bias, group statistics, sampler mismatch.
 
-Short completions are finished first. Where groups are trained as they come, and all the more where
-long ones are put off for a later step (active partial rollouts), each batch is biased towards short
-ones. They are put off, not lost, so over a whole run the two distributions agree but for what is
-discarded; what remains is that long completions are trained later, on older tokens.
-
-The two samples compared: the groups trained last, in the order of training; and a cohort without
-such a choice, the newest groups **in the order in which they were granted**, as far as every group
-before them has come to its end.
+None of them needs a model: they read rewards, lengths and log-probabilities that are there anyway.
 """
 
 from __future__ import annotations
@@ -23,6 +16,19 @@ import numpy.typing as npt
 from torch import Tensor
 
 from echo.core.rollout import Group
+
+# --- length bias ----------------------------------------------------------------------------------
+#
+# Short completions are finished first. Where groups are trained as they come, and all the more
+# where long ones are put off for a later step (active partial rollouts), each batch is biased
+# towards short ones. They are put off, not lost, so over a whole run the two distributions agree
+# but for what is discarded; what remains is that long completions are trained later, on older
+# tokens.
+#
+# The two samples compared: the groups trained last, in the order of training; and a cohort without
+# such a choice, the newest groups **in the order in which they were granted**, as far as every
+# group before them has come to its end.
+
 
 WINDOW = 256
 """Groups in each of the two samples, at most."""
@@ -91,7 +97,7 @@ def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
     return float(np.abs(below_a - below_b).max())
 
 
-# What can be said of groups without a model: rewards, lengths, and which of them teach anything
+# --- groups ---------------------------------------------------------------------------------------
 #
 # Sums, not groups, are kept, so that the groups which did not count towards a step can be told
 # together with those which did: a mean reward over useful groups only would never reach 1.
@@ -162,7 +168,7 @@ class GroupStats:
         }
 
 
-# --- How far the policy that sampled is from the policy being trained, in four numbers ---
+# --- mismatch -------------------------------------------------------------------------------------
 
 
 def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:

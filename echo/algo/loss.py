@@ -1,4 +1,4 @@
-"""What a policy loss is: what it sees, what it returns, and what it asks of the caller.
+"""Contract of a policy loss: inputs, output, and needs.
 
 A loss sees one micro-batch of whole rollouts, but divides by counts of the whole batch that the
 caller gives. So the gradient does not depend on how the batch is cut, and rollouts without an
@@ -7,7 +7,7 @@ loss needs beyond that it declares in `needs`, and the caller provides it.
 
 The ratio that every loss here corrects by is learner over sampler. It appears once: a weight that
 multiplies the ratio in again exists only where a proximal policy stands between the two
-(`ppo_losses.DecoupledPpoLoss`).
+(`losses.DecoupledPpoLoss`).
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a batch.
 """
@@ -79,7 +79,7 @@ class LossInputs:
     staleness: Tensor | None = None
     """[B, T] int64 optimizer steps between the policy that sampled a token and the learner's."""
     log_expectation: Tensor | None = None
-    """[B] log of the group expectation of the sampler's probability (algo/losses.py); data."""
+    """[B] log of the group expectation of the sampler's probability (losses.py); data."""
     batch_scores: BatchScores | None = None
     """Where the loss needs them."""
     reference_logprobs: Tensor | None = None

@@ -1,7 +1,7 @@
-"""Every policy loss by the name that the field gives it.
+"""Policy losses, each beside its equation.
 
-The losses stand by family: a ratio per token, per rollout, per group. What they see and return
-is in loss.py, masks that any of them can wear in corrections.py.
+They stand by family: a ratio per token, per rollout, per group; then what goes around any of them.
+What they see and return is in loss.py, masks that any of them can wear in corrections.py.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a batch.
 """
@@ -34,7 +34,7 @@ from echo.algo.loss import (
 from echo.core.errors import ConfigError
 from echo.kernels.contract import RatioClip
 
-# --- Estimates of a divergence between two policies from the tokens that were sampled ---
+# --- divergence estimators ------------------------------------------------------------------------
 #
 # Each takes the log-probabilities of the same tokens under two policies and returns one estimate
 # per token. With tokens sampled from `logprobs`' policy p and r = other / p, all estimate KL(p ||
@@ -76,7 +76,7 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio
 
 
-# --- The clipped surrogate of PPO on token ratios, and the losses that are made of it ---
+# --- one ratio per token: the clipped surrogate ---------------------------------------------------
 
 
 def clipped_surrogate(
@@ -400,246 +400,7 @@ class DecoupledPpoLoss:
         )
 
 
-# --- Group sequence policy optimisation: one ratio per rollout ---
-
-
-def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return how many trained tokens lie in the rollouts that each [B] clip marks."""
-    lengths = mask.sum(1)
-    return {name: (where * lengths).sum() for name, where in clips.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GspoLoss:
-    """The clipped surrogate on the geometric mean of a rollout's token ratios.
-
-    s_i = exp(mean_t log(pi(t) / mu(t)));  l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i);
-    loss = sum_i l_i / num_rollouts.
-
-    Source: GSPO, arXiv:2507.18071, eq. 5 to 7.
-    Differs from the paper: the ratio is taken against the sampler, several versions old, so the
-    range is wider than its 3e-4 / 4e-4 (section 5.1), which clip most of such a batch; the limit
-    of 20 on |log r| holds token by token, before the mean.
-    Limits: the mean over a rollout moves far less than a token does, so ranges made for tokens
-    (.2 / .28) leave no trust region under staleness. The default was the best of the three on
-    completions of 24 tokens (bench/bench_staleness.py); the longer they are, the less it acts.
-    """
-
-    clip_low: float | None = 0.02
-    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
-    clip_high: float | None = 0.03
-    """Range above 1, >= 0; None for no bound."""
-
-    def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high)
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch and the tokens of clipped rollouts."""
-        mask = inputs.completion_mask
-        has_tokens = mask.any(1)
-        losses, clips = clipped_surrogate(
-            sequence_mean(masked_log_ratio(inputs), mask).exp(),
-            inputs.advantages,
-            has_tokens,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-        )
-        return LossOutput(
-            loss=losses.where(has_tokens, 0.0).sum() / inputs.num_rollouts,
-            token_counts=count_tokens(clips, mask),
-        )
-
-
-# Group expectation policy optimisation: the sampler's probability replaced by its group's mean
-#
-# A single rollout's ratio explodes where the sampler thought it unlikely. Here the denominator is
-# an expectation over the whole group, so one unlikely member cannot blow up. It needs nothing but
-# the sampler's log-probabilities: the learner computes it once per group, after the final masks,
-# and no worker's number is trusted. A group that lost a member has no such expectation and is left
-# out whole. A member that is not trained on (`overlong_filter`) is not lost: it was sampled, so it
-# stays in the expectation, and leaves the sum.
-#
-# Rollouts continued under a newer policy mix two policies in one q_i, and groups sampled by several
-# versions mix them in one expectation. The paper has one sampler per group; such mixtures deviate
-# from it. `groups/mixed` measures them.
-
-
-def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
-    """Return each rollout's group expectation of the sampler's probability, as a log.
-
-    log E = logsumexp_i(2 lq_i) - logsumexp_i(lq_i) over the group: the mean of q weighted by q.
-
-    Args:
-        mean_logprobs: [N] mean log-prob per token of each rollout under its sampler, nats; finite.
-        group_index: [N] int64 from 0, equal within a group; groups are complete, of two or more.
-
-    Returns:
-        [N] in the dtype of `mean_logprobs`, equal within a group, without gradient.
-
-    Raises:
-        ValueError: if a group has one member only, or a value is not finite.
-
-    Source: GEPO, arXiv:2508.17850, eq. 1 to 3 and listing 1.
-    Differs from the paper: computed in log space; the numbers are the same.
-    """
-    values = mean_logprobs.detach()
-    if not bool(values.isfinite().all()):
-        row = int((~values.isfinite()).nonzero()[0])
-        raise ValueError(f"mean log-prob of rollout {row} is {values[row]}, expected finite")
-    num_groups = int(group_index.max()) + 1
-    sizes = torch.bincount(group_index, minlength=num_groups)
-    if bool((sizes == 1).any()):
-        raise ValueError(
-            f"group {int((sizes == 1).nonzero()[0])} has one member: its expectation would be that "
-            "rollout's own probability, and the ratio GSPO's"
-        )
-    largest = values.new_full((num_groups,), -torch.inf)
-    largest = largest.scatter_reduce(0, group_index, values, "amax")[group_index]
-    shifted = values - largest
-    zeros = values.new_zeros(num_groups)
-    first = zeros.scatter_add(0, group_index, shifted.exp())
-    second = zeros.scatter_add(0, group_index, (2 * shifted).exp())
-    return largest + (second.log() - first.log())[group_index]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GepoLoss:
-    """The clipped surrogate on group-expectation ratios.
-
-    p_i = exp(mean_t log pi(t)), q_i = exp(mean_t log mu(t));  E = sum_j q_j^2 / sum_j q_j over the
-    group, data;  w_i = p_i / E;  l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
-    loss = sum_i l_i / num_rollouts;  KL_i = mean_t k3, learner to sampler (algo/losses.py).
-
-    gate_kl > 0 is GEPO+: rollouts with KL_i below the gate are divided by their own q_i, as in
-    GSPO, since there the expectation adds bias and saves nothing. The gate carries no gradient.
-
-    Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
-    Differs from the paper: the expectation is over the group, while the published numbers come from
-    random mixed micro-batches; a group that lost a member is left out; k3 is limited; the KL
-    term is off unless asked for (the paper's best coefficient is .005); |log w| is limited to 20.
-    Limits: even on-policy w is not 1, only its mean under q / sum(q) is. Biased in exchange for
-    less variance. Mixtures: see the file's head. The clip
-    acts on w, which says how a rollout compares with its group, not how far it has moved.
-    """
-
-    clip_low: float | None = 0.2
-    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
-    clip_high: float | None = 0.2
-    """Range above 1, >= 0; None for no bound."""
-    gate_kl: float | None = None
-    """KL per token, nats, below which a rollout is divided by its own probability (GEPO+ .002)."""
-    sampler_kl_coef: float = 0.0
-    """c, weight of the KL to the sampler, >= 0; rollouts without an advantage are trained then."""
-
-    def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high)
-        if self.gate_kl is not None:
-            check_range("gate_kl", self.gate_kl, 0.0, float("inf"))
-        check_range("sampler_kl_coef", self.sampler_kl_coef, 0.0, float("inf"))
-
-    @property
-    def needs(self) -> LossNeeds:
-        """The expectation of complete groups, and what the options ask for."""
-        return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, the tokens of clipped and of gated rollouts."""
-        mask = inputs.completion_mask
-        has_tokens = mask.any(1)
-        learner = torch.where(mask, inputs.learner_logprobs, 0.0)
-        sampler = torch.where(mask, inputs.sampler_logprobs, 0.0)
-        own = sequence_mean(sampler, mask)
-        divergence = sequence_mean(kl_k3(learner, sampler), mask)
-        given = required(inputs.log_expectation, "log_expectation", self)
-        log_denominator = torch.where(has_tokens, given.detach(), 0.0)
-        gated = torch.zeros_like(has_tokens)
-        if self.gate_kl is not None:
-            gated = has_tokens & (divergence.detach() < self.gate_kl)
-            log_denominator = torch.where(gated, own, log_denominator)
-        log_ratio = sequence_mean(learner, mask) - log_denominator
-        losses, clips = clipped_surrogate(
-            log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(),
-            inputs.advantages,
-            has_tokens,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-        )
-        losses = losses + self.sampler_kl_coef * divergence
-        return LossOutput(
-            loss=losses.where(has_tokens, 0.0).sum() / inputs.num_rollouts,
-            token_counts=count_tokens(clips | {"gepo/gated": gated}, mask),
-        )
-
-
-# --- A pull towards a frozen reference policy, around any loss ---
-
-
-KlEstimator = Literal["k1", "k2", "k3"]
-KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
-
-MAX_KL_WEIGHT = 2.0
-"""Bound on the importance weight of a token's penalty, the cap of truncated importance sampling."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceKlLoss:
-    """A loss plus c KL(learner || reference), estimated on the batch's own tokens.
-
-    loss = inner + c sum_t w_t k_t / num_tokens, with k_t one of k1, k2, k3 of learner and reference
-    (below) and w_t = min(pi(t) / mu(t), 2), learner over sampler: tokens are the sampler's, so
-    without the weight it is not the learner's divergence that is estimated. The weight carries the
-    gradient for k1 and k3, and none for k2. So below the cap all three pull the same way: their
-    gradient has the expectation of w log(pi / ref) grad log pi, which is that of the divergence.
-
-    Every rollout is trained on, whatever its advantage: the pull acts everywhere.
-
-    Source: k3 as a penalty: GRPO, arXiv:2402.03300, eq. 4; the estimators: J. Schulman (2020);
-    with importance weights: slime's unbiased KL.
-    Differs from the paper: the mean is over the batch's tokens; the weights, without which neither
-    divergence is estimated from stale tokens.
-    Limits: tokens whose weight is at the cap are pulled with the gradient of k2 or not at all.
-    """
-
-    loss: Loss
-    """The loss inside, masks included; what they leave out is still pulled."""
-    coef: float
-    """c, > 0."""
-    estimator: KlEstimator = "k3"
-
-    def __post_init__(self) -> None:
-        if self.estimator not in KL_ESTIMATORS:
-            raise ConfigError(
-                f"reference.kl_estimator = {self.estimator!r}: must be one of "
-                f"{', '.join(KL_ESTIMATORS)}"
-            )
-        if not 0.0 < self.coef < float("inf"):
-            raise ConfigError(f"reference.kl_coef = {self.coef}: must be above 0 and finite")
-
-    @property
-    def needs(self) -> LossNeeds:
-        """What the loss inside needs, every rollout, and the reference's log-probabilities."""
-        return replace(needs_of(self.loss), every_rollout=True, reference_logprobs=True)
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the sum of both, and the mean penalty of a token (`kl/reference`)."""
-        reference = required(inputs.reference_logprobs, "reference_logprobs", self)
-        output = self.loss(inputs)
-        penalties = self._penalties(inputs, reference)
-        return LossOutput(
-            loss=output.loss + self.coef * aggregate(penalties, inputs, "token_mean"),
-            token_counts=output.token_counts | {"kl/reference": penalties.detach().sum()},
-        )
-
-    def _penalties(self, inputs: LossInputs, reference: Tensor) -> Tensor:
-        """Return [B, T] w_t k_t, 0 outside the mask."""
-        mask = inputs.completion_mask
-        learner = torch.where(mask, inputs.learner_logprobs, 0.0)
-        values = KL_ESTIMATORS[self.estimator](learner, torch.where(mask, reference, 0.0))
-        weights = masked_log_ratio(inputs).exp().clamp(max=MAX_KL_WEIGHT)
-        return values * (weights.detach() if self.estimator == "k2" else weights)
-
-
-# --- Losses that treat the ratio of each token in another way than PPO's clip ---
+# --- one ratio per token: other shapes ------------------------------------------------------------
 #
 # All take the ratio r_t = pi(t) / mu(t) of learner to sampler, limited to |log r| <= 20.
 
@@ -836,6 +597,248 @@ class M2poLoss:
             loss=aggregate(losses, inputs, "token_mean"),
             token_counts={"dropped/m2": is_dropped.sum()},
         )
+
+
+# --- one ratio per rollout ------------------------------------------------------------------------
+
+
+def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Return how many trained tokens lie in the rollouts that each [B] clip marks."""
+    lengths = mask.sum(1)
+    return {name: (where * lengths).sum() for name, where in clips.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GspoLoss:
+    """The clipped surrogate on the geometric mean of a rollout's token ratios.
+
+    s_i = exp(mean_t log(pi(t) / mu(t)));  l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i);
+    loss = sum_i l_i / num_rollouts.
+
+    Source: GSPO, arXiv:2507.18071, eq. 5 to 7.
+    Differs from the paper: the ratio is taken against the sampler, several versions old, so the
+    range is wider than its 3e-4 / 4e-4 (section 5.1), which clip most of such a batch; the limit
+    of 20 on |log r| holds token by token, before the mean.
+    Limits: the mean over a rollout moves far less than a token does, so ranges made for tokens
+    (.2 / .28) leave no trust region under staleness. The default was the best of the three on
+    completions of 24 tokens (bench/bench_staleness.py); the longer they are, the less it acts.
+    """
+
+    clip_low: float | None = 0.02
+    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
+    clip_high: float | None = 0.03
+    """Range above 1, >= 0; None for no bound."""
+
+    def __post_init__(self) -> None:
+        check_clips(self.clip_low, self.clip_high)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch and the tokens of clipped rollouts."""
+        mask = inputs.completion_mask
+        has_tokens = mask.any(1)
+        losses, clips = clipped_surrogate(
+            sequence_mean(masked_log_ratio(inputs), mask).exp(),
+            inputs.advantages,
+            has_tokens,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+        return LossOutput(
+            loss=losses.where(has_tokens, 0.0).sum() / inputs.num_rollouts,
+            token_counts=count_tokens(clips, mask),
+        )
+
+
+# --- one ratio per group --------------------------------------------------------------------------
+#
+# A single rollout's ratio explodes where the sampler thought it unlikely. Here the denominator is
+# an expectation over the whole group, so one unlikely member cannot blow up. It needs nothing but
+# the sampler's log-probabilities: the learner computes it once per group, after the final masks,
+# and no worker's number is trusted. A group that lost a member has no such expectation and is left
+# out whole. A member that is not trained on (`overlong_filter`) is not lost: it was sampled, so it
+# stays in the expectation, and leaves the sum.
+#
+# Rollouts continued under a newer policy mix two policies in one q_i, and groups sampled by several
+# versions mix them in one expectation. The paper has one sampler per group; such mixtures deviate
+# from it. `groups/mixed` measures them.
+
+
+def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
+    """Return each rollout's group expectation of the sampler's probability, as a log.
+
+    log E = logsumexp_i(2 lq_i) - logsumexp_i(lq_i) over the group: the mean of q weighted by q.
+
+    Args:
+        mean_logprobs: [N] mean log-prob per token of each rollout under its sampler, nats; finite.
+        group_index: [N] int64 from 0, equal within a group; groups are complete, of two or more.
+
+    Returns:
+        [N] in the dtype of `mean_logprobs`, equal within a group, without gradient.
+
+    Raises:
+        ValueError: if a group has one member only, or a value is not finite.
+
+    Source: GEPO, arXiv:2508.17850, eq. 1 to 3 and listing 1.
+    Differs from the paper: computed in log space; the numbers are the same.
+    """
+    values = mean_logprobs.detach()
+    if not bool(values.isfinite().all()):
+        row = int((~values.isfinite()).nonzero()[0])
+        raise ValueError(f"mean log-prob of rollout {row} is {values[row]}, expected finite")
+    num_groups = int(group_index.max()) + 1
+    sizes = torch.bincount(group_index, minlength=num_groups)
+    if bool((sizes == 1).any()):
+        raise ValueError(
+            f"group {int((sizes == 1).nonzero()[0])} has one member: its expectation would be that "
+            "rollout's own probability, and the ratio GSPO's"
+        )
+    largest = values.new_full((num_groups,), -torch.inf)
+    largest = largest.scatter_reduce(0, group_index, values, "amax")[group_index]
+    shifted = values - largest
+    zeros = values.new_zeros(num_groups)
+    first = zeros.scatter_add(0, group_index, shifted.exp())
+    second = zeros.scatter_add(0, group_index, (2 * shifted).exp())
+    return largest + (second.log() - first.log())[group_index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GepoLoss:
+    """The clipped surrogate on group-expectation ratios.
+
+    p_i = exp(mean_t log pi(t)), q_i = exp(mean_t log mu(t));  E = sum_j q_j^2 / sum_j q_j over the
+    group, data;  w_i = p_i / E;  l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
+    loss = sum_i l_i / num_rollouts;  KL_i = mean_t k3, learner to sampler.
+
+    gate_kl > 0 is GEPO+: rollouts with KL_i below the gate are divided by their own q_i, as in
+    GSPO, since there the expectation adds bias and saves nothing. The gate carries no gradient.
+
+    Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
+    Differs from the paper: the expectation is over the group, while the published numbers come from
+    random mixed micro-batches; a group that lost a member is left out; k3 is limited; the KL
+    term is off unless asked for (the paper's best coefficient is .005); |log w| is limited to 20.
+    Limits: even on-policy w is not 1, only its mean under q / sum(q) is. Biased in exchange for
+    less variance. Mixtures: see the file's head. The clip
+    acts on w, which says how a rollout compares with its group, not how far it has moved.
+    """
+
+    clip_low: float | None = 0.2
+    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
+    clip_high: float | None = 0.2
+    """Range above 1, >= 0; None for no bound."""
+    gate_kl: float | None = None
+    """KL per token, nats, below which a rollout is divided by its own probability (GEPO+ .002)."""
+    sampler_kl_coef: float = 0.0
+    """c, weight of the KL to the sampler, >= 0; rollouts without an advantage are trained then."""
+
+    def __post_init__(self) -> None:
+        check_clips(self.clip_low, self.clip_high)
+        if self.gate_kl is not None:
+            check_range("gate_kl", self.gate_kl, 0.0, float("inf"))
+        check_range("sampler_kl_coef", self.sampler_kl_coef, 0.0, float("inf"))
+
+    @property
+    def needs(self) -> LossNeeds:
+        """The expectation of complete groups, and what the options ask for."""
+        return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch, the tokens of clipped and of gated rollouts."""
+        mask = inputs.completion_mask
+        has_tokens = mask.any(1)
+        learner = torch.where(mask, inputs.learner_logprobs, 0.0)
+        sampler = torch.where(mask, inputs.sampler_logprobs, 0.0)
+        own = sequence_mean(sampler, mask)
+        divergence = sequence_mean(kl_k3(learner, sampler), mask)
+        given = required(inputs.log_expectation, "log_expectation", self)
+        log_denominator = torch.where(has_tokens, given.detach(), 0.0)
+        gated = torch.zeros_like(has_tokens)
+        if self.gate_kl is not None:
+            gated = has_tokens & (divergence.detach() < self.gate_kl)
+            log_denominator = torch.where(gated, own, log_denominator)
+        log_ratio = sequence_mean(learner, mask) - log_denominator
+        losses, clips = clipped_surrogate(
+            log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(),
+            inputs.advantages,
+            has_tokens,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+        losses = losses + self.sampler_kl_coef * divergence
+        return LossOutput(
+            loss=losses.where(has_tokens, 0.0).sum() / inputs.num_rollouts,
+            token_counts=count_tokens(clips | {"gepo/gated": gated}, mask),
+        )
+
+
+# --- around any loss ------------------------------------------------------------------------------
+
+
+KlEstimator = Literal["k1", "k2", "k3"]
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+MAX_KL_WEIGHT = 2.0
+"""Bound on the importance weight of a token's penalty, the cap of truncated importance sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceKlLoss:
+    """A loss plus c KL(learner || reference), estimated on the batch's own tokens.
+
+    loss = inner + c sum_t w_t k_t / num_tokens, with k_t one of k1, k2, k3 of learner and reference
+    and w_t = min(pi(t) / mu(t), 2), learner over sampler: tokens are the sampler's, so
+    without the weight it is not the learner's divergence that is estimated. The weight carries the
+    gradient for k1 and k3, and none for k2. So below the cap all three pull the same way: their
+    gradient has the expectation of w log(pi / ref) grad log pi, which is that of the divergence.
+
+    Every rollout is trained on, whatever its advantage: the pull acts everywhere.
+
+    Source: k3 as a penalty: GRPO, arXiv:2402.03300, eq. 4; the estimators: J. Schulman (2020);
+    with importance weights: slime's unbiased KL.
+    Differs from the paper: the mean is over the batch's tokens; the weights, without which neither
+    divergence is estimated from stale tokens.
+    Limits: tokens whose weight is at the cap are pulled with the gradient of k2 or not at all.
+    """
+
+    loss: Loss
+    """The loss inside, masks included; what they leave out is still pulled."""
+    coef: float
+    """c, > 0."""
+    estimator: KlEstimator = "k3"
+
+    def __post_init__(self) -> None:
+        if self.estimator not in KL_ESTIMATORS:
+            raise ConfigError(
+                f"reference.kl_estimator = {self.estimator!r}: must be one of "
+                f"{', '.join(KL_ESTIMATORS)}"
+            )
+        if not 0.0 < self.coef < float("inf"):
+            raise ConfigError(f"reference.kl_coef = {self.coef}: must be above 0 and finite")
+
+    @property
+    def needs(self) -> LossNeeds:
+        """What the loss inside needs, every rollout, and the reference's log-probabilities."""
+        return replace(needs_of(self.loss), every_rollout=True, reference_logprobs=True)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the sum of both, and the mean penalty of a token (`kl/reference`)."""
+        reference = required(inputs.reference_logprobs, "reference_logprobs", self)
+        output = self.loss(inputs)
+        penalties = self._penalties(inputs, reference)
+        return LossOutput(
+            loss=output.loss + self.coef * aggregate(penalties, inputs, "token_mean"),
+            token_counts=output.token_counts | {"kl/reference": penalties.detach().sum()},
+        )
+
+    def _penalties(self, inputs: LossInputs, reference: Tensor) -> Tensor:
+        """Return [B, T] w_t k_t, 0 outside the mask."""
+        mask = inputs.completion_mask
+        learner = torch.where(mask, inputs.learner_logprobs, 0.0)
+        values = KL_ESTIMATORS[self.estimator](learner, torch.where(mask, reference, 0.0))
+        weights = masked_log_ratio(inputs).exp().clamp(max=MAX_KL_WEIGHT)
+        return values * (weights.detach() if self.estimator == "k2" else weights)
+
+
+# --- by name --------------------------------------------------------------------------------------
 
 
 LOSSES: Mapping[str, Callable[..., Loss]] = {

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP, which a closed terminal sends: how every command ends by them.
+"""Signals: how Ctrl-C, SIGTERM and a closed terminal end commands.
 
     while modules are imported, or figures computed   one line, and gone: there is nothing to undo
     within `unwinding`                                one line, then SystemExit undoes what is begun
@@ -30,17 +30,17 @@ class Interrupted(Exception):  # noqa: N818 - not an error: somebody wanted it
     def __init__(self, number: int) -> None:
         """Take the signal's number."""
         super().__init__(signal.Signals(number).name)
-        self.exit_code = code_of(number)
+        self.exit_code = signal_exit_code(number)
 
 
-def code_of(number: int) -> int:
+def signal_exit_code(number: int) -> int:
     """Return the exit code of a command that a signal has ended."""
     return 128 + number
 
 
 def is_interruption(code: int) -> bool:
     """Return whether an exit code says that a signal has ended a command."""
-    return code in map(code_of, SIGNALS)
+    return code in map(signal_exit_code, SIGNALS)
 
 
 def install() -> None:
@@ -51,11 +51,11 @@ def install() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    tell(number)
-    os._exit(code_of(number))
+    announce(number)
+    os._exit(signal_exit_code(number))
 
 
-def tell(number: int) -> None:
+def announce(number: int) -> None:
     """Print the one line, or nothing where the terminal is gone."""
     if number == signal.SIGHUP:
         leave_terminal()
@@ -88,10 +88,10 @@ def unwinding() -> Iterator[None]:
     def unwind(number: int) -> None:
         nonlocal is_unwinding
         if is_unwinding:
-            os._exit(code_of(number))
+            os._exit(signal_exit_code(number))
         is_unwinding = True
-        tell(number)
-        raise SystemExit(code_of(number))
+        announce(number)
+        raise SystemExit(signal_exit_code(number))
 
     with handled(unwind):
         yield

@@ -1,4 +1,4 @@
-"""`echo-rl node`: one learner, worker or relay, on a laptop or ten machines."""
+"""`echo-rl node`: run one learner, worker or relay."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from echo.tasks.task import load_task
 from echo.ui.live import LiveView, StatusLine, show_status
 from echo.ui.plots import learning_curve
 from echo.ui.sinks import MetricsWriter
-from echo.ui.summary import as_text, summarise
+from echo.ui.summary import as_text, summarise_run
 
-# `--dry-run`: what would start, whether its memory suffices, and every setting with its source
+# --- dry run --------------------------------------------------------------------------------------
 #
 # Then what would stop it in its first minute: datasets that cannot be read, addresses that are
 # taken.
@@ -142,7 +142,7 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
     return free_gpu_bytes(device)
 
 
-# --- How a node becomes a process: its loop, its signals, and the exit code it ends with ---
+# --- process of a node ----------------------------------------------------------------------------
 
 
 async def run_node(node: Node) -> str:
@@ -160,7 +160,7 @@ async def run_node(node: Node) -> str:
             if received:
                 return  # a terminal that closes sends it more than once
         received.append(number)
-        code = interrupts.code_of(number)
+        code = interrupts.signal_exit_code(number)
         if len(received) == 1:
             node.interrupt()
         elif len(received) == 2:
@@ -204,7 +204,7 @@ def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> i
     return 0
 
 
-# The learner's command: the node, its metrics and its live view, and the summary at the end
+# --- learner --------------------------------------------------------------------------------------
 
 
 MAX_NOTICES = 6
@@ -332,7 +332,7 @@ def show_join(join_path: Path) -> None:
 def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:
     """Draw the learning curve and print the summary of a run."""
     learning_curve(run_dir, run_dir / "learning_curve.png")
-    summary = summarise(run_dir, commands=commands)
+    summary = summarise_run(run_dir, commands=commands)
     text = as_text(summary)
     on_screen = as_text(summary, width=min(console.width, 110)) if console.is_terminal else text
     console.file.write(on_screen + "\n")

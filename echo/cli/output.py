@@ -1,4 +1,4 @@
-"""What a command prints and how it ends: one place for logs, errors and exit codes."""
+"""Output of commands: logs, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def exit_code(error: EchoError) -> int:
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
-# --- What the commands that compute and write files have in common ---
+# --- commands -------------------------------------------------------------------------------------
 
 
 UNWRAPPED = 10_000

@@ -1,4 +1,4 @@
-"""The command lines of all commands, read without a single package that has to be installed.
+"""Command lines of all commands, read without an installed package.
 
 So `--help` and `--version` answer at once, in a fresh clone too; what a command does is imported
 after its line has been found right.

@@ -1,4 +1,4 @@
-"""`echo-rl plan FILE`: what to rent for a run, what it will cost, and how to start it.
+"""`echo-rl plan FILE`: what to rent, its cost, how to start it.
 
 Everything is computed here and now from the file, a run's own records and the catalogue; nothing
 is looked up, rented or started.
@@ -46,7 +46,7 @@ from echo.records.run_files import (
 from echo.records.run_files import _rate as _rate_run_files
 from echo.ui.plots import CostPoint, cost_plot
 
-# --- Calibrate a plan with a run: what it recorded in metrics.jsonl and ledger.jsonl ---
+# --- calibration ----------------------------------------------------------------------------------
 #
 # A worker's rate is its completion tokens over the time in which it held at least one group, from
 # grant to acceptance: time that leases kept it waiting does not count against it.
@@ -147,7 +147,7 @@ def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
     )
 
 
-# --- The text of `echo-rl plan`: tables, filters for marketplaces, commands to start the nodes ---
+# --- text of a plan -------------------------------------------------------------------------------
 
 
 DRIVER = "580.65.06"
@@ -383,7 +383,7 @@ def _used(request: FleetRequest, plan: Provisioning) -> list[tuple[OfferRow, str
     return [(row, offer.name, count) for row, offer, count in rows if count]
 
 
-# --- `echo-rl plan --hetero`: divide the GPUs of one site between training and generation ---
+# --- division of one site -------------------------------------------------------------------------
 
 
 def assign_gpus(request: FleetRequest) -> Schedule:

@@ -238,8 +238,8 @@ def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
     if number == signal.SIGHUP:
         interrupts.leave_terminal()
     if not nodes:
-        interrupts.tell(number)
-        raise SystemExit(interrupts.code_of(number))
+        interrupts.announce(number)
+        raise SystemExit(interrupts.signal_exit_code(number))
     # The terminal sends Ctrl-C to the learner as well, everybody else only to us.
     if number != signal.SIGINT:
         nodes[0].process.send_signal(number)
@@ -255,7 +255,7 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
                 reported.add(node.name)
                 console.print(f"[yellow]{node.name} ended with code {ended}; see its log[/]")
         time.sleep(0.1)
-    return code if code >= 0 else interrupts.code_of(-code)
+    return code if code >= 0 else interrupts.signal_exit_code(-code)
 
 
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:

@@ -1,6 +1,6 @@
-"""From a scenario file to what the simulator takes, or everything that is wrong with it.
+"""Scenario files: what the simulator takes, and what is wrong with them.
 
-A scenario is a fleet file (`fleet_schema.py`) with the tables of `scenario_schema.py` besides, and
+A scenario is a fleet file with tables of its own besides (`config/fleet_file.py`), and
 `[activation]` as in a run's configuration, all of which may be left out: every fleet file is a
 scenario.
 """
@@ -22,8 +22,6 @@ from echo.config.fleet_file import (
     Rows,
     SimRow,
     Table,
-    check_row,
-    is_known,
     parse_fleet,
     place_of,
     read_plan,
@@ -58,10 +56,10 @@ def load_scenario(
         {key: value for key, value in tables.items() if key not in SIM_TABLES}, source
     )
     rows = Rows()
-    sim = check_row(rows, SimRow, tables.get("sim", {}), f"{source}: [sim]")
+    sim = rows.check(SimRow, tables.get("sim", {}), f"{source}: [sim]")
     lists = {key: _read_list(rows, key, tables.get(key, []), source) for key in SIM_LISTS}
     table = tables.get("activation", {"mode": "off"})
-    activation = check_row(rows, ActivationSection, table, f"{source}: [activation]")
+    activation = rows.check(ActivationSection, table, f"{source}: [activation]")
     if sim is not None:
         _check_names(rows, sim, lists, request, source)
         _check_sizes(rows, sim, request, source)
@@ -106,7 +104,7 @@ def _read_list(rows: Rows, name: str, value: object, source: str) -> list[tuple[
     found = []
     for number, item in enumerate(value, 1):
         where = place_of(item, source, name, number)
-        row = check_row(rows, SIM_LISTS[name], item, where)
+        row = rows.check(SIM_LISTS[name], item, where)
         if row is not None:
             found.append((where, row))
     return found
@@ -122,7 +120,7 @@ def _check_names(
     offers = {offer.name: offer for offer in request.fleet.offers}
     counts = {name: sim.rent.get(name, offer.count) for name, offer in offers.items()}
     for name, count in sim.rent.items():
-        if is_known(rows, f"{source}: [sim]: rent", name, offers) and count > offers[name].count:
+        if rows.check_name(f"{source}: [sim]: rent", name, offers) and count > offers[name].count:
             rows.problems.append(
                 f"{source}: [sim]: rent: {count} of {name}, which has a count of "
                 f"{offers[name].count}; raise the count or rent fewer"
@@ -142,11 +140,11 @@ def _check_names(
             known = {**request.regions, **nodes}
         if row.kind != "slow":
             known[LEARNER_REGION] = None
-        is_known(rows, f"{where}: target", row.target, known)
+        rows.check_name(f"{where}: target", row.target, known)
     for where, row in lists["prices"]:
-        is_known(rows, f"{where}: offer", row.offer, offers)
+        rows.check_name(f"{where}: offer", row.offer, offers)
     for where, row in lists["paths"]:
-        is_known(rows, f"{where}: region", row.region, request.regions)
+        rows.check_name(f"{where}: region", row.region, request.regions)
     times = _times(sim)
     if times["dead_after_s"] <= times["heartbeat_s"]:
         rows.problems.append(

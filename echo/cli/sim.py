@@ -1,4 +1,4 @@
-"""`echo-rl sim SCENARIO`: what a run would do, from the code that would do it, on virtual time.
+"""`echo-rl sim SCENARIO`: the code of a run on virtual time.
 
 Nothing is rented, started or looked up: learner, relays and workers are the sessions of
 `echo-rl node`, in one process; only training, sampling, disk and network are replaced by times.
@@ -40,7 +40,7 @@ from echo.sim.simulation import Simulation
 from echo.sim.summary import RUN_IN, Summary, summarise
 from echo.ui.plots import StepPoint, simulation_plot, sweep_plot
 
-# --- Simulate every value of a parameter, or every combination of several, over some seeds ---
+# --- sweep ----------------------------------------------------------------------------------------
 
 
 FIGURES: Mapping[str, Callable[[Summary], float]] = {
@@ -174,7 +174,7 @@ def _table(
     return table
 
 
-# --- What `echo-rl sim` prints and writes of one run ---
+# --- one run --------------------------------------------------------------------------------------
 
 
 AFTER = f" after the first {RUN_IN:.0%} of the steps"

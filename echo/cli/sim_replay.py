@@ -1,4 +1,4 @@
-"""Predict a recorded run from its inputs: what its nodes and links could do, and its configuration.
+"""Replay: predict a recorded run from its inputs.
 
 Taken from the run is what the simulator has no other way to know: tokens per second of a group on
 each worker and how many groups it held at most, lengths of groups, times of its optimizer steps and

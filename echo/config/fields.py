@@ -1,4 +1,4 @@
-"""Types of configuration values beyond numbers and text, and the base of all sections.
+"""Types of configuration values, and the base of all sections.
 
 Each checks on its own and says what to write instead; echo/config/load.py adds the file, the
 key and the value to that.

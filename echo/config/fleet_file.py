@@ -1,7 +1,8 @@
-"""From fleet files to what the planner takes, or everything that is wrong with them.
+"""Fleet and scenario files: their keys, their checks, the planner's request.
 
 A fleet and a job may share one file or stand in two; each table stands in one of them. Every bad
-row is named by its table, its number from 1 and what it calls itself.
+row is named by its table, its number from 1 and what it calls itself. Rules that join several rows
+look at bad ones, too, so that one pass finds every problem.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from echo.fleet.gpus import (
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 
-# --- Every key of a fleet file: what can be rented, and the job to rent it for ---
+# --- keys ---------------------------------------------------------------------------------------
 #
 # Rates are in Mbit/s and prices in $ per hour or per GB (10^9 bytes), as marketplaces quote them.
 
@@ -41,10 +42,12 @@ Positive = Annotated[float, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
+Instant = Annotated[Seconds, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Row(BaseModel):
-    """What all tables of a fleet file have in common."""
+    """A table of a fleet file."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -213,10 +216,97 @@ LISTS: dict[str, type[Row]] = {
 """Tables that repeat."""
 
 
-# --- The rows of fleet files, each checked on its own against the schema ---
-#
-# A bad row is named by its table, its number from 1 and what it calls itself. The rules that join
-# several rows (fleet.py) look at bad ones, too, so that all problems are found in one pass.
+class SimRow(Row):
+    """How long to simulate, how the run is configured, and times of what is not simulated."""
+
+    num_steps: Count = 50
+    """Optimizer steps."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Fixes everything that is drawn."""
+    chunks_per_version: Count = 64
+    """Grain of a version: few chunks are fast to simulate, many are closer to the truth."""
+    image_bytes: Annotated[Bytes, Field(gt=0)] | None = None
+    """Of a version in full, where job.version_bytes is a delta's; unset: all are sent in full."""
+    checkpoint_steps: Count = 10
+    """As checkpoint.interval_steps: where a learner that died goes on."""
+    release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As worker.release_after_s, with a command that gives the machine back."""
+    rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """Nodes by offer; an offer that is not named here has all of its count."""
+    profile: Literal["lan", "wan"] = "wan"
+    """Defaults of the network's times, as for a run."""
+    heartbeat_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As network.heartbeat_s."""
+    dead_after_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As network.dead_after_s."""
+    lease_timeout_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As network.lease_timeout_s."""
+    reconnect_for_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As network.reconnect_for_s."""
+    is_paced: bool = True
+    """Whether leases hold workers back; without, whoever has room is given work."""
+    queue_share: Amount = 1.0
+    """Groups that wait at a worker for each one in its engine."""
+    alone_speedup: Annotated[float, Field(ge=1)] = 2.0
+    """How much faster a sequence is sampled on its own than in a full engine."""
+    speed_spread: Share = 0.0
+    """Standard deviation over mean of the rates of nodes of one kind."""
+    train_spread: Share = 0.0
+    """Standard deviation over mean of the learner's step."""
+    setup_s: Instant = 10.0
+    """Until a worker has built its engine."""
+    swap_s: Instant = 0.5
+    """Until new weights are in an engine."""
+    publish_s: Instant = 0.0
+    """In which the learner makes a version, and nothing else."""
+    journal_s: Instant = 0.01
+    """Until a group is on the learner's disk."""
+    join_within_s: Instant = 5.0
+    """In which the workers start, one after the other."""
+
+
+class FaultRow(Row):
+    """Something that goes wrong at an instant."""
+
+    at_s: Instant
+    """When."""
+    kind: Literal["kill", "preempt", "cut", "slow"]
+    """kill: a process dies; preempt: a machine vanishes; cut: nothing passes; slow: a straggler."""
+    target: Name
+    """A node (OFFER-1, learner), an offer, "*" for all workers; of a cut: a node or a region."""
+    for_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """After that it is over; never if left out."""
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Part of its rate that a slow node keeps."""
+
+
+class PriceRow(Row):
+    """A point of a price trace."""
+
+    offer: Name
+    """One of [[offers]]."""
+    at_s: Instant
+    """From when on."""
+    price_per_h: Amount
+    """$ per hour for one node."""
+
+
+class PathRow(Row):
+    """What the path from the learner to a region does besides its rate and latency."""
+
+    region: Name
+    """One of [[regions]]."""
+    jitter_s: Instant = 0.0
+    """Added to the latency, evenly distributed up to this."""
+    loss: Share = 0.0
+    """Probability that a packet is lost."""
+
+
+SIM_LISTS: dict[str, type[Row]] = {"faults": FaultRow, "prices": PriceRow, "paths": PathRow}
+"""Tables of a scenario that repeat."""
+
+
+# --- reading ------------------------------------------------------------------------------------
 
 
 AnyRow = TypeVar("AnyRow", bound=BaseModel)
@@ -240,6 +330,82 @@ class Rows:
         table = [("", self.tables[name])] if name in self.tables else []
         return [*table, *self.lists.get(name, []), *self.bad.get(name, [])]
 
+    def add_file(self, table: Mapping[str, Any], source: str) -> None:
+        """Add the rows of one file, and what is wrong with them."""
+        for name, value in table.items():
+            is_list = name in LISTS
+            if name not in TABLES and not is_list:
+                near = nearest(name, [*TABLES, *LISTS])
+                hint = (
+                    f"did you mean {near}?" if near else f"there are {', '.join((*TABLES, *LISTS))}"
+                )
+                self.problems.append(f"{source}: [{name}]: unknown table; {hint}")
+            elif name in self.seen:
+                self.problems.append(
+                    f"{source}: [{name}] stands in {self.seen[name]} too; keep one"
+                )
+            elif not isinstance(value, list if is_list else dict):
+                wanted = f"[[{name}]], a list of tables" if is_list else f"[{name}], one table"
+                self.problems.append(f"{source}: {name} must be written {wanted}")
+            else:
+                self.seen[name] = source
+                self._add(name, value, source)
+
+    def check(self, kind: type[AnyRow], value: object, where: str) -> AnyRow | None:
+        """Return a row if it is valid; otherwise note what is wrong with it."""
+        try:
+            return kind.model_validate(value)
+        except ValidationError as error:
+            said: dict[str, str] = {}
+            for detail in error.errors():
+                key = ".".join(str(part) for part in detail["loc"] if not _is_branch(part))
+                said.setdefault(key, _say(kind, key, detail))
+            self.problems.extend(f"{where}: {text}" for text in said.values())
+            return None
+
+    def check_name(self, where: str, name: object, known: Mapping[str, Any]) -> bool:
+        """Tell whether `name` is among `known`; if not, note that with the nearest match."""
+        if not isinstance(name, str):
+            return False  # which has been noted
+        if name in known:
+            return True
+        by_fold = {_fold(other): other for other in known}
+        near = nearest(_fold(name), by_fold)
+        listed = ", ".join(known) or "none"
+        hint = f"did you mean {show(by_fold[near])}?" if near else f"known are {listed}"
+        self.problems.append(f"{where} = {show(name)}: unknown; {hint}")
+        return False
+
+    def _add(self, name: str, value: Any, source: str) -> None:
+        if name in TABLES:
+            where = f"{source}: [{name}]"
+            row = self.check(TABLES[name], value, where)
+            if row is not None:
+                self.tables[name] = row
+            else:
+                self._keep_bad(name, TABLES[name], value, where)
+            return
+        self.lists[name] = []
+        for number, item in enumerate(value, 1):
+            where = place_of(item, source, name, number)
+            row = self.check(LISTS[name], item, where)
+            if row is not None:
+                self.lists[name].append((where, row))
+            elif isinstance(item, dict):
+                self._keep_bad(name, LISTS[name], item, where)
+
+    def _keep_bad(self, name: str, kind: type[Row], value: Mapping[str, Any], where: str) -> None:
+        required = {key: None for key, info in kind.model_fields.items() if info.is_required()}
+        known = {key: item for key, item in value.items() if key in kind.model_fields}
+        self.bad.setdefault(name, []).append((where, kind.model_construct(**required | known)))
+
+
+def place_of(item: object, source: str, name: str, number: int) -> str:
+    """Return the words for a row of a list: its table, its number from 1, what it calls itself."""
+    keys = [key for key in ("name", "gpu", "region") if isinstance(item, dict) and key in item]
+    named = f" ({', '.join(str(item[key]) for key in keys)})" if isinstance(item, dict) else ""
+    return f"{source}: {name}[{number}]{named if keys else ''}"
+
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file.
@@ -254,69 +420,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         remedy = "configs/fleet-example.toml is one to start from"
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; {remedy}") from error
-
-
-def read_file(rows: Rows, table: Mapping[str, Any], source: str) -> None:
-    """Add the rows of one file to `rows`, and what is wrong with them."""
-    for name, value in table.items():
-        is_list = name in LISTS
-        if name not in TABLES and not is_list:
-            near = nearest(name, [*TABLES, *LISTS])
-            hint = f"did you mean {near}?" if near else f"there are {', '.join((*TABLES, *LISTS))}"
-            rows.problems.append(f"{source}: [{name}]: unknown table; {hint}")
-        elif name in rows.seen:
-            rows.problems.append(f"{source}: [{name}] stands in {rows.seen[name]} too; keep one")
-        elif not isinstance(value, list if is_list else dict):
-            wanted = f"[[{name}]], a list of tables" if is_list else f"[{name}], one table"
-            rows.problems.append(f"{source}: {name} must be written {wanted}")
-        else:
-            rows.seen[name] = source
-            _read_rows(rows, name, value, source)
-
-
-def _read_rows(rows: Rows, name: str, value: Any, source: str) -> None:
-    if name in TABLES:
-        where = f"{source}: [{name}]"
-        row = check_row(rows, TABLES[name], value, where)
-        if row is not None:
-            rows.tables[name] = row
-        else:
-            _keep_bad(rows, name, TABLES[name], value, where)
-        return
-    rows.lists[name] = []
-    for number, item in enumerate(value, 1):
-        where = place_of(item, source, name, number)
-        row = check_row(rows, LISTS[name], item, where)
-        if row is not None:
-            rows.lists[name].append((where, row))
-        elif isinstance(item, dict):
-            _keep_bad(rows, name, LISTS[name], item, where)
-
-
-def _keep_bad(rows: Rows, name: str, kind: type[Row], value: Mapping[str, Any], where: str) -> None:
-    required = {key: None for key, info in kind.model_fields.items() if info.is_required()}
-    known = {key: item for key, item in value.items() if key in kind.model_fields}
-    rows.bad.setdefault(name, []).append((where, kind.model_construct(**required | known)))
-
-
-def place_of(item: object, source: str, name: str, number: int) -> str:
-    """Return the words for a row of a list: its table, its number from 1, what it calls itself."""
-    keys = [key for key in ("name", "gpu", "region") if isinstance(item, dict) and key in item]
-    named = f" ({', '.join(str(item[key]) for key in keys)})" if isinstance(item, dict) else ""
-    return f"{source}: {name}[{number}]{named if keys else ''}"
-
-
-def check_row(rows: Rows, kind: type[AnyRow], value: object, where: str) -> AnyRow | None:
-    """Return a row if it is valid; otherwise note what is wrong with it."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        said: dict[str, str] = {}
-        for detail in error.errors():
-            key = ".".join(str(part) for part in detail["loc"] if not _is_branch(part))
-            said.setdefault(key, _say(kind, key, detail))
-        rows.problems.extend(f"{where}: {text}" for text in said.values())
-        return None
 
 
 def _is_branch(part: object) -> bool:
@@ -339,23 +442,12 @@ def _say(kind: type[BaseModel], key: str, detail: Mapping[str, Any]) -> str:
     return f"{key} = {show(detail['input'])}: must be {text}{meaning}"
 
 
-def is_known(rows: Rows, where: str, name: object, known: Mapping[str, Any]) -> bool:
-    """Tell whether `name` is among `known`, and note a problem with the nearest match if not."""
-    if not isinstance(name, str):
-        return False  # which has been noted
-    if name in known:
-        return True
-    by_fold = {_fold(other): other for other in known}
-    near = nearest(_fold(name), by_fold)
-    listed = ", ".join(known) or "none"
-    hint = f"did you mean {show(by_fold[near])}?" if near else f"known are {listed}"
-    rows.problems.append(f"{where} = {show(name)}: unknown; {hint}")
-    return False
-
-
 def _fold(name: str) -> str:
     """Drop what spellings of one product differ in."""
     return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia")
+
+
+# --- the request --------------------------------------------------------------------------------
 
 
 MBIT = 1e6 / 8
@@ -394,7 +486,7 @@ def load_fleet(paths: Sequence[Path]) -> FleetRequest:
     unreadable: list[str] = []
     for path in paths:
         try:
-            read_file(rows, read_toml(path), path.name)
+            rows.add_file(read_toml(path), path.name)
         except ConfigError as error:
             unreadable.append(str(error))
     if unreadable:  # what the other files lack may stand in these
@@ -409,7 +501,7 @@ def parse_fleet(table: Mapping[str, Any], source: str = "fleet.toml") -> FleetRe
         ConfigError: as `load_fleet`.
     """
     rows = Rows()
-    read_file(rows, table, source)
+    rows.add_file(table, source)
     return _build(rows, source)
 
 
@@ -425,7 +517,7 @@ def _build(rows: Rows, source: str) -> FleetRequest:
     for _, row in rows.every("job"):
         _check_job(rows, cast("JobRow", row), models, source)
     for _, row in rows.every("learner"):
-        is_known(rows, f"{source}: [learner]: gpu", cast("LearnerRow", row).gpu, gpus)
+        rows.check_name(f"{source}: [learner]: gpu", cast("LearnerRow", row).gpu, gpus)
     if problems:
         raise ConfigError(report(problems))
     job_row = cast("JobRow", rows.tables["job"])
@@ -476,8 +568,8 @@ def _check_offers(
     names: dict[str, str] = {}
     for where, row in rows.every("offers"):
         assert isinstance(row, OfferRow)
-        is_known(rows, f"{where}: gpu", row.gpu, gpus)
-        if is_known(rows, f"{where}: region", row.region, regions):
+        rows.check_name(f"{where}: gpu", row.gpu, gpus)
+        if rows.check_name(f"{where}: region", row.region, regions):
             if regions[row.region].mbit_per_s is None:
                 rows.problems.append(
                     f"{where}: region {show(row.region)} has no path from the learner; give "
@@ -496,7 +588,7 @@ def _check_offers(
 
 
 def _check_job(rows: Rows, job: JobRow, models: Mapping[str, ModelShape], source: str) -> None:
-    is_known(rows, f"{source}: [job]: model", job.model, models)
+    rows.check_name(f"{source}: [job]: model", job.model, models)
     if _are_numbers(job.completion_tokens, job.max_completion_tokens) and (
         job.completion_tokens > job.max_completion_tokens
     ):
@@ -669,6 +761,9 @@ def report(problems: Iterable[str]) -> str:
     return "\n  ".join([f"the fleet has {len(unique)} problems:", *unique])
 
 
+# --- tables and overrides -------------------------------------------------------------------------
+
+
 Table = Mapping[str, Any]
 
 
@@ -766,100 +861,3 @@ def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:
             "the same file"
         )
     return rent, period
-
-
-# --- Every key of a scenario that a fleet file lacks: how the run behaves, and what goes wrong ---
-
-
-Instant = Annotated[Seconds, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-class SimRow(Row):
-    """How long to simulate, how the run is configured, and times of what is not simulated."""
-
-    num_steps: Count = 50
-    """Optimizer steps."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Fixes everything that is drawn."""
-    chunks_per_version: Count = 64
-    """Grain of a version: few chunks are fast to simulate, many are closer to the truth."""
-    image_bytes: Annotated[Bytes, Field(gt=0)] | None = None
-    """Of a version in full, where job.version_bytes is a delta's; unset: all are sent in full."""
-    checkpoint_steps: Count = 10
-    """As checkpoint.interval_steps: where a learner that died goes on."""
-    release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """As worker.release_after_s, with a command that gives the machine back."""
-    rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
-    """Nodes by offer; an offer that is not named here has all of its count."""
-    profile: Literal["lan", "wan"] = "wan"
-    """Defaults of the network's times, as for a run."""
-    heartbeat_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """As network.heartbeat_s."""
-    dead_after_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """As network.dead_after_s."""
-    lease_timeout_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """As network.lease_timeout_s."""
-    reconnect_for_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """As network.reconnect_for_s."""
-    is_paced: bool = True
-    """Whether leases hold workers back; without, whoever has room is given work."""
-    queue_share: Amount = 1.0
-    """Groups that wait at a worker for each one in its engine."""
-    alone_speedup: Annotated[float, Field(ge=1)] = 2.0
-    """How much faster a sequence is sampled on its own than in a full engine."""
-    speed_spread: Share = 0.0
-    """Standard deviation over mean of the rates of nodes of one kind."""
-    train_spread: Share = 0.0
-    """Standard deviation over mean of the learner's step."""
-    setup_s: Instant = 10.0
-    """Until a worker has built its engine."""
-    swap_s: Instant = 0.5
-    """Until new weights are in an engine."""
-    publish_s: Instant = 0.0
-    """In which the learner makes a version, and nothing else."""
-    journal_s: Instant = 0.01
-    """Until a group is on the learner's disk."""
-    join_within_s: Instant = 5.0
-    """In which the workers start, one after the other."""
-
-
-class FaultRow(Row):
-    """Something that goes wrong at an instant."""
-
-    at_s: Instant
-    """When."""
-    kind: Literal["kill", "preempt", "cut", "slow"]
-    """kill: a process dies; preempt: a machine vanishes; cut: nothing passes; slow: a straggler."""
-    target: Name
-    """A node (OFFER-1, learner), an offer, "*" for all workers; of a cut: a node or a region."""
-    for_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """After that it is over; never if left out."""
-    factor: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Part of its rate that a slow node keeps."""
-
-
-class PriceRow(Row):
-    """A point of a price trace."""
-
-    offer: Name
-    """One of [[offers]]."""
-    at_s: Instant
-    """From when on."""
-    price_per_h: Amount
-    """$ per hour for one node."""
-
-
-class PathRow(Row):
-    """What the path from the learner to a region does besides its rate and latency."""
-
-    region: Name
-    """One of [[regions]]."""
-    jitter_s: Instant = 0.0
-    """Added to the latency, evenly distributed up to this."""
-    loss: Share = 0.0
-    """Probability that a packet is lost."""
-
-
-SIM_LISTS: dict[str, type[Row]] = {"faults": FaultRow, "prices": PriceRow, "paths": PathRow}
-"""Tables of a scenario that repeat."""

@@ -1,4 +1,4 @@
-"""From a TOML file and `--set` overrides to a checked configuration, or all that is wrong with it.
+"""Load and check a configuration: TOML file, overrides, inherited settings.
 
 Sources, the later winning: the schema's defaults, the profile's, the file, each `--set` in order.
 All problems are found in one pass: a value that is wrong on its own is reported, replaced by its
@@ -42,107 +42,7 @@ from echo.config.schema import (
 from echo.core.errors import ConfigError, nearest
 from echo.core.units import format_bytes, without_secrets
 
-# --- Text made from the schema and from a configuration: `--help` and `--dry-run` ---
-
-
-_WIDTH = 96
-
-
-def schema_help(role: Role | None = None) -> str:
-    """Return every key that `role` reads (None: all), with its values, default and meaning."""
-    lines = [
-        'Configuration keys (TOML). Durations take "30s", "5min", "2h"; sizes take "8GiB", "200MB".'
-    ]
-    for (name, kind), group in _by_section(every_leaf(), role).items():
-        lines.append("")
-        if name:
-            summary = (sections()[name][kind].__doc__ or "").partition("\n")[0]
-            heading = f"[{name}] kind = {show(kind)}" if kind else f"[{name}]"
-            lines.append(f"{heading}  {summary}")
-        for leaf in group:
-            lines.append(f"  {leaf.path[-1]} = {default_text(leaf)}")
-            text = f"{leaf.help} Takes {leaf.expected}."
-            lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines)
-
-
-def dry_run_text(
-    config: Config, role: Role, *, budget: Budget | None = None, notices: Iterable[str] = ()
-) -> str:
-    """Return what would start, its memory budget, and every setting with its source.
-
-    Args:
-        config: the configuration.
-        role: what would start.
-        budget: from `memory.memory_budget`; None leaves the line out.
-        notices: shown before the settings.
-    """
-    lines = [f"would start: {_describe_start(config, role)}"]
-    if budget is not None:
-        lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")
-    lines += [f"notice: {notice}" for notice in notices]
-    lines.append(f'profile: "{config.profile}"')
-    lines += ["", *resolved_lines(config, role)]
-    return "\n".join(lines)
-
-
-def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
-    """Return the configuration as TOML, each line with where its value came from."""
-    lines: list[str] = []
-    for (name, _), group in _by_section(leaves(kinds_of(config)).values(), role).items():
-        if name:
-            lines += ["", f"[{name}]"]
-        for leaf in group:
-            value = _value(config, leaf)
-            notes = [config.sources.get(leaf.key, "")]
-            if leaf.key.endswith("_bytes") and isinstance(value, int):
-                notes.append(format_bytes(value))
-            # TOML has no word for a missing value, and this text should load again.
-            text = f"# {leaf.path[-1]}" if value is None else f"{leaf.path[-1]} = {show(value)}"
-            notes += ["not set"] if value is None else []
-            note = ", ".join(filter(None, notes))
-            lines.append(f"{text:<56} # {note}" if note else text)
-    return lines
-
-
-def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str], list[Leaf]]:
-    """Return the keys that `role` reads by section and kind, "" for the top level."""
-    groups: dict[tuple[str, str], list[Leaf]] = {}
-    for leaf in keys:
-        if role is None or role in leaf.roles:
-            place = leaf.path[0] if len(leaf.path) == 2 else ""
-            groups.setdefault((place, "".join(leaf.kinds)), []).append(leaf)
-    return groups
-
-
-def _value(config: Config, leaf: Leaf) -> object:
-    value: object = config
-    for part in leaf.path:
-        value = getattr(value, part)
-    return value
-
-
-def _describe_start(config: Config, role: Role) -> str:
-    if role == "learner":
-        batch, period = config.batch, config.sync.publish_period
-        rollouts = batch.groups_per_step * batch.group_size
-        if period == "auto":
-            cadence = f"auto, {config.sync.initial_publish_period} until measured"
-        else:
-            cadence = str(period)
-        return (
-            f"a learner of {config.model.name} on {config.learner.listen}, {config.run.max_steps} "
-            f"steps of {rollouts} rollouts ({batch.groups_per_step} groups x {batch.group_size}) "
-            f'of task "{config.task.kind}", staleness at most {config.sync.max_staleness}, '
-            f"publish period {cadence}, into {config.run_dir}"
-        )
-    node = config.worker if role == "worker" else config.relay
-    serves = f"serves on {node.listen}" if node.listen else "serves no weights to others"
-    addresses = without_secrets(", then ".join(node.connect)) or "the address of its join string"
-    return f"a {role} that connects to {addresses} and {serves}"
-
-
-# --- Settings before they are checked: flattened to paths, with their sources ---
+# --- layers ---------------------------------------------------------------------------------------
 #
 # A layer is one file or one `--set`. Later layers win, key by key. Of a table of the user's own
 # keys `--set task.options.digits=3` sets one and leaves the others; `--set task.options={digits=3}`
@@ -259,6 +159,9 @@ def _say_unknown(path: KeyPath) -> str:
 
 def _list_sections() -> str:
     return ", ".join(f"[{name}]" for name in sections())
+
+
+# --- loading --------------------------------------------------------------------------------------
 
 
 _FROM_DEFAULT = "default"
@@ -560,7 +463,109 @@ def _sources(settings: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf])
     }
 
 
-# --- What a changed configuration does to a run that is resumed ---
+# --- texts ----------------------------------------------------------------------------------------
+#
+# For `--help` and `--dry-run`.
+
+
+_WIDTH = 96
+
+
+def schema_help(role: Role | None = None) -> str:
+    """Return every key that `role` reads (None: all), with its values, default and meaning."""
+    lines = [
+        'Configuration keys (TOML). Durations take "30s", "5min", "2h"; sizes take "8GiB", "200MB".'
+    ]
+    for (name, kind), group in _by_section(every_leaf(), role).items():
+        lines.append("")
+        if name:
+            summary = (sections()[name][kind].__doc__ or "").partition("\n")[0]
+            heading = f"[{name}] kind = {show(kind)}" if kind else f"[{name}]"
+            lines.append(f"{heading}  {summary}")
+        for leaf in group:
+            lines.append(f"  {leaf.path[-1]} = {default_text(leaf)}")
+            text = f"{leaf.help} Takes {leaf.expected}."
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def dry_run_text(
+    config: Config, role: Role, *, budget: Budget | None = None, notices: Iterable[str] = ()
+) -> str:
+    """Return what would start, its memory budget, and every setting with its source.
+
+    Args:
+        config: the configuration.
+        role: what would start.
+        budget: from `memory.memory_budget`; None leaves the line out.
+        notices: shown before the settings.
+    """
+    lines = [f"would start: {_describe_start(config, role)}"]
+    if budget is not None:
+        lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")
+    lines += [f"notice: {notice}" for notice in notices]
+    lines.append(f'profile: "{config.profile}"')
+    lines += ["", *resolved_lines(config, role)]
+    return "\n".join(lines)
+
+
+def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
+    """Return the configuration as TOML, each line with where its value came from."""
+    lines: list[str] = []
+    for (name, _), group in _by_section(leaves(kinds_of(config)).values(), role).items():
+        if name:
+            lines += ["", f"[{name}]"]
+        for leaf in group:
+            value = _value(config, leaf)
+            notes = [config.sources.get(leaf.key, "")]
+            if leaf.key.endswith("_bytes") and isinstance(value, int):
+                notes.append(format_bytes(value))
+            # TOML has no word for a missing value, and this text should load again.
+            text = f"# {leaf.path[-1]}" if value is None else f"{leaf.path[-1]} = {show(value)}"
+            notes += ["not set"] if value is None else []
+            note = ", ".join(filter(None, notes))
+            lines.append(f"{text:<56} # {note}" if note else text)
+    return lines
+
+
+def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str], list[Leaf]]:
+    """Return the keys that `role` reads by section and kind, "" for the top level."""
+    groups: dict[tuple[str, str], list[Leaf]] = {}
+    for leaf in keys:
+        if role is None or role in leaf.roles:
+            place = leaf.path[0] if len(leaf.path) == 2 else ""
+            groups.setdefault((place, "".join(leaf.kinds)), []).append(leaf)
+    return groups
+
+
+def _value(config: Config, leaf: Leaf) -> object:
+    value: object = config
+    for part in leaf.path:
+        value = getattr(value, part)
+    return value
+
+
+def _describe_start(config: Config, role: Role) -> str:
+    if role == "learner":
+        batch, period = config.batch, config.sync.publish_period
+        rollouts = batch.groups_per_step * batch.group_size
+        if period == "auto":
+            cadence = f"auto, {config.sync.initial_publish_period} until measured"
+        else:
+            cadence = str(period)
+        return (
+            f"a learner of {config.model.name} on {config.learner.listen}, {config.run.max_steps} "
+            f"steps of {rollouts} rollouts ({batch.groups_per_step} groups x {batch.group_size}) "
+            f'of task "{config.task.kind}", staleness at most {config.sync.max_staleness}, '
+            f"publish period {cadence}, into {config.run_dir}"
+        )
+    node = config.worker if role == "worker" else config.relay
+    serves = f"serves on {node.listen}" if node.listen else "serves no weights to others"
+    addresses = without_secrets(", then ".join(node.connect)) or "the address of its join string"
+    return f"a {role} that connects to {addresses} and {serves}"
+
+
+# --- a changed configuration of a resumed run -----------------------------------------------------
 #
 # Safe: everything stored, and every rollout already sampled, still means the same; only what comes
 # next changes. Unsafe: it does not, or other processes that were not restarted would disagree.
@@ -679,7 +684,7 @@ def _at(table: Any, path: tuple[str, ...]) -> Any:
     return table
 
 
-# What the learner decides for its workers, and what a worker says when its own file disagrees
+# --- what workers inherit -------------------------------------------------------------------------
 #
 # A worker needs nothing but an address. These settings travel to it when it joins; one that its
 # user wrote down must agree, because it would be ignored otherwise.
@@ -697,7 +702,7 @@ def inherited_settings(config: Config) -> dict[str, Any]:
     Raises:
         ConfigError: if the chat template's file cannot be read.
     """
-    values = {key: _value_inherit(resolved(config), key) for key in inherited_keys()}
+    values = {key: _inherited_value(resolved(config), key) for key in inherited_keys()}
     values[_TEMPLATE] = _template_text(config)
     return values
 
@@ -713,7 +718,7 @@ def check_inherited(
         settings: what the learner sent.
     """
     own = {
-        key: _value_inherit(resolved(config), key) for key in inherited_keys() if key != _TEMPLATE
+        key: _inherited_value(resolved(config), key) for key in inherited_keys() if key != _TEMPLATE
     }
     if config.model.chat_template is not None and Path(config.model.chat_template).exists():
         # One file serves all machines, and only the learner needs to have what it names.
@@ -749,7 +754,7 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
     return changed.with_sources({**config.sources, **inherited})
 
 
-def _value_inherit(table: Mapping[str, Any], key: str) -> Any:
+def _inherited_value(table: Mapping[str, Any], key: str) -> Any:
     section, name = key.split(".")
     return table[section][name]
 

@@ -1,4 +1,4 @@
-"""The keys of [loss]: a class per loss, with the keys and defaults of its equation and no others.
+"""Keys of [loss]: a class per loss, with those of its equation.
 
 What the keys mean to the gradient stands with the losses in echo/algo, which a relay cannot load:
 it has no torch. A test holds names and defaults to the classes there.

@@ -1,4 +1,4 @@
-"""Whether a role fits into its machine's memory, and which settings help if it does not.
+"""Memory budget of a role, and the settings that reduce it.
 
 The sums are pure: the model's dimensions and the machine's memory are arguments, which functions
 at the end read. Only settings that exist and do save memory are named, each with what it saves.
@@ -22,7 +22,7 @@ from echo.core.errors import DataError
 from echo.core.rollout import KEEP_VERSIONS
 from echo.core.units import format_bytes
 
-# --- The size of everything that one configuration makes with one model: pure arithmetic ---
+# --- footprint ------------------------------------------------------------------------------------
 #
 # Activations are an estimate for pre-norm decoders with gated MLPs whose attention never stores its
 # score matrix; buffers of a few MiB are left out.
@@ -199,6 +199,9 @@ class Footprint:
     def _logprob_bytes(self) -> int:
         chunk = min(VOCAB_CHUNK, self.facts.vocab_size)
         return 4 * _LOGPROB_CHUNK_COPIES * self.micro_batch_tokens * chunk
+
+
+# --- budget ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,7 +428,7 @@ def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
     ]
 
 
-# Read what the memory budget needs to know: a model directory's dimensions, this machine's memory
+# --- the machine and the model --------------------------------------------------------------------
 #
 # Nothing here imports torch: free GPU memory comes from whoever has it.
 

@@ -1,4 +1,4 @@
-"""The reference of the configuration as Markdown, from the schema.
+"""Configuration reference as Markdown, generated from the schema.
 
 python -m echo.config.reference > docs/configuration.md
 """
@@ -22,7 +22,7 @@ This page is generated: `python -m echo.config.reference > docs/configuration.md
 """
 
 
-def reference() -> str:
+def configuration_page() -> str:
     """Return every key by section and kind, with its default, what it takes and what it means."""
     parts = [_HEAD]
     for (name, kinds), leaves in groupby(every_leaf(), lambda leaf: (_section(leaf), leaf.kinds)):
@@ -64,4 +64,4 @@ def _cells(texts: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    sys.stdout.write(configuration_page())

@@ -2,9 +2,8 @@
 
 One file serves all roles. Each class is one section of the TOML; the text under a field is its
 help, unit first. Keys ending in `_s` are durations and take text such as "30s", keys ending in
-`_bytes` take text such as "8GiB". A key whose default is not written here has one per profile
-(config/schema.py). The sections on what is learned are in config/schema.py, those on tasks in
-config/schema.py, those on costs in config/schema.py, rules that join several keys in checks.py.
+`_bytes` take text such as "8GiB". A key whose default is not written here has one per profile.
+The kinds of `[loss]` are in losses.py, rules that join several keys in checks.py.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from echo.config.fields import (
 from echo.config.losses import LOSSES, AnyLoss
 from echo.core.units import without_secrets
 
-# Defaults that depend on how far apart the machines are, and the publish period left to `auto`
+# --- profiles -------------------------------------------------------------------------------------
 #
-# `profile = "lan"`: machines in one building, published every step, little staleness. `"wan"`:
-# machines across the internet, more staleness in exchange for fewer bytes and more patience.
-# A key that is not listed here has one default for both, in schema.py.
+# Defaults that depend on how far apart the machines are. `lan`: machines in one building, published
+# every step, little staleness. `wan`: machines across the internet, more staleness in exchange for
+# fewer bytes and more patience. A key that is not listed here has one default for both.
 
 
 DEFAULT_PROFILE = "lan"
@@ -102,141 +101,7 @@ def preset_publish_period(max_staleness: int) -> int:
     return max(1, max_staleness - 1)
 
 
-# --- The section on outside agents; as in schema.py, the text under a field is its help ---
-
-
-class AgentSection(Section):
-    """Programs outside that sample through workers and are trained; needs the extra agents."""
-
-    roles = ("learner", "worker")
-    listen: Inherited[ListenAddress | None] = None
-    """Each worker's address for agents, such as tcp://127.0.0.1:0; unset: no agents."""
-    max_session_tokens: Inherited[int] = Field(default=4096, ge=2, le=2**24)
-    """Tokens of one session's longest conversation, everything in it."""
-    session_timeout_s: Seconds = Field(default=600.0, gt=0)
-    """Seconds without a call after which a session is over and another agent gets its episode."""
-
-
-# --- What machines cost, how long they are kept, and which of them generate ---
-#
-# As in schema.py, the text under a field is its help, unit first.
-
-
-Dollars = Annotated[float, Field(ge=0)]
-
-
-class PricedSection(Section):
-    """A machine with a price."""
-
-    price_per_h: Dollars | None = None
-    """$ per hour for this machine, from joining until it is given back; unset: not known."""
-    price_per_gb: Dollars = 0.0
-    """$ per 1e9 bytes in and out of this machine."""
-
-
-class RentedSection(PricedSection):
-    """A machine that may be taken away, and may be given back."""
-
-    losses_per_h: Dollars = 0.0
-    """How often such a machine is taken away, as a spot machine is."""
-    on_release: str | None = Field(default=None, min_length=1)
-    """Shell command that gives the machine back: at the end of the run, or when it is released."""
-    release_after_s: OptionalSeconds = Field(default=None, gt=0)
-    """Seconds on standby, or without the learner, after which to leave; unset or false: never."""
-
-
-class ActivationSection(Section):
-    """Which workers generate and which stand by, by what they cost."""
-
-    mode: Literal["off", "on"] = "on"
-    """on: the cheapest sufficient set of the workers that state prices generates."""
-    margin: float = Field(default=0.1, ge=0, le=10)
-    """Share by which the rate of the active workers is to exceed the required one."""
-    budget_per_h: float | None = Field(default=None, gt=0)
-    """$ per hour for active workers and their traffic, without the learner; unset: no limit."""
-    budget_per_run: float | None = Field(default=None, gt=0)
-    """$ for all that states a price; then the run ends with a checkpoint. Unset: no limit."""
-
-
-# --- The sections that say what is learned from a batch, and under which conditions ---
-#
-# As in schema.py, the text under a field is its help, unit first.
-
-
-class OptimizerSection(Section):
-    """AdamW: Adam with decoupled weight decay."""
-
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Step size after the warm-up, constant."""
-    warmup_steps: int = Field(default=10, ge=0)
-    """Optimizer steps over which the learning rate rises linearly."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    betas: Betas = (0.9, 0.95)
-    """Decay of the first moment and of the second."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Norm to which the gradient is clipped."""
-
-
-class ReferenceSection(Section):
-    """A frozen policy that the one being trained is pulled towards."""
-
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from it, per token; 0 is off."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the divergence is estimated from a token's two log-probabilities."""
-    name: str | None = Field(default=None, min_length=1)
-    """Directory or hub id; unset: the weights that the run started from."""
-
-
-# --- The section on adapters; as in schema.py, the text under a field is its help, unit first ---
-
-
-class LoraSection(Section):
-    """Low-rank adapters (LoRA), trained and sent in place of all weights; needs the extra lora."""
-
-    roles = ("learner", "worker")
-    rank: Inherited[int] = Field(default=0, ge=0)
-    """Rank of the two matrices next to each target; 0 trains all weights."""
-    alpha: Inherited[int | None] = Field(default=None, ge=1)
-    """Their product counts alpha / rank times; unset: twice the rank."""
-    target_modules: Inherited[Names] = ("all-linear",)
-    """Last parts of the names of linear layers, such as q_proj; all-linear: all but the head."""
-
-
-# --- The sections that say where prompts come from and who judges the answers ---
-#
-# As in schema.py, the text under a field is its help, unit first.
-
-
-class TaskSection(Section):
-    """Where prompts and rewards come from."""
-
-    roles = ("learner", "worker")
-    kind: Inherited[TaskKind] = "addition"
-    """addition, countdown, dataset, gsm8k, mixture, verifiers, or your own, "module:Class"."""
-    options: Inherited[dict[str, Any]] = Field(default_factory=dict)
-    """Keyword arguments of the task's class."""
-    reward_timeout_s: Inherited[Seconds] = Field(default=10.0, gt=0)
-    """Seconds that one reward may take before its group is refused."""
-    step_timeout_s: Inherited[Seconds] = Field(default=60.0, gt=0)
-    """Seconds that one call of an environment (a tool, a turn) may take."""
-    max_reward: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
-    """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
-    max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
-    """Turns of the policy after which an environment that goes on is ended."""
-
-
-class RewardSection(Section):
-    """Where and how the task's code runs that judges answers and plays environments."""
-
-    roles = ("learner", "worker")
-    where: Inherited[Literal["worker", "learner"]] = "worker"
-    """worker: where the answer is sampled; learner: there, and references never leave it."""
-    max_concurrent: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """Calls at a time, each in a process of its own; auto: the cores, at most 4."""
-    memory_limit_bytes: Bytes | None = Field(default=2 * 2**30, ge=2**20)
-    """Bytes that the task may take in one process, beside its imports."""
+# --- the run and its data -------------------------------------------------------------------------
 
 
 class RunSection(Section):
@@ -269,6 +134,39 @@ class ModelSection(Section):
     """File with a Jinja chat template that replaces the tokenizer's own."""
     chat_template_kwargs: Inherited[dict[str, Any]] = Field(default_factory=dict)
     """Arguments for the chat template, such as enable_thinking."""
+
+
+class TaskSection(Section):
+    """Where prompts and rewards come from."""
+
+    roles = ("learner", "worker")
+    kind: Inherited[TaskKind] = "addition"
+    """addition, countdown, dataset, gsm8k, mixture, verifiers, or your own, "module:Class"."""
+    options: Inherited[dict[str, Any]] = Field(default_factory=dict)
+    """Keyword arguments of the task's class."""
+    reward_timeout_s: Inherited[Seconds] = Field(default=10.0, gt=0)
+    """Seconds that one reward may take before its group is refused."""
+    step_timeout_s: Inherited[Seconds] = Field(default=60.0, gt=0)
+    """Seconds that one call of an environment (a tool, a turn) may take."""
+    max_reward: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
+    """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
+    max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
+    """Turns of the policy after which an environment that goes on is ended."""
+
+
+class RewardSection(Section):
+    """Where and how the task's code runs that judges answers and plays environments."""
+
+    roles = ("learner", "worker")
+    where: Inherited[Literal["worker", "learner"]] = "worker"
+    """worker: where the answer is sampled; learner: there, and references never leave it."""
+    max_concurrent: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Calls at a time, each in a process of its own; auto: the cores, at most 4."""
+    memory_limit_bytes: Bytes | None = Field(default=2 * 2**30, ge=2**20)
+    """Bytes that the task may take in one process, beside its imports."""
+
+
+# --- sampling and staleness -----------------------------------------------------------------------
 
 
 class SamplingSection(Section):
@@ -327,6 +225,89 @@ class BatchSection(Section):
     """Count groups without a gradient (all rewards equal) towards a step; else others come."""
     max_zero_signal_batches: int = Field(default=20, ge=1)
     """Batches' worth of groups without a gradient in a row after which the run ends."""
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+
+class OptimizerSection(Section):
+    """AdamW: Adam with decoupled weight decay."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Step size after the warm-up, constant."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Optimizer steps over which the learning rate rises linearly."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    betas: Betas = (0.9, 0.95)
+    """Decay of the first moment and of the second."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Norm to which the gradient is clipped."""
+
+
+class ReferenceSection(Section):
+    """A frozen policy that the one being trained is pulled towards."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from it, per token; 0 is off."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the divergence is estimated from a token's two log-probabilities."""
+    name: str | None = Field(default=None, min_length=1)
+    """Directory or hub id; unset: the weights that the run started from."""
+
+
+class LoraSection(Section):
+    """Low-rank adapters (LoRA), trained and sent in place of all weights; needs the extra lora."""
+
+    roles = ("learner", "worker")
+    rank: Inherited[int] = Field(default=0, ge=0)
+    """Rank of the two matrices next to each target; 0 trains all weights."""
+    alpha: Inherited[int | None] = Field(default=None, ge=1)
+    """Their product counts alpha / rank times; unset: twice the rank."""
+    target_modules: Inherited[Names] = ("all-linear",)
+    """Last parts of the names of linear layers, such as q_proj; all-linear: all but the head."""
+
+
+# --- machines and their costs ---------------------------------------------------------------------
+
+
+Dollars = Annotated[float, Field(ge=0)]
+
+
+class PricedSection(Section):
+    """A machine with a price."""
+
+    price_per_h: Dollars | None = None
+    """$ per hour for this machine, from joining until it is given back; unset: not known."""
+    price_per_gb: Dollars = 0.0
+    """$ per 1e9 bytes in and out of this machine."""
+
+
+class RentedSection(PricedSection):
+    """A machine that may be taken away, and may be given back."""
+
+    losses_per_h: Dollars = 0.0
+    """How often such a machine is taken away, as a spot machine is."""
+    on_release: str | None = Field(default=None, min_length=1)
+    """Shell command that gives the machine back: at the end of the run, or when it is released."""
+    release_after_s: OptionalSeconds = Field(default=None, gt=0)
+    """Seconds on standby, or without the learner, after which to leave; unset or false: never."""
+
+
+class ActivationSection(Section):
+    """Which workers generate and which stand by, by what they cost."""
+
+    mode: Literal["off", "on"] = "on"
+    """on: the cheapest sufficient set of the workers that state prices generates."""
+    margin: float = Field(default=0.1, ge=0, le=10)
+    """Share by which the rate of the active workers is to exceed the required one."""
+    budget_per_h: float | None = Field(default=None, gt=0)
+    """$ per hour for active workers and their traffic, without the learner; unset: no limit."""
+    budget_per_run: float | None = Field(default=None, gt=0)
+    """$ for all that states a price; then the run ends with a checkpoint. Unset: no limit."""
+
+
+# --- roles ----------------------------------------------------------------------------------------
 
 
 class LearnerSection(Section):
@@ -421,6 +402,18 @@ ENGINES: Mapping[str, type[EngineSection]] = {
 """By kind; the first is the default."""
 
 
+class AgentSection(Section):
+    """Programs outside that sample through workers and are trained; needs the extra agents."""
+
+    roles = ("learner", "worker")
+    listen: Inherited[ListenAddress | None] = None
+    """Each worker's address for agents, such as tcp://127.0.0.1:0; unset: no agents."""
+    max_session_tokens: Inherited[int] = Field(default=4096, ge=2, le=2**24)
+    """Tokens of one session's longest conversation, everything in it."""
+    session_timeout_s: Seconds = Field(default=600.0, gt=0)
+    """Seconds without a call after which a session is over and another agent gets its episode."""
+
+
 class RelaySection(PricedSection):
     """A process that forwards weights down and rollouts up; no GPU, no torch."""
 
@@ -433,6 +426,9 @@ class RelaySection(PricedSection):
     """Address that others are told to dial, where it differs from `listen`."""
     name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_LENGTH)
     """Name in logs and the live view; left out, one is made from the host's."""
+
+
+# --- records, network, screen ---------------------------------------------------------------------
 
 
 class CheckpointSection(Section):
@@ -520,6 +516,9 @@ class UiSection(Section):
     """Live view; auto shows it on a terminal and writes plain lines elsewhere."""
 
 
+# --- the whole ------------------------------------------------------------------------------------
+
+
 class Config(Section):
     """The whole configuration: one attribute per section of the file."""
 
@@ -576,7 +575,9 @@ KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": EN
 """Sections with a class for each kind: what is no key of the chosen class is unknown."""
 
 
-# --- One record per configuration key, read off the schema: what help, errors and checks share ---
+# --- keys -----------------------------------------------------------------------------------------
+#
+# One record per key, read off the classes above: what help, errors and checks share.
 
 
 KeyPath = tuple[str, ...]
@@ -769,6 +770,9 @@ def _expected(fragment: Mapping[str, Any], name: str) -> str:
     if words:
         listed = ", ".join(show(word) for word in words)
         return f"one of {listed}" if len(words) > 1 else listed
+    if "prefixItems" in fragment:
+        items = fragment["prefixItems"]
+        return f"a list of {len(items)}, each {_expected(items[0], name)}"
     if name.endswith("_s") and not name.endswith("_per_s"):
         base = 'a duration (seconds, or text such as "30s")'
     elif name.endswith("_bytes"):

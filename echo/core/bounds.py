@@ -1,4 +1,4 @@
-"""How large a message may be, and in which range each kind of value in it must lie.
+"""Bounds of messages: sizes, lengths, and ranges of values.
 
 Both ends use the same numbers: whoever sends checks them with `codec.encode`, whoever receives with
 the decoder, before anything is believed. The ranges are wide: they hold whatever an honest node of

@@ -1,4 +1,4 @@
-"""Accepted groups that wait to be trained: oldest first, never older than the bound.
+"""Rollout buffer: accepted groups, oldest first, within the staleness bound.
 
 The buffer is where promise 1 is kept: `take` hands out only groups whose oldest trainable token has
 staleness <= max_staleness at that moment, and `evict` removes the others with their reason. It is

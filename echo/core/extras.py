@@ -1,4 +1,4 @@
-"""What this installation consists of: its version, and packages that only some have.
+"""Installed version and optional packages.
 
 A checkout has bin/echo-setup; elsewhere pip installs packages, named as our own metadata names
 them. Never by the name of our distribution, which no index has.

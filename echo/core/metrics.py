@@ -1,4 +1,4 @@
-"""What a running node shows: counters, and the snapshot that the live view draws.
+"""Counters of a node, and the snapshot of the live view.
 
 Metric names follow the field: `reward/mean`, `staleness/{mean,max}`, `time/{step,train,...}`,
 `learner/idle_ratio`, `perf/tokens_per_s`, `broadcast/{bytes,seconds,goodput}` and so on.

@@ -1,4 +1,4 @@
-"""What a node's machine costs, as the node states it when it joins."""
+"""Price of a node's machine, stated at joining."""
 
 from __future__ import annotations
 

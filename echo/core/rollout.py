@@ -1,4 +1,4 @@
-"""What is sampled: versions, rollouts and groups, as plain records of numpy arrays.
+"""Versions, rollouts and groups as records of numpy arrays.
 
 Shapes: T completion tokens, P prompt tokens, G group size. Nothing here touches torch, so that a
 relay can handle groups without installing it.

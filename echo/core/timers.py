@@ -1,4 +1,4 @@
-"""How a learner with thousands of nodes keeps its work per node flat.
+"""Deadlines, pacing and bounded maps for thousands of nodes.
 
 * `Paced`: work that goes through all nodes (grant leases, plan the links) is asked for by nearly
   every message. In a small fleet it is done at once; in a large one no more often than in
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-# --- A dictionary of bounded size that forgets the entry that was written longest ago ---
+# --- bounded map ----------------------------------------------------------------------------------
 
 
 RecentKey = TypeVar("RecentKey")
@@ -53,6 +53,9 @@ class RecentMap(Generic[RecentKey, Value]):
     def discard_value(self, value: Value) -> None:
         """Forget every key with this value."""
         self._entries = {k: v for k, v in self._entries.items() if v != value}
+
+
+# --- deadlines and pacing -------------------------------------------------------------------------
 
 
 MANY_NODES = 64

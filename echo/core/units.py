@@ -1,4 +1,4 @@
-"""Durations, sizes and rates as text and as numbers, and texts that are safe to show.
+"""Durations, sizes and rates as text; texts safe to show.
 
 Sizes are exact integers and print in binary units (KiB, MiB, ...), because memory and chunk sizes
 are powers of two. Ambiguous units are refused instead of guessed: "5m" may be metres, minutes or

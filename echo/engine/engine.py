@@ -1,4 +1,4 @@
-"""What a rollout engine is: weights in, token ids with log-probabilities and versions out.
+"""Contract of a rollout engine: weights in, versioned tokens out.
 
 An engine knows nothing of networks or rewards. Its methods may be called from several threads at
 once: `load` from one while `generate` runs in another swaps the weights in flight, between two
@@ -226,7 +226,7 @@ class Engine(abc.ABC):
         """Give back memory and processes; the engine cannot be used afterwards."""
 
 
-# --- How many rollouts an engine has under way at one time, once memory has run out under more ---
+# --- concurrency ----------------------------------------------------------------------------------
 #
 # What one rollout needs is estimated before it begins, and estimates are wrong where others use the
 # same memory, or where kernels take more than they should. So running out of memory ends nothing by
@@ -303,7 +303,7 @@ class Concurrency:
         return {COUNT: number} if number else {}
 
 
-# --- The fence between a swap of weights and requests that insist on a version ---
+# --- version barrier ------------------------------------------------------------------------------
 #
 # A request may ask for at least, or for exactly, some version. It is honoured or refused, never
 # served by another: while requests that want exactly the installed version run, a swap waits; while

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): what is trained, published and exported in place of all weights.
+"""Low-rank adapters (LoRA), trained and published in place of all weights.
 
 The base model stays as it is. Next to the weight of each target module, [out, in], lie two small
 matrices A [rank, in] and B [out, rank], and the module computes with weight + alpha / rank * B A.
@@ -259,7 +259,7 @@ def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
             )
 
 
-# --- From [lora] to an adapter and the base model under it, on the learner and on its workers ---
+# --- from a configuration -------------------------------------------------------------------------
 #
 # The learner's base is what the run starts from: learner.init_from if that is a whole model, else
 # model.name. A worker samples from the same bytes or not at all: it takes its own model.name, or

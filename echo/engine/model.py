@@ -1,4 +1,4 @@
-"""A model without weights, and the check that weights belong to it."""
+"""Model without weights: dimensions, device, tiny model, digests."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ from echo.tasks import tokenization
 
 if TYPE_CHECKING:
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+# --- model without weights ------------------------------------------------------------------------
+
 
 MAX_NAMES_LISTED = 5
 BUILDING = threading.Lock()
@@ -128,144 +132,7 @@ def _shorten(names: Sequence[str]) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
-# --- How much memory can be had ---
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the memory that can be had now without taking it from anybody else."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return int(psutil.virtual_memory().available)
-
-
-# --- Where torch computes: which device, how many threads, how much memory is free ---
-
-
-def pick_device(name: str) -> str:
-    """Return torch's name of a device; "auto" is the first GPU where there is one.
-
-    Args:
-        name: "auto", "cpu", "cuda" or "cuda:N".
-    """
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def set_num_threads(num_threads: int) -> None:
-    """Let one operation on the CPU use this many threads; 0 leaves torch's own choice."""
-    if num_threads:
-        torch.set_num_threads(num_threads)
-
-
-def free_gpu_bytes(name: str) -> int | None:
-    """Return the free memory of a device, bytes; None if it is a CPU, or a GPU that is not here.
-
-    Args:
-        name: as for `pick_device`.
-    """
-    device = torch.device(pick_device(name))
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
-def pick_dtype(name: str, device: str) -> torch.dtype:
-    """Return what to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
-
-    Args:
-        name: "auto", "float32" or "bfloat16".
-        device: torch's name of it.
-    """
-    if name == "auto":
-        name = "bfloat16" if device.startswith("cuda") else "float32"
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-# --- A character-level Qwen3 of 100,736 parameters, small enough to learn on a laptop's CPU ---
-#
-# It is a normal Hugging Face directory: AutoTokenizer and AutoModelForCausalLM load it, and every
-# node treats it like any other model.
-
-
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
-
-CHARACTERS = "0123456789+-*/=()<>:,;|. "
-
-PAD_ID, BOS_ID, EOS_ID = range(3)
-
-HEAD_DIM = 16
-
-VLLM_HEAD_DIM = 32
-"""The smallest head that vLLM's attention for CPUs knows; half as many make the same width."""
-
-VOCAB_SIZE = 32
-"""Rows of the embedding: the 28 tokens, rounded up to a multiple of 16."""
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer: one token per character, <bos> in front, no chat template.
-
-    A character that it does not know becomes <pad>, so that any task's prompts pass through.
-    """
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", BOS_ID)]
-    )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-
-
-def shape(head_dim: int) -> dict[str, Any]:
-    """Return the dimensions of the model: 64 wide in attention, whatever the size of a head."""
-    return {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 64 // head_dim,
-        "num_key_value_heads": 32 // head_dim,
-        "head_dim": head_dim,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.04,
-    }
-
-
-def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
-    """Return the configuration of the model."""
-    from transformers import Qwen3Config  # here, since a process needs one architecture as a rule
-
-    return Qwen3Config(
-        **shape(head_dim),
-        tie_word_embeddings=True,
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        architectures=["Qwen3ForCausalLM"],
-        dtype="float32",
-    )
-
-
-def build_model(*, seed: int, head_dim: int = HEAD_DIM) -> Qwen3ForCausalLM:
-    """Return the model with random float32 weights; torch's global generator is left alone."""
-    from transformers import Qwen3ForCausalLM
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(build_config(head_dim=head_dim))
-
-
-def save_tiny_model(directory: Path, model: Qwen3ForCausalLM) -> None:
-    """Write model and tokenizer as a Hugging Face directory."""
-    directory.mkdir(parents=True, exist_ok=True)
-    build_tokenizer().save_pretrained(directory)
-    model.config.save_pretrained(directory)
-    save_safetensors(directory, dict(model.named_parameters()))
+# --- model directories ----------------------------------------------------------------------------
 
 
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -355,6 +222,9 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
+# --- what a configuration says of its model -------------------------------------------------------
+
+
 def make_sampling(config: Config, stop_ids: list[int]) -> Sampling:
     """Return how rollouts are sampled."""
     sampling = config.sampling
@@ -426,3 +296,141 @@ def has_own_model(config: Config) -> bool:
     return name is not None and (
         Path(name).expanduser().is_dir() or config.sources.get("model.name") == OVERRIDE
     )
+
+
+# --- device ---------------------------------------------------------------------------------------
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that can be had now without taking it from anybody else."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return int(psutil.virtual_memory().available)
+
+
+def pick_device(name: str) -> str:
+    """Return torch's name of a device; "auto" is the first GPU where there is one.
+
+    Args:
+        name: "auto", "cpu", "cuda" or "cuda:N".
+    """
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Let one operation on the CPU use this many threads; 0 leaves torch's own choice."""
+    if num_threads:
+        torch.set_num_threads(num_threads)
+
+
+def free_gpu_bytes(name: str) -> int | None:
+    """Return the free memory of a device, bytes; None if it is a CPU, or a GPU that is not here.
+
+    Args:
+        name: as for `pick_device`.
+    """
+    device = torch.device(pick_device(name))
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """Return what to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
+
+    Args:
+        name: "auto", "float32" or "bfloat16".
+        device: torch's name of it.
+    """
+    if name == "auto":
+        name = "bfloat16" if device.startswith("cuda") else "float32"
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+# --- tiny model -----------------------------------------------------------------------------------
+#
+# A character-level Qwen3 of 100,736 parameters, small enough to learn on a laptop's CPU. It is a
+# normal Hugging Face directory: AutoTokenizer and AutoModelForCausalLM load it, and every node
+# treats it like any other model.
+
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+
+CHARACTERS = "0123456789+-*/=()<>:,;|. "
+
+PAD_ID, BOS_ID, EOS_ID = range(3)
+
+HEAD_DIM = 16
+
+VLLM_HEAD_DIM = 32
+"""The smallest head that vLLM's attention for CPUs knows; half as many make the same width."""
+
+VOCAB_SIZE = 32
+"""Rows of the embedding: the 28 tokens, rounded up to a multiple of 16."""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer: one token per character, <bos> in front, no chat template.
+
+    A character that it does not know becomes <pad>, so that any task's prompts pass through.
+    """
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS_ID)]
+    )
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+def shape(head_dim: int) -> dict[str, Any]:
+    """Return the dimensions of the model: 64 wide in attention, whatever the size of a head."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64 // head_dim,
+        "num_key_value_heads": 32 // head_dim,
+        "head_dim": head_dim,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.04,
+    }
+
+
+def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
+    """Return the configuration of the model."""
+    from transformers import Qwen3Config  # here, since a process needs one architecture as a rule
+
+    return Qwen3Config(
+        **shape(head_dim),
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
+
+
+def build_model(*, seed: int, head_dim: int = HEAD_DIM) -> Qwen3ForCausalLM:
+    """Return the model with random float32 weights; torch's global generator is left alone."""
+    from transformers import Qwen3ForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(build_config(head_dim=head_dim))
+
+
+def save_tiny_model(directory: Path, model: Qwen3ForCausalLM) -> None:
+    """Write model and tokenizer as a Hugging Face directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    build_tokenizer().save_pretrained(directory)
+    model.config.save_pretrained(directory)
+    save_safetensors(directory, dict(model.named_parameters()))

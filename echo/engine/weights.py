@@ -1,4 +1,4 @@
-"""Weights on their way: model directory to tensors to the byte image of a version, and back.
+"""Weights as tensors, as the image of a version, and as deltas.
 
 An image is the tensors one after the other, sorted by name, each at a multiple of
 ALIGNMENT_BYTES so that a worker can use it in place. Tensors that share storage (a language-model
@@ -41,6 +41,9 @@ from echo.weights.delta import (
     word_bytes_of,
 )
 from echo.weights.manifest import TensorSpec
+
+# --- tensors, images and files --------------------------------------------------------------------
+
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Tensors by name, tied ones once."""
@@ -277,7 +280,7 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
         config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-# --- Deltas coded where the weights live: only what changed crosses to the host ---
+# --- delta on the device --------------------------------------------------------------------------
 #
 # The learner keeps the last published image on its device. Comparing it with the new one, finding
 # the words that differ and subtracting them runs there at the speed of its memory; the host
@@ -400,7 +403,7 @@ def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
     return tensor.cpu().numpy()
 
 
-# --- The image of each version, made where the weights live: little of it crosses to the host ---
+# --- image of each version ------------------------------------------------------------------------
 #
 # The first version crosses whole. From then on, where the weights are on a GPU:
 #
@@ -411,7 +414,7 @@ def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
 # The host's image comes out of the same blocks that receivers get, on the same base, so it is what
 # they will hold, and it is that which is hashed and signed.
 #
-# It costs the GPU one image that stays (footprint.py counts it). While a version is made there are
+# It costs the GPU one image that stays (memory.py counts it). While a version is made there are
 # two; the second has the room of the gradients, which are let go at the end of a step and are no
 # smaller.
 #

@@ -1,4 +1,4 @@
-"""Which of the workers that are there should generate: the cheapest set that satisfies the rule.
+"""Activation: the cheapest sufficient set of the workers that joined.
 
 A fleet file offers so many nodes of a kind; a run has workers, each with its own measured rate.
 Workers that are alike are put together as one offer, so that `echo.fleet.selection` answers for
@@ -11,7 +11,7 @@ The time of a broadcast is the caller's own forecast for exactly these workers. 
 found, what is missing is added, and the search is made again.
 
 If no set satisfies rule and budget, the choice is the cheapest for the least longer step that one
-can be had for (`remedies.slowed`): the learner then waits, and by how much is told.
+can be had for (`provisioning.slowed`): the learner then waits, and by how much is told.
 """
 
 from __future__ import annotations
@@ -307,10 +307,10 @@ def _degrade(roll: Roll, job: Job, preferred: Collection[str]) -> Choice:
     return Choice(active=names, outlook=outlook, is_exact=is_exact, slowdown=slowdown)
 
 
-# --- Whether the workers that are active are the right ones, and which step to take if not ---
+# --- review ---------------------------------------------------------------------------------------
 #
 # What is active is compared with the cheapest set that satisfies the rule with its margin
-# (`echo.planner.activation`). Two things keep it calm:
+# (`choose`). Two things keep it calm:
 #
 # * *hysteresis*: what is active counts as enough with half the margin, and where the learner has
 #   not waited lately whatever the estimates say; a cheaper set must save `min_saving`, and one with

@@ -1,4 +1,4 @@
-"""How fast a GPU generates and trains a model: the lower of its two roofs, memory and arithmetic.
+"""GPU catalogue and roofline: rates of decoding and of training.
 
 Decoding one token for `c` sequences reads the weights once and each sequence's cache, and computes
 two operations per parameter and sequence; it takes as long as the slower of the two. Training
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from echo.core.units import SIZE_UNITS
 
-# --- The GPUs and models that the planner knows by name; a fleet file can change and add rows ---
+# --- catalogue ------------------------------------------------------------------------------------
 #
 # Peak arithmetic is dense bfloat16 (float16 where a GPU lacks it) with float32 accumulation, from
 # the vendor's data sheets; memory bandwidth likewise. Prices are what one such GPU typically cost

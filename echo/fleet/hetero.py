@@ -1,13 +1,9 @@
-"""Phase 1 of AReaL-Hex, training side: the fastest (dp, tp, pp) for the GPUs given to training.
+"""AReaL-Hex: divide unequal GPUs between training and generation.
 
-Tensor and data parallelism stay inside one type of GPU, pipelines may cross types: each type holds
-a run of consecutive stages with a (dp, tp) of its own. Layers go to types in proportion to their
-arithmetic. A step takes as long as its slowest type, plus the bubble of the pipeline, the
-all-reduces of tensor parallelism in a machine and of data parallelism between machines, and the
-activations that cross between stages.
+Phase 1 prices a division of the GPUs: the fastest training plan on one side, the fastest replicas
+on the other. Phase 2 finds the division.
 
-Source: AReaL-Hex, arXiv:2511.00796, section on constrained search; the paper leaves the cost model
-to Metis (ATC 2024), so the formulas here are this project's (ALGORITHMS 3.4, "a proposal").
+Source: AReaL-Hex, arXiv:2511.00796; each part says how it differs.
 """
 
 from __future__ import annotations
@@ -28,6 +24,18 @@ from echo.fleet.gpus import (
     decode_rate,
     train_flops,
 )
+
+# --- phase 1, training ----------------------------------------------------------------------------
+#
+# Tensor and data parallelism stay inside one type of GPU, pipelines may cross types: each type
+# holds a run of consecutive stages with a (dp, tp) of its own. Layers go to types in proportion to
+# their arithmetic. A step takes as long as its slowest type, plus the bubble of the pipeline, the
+# all-reduces of tensor parallelism in a machine and of data parallelism between machines, and the
+# activations that cross between stages.
+#
+# Source: AReaL-Hex, arXiv:2511.00796, section on constrained search; the paper leaves the cost
+# model to Metis (ATC 2024), so the formulas here are this project's (ALGORITHMS 3.4, "a proposal").
+
 
 PARALLEL_SIZES = (1, 2, 4, 8)
 """Degrees tried for tensor and pipeline parallelism: divisors of a machine."""
@@ -233,7 +241,7 @@ def _gradients_s(cluster: Cluster, job: HexJob, stages: Sequence[StagePlan]) -> 
     return slowest
 
 
-# Phase 1 of AReaL-Hex, generation side: which replicas to run on the GPUs given to generation
+# --- phase 1, generation --------------------------------------------------------------------------
 #
 # With continuous shares of the rollouts the optimum for given replicas is proportional to their
 # rates, so the paper's programme (bilinear as printed) is an integer knapsack: maximise the summed
@@ -336,10 +344,10 @@ def share_rollouts(replicas: Sequence[tuple[Replica, int]], num_rollouts: int) -
     return RolloutPlan(replicas=tuple(replicas), rollouts=tuple(shares))
 
 
-# --- AReaL-Hex: divide unequal GPUs of one site between training and generation ---
+# --- phase 2, division ----------------------------------------------------------------------------
 #
-# Phase 1 prices a division: the fastest training plan on one side (hex_train.py), the fastest
-# replicas on the other (hex_rollout.py). Phase 2 finds the division. The paper bisects training's
+# Phase 1 prices a division: the fastest training plan on one side, the fastest
+# replicas on the other. Phase 2 finds the division. The paper bisects training's
 # share of the arithmetic and, at each share, takes the partition that keeps links inside training
 # and memory bandwidth inside generation (its Eq. 3); an exact share does not exist for whole GPUs,
 # so the share has a tolerance of half the largest GPU. From there single and joint moves of GPUs

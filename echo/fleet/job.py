@@ -1,4 +1,4 @@
-"""What is to be trained: batch, lengths, staleness bound, and the learner's own time and price."""
+"""Job to plan for: batch, lengths, staleness bound, learner."""
 
 from __future__ import annotations
 

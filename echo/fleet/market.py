@@ -1,4 +1,4 @@
-"""What can be rented and what a choice of it amounts to: rate, price, time of a broadcast.
+"""Regions, offers and rented fleets: rate, price, broadcast time.
 
 A fleet is a list of offers and how many nodes of each are active. Weights go from the learner once
 to each region with a relay, once to each offer whose nodes listen and pass them on in a chain, and

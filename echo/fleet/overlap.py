@@ -1,4 +1,4 @@
-"""The overlap of generation and training: what rate is required, and what a given rate leads to.
+"""Overlap of generation and training: required rate, predicted idle time.
 
 Two readings of the provisioning rule of ECHO-2 (arXiv:2602.02192, which states it in words only),
 with R rollouts per step, S the staleness bound, kappa the publish period:

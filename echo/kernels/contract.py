@@ -1,4 +1,4 @@
-"""What the backends of the kernels share: their interface, and the records that pass through it.
+"""Contract of kernel backends: functions and records.
 
 A backend is a module with the functions of `Kernels`: torch_kernels.py, for any device and the
 reference of the other, and triton_kernels.py. The operations in front of them (kernels/logprob.py,

@@ -1,4 +1,4 @@
-"""The obvious way to linear_logprob's results: the oracle of its tests and its bench's baseline.
+"""Reference of linear_logprob for its tests and its benchmark.
 
 It holds several [N, V] matrices and is differentiated by autograd; nothing else may use it.
 """

@@ -1,4 +1,4 @@
-"""Log-probabilities straight from hidden states and the LM head, never [N, V] at once.
+"""Log-probabilities from hidden states and LM head, without [N, V] logits.
 
 The obvious path (logits, log_softmax, gather) holds several [N, V] float32 matrices; at 16,384
 tokens and a vocabulary of 151,936 each takes 10 GB. Here logits live for the moment in which they
@@ -36,7 +36,7 @@ from echo.kernels.contract import (
     is_describable,
 )
 
-# --- Which backend computes an operation ---
+# --- backends -------------------------------------------------------------------------------------
 #
 # Triton is never imported before it is needed, and not needed without a GPU: PyTorch for CPUs does
 # not bring it, PyTorch for CUDA does.

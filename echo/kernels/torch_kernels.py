@@ -1,4 +1,4 @@
-"""The kernels in plain PyTorch: for any device, and the reference of fused ones.
+"""PyTorch kernels: for any device, and the reference of fused ones.
 
 The vocabulary is walked in chunks. The forward keeps three numbers per row: the running maximum,
 the sum of exponentials and, for the entropy, their weighted sum. The backward computes each chunk

@@ -1,4 +1,4 @@
-"""The kernels in Triton: the logits of a tile are used where they are made and never stored.
+"""Triton kernels: logits are used where they are made, never stored.
 
 Forward: one program scores a tile of rows against one part (split) of the vocabulary, in the
 accumulator of the product: running maximum, sum of exponentials, weighted sum for the entropy, and
@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from echo.kernels.contract import LiveRows, PolicyRows, PolicyTerms, RatioClip, Scores, aligned
 
-# --- How each Triton kernel is launched: tables by Triton version instead of autotuning ---
+# --- launch configurations ------------------------------------------------------------------------
 #
 # A search at run time costs a start of minutes, may choose differently in every process, and with
 # it changes bits. What decides is the compiler: the same tile spills registers under one version of
@@ -109,7 +109,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _MASKED = tl.constexpr(-1.0e30)
 
 
-# ---- kernels
+# --- kernels --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -305,7 +305,7 @@ def grad_logits_kernel(
     grad_desc.store([row, column], grad.to(grad_desc.dtype))
 
 
-# ---- launchers
+# --- launchers ------------------------------------------------------------------------------------
 
 _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 

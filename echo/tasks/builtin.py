@@ -1,4 +1,4 @@
-r"""The tasks that need no code and no reward function: addition, countdown, GSM8K.
+r"""Built-in tasks: addition, countdown, GSM8K.
 
 **Addition** of three digits with a column scratchpad is the task of the quickstart.
 

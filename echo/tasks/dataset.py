@@ -1,4 +1,4 @@
-r"""Tasks over rows: datasets of any form, with any reward function, and mixtures of tasks.
+r"""Dataset tasks: rows of any form, any reward function, mixtures.
 
     [task]
     kind = "dataset"
@@ -112,12 +112,12 @@ class DatasetRow:
     """What decides its side where a dataset is split by hash."""
 
 
-def refuse(error: DataError) -> None:
+def refuse_row(error: DataError) -> None:
     """Stop at a malformed row."""
     raise error
 
 
-def read_rows(path: str, on_bad: OnBad = refuse) -> Iterator[DatasetRow]:
+def read_rows(path: str, on_bad: OnBad = refuse_row) -> Iterator[DatasetRow]:
     """Yield the rows of a dataset in their order.
 
     Args:
@@ -426,7 +426,7 @@ class RowsTask(Task):
         for path in filter(None, (self.path, self.heldout_path)):
             try:
                 if is_local(path):
-                    next(self._parse(path, (lambda _: None) if self.skip_bad else refuse), None)
+                    next(self._parse(path, (lambda _: None) if self.skip_bad else refuse_row), None)
             except EchoError as error:
                 problems.append(str(error))
         return problems
@@ -449,7 +449,7 @@ class RowsTask(Task):
 
     def _read(self, path: str) -> list[tuple[str, Example]]:
         bad: list[DataError] = []
-        examples = list(self._parse(path, bad.append if self.skip_bad else refuse))
+        examples = list(self._parse(path, bad.append if self.skip_bad else refuse_row))
         if bad:
             _log.warning(
                 "%s: skipped %d of %d rows (task.options.skip_bad); the first: %s",

@@ -1,4 +1,4 @@
-"""Answers of several turns: the policy says something, the environment or a tool replies.
+"""Environments and tools: episodes of several turns.
 
     class Guess(Environment):
         def example(self, index: int, *, split: str) -> Example:

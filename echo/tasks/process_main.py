@@ -1,4 +1,4 @@
-"""A task's side of its calls: the messages, carrying them out, and the process that does so.
+"""Messages of reward calls, and the process that carries them out.
 
     Score(example, completion)   -> float                  a whole answer
     Begin(episode, example)      -> None                   an episode of several turns

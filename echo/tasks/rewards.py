@@ -1,4 +1,4 @@
-"""Reward calls: a user's code, run where it can harm nobody, in bounded time and memory.
+"""Reward calls: a user's code in bounded time and memory.
 
 A group's way: `score_all` hands each answer to `perform`, which counts, tries again what asks for
 it and bounds the reward; `_answer` carries a call out, in a thread (InlineHost) or in a process

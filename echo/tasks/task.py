@@ -1,4 +1,4 @@
-"""A task: a source of prompts, and what an answer to one is worth; how a task is found by name.
+"""Task: a source of prompts, and the reward of an answer.
 
 A task is the one small class that a user writes; everything else in the data plane follows from
 it. The learner calls `example` and sends the `Example` inside a lease; a worker calls `reward`

@@ -1,4 +1,4 @@
-"""Text to token ids and back, exactly as the model's own directory says.
+"""Tokenization exactly as the model's directory says.
 
 Learner and worker must agree on every byte of this: the tokenizer's files, the chat template with
 its arguments, and the ids that end a completion are hashed, and compared when a worker joins.

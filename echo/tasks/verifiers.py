@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers` as tasks: one turn, several turns, tool use.
+"""Environments of the package `verifiers` as tasks.
 
     [task]
     kind = "verifiers"

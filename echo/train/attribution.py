@@ -1,4 +1,4 @@
-"""Re-score a few rollouts under the weights that sampled them, to see what made the mismatch.
+"""Attribution of the sampler-learner mismatch, by re-scoring rollouts.
 
 For each trained token, with pi the learner now, v the version that sampled it, and what the worker
 recorded as mu (nats):
@@ -44,7 +44,7 @@ from echo.train.policy import Policy, frozen_policy
 from echo.train.trainer import StepResult, Trainer
 from echo.weights.manifest import Manifest
 
-# --- Where the mismatch between sampler and learner comes from: its variance split by cause ---
+# --- variance by cause ----------------------------------------------------------------------------
 #
 # The log-ratio of a token, log pi(learner) - log mu(sampler), is a sum of parts, one per cause,
 # each the difference of two scores that differ in that cause alone. The variance of a sum is the
@@ -254,7 +254,7 @@ def _log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sa
     return torch.cat(masses)
 
 
-# Published versions kept on the learner's disk for a while, to score rollouts under them again
+# --- version retention ----------------------------------------------------------------------------
 #
 # One safetensors file per version, written beside the publication and renamed into place. The bytes
 # are bounded: the oldest version goes first. What is not held is not an error, only unknown.
@@ -352,7 +352,7 @@ class VersionRetention:
         return self._directory / f"v{version.lineage}_{version.step}.safetensors"
 
 
-# The learner's step with, every so often, a look at where the mismatch of its batch comes from
+# --- attribution every few steps ------------------------------------------------------------------
 
 
 MAX_KEPT_BYTES = 4 << 30

@@ -1,4 +1,4 @@
-"""From groups to what one step trains on: checks, advantages, expectations, and the counts.
+"""Training batch of groups: checks, advantages, expectations, counts.
 
 `find_refusal` says why a group must not or need not count towards a step; the learner asks it
 before it takes a group in, so that what a step gets is trained on:

@@ -1,4 +1,4 @@
-"""The learner's model work: one optimizer step per batch of rollout groups.
+"""Trainer: one optimizer step per batch of rollout groups.
 
 A step: advantages per group, rollouts packed into micro-batches, log-probabilities of the trained
 tokens at the sampling temperature, loss, gradients accumulated, norm clipped, AdamW. Every loss is
@@ -56,7 +56,40 @@ from echo.kernels.contract import BackendName
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.policy import Policy
 
-# --- Find a policy loss: a registered one by name, or a user's own by import path ---
+# --- settings -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW with a linear warm-up to a constant learning rate."""
+
+    learning_rate: float = 1e-6
+    warmup_steps: int = 10
+    """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first moment and of the second."""
+    max_grad_norm: float = 1.0
+    """Bound on the norm of the whole gradient; infinity for none."""
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of the step that makes version `step`, from 1."""
+        return self.learning_rate * min(1.0, step / max(1, self.warmup_steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReferenceModel:
+    """Where the frozen reference policy comes from; it never changes, so no state holds it."""
+
+    model_dir: Path
+    """Hugging Face directory."""
+    tensors: Mapping[str, Tensor] | None = None
+    """Weights by name instead of the directory's; with `lora` those of its adapter."""
+    lora: Lora | None = None
+    """The adapter, and its base in place of the directory, where the policy has one."""
+
+
+# --- policy loss by name or import path -----------------------------------------------------------
 #
 # A loss of one's own is a function of `LossInputs` and keyword options that returns a `LossOutput`:
 #
@@ -123,40 +156,7 @@ def _check_options(
         ) from error
 
 
-# --- What a trainer is told of its optimizer and of the policy that it is pulled towards ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW with a linear warm-up to a constant learning rate."""
-
-    learning_rate: float = 1e-6
-    warmup_steps: int = 10
-    """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first moment and of the second."""
-    max_grad_norm: float = 1.0
-    """Bound on the norm of the whole gradient; infinity for none."""
-
-    def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of the step that makes version `step`, from 1."""
-        return self.learning_rate * min(1.0, step / max(1, self.warmup_steps))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ReferenceModel:
-    """Where the frozen reference policy comes from; it never changes, so no state holds it."""
-
-    model_dir: Path
-    """Hugging Face directory."""
-    tensors: Mapping[str, Tensor] | None = None
-    """Weights by name instead of the directory's; with `lora` those of its adapter."""
-    lora: Lora | None = None
-    """The adapter, and its base in place of the directory, where the policy has one."""
-
-
-# --- A trainer's state on disk: tensors as safetensors, the rest as JSON ---
+# --- state on disk --------------------------------------------------------------------------------
 #
 # weights.safetensors     float32 master weights, tied ones once
 # optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/exp_avg_sq", "<parameter>/step"
@@ -267,6 +267,9 @@ def restore_moments(
         restored.setdefault(parameter, {})[moment] = value.to(parameter.device, copy=True)
     optimizer.state.clear()
     optimizer.state.update(restored)
+
+
+# --- trainer --------------------------------------------------------------------------------------
 
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -620,7 +623,7 @@ class Trainer:
         sampler: list[Tensor] = []
         entropies: list[Tensor] = []
         for _, micro in self._micro_batches(batch.samples):
-            output, logprobs, entropy = self._score_and_judge(micro, batch, scores)
+            output, logprobs, entropy = self._loss_and_scores(micro, batch, scores)
             output.loss.backward()  # type: ignore[no-untyped-call]
             losses.append(output.loss.detach())
             for name, count in output.token_counts.items():
@@ -637,7 +640,7 @@ class Trainer:
             metrics[name] = float(torch.stack(counts).sum()) / num_scored
         return metrics
 
-    def _score_and_judge(
+    def _loss_and_scores(
         self, micro: MicroBatch, batch: StepBatch, scores: BatchScores | None
     ) -> tuple[LossOutput, Tensor, Tensor]:
         """Return loss, log-probabilities and entropies of one micro-batch."""

@@ -1,4 +1,4 @@
-"""Teach the tiny model a task's format by imitation, so that reinforcement learning can start.
+"""Warm-up of the tiny model by imitation of demonstrations.
 
 A few hundred supervised steps on a task's own demonstrations, then a measurement on held-out
 prompts. The result depends on the machine's arithmetic, so it is accepted only if its pass rate

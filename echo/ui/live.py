@@ -1,4 +1,4 @@
-"""Show a run while it goes on: a full-screen view on a terminal, log lines elsewhere.
+"""Live view on a terminal, log lines elsewhere.
 
 The learner hands over snapshots and never waits for the terminal: a thread of its own draws the
 newest one, so that a paused terminal (Ctrl-S), a slow connection or one that was cut costs the
@@ -37,7 +37,7 @@ from rich.text import Text
 from echo.core.metrics import CostView, NodeView, Snapshot, WorkerView
 from echo.core.units import format_bytes
 
-# --- Curves in braille, which rich lacks, and what terminals without them are shown ---
+# --- curves in braille ----------------------------------------------------------------------------
 #
 # Pure functions from numbers to rich `Text` rows of an exact size. Values that are not finite are
 # left out, so that a diverged run can still be looked at.
@@ -218,7 +218,7 @@ def _draw_curve(
         cells[row][column] = (chr(_BRAILLE_BASE + pattern), curve.style)
 
 
-# --- Say how long a run still takes, from the pace of its last steps ---
+# --- remaining time -------------------------------------------------------------------------------
 
 
 _STEPS_REMEMBERED = 20
@@ -263,7 +263,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
-# --- Turn each part of a snapshot into rows for a given width ---
+# --- rows of a snapshot ---------------------------------------------------------------------------
 #
 # Every function returns rows for rich no wider than asked for; the view decides which of them, and
 # how many rows of each, a terminal has room for. Text from other nodes is cleaned before it is
@@ -631,7 +631,7 @@ def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Colum
     return columns, gap
 
 
-# --- Tell how a run goes in single lines, for pipes, log files and terminals that cannot draw ---
+# --- plain log ------------------------------------------------------------------------------------
 #
 # At most one line per step and one per interval; the first and last step, evaluations and notices
 # always show. A learner that waits says so, less and less often while nothing changes.
@@ -762,6 +762,9 @@ class PlainLog:
             self._console.print(
                 encodable, markup=False, highlight=False, emoji=False, soft_wrap=True
             )
+
+
+# --- full-screen view -----------------------------------------------------------------------------
 
 
 logger = logging.getLogger(__name__)
@@ -1009,7 +1012,7 @@ class LiveView:
                 logger.warning("The live view stopped, the run goes on: %s", self.failure)
 
 
-# What a worker's terminal shows while it works: one line below its log, drawn anew in place
+# --- status of a worker ---------------------------------------------------------------------------
 #
 # Where standard error is no terminal the same text is a line of the log now and then.
 

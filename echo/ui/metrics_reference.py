@@ -1,9 +1,9 @@
-"""The reference of the metrics as Markdown, checked against the names in the code.
+"""Metrics reference as Markdown, checked against the code.
 
 python -m echo.ui.metrics_reference > docs/metrics.md
 
 Metrics are named where they are measured, so the names are read off the source; what each means
-stands here. `reference` refuses a name that has no meaning, and a meaning whose name is gone.
+stands here. `metrics_page` refuses a name that has no meaning, and a meaning whose name is gone.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ This page is generated: `python -m echo.ui.metrics_reference > docs/metrics.md`.
 """
 
 
-def reference() -> str:
+def metrics_page() -> str:
     """Return the page.
 
     Raises:
@@ -247,4 +247,4 @@ def _text(node: ast.AST) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    sys.stdout.write(metrics_page())

@@ -1,4 +1,4 @@
-"""Plot the learning curve of one or several runs beside the staleness they trained at."""
+"""Plots of learning curves, fleet costs and simulated runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 
-# --- Figures as files: made without a display, written whole or with a reason why not ---
+# --- figures --------------------------------------------------------------------------------------
 
 
 FAINT = "#bbbbbb"
@@ -274,7 +274,7 @@ def _title(directories: Sequence[Path]) -> str:
     return f"{shown}: mean and range of {len(names)} runs"
 
 
-# --- Plot what fleets cost against how long the learner waits with them ---
+# --- cost of fleets -------------------------------------------------------------------------------
 
 
 _FRONT, _CHOSEN = "#4c72b0", "#b5479b"
@@ -354,7 +354,7 @@ def _draw(axes: Axes, front: Sequence[_Point], chosen: _Point, label: str) -> No
     tidy(axes)
 
 
-# --- Plot a simulated run: what the learner does, how old its tokens are, traffic, money ---
+# --- simulated run --------------------------------------------------------------------------------
 
 
 _BUSY, _IDLE = "#4c72b0", "#dd8452"

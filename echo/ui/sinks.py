@@ -1,4 +1,4 @@
-"""Write the metrics of a run: metrics.jsonl always, TensorBoard and wandb where configured.
+"""Metric sinks: metrics.jsonl always, TensorBoard and wandb where configured.
 
 metrics.jsonl is only ever appended to. A resumed learner makes some steps again: their rows follow
 those of the abandoned ones under a higher `lineage`, and readers let the later ones count

@@ -1,4 +1,4 @@
-"""Sum up a run from what it left on disk, for its last screen and for anyone who comes later.
+"""Summary of a run from what it left on disk.
 
 The staleness distribution is added up from the ledger, not taken from the learner's own metrics: it
 is the record of what was really trained on.
@@ -203,7 +203,7 @@ class RunSummary:
         return sum(s * n for s, n in self.staleness_tokens.items()) / total if total else 0.0
 
 
-def summarise(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSummary:
+def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSummary:
     """Read metrics.jsonl, ledger.jsonl and config.json of a run and sum them up.
 
     Args:

@@ -64,6 +64,7 @@ def test_an_engine_has_its_own_keys() -> None:
         ("worker.connect=tcp://0.0.0.0:7700", "not an address to connect to"),
         ("worker.connect=tcp://host:0", "not an address to connect to"),
         ("worker.connect=7", "must be a list of texts"),
+        ("optimizer.betas=[0.9]", "must be a list of 2, each a number, at least 0, below 1"),
         ("worker.connect=tcp://a:1#short", "must be a key of 43 letters"),
         (f"worker.connect=tcp://a:1#{'k' * 43}.short", "the last two of 22"),
         (

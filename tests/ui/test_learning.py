@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from echo.ui.summary import as_text, learning_facts, summarise
+from echo.ui.summary import as_text, learning_facts, summarise_run
 
 
 def facts(*rows: dict[str, Any], num_last: int = 2) -> dict[str, str]:
@@ -83,13 +83,13 @@ def test_rollouts_that_were_continued_and_the_bias_in_their_lengths() -> None:
 
 def test_a_summary_shows_them(make_run: Any) -> None:
     run_dir = make_run()
-    assert "useful groups" not in as_text(summarise(run_dir))
+    assert "useful groups" not in as_text(summarise_run(run_dir))
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(
             '{"step":11,"time":1011,"reward/mean":0.5,"groups/useful":0.25,'
             '"groups/all_right":0.75,"groups/all_wrong":0.0}\n'
         )
-    lines = as_text(summarise(run_dir), width=200).splitlines()
+    lines = as_text(summarise_run(run_dir), width=200).splitlines()
     [line] = [line for line in lines if line.startswith("useful groups")]
     assert line.split(maxsplit=2)[2].strip() == (
         "25% in the last 5 steps (75% all right, 0% all wrong)"

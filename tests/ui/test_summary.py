@@ -9,13 +9,13 @@ import pytest
 
 from echo.core.errors import DataError, StorageError
 from echo.ui.sinks import MetricsWriter
-from echo.ui.summary import as_text, summarise
+from echo.ui.summary import as_text, summarise_run
 
 
 def test_a_run_is_summed_up(make_run) -> None:
     run_dir = make_run(num_steps=10)
     (run_dir / "final").mkdir()
-    summary = summarise(run_dir)
+    summary = summarise_run(run_dir)
     assert (summary.num_steps, summary.max_steps, summary.num_lineages) == (10, 10, 1)
     assert summary.wall_time_s == 10.0
     assert summary.num_tokens == 400
@@ -35,7 +35,7 @@ def test_a_run_is_summed_up(make_run) -> None:
 
 def test_text_says_what_a_user_asks(make_run) -> None:
     run_dir = make_run()
-    text = as_text(summarise(run_dir), width=400)
+    text = as_text(summarise_run(run_dir), width=400)
     assert text.isascii()
     for expected in (
         "echo run: 10 of 10 steps in 0:10",
@@ -54,7 +54,7 @@ def test_text_says_what_a_user_asks(make_run) -> None:
 
 
 def test_rewards_that_failed_are_told_beside_the_evaluations(make_run) -> None:
-    summary = summarise(make_run())
+    summary = summarise_run(make_run())
     assert summary.eval_after is not None
     after = dataclasses.replace(summary.eval_after, num_errors=3)
     text = as_text(dataclasses.replace(summary, eval_after=after), width=400)
@@ -62,12 +62,12 @@ def test_rewards_that_failed_are_told_beside_the_evaluations(make_run) -> None:
 
 
 def test_three_commands_follow_and_can_be_copied(make_run) -> None:
-    commands = summarise(make_run("my run")).commands
+    commands = summarise_run(make_run("my run")).commands
     assert len(commands) == 3
     for command in commands:
         words = shlex.split(command.replace("\\\n", " "))
         assert any("my run" in word for word in words)
-    assert summarise(make_run("other"), commands=["ls"]).commands == ("ls",)
+    assert summarise_run(make_run("other"), commands=["ls"]).commands == ("ls",)
 
 
 def test_time_between_a_crash_and_its_resume_does_not_count(make_run) -> None:
@@ -77,7 +77,7 @@ def test_time_between_a_crash_and_its_resume_does_not_count(make_run) -> None:
         ledger.write(json.dumps(fork) + "\n")
     with MetricsWriter(run_dir) as writer:
         writer.write(5, {"reward/mean": 0.5}, at=5003.0)
-    summary = summarise(run_dir)
+    summary = summarise_run(run_dir)
     assert summary.wall_time_s == 7.0
     assert summary.num_lineages == 2
     assert "resumed once" in as_text(summary)
@@ -85,11 +85,11 @@ def test_time_between_a_crash_and_its_resume_does_not_count(make_run) -> None:
 
 def test_torn_last_lines_are_tolerated(make_run) -> None:
     run_dir = make_run()
-    expected = summarise(run_dir)
+    expected = summarise_run(run_dir)
     for name in ("metrics.jsonl", "ledger.jsonl"):
         with (run_dir / name).open("a") as file:
             file.write('{"kind": "trained", "st')
-    assert summarise(run_dir) == expected
+    assert summarise_run(run_dir) == expected
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "ledger.jsonl"])
@@ -97,14 +97,14 @@ def test_missing_and_damaged_files_are_named(make_run, name: str) -> None:
     path: Path = make_run() / name
     path.write_text("{broken\n{}\n")
     with pytest.raises(StorageError, match=f"{name}.*not JSON"):
-        summarise(path.parent)
+        summarise_run(path.parent)
     path.unlink()
     with pytest.raises(DataError, match=f"{name}: no such file"):
-        summarise(path.parent)
+        summarise_run(path.parent)
 
 
 def test_a_run_without_a_step_has_no_summary(make_run) -> None:
     run_dir = make_run()
     (run_dir / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="no optimizer step yet, nothing to sum up"):
-        summarise(run_dir)
+        summarise_run(run_dir)

@@ -17,7 +17,7 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, FinishReason, Request, Sampling
 
-# --- Draw tokens from logits, reproducibly for each row ---
+# --- sampling -------------------------------------------------------------------------------------
 #
 # Shapes: B rows, V vocabulary.
 #

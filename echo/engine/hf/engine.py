@@ -47,7 +47,7 @@ from echo.engine.lora import Lora, build_adapted
 from echo.engine.model import build_meta_model, check_weights, free_bytes
 from echo.engine.weights import torch_dtype
 
-# --- Work that one thread asks of another, to be done where that one can be interrupted ---
+# --- mailbox --------------------------------------------------------------------------------------
 
 
 Job = Callable[[], None]

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, the environment that it wants, and the arguments that it gets.
+"""Arguments and environment of the installed vLLM.
 
 Users pass vLLM's own engine arguments through under [engine.options]; what Echo has to decide
 itself, or what vLLM does not know, is refused.

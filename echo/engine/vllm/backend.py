@@ -1,12 +1,13 @@
-"""vLLM in our own process: its LLMEngine, stepped by one thread.
+"""vLLM backends: in this process, or in processes of its own.
 
-It starts in two seconds and is truly one process: for tests and small workers. All that touches the
-engine is done by the one thread, between two steps; other threads leave it jobs and wait.
+vLLM in our own process (`InlineBackend`) starts in two seconds and is truly one process: for tests
+and small workers. All that touches the engine is done by the one thread, between two steps; other
+threads leave it jobs and wait.
 
 There is one in a process at a time, because vLLM keeps its process groups in globals. What else it
-changes in the process that it lives in: torch's threads can no longer be set (undone
-here), a process group of size one is made, and torch's global generator is seeded (every request of
-ours has its own).
+changes in the process that it lives in: torch's threads can no longer be set (undone here),
+a process group of size one is made, and torch's global generator is seeded (every request of ours
+has its own).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from echo.engine.lora import Lora, write_adapter
 from echo.engine.vllm.plugin import VARIABLE, _num_kills
 from echo.engine.weights import save_safetensors
 
-# What the two ways of running vLLM have in common: requests in, samples out, weights swapped
+# --- contract -------------------------------------------------------------------------------------
 #
 # A tag is the text that vLLM attaches to tokens as their weight version. Each installation of
 # weights has its own, so that the same version installed twice can be told apart.
@@ -440,7 +441,7 @@ class InlineBackend(Backend):
         self._thread.join(INLINE_CLOSE_TIMEOUT_S)
 
 
-# --- Weights on their way into a running vLLM: in memory where it shares ours, else as a file ---
+# --- hand-over of weights -------------------------------------------------------------------------
 
 
 MEMORY = Path("/dev/shm")
@@ -496,7 +497,7 @@ def hand_over(
         raise EngineError(f"no space to hand the weights to vLLM: {error}") from error
 
 
-# --- Why a vLLM in processes of its own has died, which it tells nobody but its log ---
+# --- crash reason ---------------------------------------------------------------------------------
 #
 # Its process logs the error and ends; ours only learns that it is gone. So a handler of ours
 # listens to that log over there, and leaves the error in a file that is read here. A process that
@@ -541,7 +542,7 @@ class CrashReason:
         self._path.unlink(missing_ok=True)
 
 
-# --- vLLM in processes of its own: its AsyncLLM, for throughput, GPUs and tensor parallelism ---
+# --- processes of its own -------------------------------------------------------------------------
 #
 # Our process has one thread with an event loop that talks to them. A process that dies takes
 # nothing of ours with it, and one that hangs is ended.

@@ -1,4 +1,4 @@
-"""Sample with vLLM: the engine for throughput, with weights swapped while it runs.
+"""vLLM engine: throughput, with weights swapped while it runs.
 
 A swap is a transaction. The new weights are checked against the model's shape, handed over while
 generation is paused for a moment (vLLM's own lifecycle), and probed: the engine's log-probabilities
@@ -59,7 +59,7 @@ from echo.engine.vllm.backend import (
 )
 from echo.engine.weights import torch_dtype
 
-# --- One call of `generate` on vLLM: its requests in batches, watched until all have ended ---
+# --- one call -------------------------------------------------------------------------------------
 #
 # A sample counts only if all its tokens come from weights that the probe has found right. Tokens of
 # weights that are still being probed are held until the verdict; a rollout that holds tokens of
@@ -71,7 +71,7 @@ POLL_S = 0.05
 """Seconds between two looks at whether to stop."""
 
 
-class Judge(Protocol):
+class Supervisor(Protocol):
     """What a call asks of the engine that it belongs to."""
 
     timeout_s: float
@@ -133,7 +133,7 @@ class Call:
 
     def __init__(
         self,
-        engine: Judge,
+        engine: Supervisor,
         space: CacheCapacity,
         requests: Sequence[Request],
         sampling: Sampling,
@@ -246,9 +246,9 @@ class Call:
                 raise EngineError(f"vLLM refuses {running.request_id}: {error}") from error
         held, self._held = self._held, []
         for running, sample in held:
-            self._judge(running, sample)
+            self._check_sample(running, sample)
 
-    def _judge(self, running: _Running, sample: Sample) -> None:
+    def _check_sample(self, running: _Running, sample: Sample) -> None:
         if sample.finish_reason == "abort" and not self._is_stopping:
             # Not by us: vLLM ends what runs when somebody tells its process to stop.
             self._waiting.append(running.index)
@@ -319,7 +319,7 @@ def make_params(
     )
 
 
-# --- Whether the engine samples from the weights that it was given: a probe after every swap ---
+# --- probe after a swap ---------------------------------------------------------------------------
 #
 # The expected log-probabilities of a fixed prompt come from transformers on the host, computed from
 # the very tensors that were handed over, so that no mistake of vLLM can be in them. A tied head

@@ -1,4 +1,4 @@
-"""What vLLM finds of ours by entry point, in each of its processes.
+"""Entry point by which vLLM's processes load our plugin.
 
 The group is `vllm.general_plugins` in pyproject.toml. Nothing is imported from vLLM until it asks.
 """

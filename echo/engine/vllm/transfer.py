@@ -1,4 +1,4 @@
-"""How new weights get into vLLM's model: our backend of its weight transfer lifecycle.
+"""Weight transfer backend in vLLM's own update lifecycle.
 
 vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update` in each of its worker
 processes while generation is paused. The weights are taken from a dictionary where vLLM runs in our
