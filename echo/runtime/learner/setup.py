@@ -24,6 +24,7 @@ from echo.config.schema import Config
 from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
+from echo.core.extras import PROGRAMS
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
@@ -621,8 +622,9 @@ def invite(
     address = join_address(str(transport.listen_address), config.learner.advertise)
     write_join(config.run_dir, address, keys, secret)
     log.info(
-        "others join with the line in %s: ECHO_JOIN=THAT_LINE bin/echo-node --role worker",
+        "others join with the line in %s: ECHO_JOIN=THAT_LINE %secho-rl node --role worker",
         config.run_dir / "keys" / "join",
+        PROGRAMS,
     )
 
 
