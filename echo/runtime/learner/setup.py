@@ -49,7 +49,7 @@ from echo.engine.model import (
     resolve_model,
     set_num_threads,
 )
-from echo.engine.weights import Weights, save_hf, tensors_from_image, torch_dtype
+from echo.engine.weights import Weights, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings
 from echo.net.curve import CurveKeys
@@ -82,7 +82,6 @@ from echo.train.attribution import Attribution, make_attribution
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import float32_attention
 from echo.train.trainer import OptimizerSettings, ReferenceModel, Trainer, load_loss
-from echo.weights.manifest import Manifest
 from echo.weights.schedule import PublishPace
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID, Lease
@@ -673,6 +672,9 @@ def assemble_learner(
     )
     if attribution is not None:
         publish = partial(_publish_and_keep, publish, attribution)
+    rewards = None
+    if config.reward.where == "learner":
+        rewards = LearnerRewards(data.host, example_of=data.prompts.example, decode=data.decode)
     node = LearnerNode(
         session,
         transport,
@@ -709,11 +711,11 @@ def assemble_learner(
             reconnect_for_s=config.network.reconnect_for_s,
             log=log,
         ),
+        rewards=rewards,
         progress=progress,
         evaluations=evaluations,
         publish=publish,
         coder=Coder(identity.key),
-        tensors_of=_tensors_of,
         export=partial(_export, config, data),
         write_metrics=write_metrics,
         show=show,
@@ -721,14 +723,6 @@ def assemble_learner(
         log=log,
     )
     node.at_release.append(data.host.close)
-    if config.reward.where == "learner":
-        node.acceptance.late_rewards = LearnerRewards(
-            data.host,
-            example_of=data.prompts.example,
-            decode=data.decode,
-            spawn=node.spawn,
-            threads=node.threads,
-        )
     return node
 
 
@@ -791,10 +785,6 @@ def _make_plan(config: Config) -> StepSettings:
         max_zero_signal_groups=config.batch.groups_per_step * config.batch.max_zero_signal_batches,
         codec=config.network.codec,
     )
-
-
-def _tensors_of(manifest: Manifest, image: bytearray) -> Weights:
-    return tensors_from_image(manifest.tensors, memoryview(image).toreadonly())
 
 
 def _export(config: Config, data: Data, directory: Path, tensors: Weights) -> None:
