@@ -48,7 +48,7 @@ from echo.net.transport import Transport
 from echo.records.ledger import Ledger
 from echo.roles.learner import Learner
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import CostControl
+from echo.runtime.learner.cost import LOOK_S, CostControl
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
 from echo.runtime.learner.report import Progress, StepSettings, TaskMetrics, describe_wait
@@ -387,7 +387,7 @@ class LearnerNode(Node):
         checkpoints: Checkpoints,
         pace: PublishPace,
         adaptation: Adaptation,
-        activating: CostControl,
+        costs: CostControl,
         waiting: BatchWait,
         rewards: LearnerRewards | None,
         progress: Progress,
@@ -413,7 +413,7 @@ class LearnerNode(Node):
             checkpoints: when and where to save.
             pace: when to publish.
             adaptation: of the bound on staleness.
-            activating: what the workers cost, and which of them are needed.
+            costs: what the workers cost, and which of them are needed.
             waiting: looks after the learner while it waits for groups.
             rewards: scores groups where workers do not; None where they do.
             progress: running totals for metrics and display.
@@ -436,7 +436,7 @@ class LearnerNode(Node):
         self._checkpoints = checkpoints
         self._pace = pace
         self._adaptation = adaptation
-        self._activating = activating
+        self._costs = costs
         self._waiting = waiting
         self._progress = progress
         self._evaluations = evaluations
@@ -664,13 +664,7 @@ class LearnerNode(Node):
         """Train until the last step, then tell everybody and end."""
         self._store_task = self.spawn(self._store_loop(), name="store")
         self.spawn(self._show_loop(), name="display")
-        watch = self._activating.run(
-            self.perform,
-            lambda: self.now,
-            wake=self.wake,
-            pool=self.threads.pool("activation"),
-        )
-        self.spawn(watch, name="activation")
+        self.spawn(self._watch_costs(), name="activation")
         if len(self.session.lineages) > 1:  # a run that goes on
             self._missing_until = self.now + self._return_s
         try:
@@ -689,6 +683,19 @@ class LearnerNode(Node):
         finally:
             self._is_work_over.set()
 
+    async def _watch_costs(self) -> None:
+        """Measure the workers and what they cost, and decide which are needed, until the end."""
+        costs, pool = self._costs, self.threads.pool("activation")
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.perform(costs.look(now=self.now))
+            question = costs.review(now=self.now)
+            if costs.is_spent:
+                self.wake()
+            if question is not None:
+                answer = await pool.run(question.solve)
+                self.perform(costs.decide(question, answer, now=self.now))
+
     async def _train(self) -> None:
         plan, session = self._plan, self.session
         await self._publish()
@@ -705,7 +712,7 @@ class LearnerNode(Node):
                 await self._set_aside(groups, error)
                 continue
             self._num_failed_steps = 0
-            trained_s = self._activating.train_s = self.now - started_at
+            trained_s = self._costs.train_s = self.now - started_at
             staleness = self._ledger.trained(
                 groups, lineage=session.lineages[-1].lineage, consumed_at=session.step
             )
@@ -758,8 +765,8 @@ class LearnerNode(Node):
         self._progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
         while not self._is_stopping:
-            if self._activating.is_spent:
-                self.log.warning("%s", self._activating.describe_spent(self.session.step))
+            if self._costs.is_spent:
+                self.log.warning("%s", self._costs.describe_spent(self.session.step))
                 return None
             self._discard_unusable()
             num_groups = self._plan.groups_per_step
@@ -973,7 +980,7 @@ class LearnerNode(Node):
             metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=now
         )
         row |= self._pace.metrics()
-        row |= self._activating.metrics(row, now=now)
+        row |= self._costs.metrics(row, now=now)
         row |= self._progress.lengths.metrics(oldest_open=session.leases.oldest_open)
         row |= self._partial_metrics()
         row |= self._task_code_metrics()
@@ -1025,7 +1032,7 @@ class LearnerNode(Node):
                 run_name=self._plan.run_name,
                 max_steps=self._plan.max_steps,
                 pace=self._pace,
-                cost=self._activating.view(),
+                cost=self._costs.view(),
                 now=self.now,
             )
         )

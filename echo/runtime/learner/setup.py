@@ -67,7 +67,7 @@ from echo.runtime.identity import (
     write_join,
 )
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import make_activating, resumed_spending
+from echo.runtime.learner.cost import CostControl, resumed_spending
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import BatchWait, LearnerNode, LearnerRewards, make_adaptation
 from echo.runtime.learner.publish import Coder, Publication, make_images, make_publication
@@ -695,9 +695,9 @@ def assemble_learner(
         ),
         pace=pace,
         adaptation=make_adaptation(config, buffer=buffer, pace=pace, ledger=ledger, log=log),
-        activating=make_activating(
-            config,
+        costs=CostControl(
             session,
+            config,
             pace=pace,
             progress=progress,
             ledger=ledger,
