@@ -1,4 +1,4 @@
-"""The learner role: take a batch, train, journal, publish; everything else happens beside it.
+"""The learner node: take a batch, train, journal, publish.
 
     groups --> session --> journal (disk) --> buffer --> step --> journal --> publish --> broadcast
                               |                                      |
@@ -23,7 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from echo.algo.corrections import BoundDecision, ControlSettings, Signals, Stale
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError, StorageError, TransportError
-from echo.core.metrics import Snapshot
+from echo.core.metrics import LearningCurve, Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
 from echo.engine.weights import Weights, tensors_from_image
@@ -47,16 +47,19 @@ from echo.leases.scheduler import (
 from echo.net.transport import Transport
 from echo.records.ledger import Ledger
 from echo.roles.learner import Learner
+from echo.runtime.identity import Identity
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import LOOK_S, CostControl
 from echo.runtime.learner.evaluation import Evaluations
-from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
-from echo.runtime.learner.report import Progress, StepSettings, TaskMetrics, describe_wait
-from echo.runtime.node import LINGER_S, Node
+from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
+from echo.runtime.learner.report import Progress, TaskMetrics, describe_wait
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
-from echo.train.trainer import StepError, StepResult, Trainer
+from echo.train.attribution import Attribution
+from echo.train.trainer import StepError, Trainer
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
 from echo.wire.codec import encode_group
@@ -64,7 +67,7 @@ from echo.wire.codec import encode_group
 Row = Mapping[str, float | Mapping[str, float]]
 
 
-# --- What the learner makes of the staleness controller's decisions ---
+# --- Decisions of the staleness controller, carried out ---
 #
 # A lower bound gates new leases only, shortens the publish period and publishes at once;
 # what is buffered or being sampled stays valid up to the hard bound. Each goes to the journal with
@@ -78,23 +81,28 @@ class Adaptation:
 
     def __init__(
         self,
-        controller: StalenessController | None,
+        config: Config,
         *,
         buffer: StalenessBuffer,
         pace: PublishPace,
         ledger: Ledger,
         log: logging.Logger,
     ) -> None:
-        """Join the parts.
+        """Join the parts; the bound stays as it is if that is off or there is nothing to choose.
 
         Args:
-            controller: which proposes the bound; None for one that stays as it is.
-            buffer: whose bound for new leases follows it.
+            config: the learner's.
+            buffer: whose bound for new leases follows the controller's.
             pace: whose period follows it.
             ledger: the journal, open.
             log: where to tell decisions.
         """
-        self._controller = controller
+        sync = config.sync
+        self._controller: StalenessController | None = None
+        if sync.adaptive and sync.min_staleness < sync.max_staleness:
+            settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
+            self._controller = StalenessController(settings)
+            pace.limit(sync.max_staleness)
         self._buffer = buffer
         self._pace = pace
         self._ledger = ledger
@@ -143,23 +151,6 @@ class Adaptation:
         if self._controller is None:
             return {}
         return {"staleness/bound": self._buffer.admission_staleness}
-
-
-def make_adaptation(
-    config: Config,
-    *,
-    buffer: StalenessBuffer,
-    pace: PublishPace,
-    ledger: Ledger,
-    log: logging.Logger,
-) -> Adaptation:
-    """Return the adaptation; it does nothing if it is off or there is nothing to choose."""
-    sync, controller = config.sync, None
-    if sync.adaptive and sync.min_staleness < sync.max_staleness:
-        settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
-        controller = StalenessController(settings)
-        pace.limit(sync.max_staleness)
-    return Adaptation(controller, buffer=buffer, pace=pace, ledger=ledger, log=log)
 
 
 # --- The records that the learner's session asks for, as lines of the ledger ---
@@ -248,7 +239,7 @@ class LearnerRewards:
         return list(self._host.score_all(self._example_of(group.group_id), texts))
 
 
-# --- What a learner without a batch does by time: ask again, say why, give up at last ---
+# --- Waiting for a batch: ask again, say why, give up at last ---
 #
 # Groups are granted and versions published when something happens: a heartbeat, a result, a step.
 # Where nothing happens any more, these looks still do, one per heartbeat:
@@ -367,8 +358,25 @@ class BatchWait:
         )  # fmt: skip
 
 
+REFRESH_S = 0.25
+"""Seconds between snapshots for the display."""
 MAX_FAILED_STEPS = 5
 """Batches in a row of which no step could be made, after which the run ends with the cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRun:
+    """A run that has begun, or goes on."""
+
+    identity: Identity
+    ledger: Ledger
+    start: StartingPoint
+    spent: float
+    """$ before now."""
+    trainer: Trainer
+    attribution: Attribution | None
+    buffer: StalenessBuffer
+    session: Learner
 
 
 class LearnerNode(Node):
@@ -376,76 +384,89 @@ class LearnerNode(Node):
 
     def __init__(
         self,
-        session: Learner,
+        run: OpenedRun,
         transport: Transport,
+        config: Config,
         *,
-        plan: StepSettings,
-        buffer: StalenessBuffer,
-        trainer: Trainer,
-        train: Callable[[Sequence[Group]], StepResult],
-        ledger: Ledger,
-        checkpoints: Checkpoints,
-        pace: PublishPace,
-        adaptation: Adaptation,
-        costs: CostControl,
-        waiting: BatchWait,
+        publisher: Publisher,
         rewards: LearnerRewards | None,
-        progress: Progress,
         evaluations: Evaluations | None,
-        publish: Callable[[Weights, PolicyVersion], Publication],
-        coder: Coder,
         export: Callable[[Path, Weights], None],
-        write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
+        write_metrics: Callable[[int, Row], None],
         show: Callable[[Snapshot], None],
+        earlier: LearningCurve | None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
         """Join the parts; `run` starts them.
 
         Args:
-            session: the learner's conversation, holding buffer, leases and broadcast.
+            run: journal, trainer and session, the latter with buffer, leases and broadcast.
             transport: its links.
-            plan: numbers.
-            buffer: the session's, of groups accepted and not yet trained.
-            trainer: model and optimizer, at the session's step.
-            train: makes one of its steps; called in the trainer's thread.
-            ledger: the journal, open.
-            checkpoints: when and where to save.
-            pace: when to publish.
-            adaptation: of the bound on staleness.
-            costs: what the workers cost, and which of them are needed.
-            waiting: looks after the learner while it waits for groups.
+            config: the whole configuration.
+            publisher: makes versions of the weights, and codes them.
             rewards: scores groups where workers do not; None where they do.
-            progress: running totals for metrics and display.
             evaluations: held-out evaluation; None for none.
-            publish: (weights, version) -> signed publication; called in the trainer's thread.
-            coder: makes deltas and keyframes of published versions.
             export: writes a Hugging Face directory.
             write_metrics: appends one row of metrics.
             show: draws a snapshot.
+            earlier: what the run had learned before it was resumed, for the display.
             threads: see `Node`.
             log: where to tell what happens.
         """
+        session, ledger, start = run.session, run.ledger, run.start
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Learner = session
-        self._plan = plan
-        self._buffer = buffer
-        self._trainer = trainer
-        self._train_on = train
+        self._config = config
+        self._buffer = run.buffer
+        self._trainer = run.trainer
+        self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._ledger = ledger
-        self._checkpoints = checkpoints
-        self._pace = pace
-        self._adaptation = adaptation
-        self._costs = costs
-        self._waiting = waiting
-        self._progress = progress
+        self._checkpoints = Checkpoints(
+            config.run_dir / "checkpoints",
+            run_id=run.identity.run_id,
+            interval_steps=config.checkpoint.interval_steps,
+            interval_s=config.checkpoint.interval_s,
+            keep_last=config.checkpoint.keep_last,
+            min_free_bytes=config.limits.min_free_disk_bytes,
+            saved_step=None if start.checkpoint is None else start.step,
+            now=self.now,
+        )
+        self._pace = pace = PublishPace(
+            period=config.sync.initial_publish_period,
+            is_auto=config.sync.publish_period == "auto",
+            max_staleness=config.sync.max_staleness,
+        )
+        self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
+        self._progress = Progress(
+            staleness_tokens=start.staleness_tokens,
+            now=self.now,
+            step=start.step,
+            earlier=earlier,
+        )
+        self._costs = CostControl(
+            session,
+            config,
+            pace=pace,
+            progress=self._progress,
+            ledger=ledger,
+            spent=run.spent,
+            now=self.now,
+            log=log,
+        )
+        self._waiting = BatchWait(
+            session,
+            address=advertised(transport.listen_address, config.learner.advertise)
+            or str(transport.listen_address),
+            reconnect_for_s=config.network.reconnect_for_s,
+            log=log,
+        )
         self._evaluations = evaluations
-        self._publish_version = publish
-        self._coder = coder
+        self._publisher = publisher
         self._encoded_versions = VersionEncoder(
             session.broadcast,
-            coder,
-            codec=plan.codec,
+            publisher.coder,
+            codec=config.network.codec,
             perform=self.perform,
             spawn=partial(self.spawn, name="encoded_versions"),
             pool=self.threads.pool("coder"),
@@ -460,7 +481,7 @@ class LearnerNode(Node):
         self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
         self._rewards = rewards
         self._usefulness = Usefulness(
-            max_zero_signal_groups=plan.max_zero_signal_groups,
+            max_zero_signal_groups=self._max_zero_signal_groups,
             groups_per_step=session.settings.leases.groups_per_step,
         )
         self._has_set_aside = False
@@ -482,7 +503,7 @@ class LearnerNode(Node):
 
     def release(self) -> None:
         """Let go of the journal; where the end was not a clean one it is still open."""
-        self._coder.close()
+        self._publisher.coder.close()
         self._ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
@@ -520,13 +541,19 @@ class LearnerNode(Node):
     # (`leases/dispatch.py`).
 
     @property
+    def _max_zero_signal_groups(self) -> int:
+        """Groups in a row from which nothing could be learned after which the run ends."""
+        batch = self._config.batch
+        return batch.groups_per_step * batch.max_zero_signal_batches
+
+    @property
     def _is_zero_signal(self) -> bool:
-        """Whether nothing could be learned from any of the last `max_zero_signal_groups` groups.
+        """Whether nothing could be learned from any of the last `_max_zero_signal_groups`.
 
         Those of workers that are set aside do not count.
         """
         num_groups = self._progress.zero_signal.num_groups - self._usefulness.num_discounted
-        return num_groups >= self._plan.max_zero_signal_groups
+        return num_groups >= self._max_zero_signal_groups
 
     def take_in(self, action: StoreGroup) -> None:
         """Have a group scored if nobody has; then write it, or end it and grant another."""
@@ -697,9 +724,9 @@ class LearnerNode(Node):
                 self.perform(costs.decide(question, answer, now=self.now))
 
     async def _train(self) -> None:
-        plan, session = self._plan, self.session
+        session = self.session
         await self._publish()
-        while session.step < plan.max_steps and not self._is_stopping:
+        while session.step < self._config.run.max_steps and not self._is_stopping:
             waited_from = self.now
             groups = await self._next_batch()
             if groups is None:
@@ -769,7 +796,7 @@ class LearnerNode(Node):
                 self.log.warning("%s", self._costs.describe_spent(self.session.step))
                 return None
             self._discard_unusable()
-            num_groups = self._plan.groups_per_step
+            num_groups = self._config.batch.groups_per_step
             groups = self._buffer.take(num_groups, step=self.session.step)
             if groups is not None:
                 # There is room in the buffer again.
@@ -811,7 +838,7 @@ class LearnerNode(Node):
         self._progress.begin("publishing", now=self.now)
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
         publication = await self._model_pool.run(
-            lambda: self._publish_version(self._trainer.tensors(), version)
+            lambda: self._publisher.make(self._trainer.tensors(), version)
         )
         manifest, root = publication.manifest, publication.signed.root
         self._ledger.published(version, root=root, image_hash=manifest.image_hash)
@@ -839,7 +866,8 @@ class LearnerNode(Node):
             self._progress.evaluated(
                 version.step, result.sampled, result.greedy, num_errors=result.num_reward_errors
             )
-        row = {**result.metrics(self._plan.task_name), "lineage": version.lineage}
+        task_name = self._config.task.kind.rpartition(":")[2]
+        row = {**result.metrics(task_name), "lineage": version.lineage}
         self._write_metrics(version.step, row)
         level = logging.WARNING if result.num_reward_errors else logging.INFO
         self.log.log(level, "%s", result)
@@ -848,7 +876,7 @@ class LearnerNode(Node):
         """Evaluate the present weights, as where a run ends before its last step."""
         version = PolicyVersion(self.session.lineages[-1].lineage, self.session.step)
         publication = await self._model_pool.run(
-            lambda: self._publish_version(self._trainer.tensors(), version)
+            lambda: self._publisher.make(self._trainer.tensors(), version)
         )
         await self._evaluate(publication)
 
@@ -895,7 +923,7 @@ class LearnerNode(Node):
             self._ledger.discarded(group.group_id, "run_finished", step=self.session.step)
         await self._checkpoint()
         tensors = await self._model_pool.run(self._trainer.snapshot)
-        final = self._plan.run_dir / "final"
+        final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
         await self._disk_pool.run(self._export, final, tensors)
         await self._disk_pool.run(self._ledger.close)
@@ -1022,15 +1050,15 @@ class LearnerNode(Node):
         """Draw again and again, until everybody is told that the run is over."""
         while self.session.finish_reason is None:
             self.display()
-            await asyncio.sleep(self._plan.refresh_s)
+            await asyncio.sleep(REFRESH_S)
 
     def display(self) -> None:
         """Draw the present state."""
         self._show(
             self._progress.snapshot(
                 self.session,
-                run_name=self._plan.run_name,
-                max_steps=self._plan.max_steps,
+                run_name=self._config.run.name,
+                max_steps=self._config.run.max_steps,
                 pace=self._pace,
                 cost=self._costs.view(),
                 now=self.now,
