@@ -1,4 +1,4 @@
-"""Which workers generate and which stand by, while the run goes on.
+"""Activation of workers, and the cost of a run.
 
     look (often) -> measured rates, times, idle share
     question (when something has drifted) -> answer, in a thread -> decision -> set_standby
@@ -416,7 +416,7 @@ def _has_drifted(before: dict[str, float], after: dict[str, float]) -> bool:
     return any(abs(after[name] - value) > DRIFT * abs(value) for name, value in before.items())
 
 
-# --- What the run has cost so far, and what it costs per hour ---
+# --- The cost meter: total, and per hour ---
 #
 # A machine counts from its first Hello until the learner knows that it was given back: until a
 # Goodbye that says so. A worker on standby counts, because its machine bills. One that fell silent,
