@@ -339,8 +339,8 @@ class DelayedBuffer:
 
 def delay_groups(learner: LearnerNode, delays: DelayInjector) -> None:
     """Let each group be trained only once its delay has passed since it was acknowledged."""
-    buffer: Any = DelayedBuffer(learner._buffer, delays, learner.acceptance.wake)
-    learner._buffer = learner.acceptance._buffer = buffer
+    buffer: Any = DelayedBuffer(learner._buffer, delays, learner.wake)
+    learner._buffer = buffer
 
 
 def delay_installs(worker: WorkerNode, delays: DelayInjector) -> None:

@@ -1,4 +1,4 @@
-"""Versions of the weights in mapped files, so that a killed node continues where it was.
+"""Memory-mapped version stores on disk, which a restarted node resumes from.
 
 Layout of the directory (network.store_dir), all names this module's own:
 
@@ -68,7 +68,7 @@ from echo.weights.manifest import Manifest
 from echo.weights.store import SavedItem
 from echo.wire.codec import Frame
 
-# --- Which chunks of a version store are right: hash every one, but for those never written ---
+# --- Verification of held chunks: hash every one, but for those never written ---
 #
 # A file that was preallocated and written in part has holes (extents without data), which the file
 # system knows. A hole reads as zeros, so a chunk that lies in one is looked at only if its hash is
@@ -204,7 +204,7 @@ def _report(future: Future[None]) -> None:
         _log.error("internal error", exc_info=error)
 
 
-# --- What has come of keyframes, in files that a restarted node reads again ---
+# --- Journals of keyframes, which a restarted node reads again ---
 #
 # An image is fetched into a version store that is a file itself. A keyframe is not: its size is not
 # known before its last table, and what comes out of its chunks lies elsewhere. So each has a
@@ -468,9 +468,9 @@ class KeyframeFiles:
         self._open.clear()
 
 
-# --- Where versions of the weights lie: in memory, or in files that outlive the process ---
+# --- Version stores: in memory, or in files that outlive the process ---
 #
-# An **version store** is the room for one version, handed out as a writable memoryview. Who fills
+# A **version store** is the space for one version, handed out as a writable memoryview. Who fills
 # it, which of its chunks are right and whom they are sent to is the protocol's business; a store
 # finds the room, counts it against one limit, and takes it back.
 #

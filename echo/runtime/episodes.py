@@ -1,4 +1,4 @@
-"""Rollouts of several turns: the engine samples, the environment replies, until one ends it.
+"""Multi-turn rollouts: the engine samples, the environment replies.
 
 Token in, token out: what was sampled stays the tokens that were sampled; what the environment says
 is encoded once and appended, and both together are the prefix of the next turn. A rollout's mask
@@ -200,7 +200,7 @@ class EpisodeRunner:
                 is_last = turn + 1 == self._max_turns
                 self._each(partial(self._reply, is_last=is_last), running, on_progress)
             over = [play for play in everybody if play.reason and not play.fault]
-            self._each(self._judge, over, on_progress)
+            self._each(self._take_reward, over, on_progress)
         finally:
             for play in everybody:
                 if play.episode is not None:
@@ -256,7 +256,7 @@ class EpisodeRunner:
                 play.reason = "length"
                 self._host.count("env/token_limit")
 
-    def _judge(self, play: _Play) -> None:
+    def _take_reward(self, play: _Play) -> None:
         assert play.episode is not None
         play.reward = play.episode.outcome()
 
@@ -347,7 +347,7 @@ def _close(episode: Episode) -> None:
         episode.close()
 
 
-# From the configuration to the place where a task's code runs, and to what plays its episodes
+# --- Set up the processes of a task's code, and the runner of its episodes ---
 
 
 MAX_AUTO_PROCESSES = 4

@@ -1,4 +1,4 @@
-"""Who a run is: its id and the key that signs its versions, kept in the run directory."""
+"""Identity of a run: id, signing key, and the join string."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _key_path(run_dir: Path) -> Path:
     return run_dir / "keys" / "learner.key"
 
 
-# The run's secret and the string with which a node joins, `tcp://host:port#KEY.SECRET.FINGERPRINT`
+# --- The join string of a run: `tcp://host:port#KEY.SECRET.FINGERPRINT` ---
 #
 # Whoever has it is an insider. The last part is the fingerprint of the key with which the learner
 # signs versions, settings and hashes of files (`weights/store.py`). The learner keeps all parts in
@@ -185,7 +185,7 @@ def _load_or_create(path: Path, num_bytes: int) -> bytes:
     return raw
 
 
-# --- How a relay or worker finds the join string of its run, and what follows from it ---
+# --- Lookup of the join string by a relay or worker, and what follows from it ---
 
 
 ECHO_JOIN = "ECHO_JOIN"

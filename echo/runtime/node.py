@@ -1,4 +1,4 @@
-"""The shell around a session: one loop that carries out what the session decides.
+"""The shell around a role: one loop that carries out its decisions.
 
     transport events, timer, results of model work  ->  session  ->  actions  ->  perform
 
@@ -375,7 +375,7 @@ class Node:
         return True
 
 
-# --- What the kernel and the C library allow the transport, read once when a node starts ---
+# --- Limits of kernel and C library on the transport, read once when a node starts ---
 #
 # One TCP connection over a long link is as fast as its buffers and its congestion control permit,
 # whatever ZeroMQ does. At 1 Gbit/s and 100 ms, whose bandwidth-delay product is 12.5 MB, one

@@ -1,4 +1,4 @@
-"""From the configuration to a relay."""
+"""Set up a relay from its configuration."""
 
 from __future__ import annotations
 

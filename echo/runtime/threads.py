@@ -1,4 +1,4 @@
-"""The port for threads: every call that the event loop waits for goes through a `Pool` of it.
+"""The port for threads: every call that the event loop waits for.
 
 A process has real threads (`ThreadPools`). On virtual time `echo/sim/clock.py` calls the functions
 in the loop, so that a run is the same each time. What blocks inside such a call (an engine, the

@@ -108,7 +108,7 @@ class MemoryNetwork:
         """Return who listens on an address."""
         return self._listeners.get(address)
 
-    def send(self, end: _End, num_bytes: int, on_arrival: Callable[[], None]) -> None:
+    def send(self, end: _End, num_bytes: int, on_delivery: Callable[[], None]) -> None:
         """Put a packet on its way to the far end, unless the connection is stalled."""
         assert end.far is not None
         if end.is_stalled:
@@ -116,7 +116,7 @@ class MemoryNetwork:
         arrives_at = self.links.send(
             end.transport.name,
             end.far.transport.name,
-            (end, on_arrival),
+            (end, on_delivery),
             num_bytes=num_bytes,
             now=asyncio.get_running_loop().time(),
         )
@@ -140,9 +140,9 @@ class MemoryNetwork:
     def _deliver(self, due_at: float) -> None:
         # A timer may fire a clock tick early; what it was set for is due all the same.
         for packet in self.links.deliver(max(due_at, asyncio.get_running_loop().time())):
-            end, on_arrival = packet.payload
+            end, on_delivery = packet.payload
             if not end.is_stalled:
-                on_arrival()
+                on_delivery()
         self._set_timer()
 
 

@@ -35,7 +35,7 @@ async def slow_learner(run: Run, **sections: Any) -> LearnerNode:
         checkpoint={"interval_steps": 100_000},
         **sections,
     )
-    activation = learner._activating._activation
+    activation = learner._costs._activation
     activation.settings = replace(activation.settings, review_s=0.1, min_dwell_s=0.0)
     train = learner._train_on
 
@@ -98,7 +98,7 @@ def test_at_the_budget_of_the_run_it_ends_with_a_checkpoint_and_goes_on_with_mor
         worker = await run.worker("w1")
         async with running(learner, worker) as (learning, working):
             assert await learner.wait_until(lambda: learner.session.step >= 2, within_s=60)
-            learner._activating._meter.total += 1000.0
+            learner._costs._meter.total += 1000.0
             assert await learning == "finished"
             assert await working == "the run is finished"
         steps = run.ledger("trained")[-1]["step"]

@@ -15,7 +15,7 @@ from echo.config.load import parse_config
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Lineage
 from echo.records.ledger import Ledger
-from echo.runtime.learner.node import make_adaptation
+from echo.runtime.learner.node import Adaptation
 from echo.weights.schedule import PublishPace
 from tests.runtime.harness import Play, Run, read_jsonl, running
 
@@ -30,7 +30,7 @@ class Parts:
         self.buffer = StalenessBuffer(max_staleness=6, lineages=(Lineage(1, 0),))
         self.pace = PublishPace(period=5, is_auto=False, max_staleness=6)
         self.ledger = Ledger(directory, spool_bytes=1 << 20)
-        self.made = make_adaptation(
+        self.made = Adaptation(
             config,
             buffer=self.buffer,
             pace=self.pace,

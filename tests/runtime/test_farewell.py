@@ -22,24 +22,24 @@ def be_patient(learner: LearnerNode) -> None:
 
 def cut_before_shutdown(run: Run, learner: LearnerNode, name: str, other: str) -> None:
     """Let a link fail at the moment when the end of the run is about to be told."""
-    say = learner._shutdown.say
+    say = learner._tell_end
 
     async def cut_and_say(reason: str) -> None:
         run.network.cut(name, other)
         await say(reason)
 
-    learner._shutdown.say = cut_and_say  # type: ignore[method-assign]
+    learner._tell_end = cut_and_say  # type: ignore[method-assign]
 
 
 def forget_before_shutdown(learner: LearnerNode, name: str) -> None:
     """Let a node have been silent for long when the end of the run is about to be told."""
-    say = learner._shutdown.say
+    say = learner._tell_end
 
     async def forget_and_say(reason: str) -> None:
         learner.session.roster.nodes[name].heard_at -= 5 * PATIENCE_S
         await say(reason)
 
-    learner._shutdown.say = forget_and_say  # type: ignore[method-assign]
+    learner._tell_end = forget_and_say  # type: ignore[method-assign]
 
 
 async def until_over(learner: LearnerNode) -> None:
@@ -63,8 +63,8 @@ def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(pla
             assert not learning.done()
             async with running(await run.worker("w2")) as (working,):
                 assert await working == "the run is finished"
-            assert learner._shutdown._return_s > 2 * PATIENCE_S, "a node may dial in vain once"
-            learner._shutdown._missing_until = -math.inf  # nobody else is missing
+            assert learner._return_s > 2 * PATIENCE_S, "a node may dial in vain once"
+            learner._missing_until = -math.inf  # nobody else is missing
             assert await learning == "finished"
 
     play(scenario)

@@ -86,7 +86,7 @@ def test_names_from_the_network_cannot_steer_the_terminal(make_snapshot) -> None
 
 @pytest.mark.parametrize(("width", "height"), [(60, 30), (80, 24), (120, 40)])
 def test_a_command_in_a_notice_is_shown_whole(make_snapshot, width: int, height: int) -> None:
-    command = "ECHO_JOIN=THAT_LINE bin/echo-node --role worker"
+    command = "ECHO_JOIN=THAT_LINE bin/echo-rl node --role worker"
     path = f"/home/somebody/echo/runs/two-machines{'-with-a-long-name' * 3}/keys/join"
     notice = f"12:00:01 others join with the line in {path}: {command}"
     snapshot = make_snapshot(notices=("an older one " * 20, notice))

@@ -1,4 +1,4 @@
-"""The HTTP endpoint for agents, OpenAI-compatible, in the node's own event loop.
+"""The OpenAI-compatible HTTP endpoint for agents, in the node's event loop.
 
     GET  /health                         no token needed
     GET  /v1/models
@@ -608,7 +608,7 @@ def _describe_error(message: str, kind: str, code: str | None = None) -> dict[st
     return {"error": {"message": one_line(message), "type": kind, "code": code}}
 
 
-# A worker whose rollouts come from outside agents where the run says so, and else from itself
+# --- A worker whose rollouts come from outside agents where the run says so ---
 
 
 TOKEN_VARIABLE = "ECHO_AGENT_TOKEN"

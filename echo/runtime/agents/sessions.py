@@ -1,4 +1,4 @@
-"""What a worker does for outside agents: hand out episodes, sample calls, take rewards.
+"""Sessions of outside agents: episodes, sampled calls, rewards.
 
 Leases are asked for when an agent waits for an episode, and not before: nothing grows old in a
 queue. Calls of a session are sampled as the run samples, or the learner would compute other
@@ -132,7 +132,7 @@ class CallSampler:
         )
 
 
-# --- What outside agents sample for a lease: sessions of calls, and the groups made of them ---
+# --- Sessions of calls of outside agents, and the groups made of them ---
 #
 # A lease of group size G becomes G episodes; whoever asks is given one, as a session. A session
 # records each call's tokens. A call whose context begins with all that an earlier call saw and
@@ -411,7 +411,7 @@ def _key(lease: Lease) -> tuple[int, int]:
     return (lease.group_id, lease.attempt)
 
 
-# Calls of outside agents as tokens: what was sampled before goes in again as it was sampled
+# --- Calls of outside agents as tokens: sampled ones go in again as they were sampled ---
 #
 # An agent sends text. Tokenising that anew could give other tokens than were sampled ("12" sampled
 # as "1", "2"), so the learner would train on a context that the sampler never saw. Where the text

@@ -1,4 +1,4 @@
-"""Checkpoints of the learner: written beside the old ones, made visible by one rename.
+"""Checkpoints of the learner, made visible by one rename.
 
     checkpoints/step_000020/   trainer state (echo/train/trainer.py), checkpoint.json,
                                and BLAKE3SUMS, which `b3sum --check` reads, too

@@ -1,4 +1,4 @@
-"""Which workers generate and which stand by, while the run goes on.
+"""Activation of workers, and the cost of a run.
 
     look (often) -> measured rates, times, idle share
     question (when something has drifted) -> answer, in a thread -> decision -> set_standby
@@ -15,12 +15,11 @@ stands by from the beginning.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -45,7 +44,6 @@ from echo.records.ledger import Ledger, read_records
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Roster
 from echo.runtime.learner.report import Progress
-from echo.runtime.threads import Pool
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
 from echo.wire.codec import BYTES_PER_TOKEN
@@ -418,7 +416,7 @@ def _has_drifted(before: dict[str, float], after: dict[str, float]) -> bool:
     return any(abs(after[name] - value) > DRIFT * abs(value) for name, value in before.items())
 
 
-# --- What the run has cost so far, and what it costs per hour ---
+# --- The cost meter: total, and per hour ---
 #
 # A machine counts from its first Hello until the learner knows that it was given back: until a
 # Goodbye that says so. A worker on standby counts, because its machine bills. One that fell silent,
@@ -574,7 +572,7 @@ class CostMeter:
         )
 
 
-# Costs and activation in the learner's process: measured, decided off the loop, written down
+# --- Costs and activation in the learner: measured, decided, written down ---
 #
 #     look (10 times a second) -> meter, rates, times of broadcasts
 #     question -> answer (in a thread) -> decision -> journal, log, plans and leases
@@ -599,124 +597,108 @@ class CostControl:
     def __init__(
         self,
         session: Learner,
-        activation: Activation | None,
-        meter: CostMeter,
+        config: Config,
         *,
         pace: PublishPace,
         progress: Progress,
         ledger: Ledger,
-        trains_on_all: bool,
-        budget_per_run: float | None,
+        spent: float,
+        now: float,
         log: logging.Logger,
     ) -> None:
-        """Join the parts; `run` watches.
+        """Begin to measure.
 
         Args:
             session: the learner's conversation.
-            activation: who is needed; None if nobody is to be chosen.
-            meter: what it costs.
+            config: the learner's.
             pace: is told when versions have arrived.
             progress: says whether the learner trains just now, or waits for groups.
             ledger: the journal, open.
-            trains_on_all: whether groups without a gradient count towards a step.
-            budget_per_run: $ after which the run is to end; None for no limit.
+            spent: $ before a resume; they count towards the budget of the run.
+            now: the loop's clock, seconds.
             log: where to tell decisions.
         """
+        section = config.activation
         self._session = session
-        self._activation = activation
-        self._meter = meter
+        self._activation: Activation | None = None
+        if section.mode != "off" and config.sync.mode != "pull":
+            settings = ActivationSettings(
+                groups_per_step=config.batch.groups_per_step,
+                group_size=config.batch.group_size,
+                max_completion_tokens=config.sampling.max_completion_tokens,
+                margin=section.margin,
+                budget_per_h=math.inf if section.budget_per_h is None else section.budget_per_h,
+            )
+            self._activation = Activation(settings, now=now)
+        self._meter = CostMeter(
+            learner_per_h=config.learner.price_per_h or 0.0,
+            learner_per_gb=config.network.price_per_gb,
+            spent=spent,
+            now=now,
+        )
+        if spent:
+            log.info("$%.2f were spent before; they count towards the budget of the run", spent)
         self._pace = pace
         self._progress = progress
         self._ledger = ledger
-        self._trains_on_all = trains_on_all
-        self._budget_per_run = budget_per_run
+        self._trains_on_all = config.batch.keep_zero_variance
+        self._budget_per_run = section.budget_per_run
         self._log = log
         self.train_s: float | None = None
         """Seconds of the last optimizer step."""
         self._waiting_since: float | None = None
         self._metered_at = self._looked_at = -math.inf
-        self._total_at_start = meter.total
+        self._total_at_start = spent
         self._num_tokens = 0.0
-        self._total_at_step = meter.total
+        self._total_at_step = spent
         self._last_decision = ""
 
     # --- watching --------------------------------------------------------------------------------
 
-    async def run(
-        self,
-        perform: Callable[[Iterable[Action]], None],
-        clock: Callable[[], float],
-        *,
-        wake: Callable[[], None],
-        pool: Pool,
-    ) -> None:
-        """Look again and again, until the node ends.
+    def look(self, *, now: float) -> list[Action]:
+        """Measure who holds which version; call it every LOOK_S."""
+        if self._progress.activity:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        workers = self._session.roster.active("worker")
+        installed = [member.installed for member in workers]
+        self._pace.received(installed, now=now, train_s=self.train_s)
+        if now < self._looked_at + len(workers) / LOOKS_PER_S:
+            return []
+        self._looked_at = now
+        if self._activation is None or self._session.finish_reason is not None:
+            return []
+        return self._activation.look(self._session, now=now)
 
-        Args:
-            perform: carries out the session's actions.
-            clock: the loop's, seconds.
-            wake: ends the learner's waiting, for when the budget is spent.
-            pool: where questions are answered.
-        """
-        while True:
-            await asyncio.sleep(LOOK_S)
-            now = clock()
-            if self._progress.activity:
-                self._waiting_since = None
-            elif self._waiting_since is None:
-                self._waiting_since = now
-            workers = self._session.roster.active("worker")
-            installed = [member.installed for member in workers]
-            self._pace.received(installed, now=now, train_s=self.train_s)
-            if now >= self._looked_at + len(workers) / LOOKS_PER_S:
-                self._looked_at = now
-                self._look(perform, now)
-            if now < self._metered_at + METER_S:
-                continue
-            self._metered_at = now
-            self._meter_now(now)
-            if self.is_spent:
-                wake()
-            await self._review(perform, clock, pool)
+    def review(self, *, now: float) -> Question | None:
+        """Count costs once in METER_S; return a question if one is to be answered, off the loop."""
+        if now < self._metered_at + METER_S:
+            return None
+        self._metered_at = now
+        self._meter_now(now)
+        if self._activation is None or self._session.finish_reason is not None:
+            return None
+        return self._activation.question(
+            self._session,
+            publish_period=self._pace.period,
+            broadcast_s=self._pace.broadcast_s,
+            waiting_s=0.0 if self._waiting_since is None else now - self._waiting_since,
+            now=now,
+        )
+
+    def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
+        """Follow the answer to what `review` has asked, unless the run is over."""
+        if self._activation is None or self._session.finish_reason is not None:
+            return []
+        actions, decision = self._activation.decide(self._session, question, answer, now=now)
+        if decision is not None:
+            self._tell(decision)
+        return actions
 
     def _meter_now(self, now: float) -> None:
         session = self._session
         self._meter.update(session.roster, bytes_sent=session.broadcast.bytes_sent, now=now)
-
-    def _look(self, perform: Callable[[Iterable[Action]], None], now: float) -> None:
-        if self._activation is not None and self._session.finish_reason is None:
-            perform(self._activation.look(self._session, now=now))
-
-    async def _review(
-        self,
-        perform: Callable[[Iterable[Action]], None],
-        clock: Callable[[], float],
-        pool: Pool,
-    ) -> None:
-        activation, session, now = self._activation, self._session, clock()
-        if activation is None or session.finish_reason is not None:
-            return
-        waited_s = 0.0 if self._waiting_since is None else now - self._waiting_since
-        question = activation.question(
-            session,
-            publish_period=self._pace.period,
-            broadcast_s=self._pace.broadcast_s,
-            waiting_s=waited_s,
-            now=now,
-        )
-        if question is None:
-            return
-        answer = await pool.run(question.solve)
-        if session.finish_reason is None:
-            perform(self._decide(activation, question, answer, clock()))
-
-    def _decide(
-        self, activation: Activation, question: Question, answer: ReviewAnswer, now: float
-    ) -> list[Action]:
-        actions, decision = activation.decide(self._session, question, answer, now=now)
-        if decision is not None:
-            self._tell(decision)
-        return actions
 
     def _tell(self, decision: ActivationDecision) -> None:
         self._last_decision = str(decision)
@@ -834,61 +816,6 @@ def spent_before(ledger: Path, *, now: float) -> float:
         return 0.0
     away_s = min(max(0.0, now - last["at"]), LOST_COUNTS_FOR_S)
     return float(last["total"] + last["per_h"] * away_s / 3600)
-
-
-def make_activating(
-    config: Config,
-    session: Learner,
-    *,
-    pace: PublishPace,
-    progress: Progress,
-    ledger: Ledger,
-    spent: float,
-    now: float,
-    log: logging.Logger,
-) -> CostControl:
-    """Return what watches a run's workers and costs.
-
-    Args:
-        config: the learner's.
-        session: its conversation.
-        pace: when to publish.
-        progress: running totals.
-        ledger: the journal, open.
-        spent: $ before a resume.
-        now: the loop's clock, seconds.
-        log: where to tell decisions.
-    """
-    section = config.activation
-    activation = None
-    if section.mode != "off" and config.sync.mode != "pull":
-        settings = ActivationSettings(
-            groups_per_step=config.batch.groups_per_step,
-            group_size=config.batch.group_size,
-            max_completion_tokens=config.sampling.max_completion_tokens,
-            margin=section.margin,
-            budget_per_h=math.inf if section.budget_per_h is None else section.budget_per_h,
-        )
-        activation = Activation(settings, now=now)
-    meter = CostMeter(
-        learner_per_h=config.learner.price_per_h or 0.0,
-        learner_per_gb=config.network.price_per_gb,
-        spent=spent,
-        now=now,
-    )
-    if spent:
-        log.info("$%.2f were spent before; they count towards the budget of the run", spent)
-    return CostControl(
-        session,
-        activation,
-        meter,
-        pace=pace,
-        progress=progress,
-        ledger=ledger,
-        trains_on_all=config.batch.keep_zero_variance,
-        budget_per_run=section.budget_per_run,
-        log=log,
-    )
 
 
 def resumed_spending(ledger: Ledger, *, resume: bool) -> float:

@@ -77,7 +77,7 @@ class Evaluator:
         seed: int,
         runner: EpisodeRunner | None = None,
     ) -> None:
-        """Take engine, judge, the held-out prompts with their token ids, and who plays episodes."""
+        """Take engine, reward processes, held-out prompts with their token ids, and a runner."""
         self._engine = engine
         self._host = host
         self._prompts = prompts

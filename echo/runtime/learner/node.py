@@ -1,4 +1,4 @@
-"""The learner role: take a batch, train, journal, publish; everything else happens beside it.
+"""The learner node: take a batch, train, journal, publish.
 
     groups --> session --> journal (disk) --> buffer --> step --> journal --> publish --> broadcast
                               |                                      |
@@ -19,22 +19,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from echo.algo.corrections import BoundDecision, ControlSettings, Signals, StalenessController
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError, StorageError, TransportError
-from echo.core.metrics import Snapshot
+from echo.core.metrics import LearningCurve, Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
-from echo.engine.weights import Weights
+from echo.engine.weights import Weights, tensors_from_image
 from echo.leases.dispatch import Usefulness
 from echo.leases.scheduler import (
     Obstacle,
@@ -47,18 +47,19 @@ from echo.leases.scheduler import (
 from echo.net.transport import Transport
 from echo.records.ledger import Ledger
 from echo.roles.learner import Learner
-from echo.roles.members import Member
+from echo.runtime.identity import Identity
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import CostControl
+from echo.runtime.learner.cost import LOOK_S, CostControl
 from echo.runtime.learner.evaluation import Evaluations
-from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
-from echo.runtime.learner.report import Progress, StepSettings, TaskMetrics, describe_wait
-from echo.runtime.node import LINGER_S, Node
+from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
+from echo.runtime.learner.report import Progress, TaskMetrics, describe_wait
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
-from echo.train.trainer import StepError, StepResult, Trainer
-from echo.weights.manifest import Manifest
+from echo.train.attribution import Attribution
+from echo.train.trainer import StepError, Trainer
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
 from echo.wire.codec import encode_group
@@ -66,111 +67,7 @@ from echo.wire.codec import encode_group
 Row = Mapping[str, float | Mapping[str, float]]
 
 
-def partial_metrics(session: Learner) -> dict[str, float]:
-    """Return what became of unfinished rollouts; empty where none was ever continued.
-
-    Totals are among the counters; here are how many groups wait to be continued, how many steps old
-    the oldest token of a continued group was on average, and which share of what was sampled was
-    thrown away or will not be trained on.
-    """
-    counts = session.counters
-    if not counts["partials/resumed"] and not counts["partials/interrupted"]:
-        return {}
-    members = session.roster.members("worker")
-    num_sampled = sum(member.stats.tokens_sampled for member in members)
-    num_wasted = counts["partials/wasted_tokens"] + counts["partials/masked_tokens"]
-    num_wasted += counts["partials/trimmed_tokens"] + session.buffer.num_trimmed_tokens
-    return {
-        "partials/waiting": sum(member.worker.num_waiting for member in members),
-        "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
-        "partials/wasted_ratio": num_wasted / max(1, num_sampled),
-    }
-
-
-# What the learner tells of itself: a row of metrics per step, and the picture on the screen
-
-
-class Reporting:
-    """Rows and pictures, made of running totals."""
-
-    def __init__(
-        self,
-        session: Learner,
-        *,
-        progress: Progress,
-        pace: PublishPace,
-        activating: CostControl,
-        plan: StepSettings,
-        write_metrics: Callable[[int, Row], None],
-        show: Callable[[Snapshot], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """Join the parts.
-
-        Args:
-            session: the learner's conversation.
-            progress: running totals.
-            pace: when to publish.
-            activating: what the run costs.
-            plan: names and numbers of the run.
-            write_metrics: appends one row of metrics.
-            show: draws a snapshot.
-            clock: the loop's, seconds.
-        """
-        self._session = session
-        self._progress = progress
-        self._pace = pace
-        self._activating = activating
-        self._plan = plan
-        self._write_metrics = write_metrics
-        self._show = show
-        self._clock = clock
-
-    def write_step(
-        self, metrics: Mapping[str, float], staleness: Mapping[int, int], *others: Row
-    ) -> None:
-        """Append the row of the step that was just made.
-
-        Args:
-            metrics: what the trainer reports.
-            staleness: its trained tokens by staleness.
-            others: what else belongs into the row.
-        """
-        session = self._session
-        row = self._progress.step_metrics(
-            metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=self._clock()
-        )
-        row |= self._pace.metrics()
-        row |= self._activating.metrics(row, now=self._clock())
-        row |= self._progress.lengths.metrics(oldest_open=session.leases.oldest_open)
-        row |= partial_metrics(session)
-        for other in others:
-            row |= other
-        row["lineage"] = session.lineages[-1].lineage
-        row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
-        self._write_metrics(session.step, row)
-
-    async def show_loop(self) -> None:
-        """Draw again and again, until everybody is told that the run is over."""
-        while self._session.finish_reason is None:
-            self.display()
-            await asyncio.sleep(self._plan.refresh_s)
-
-    def display(self) -> None:
-        """Draw the present state."""
-        self._show(
-            self._progress.snapshot(
-                self._session,
-                run_name=self._plan.run_name,
-                max_steps=self._plan.max_steps,
-                pace=self._pace,
-                cost=self._activating.view(),
-                now=self._clock(),
-            )
-        )
-
-
-# --- What the learner makes of the staleness controller's decisions ---
+# --- Decisions of the staleness controller, carried out ---
 #
 # A lower bound gates new leases only, shortens the publish period and publishes at once;
 # what is buffered or being sampled stays valid up to the hard bound. Each goes to the journal with
@@ -184,23 +81,28 @@ class Adaptation:
 
     def __init__(
         self,
-        controller: StalenessController | None,
+        config: Config,
         *,
         buffer: StalenessBuffer,
         pace: PublishPace,
         ledger: Ledger,
         log: logging.Logger,
     ) -> None:
-        """Join the parts.
+        """Join the parts; the bound stays as it is if that is off or there is nothing to choose.
 
         Args:
-            controller: which proposes the bound; None for one that stays as it is.
-            buffer: whose bound for new leases follows it.
+            config: the learner's.
+            buffer: whose bound for new leases follows the controller's.
             pace: whose period follows it.
             ledger: the journal, open.
             log: where to tell decisions.
         """
-        self._controller = controller
+        sync = config.sync
+        self._controller: StalenessController | None = None
+        if sync.adaptive and sync.min_staleness < sync.max_staleness:
+            settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
+            self._controller = StalenessController(settings)
+            pace.limit(sync.max_staleness)
         self._buffer = buffer
         self._pace = pace
         self._ledger = ledger
@@ -251,74 +153,6 @@ class Adaptation:
         return {"staleness/bound": self._buffer.admission_staleness}
 
 
-def make_adaptation(
-    config: Config,
-    *,
-    buffer: StalenessBuffer,
-    pace: PublishPace,
-    ledger: Ledger,
-    log: logging.Logger,
-) -> Adaptation:
-    """Return the adaptation; it does nothing if it is off or there is nothing to choose."""
-    sync, controller = config.sync, None
-    if sync.adaptive and sync.min_staleness < sync.max_staleness:
-        settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
-        controller = StalenessController(settings)
-        pace.limit(sync.max_staleness)
-    return Adaptation(controller, buffer=buffer, pace=pace, ledger=ledger, log=log)
-
-
-# --- The end of a learner that has finished: how long it stays so that every node hears of it ---
-#
-# A node that has lost its way to the learner dials at growing pauses: after the learner's crash, a
-# relay's, or a link's. A run that ends meanwhile would be over before such a node came once; it
-# would dial in vain and end with an error. So the learner stays until each node that was heard of a
-# moment ago has gone, or has had the time to come back; and one that goes on where another one
-# stopped stays until whoever worked for that one has had the same time.
-
-
-class EndOfRun:
-    """Tells the nodes of a run that it is over."""
-
-    def __init__(self, node: Node, session: Learner, *, clock: Callable[[], float]) -> None:
-        """Begin with nobody missing."""
-        self._node = node
-        self._session = session
-        self._clock = clock
-        self._missing_until = -float("inf")
-
-    @property
-    def _return_s(self) -> float:
-        """Seconds in which a node has dialled twice, and each time has said who it is."""
-        heartbeat_s = self._session.settings.leases.heartbeat_s
-        return max(LINGER_S, 2 * (self._node.transport.options.max_redial_s + heartbeat_s))
-
-    def expect(self) -> None:
-        """Note that nodes of this run may be out there and dial, as after a crash."""
-        self._missing_until = self._clock() + self._return_s
-
-    async def say(self, reason: str) -> None:
-        """Tell every node, also those that have yet to come back; return when all have gone."""
-        self._node.perform(self._session.finish(reason))
-        # Each heartbeat is told again, and so is who joins; what goes to workers needs the relays.
-        await self._wait_for(lambda node: node.role != "relay")
-        self._node.perform(self._session.dismiss_all())
-        await self._wait_for(lambda node: True)
-
-    async def _wait_for(self, is_meant: Callable[[Member], bool]) -> None:
-        """Wait until the nodes that are meant have gone, or could have come back."""
-        return_s, roster = self._return_s, self._session.roster
-
-        def is_over() -> bool:
-            now = self._clock()
-            return now >= self._missing_until and not any(
-                is_meant(node) and now < node.heard_at + return_s for node in roster.nodes.values()
-            )
-
-        within_s = max(return_s, self._missing_until - self._clock())
-        await self._node.wait_until(is_over, within_s=within_s)
-
-
 # --- The records that the learner's session asks for, as lines of the ledger ---
 
 
@@ -366,19 +200,12 @@ def record(ledger: Ledger, action: Record, *, step: int) -> None:
             ledger.discarded(action.group_id, action.reason, step=step)
 
 
-# Rewards at the learner, for groups whose workers know no answers (reward.where = "learner")
+# --- Rewards at the learner, for groups whose workers know no answers ---
 #
-# The worker delivers its rollouts with rewards of 0. Before a group is judged by the trainer or
-# written to the journal, each of its completions is decoded and scored here, off the loop, with the
-# example that the learner has kept. A group that cannot be scored ends with the reason, as it would
-# have at a worker.
-
-
-class Spawn(Protocol):
-    """Starts a coroutine whose failure ends the node."""
-
-    def __call__(self, work: Coroutine[Any, Any, None], *, name: str) -> object:
-        """Start it."""
+# With reward.where = "learner" a worker delivers its rollouts with rewards of 0. Before the trainer
+# looks at a group or it is written to the journal, each of its completions is decoded and scored,
+# off the loop, with the example that the learner has kept. A group that cannot be scored ends with
+# the reason, as it would have at a worker.
 
 
 class LearnerRewards:
@@ -390,23 +217,11 @@ class LearnerRewards:
         *,
         example_of: Callable[[int], Example],
         decode: Callable[[Sequence[int]], str],
-        spawn: Spawn,
-        threads: Threads,
     ) -> None:
-        """Join the parts.
-
-        Args:
-            host: who judges.
-            example_of: group id -> its example.
-            decode: token ids -> text.
-            spawn: see there.
-            threads: the node's.
-        """
+        """Take the reward processes, group id -> its example, and token ids -> text."""
         self._host = host
         self._example_of = example_of
         self._decode = decode
-        self._spawn = spawn
-        self._pool = threads.pool("reward", MAX_BLOCKING)
         self._counts: Counter[str] = Counter()
 
     def counts(self) -> dict[str, int]:
@@ -414,241 +229,17 @@ class LearnerRewards:
         self._counts.update(self._host.take_counts())
         return dict(self._counts)
 
-    def score(
-        self,
-        action: StoreGroup,
-        *,
-        then: Callable[[StoreGroup], None],
-        on_fault: Callable[[Group, RewardError], None],
-    ) -> None:
-        """Score a group beside everything else, and hand on what comes of it."""
+    def score(self, group: Group) -> list[float]:
+        """Return one reward per rollout; it blocks.
 
-        async def work() -> None:
-            try:
-                rewards = await self._pool.run(self._rewards, action.group)
-            except RewardError as error:
-                on_fault(action.group, error)
-                return
-            rollouts = tuple(
-                replace(rollout, reward=reward)
-                for rollout, reward in zip(action.group.rollouts, rewards, strict=True)
-            )
-            group = replace(action.group, rollouts=rollouts)
-            then(StoreGroup(group, *encode_group(group)))
-
-        self._spawn(work(), name="reward")
-
-    def _rewards(self, group: Group) -> list[float]:
+        Raises:
+            RewardError: if the task's code fails.
+        """
         texts = [self._decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
-        example = self._example_of(group.group_id)
-        return list(self._host.score_all(example, texts))
+        return list(self._host.score_all(self._example_of(group.group_id), texts))
 
 
-# --- What becomes of a delivered group until it may be trained: judged, written, acknowledged ---
-#
-# A group from which the trainer would learn nothing is ended at once with its reason: it is
-# acknowledged, gives its admission back, and another is granted for it. All others are written to
-# the journal, and acknowledged and put into the buffer once they are on the disk.
-#
-# Who delivers nothing that can be learned from while others do is set aside (`usefulness.py`).
-
-
-class Acceptance:
-    """The way of groups from the learner's session into its buffer."""
-
-    def __init__(
-        self,
-        session: Learner,
-        *,
-        ledger: Ledger,
-        buffer: StalenessBuffer,
-        progress: Progress,
-        refusal: Callable[[Group], str | None],
-        max_zero_signal_groups: int,
-        perform: Callable[[Iterable[Action]], None],
-        sync: Callable[[], Awaitable[None]],
-        clock: Callable[[], float],
-    ) -> None:
-        """Join the parts; `run` stores.
-
-        Args:
-            session: the learner's conversation.
-            ledger: the journal, open.
-            buffer: where groups wait to be trained.
-            progress: running totals.
-            refusal: why a group should not count towards a step, or None.
-            max_zero_signal_groups: see `is_zero_signal`.
-            perform: carries out what the session asks for.
-            sync: forces the journal onto the disk, off the loop.
-            clock: the loop's, seconds.
-        """
-        self._session = session
-        self._ledger = ledger
-        self._buffer = buffer
-        self._progress = progress
-        self._refusal = refusal
-        self._max_zero_signal_groups = max_zero_signal_groups
-        self._usefulness = Usefulness(
-            max_zero_signal_groups=max_zero_signal_groups,
-            groups_per_step=session.settings.leases.groups_per_step,
-        )
-        self._has_set_aside = False
-        self._perform = perform
-        self._sync = sync
-        self._clock = clock
-        self._unsynced: list[Group] = []
-        self._store_wanted = asyncio.Event()
-        self._has_news = asyncio.Event()
-        self.is_open = True
-        """Whether groups are taken in; one that comes later is never acknowledged."""
-        self.late_rewards: LearnerRewards | None = None
-        """Who scores the groups, where workers do not."""
-        self._task_metrics = TaskMetrics()
-
-    @property
-    def is_zero_signal(self) -> bool:
-        """Whether nothing could be learned from any of the last `max_zero_signal_groups` groups.
-
-        Those of workers that are set aside do not count.
-        """
-        num_groups = self._progress.zero_signal.num_groups - self._usefulness.num_discounted
-        return num_groups >= self._max_zero_signal_groups
-
-    def take_in(self, action: StoreGroup) -> None:
-        """Have a group scored if nobody has; then write it, or end it and grant another."""
-        if self.late_rewards is None:
-            self._take_in(action)
-        else:
-            self.late_rewards.score(action, then=self._take_in, on_fault=self._on_fault)
-
-    def _take_in(self, action: StoreGroup) -> None:
-        """Write a group that counts towards a step; end one that does not, and grant another."""
-        if not self.is_open:
-            return
-        reason = self._refusal(action.group)
-        if reason == "reward_too_large":
-            self._end_unrewarded(action.group, reason)
-            return
-        if reason is not None:
-            self._progress.left_out(action.group, reason, now=self._clock())
-            self._judge(action.group.worker_id, is_useful=False)
-            self._end(action.group, reason)
-            return
-        self._ledger.store(action.group, action.header, action.arrays)
-        self._unsynced.append(action.group)
-        self._store_wanted.set()
-
-    def _end_unrewarded(self, group: Group, reason: str) -> None:
-        """End a group whose rewards are no numbers to count with."""
-        largest = max(group.rewards, key=abs)
-        text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
-        text += "task.max_reward"
-        self._perform([Note("warning", text)])
-        self._count_failed(group.worker_id, reason, text)
-        self._end(group, reason)
-
-    def _on_fault(self, group: Group, error: RewardError) -> None:
-        if self.is_open:
-            text = f"group {group.group_id}: {error.reason}: {error}"
-            self._perform([Note("warning", text)])
-            cause = f"group {group.group_id} on the learner: {error}\n{error.traceback}".strip()
-            self._count_failed(group.worker_id, error.reason, cause)
-            self._end(group, error.reason)
-
-    def on_failed(self, action: RecordEnd) -> None:
-        """Count a group that its worker could not finish."""
-        cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
-        self._count_failed(action.worker_id, action.reason, cause)
-        self._tell_if_zero_signal()
-
-    def _count_failed(self, worker_id: str, reason: str, cause: str) -> None:
-        """Count a group that could not be finished, for the run's end and against its worker."""
-        self._progress.failed(reason, cause)
-        self._judge(worker_id, is_useful=False)
-
-    def _end(self, group: Group, reason: str) -> None:
-        self._ledger.discarded(group.group_id, reason, step=self._session.step)
-        self._session.counters.add(f"discarded/{reason}")
-        self._perform(self._session.stored(group.group_id, now=self._clock()))
-        self._tell_if_zero_signal()
-
-    def _tell_if_zero_signal(self) -> None:
-        if self.is_zero_signal:
-            self._has_news.set()
-
-    def _judge(self, worker_id: str, *, is_useful: bool) -> None:
-        """Count a group for or against its worker."""
-        texts = self._usefulness.delivered(worker_id, is_useful=is_useful, now=self._clock())
-        self._perform([Note("warning", text) for text in texts])
-        self.review()
-
-    def review(self) -> None:
-        """Decide whose groups are wanted; call it now and then, since nobody is set aside for ever.
-
-        Grants follow from what the caller does next.
-        """
-        if self._usefulness.is_calm and not self._has_set_aside:
-            return
-        members = self._session.roster.members("worker")
-        can_sample = {
-            member.node_id: member.worker.capacity > 0 and not member.worker.is_stuck
-            for member in members
-            if not member.is_standby
-        }
-        texts = self._usefulness.review(can_sample, now=self._clock())
-        for member in members:
-            member.worker.is_set_aside = self._usefulness.is_set_aside(member.node_id)
-        self._has_set_aside = any(member.worker.is_set_aside for member in members)
-        self._perform([Note("warning", text) for text in texts])
-
-    async def run(self) -> None:
-        """Force written groups onto the disk, many at once, then acknowledge them."""
-        while self.is_open or self._unsynced:
-            await self._store_wanted.wait()
-            self._store_wanted.clear()
-            groups, self._unsynced = self._unsynced, []
-            if not groups:
-                continue
-            await self._sync()
-            for group in groups:
-                self._buffer.put(group)
-                self._progress.accepted(group, now=self._clock())
-                self._judge(group.worker_id, is_useful=True)
-                self._perform(self._session.stored(group.group_id, now=self._clock()))
-            self._has_news.set()
-
-    def close(self) -> None:
-        """Take nothing in any more; `run` ends once what was written is in the buffer."""
-        self.is_open = False
-        self._store_wanted.set()
-
-    def wake(self) -> None:
-        """End `wait`."""
-        self._has_news.set()
-
-    async def wait(self, *, until: float) -> None:
-        """Wait until groups have come, or nothing can be learned, since the last call.
-
-        Args:
-            until: instant at which to look again even so.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self._has_news.wait()
-        self._has_news.clear()
-
-    def metrics(self) -> dict[str, float]:
-        """Return how the task's code did."""
-        totals = {
-            member.node_id: member.stats.refused
-            for member in self._session.roster.members("worker")
-        }
-        if self.late_rewards is not None:
-            totals["learner"] = self.late_rewards.counts()
-        return self._task_metrics.row(totals)
-
-
-# What a learner without a batch does by time: ask again, say why nothing comes, give up at last
+# --- Waiting for a batch: ask again, say why, give up at last ---
 #
 # Groups are granted and versions published when something happens: a heartbeat, a result, a step.
 # Where nothing happens any more, these looks still do, one per heartbeat:
@@ -767,8 +358,25 @@ class BatchWait:
         )  # fmt: skip
 
 
+REFRESH_S = 0.25
+"""Seconds between snapshots for the display."""
 MAX_FAILED_STEPS = 5
 """Batches in a row of which no step could be made, after which the run ends with the cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRun:
+    """A run that has begun, or goes on."""
+
+    identity: Identity
+    ledger: Ledger
+    start: StartingPoint
+    spent: float
+    """$ before now."""
+    trainer: Trainer
+    attribution: Attribution | None
+    buffer: StalenessBuffer
+    session: Learner
 
 
 class LearnerNode(Node):
@@ -776,120 +384,126 @@ class LearnerNode(Node):
 
     def __init__(
         self,
-        session: Learner,
+        run: OpenedRun,
         transport: Transport,
+        config: Config,
         *,
-        plan: StepSettings,
-        buffer: StalenessBuffer,
-        trainer: Trainer,
-        train: Callable[[Sequence[Group]], StepResult],
-        ledger: Ledger,
-        checkpoints: Checkpoints,
-        pace: PublishPace,
-        adaptation: Adaptation,
-        activating: CostControl,
-        waiting: BatchWait,
-        progress: Progress,
+        publisher: Publisher,
+        rewards: LearnerRewards | None,
         evaluations: Evaluations | None,
-        publish: Callable[[Weights, PolicyVersion], Publication],
-        coder: Coder,
-        tensors_of: Callable[[Manifest, bytearray], Weights],
         export: Callable[[Path, Weights], None],
-        write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
+        write_metrics: Callable[[int, Row], None],
         show: Callable[[Snapshot], None],
+        earlier: LearningCurve | None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
         """Join the parts; `run` starts them.
 
         Args:
-            session: the learner's conversation, holding buffer, leases and broadcast.
+            run: journal, trainer and session, the latter with buffer, leases and broadcast.
             transport: its links.
-            plan: numbers.
-            buffer: the session's, of groups accepted and not yet trained.
-            trainer: model and optimizer, at the session's step.
-            train: makes one of its steps; called in the trainer's thread.
-            ledger: the journal, open.
-            checkpoints: when and where to save.
-            pace: when to publish.
-            adaptation: of the bound on staleness.
-            activating: what the workers cost, and which of them are needed.
-            waiting: looks after the learner while it waits for groups.
-            progress: running totals for metrics and display.
+            config: the whole configuration.
+            publisher: makes versions of the weights, and codes them.
+            rewards: scores groups where workers do not; None where they do.
             evaluations: held-out evaluation; None for none.
-            publish: (weights, version) -> signed publication; called in the trainer's thread.
-            coder: makes deltas and keyframes of published versions.
-            tensors_of: (manifest, image) -> tensors, zero-copy, for the evaluation.
             export: writes a Hugging Face directory.
             write_metrics: appends one row of metrics.
             show: draws a snapshot.
+            earlier: what the run had learned before it was resumed, for the display.
             threads: see `Node`.
             log: where to tell what happens.
         """
+        session, ledger, start = run.session, run.ledger, run.start
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Learner = session
-        self._plan = plan
-        self._buffer = buffer
-        self._trainer = trainer
-        self._train_on = train
+        self._config = config
+        self._buffer = run.buffer
+        self._trainer = run.trainer
+        self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._ledger = ledger
-        self._checkpoints = checkpoints
-        self._pace = pace
-        self._adaptation = adaptation
-        self._activating = activating
-        self._waiting = waiting
-        self._progress = progress
+        self._checkpoints = Checkpoints(
+            config.run_dir / "checkpoints",
+            run_id=run.identity.run_id,
+            interval_steps=config.checkpoint.interval_steps,
+            interval_s=config.checkpoint.interval_s,
+            keep_last=config.checkpoint.keep_last,
+            min_free_bytes=config.limits.min_free_disk_bytes,
+            saved_step=None if start.checkpoint is None else start.step,
+            now=self.now,
+        )
+        self._pace = pace = PublishPace(
+            period=config.sync.initial_publish_period,
+            is_auto=config.sync.publish_period == "auto",
+            max_staleness=config.sync.max_staleness,
+        )
+        self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
+        self._progress = Progress(
+            staleness_tokens=start.staleness_tokens,
+            now=self.now,
+            step=start.step,
+            earlier=earlier,
+        )
+        self._costs = CostControl(
+            session,
+            config,
+            pace=pace,
+            progress=self._progress,
+            ledger=ledger,
+            spent=run.spent,
+            now=self.now,
+            log=log,
+        )
+        self._waiting = BatchWait(
+            session,
+            address=advertised(transport.listen_address, config.learner.advertise)
+            or str(transport.listen_address),
+            reconnect_for_s=config.network.reconnect_for_s,
+            log=log,
+        )
         self._evaluations = evaluations
-        self._publish_version = publish
-        self._coder = coder
+        self._publisher = publisher
         self._encoded_versions = VersionEncoder(
             session.broadcast,
-            coder,
-            codec=plan.codec,
+            publisher.coder,
+            codec=config.network.codec,
             perform=self.perform,
             spawn=partial(self.spawn, name="encoded_versions"),
             pool=self.threads.pool("coder"),
             now=lambda: self.now,
         )
-        self._tensors_of = tensors_of
         self._export = export
         self._write_metrics = write_metrics
-        self._reporting = Reporting(
-            session,
-            progress=progress,
-            pace=pace,
-            activating=activating,
-            plan=plan,
-            write_metrics=write_metrics,
-            show=show,
-            clock=lambda: self.now,
-        )
+        self._show = show
         self._model_pool = self.threads.pool("trainer")
         self._disk_pool = self.threads.pool("disk")
         self._eval_pool = self.threads.pool("evaluation")
-        self.acceptance = Acceptance(
-            session,
-            ledger=ledger,
-            buffer=buffer,
-            progress=progress,
-            refusal=trainer.refusal,
-            max_zero_signal_groups=plan.max_zero_signal_groups,
-            perform=self.perform,
-            sync=lambda: self._disk_pool.run(ledger.sync),
-            clock=lambda: self.now,
+        self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
+        self._rewards = rewards
+        self._usefulness = Usefulness(
+            max_zero_signal_groups=self._max_zero_signal_groups,
+            groups_per_step=session.settings.leases.groups_per_step,
         )
+        self._has_set_aside = False
+        self._task_metrics = TaskMetrics()
+        self._unsynced: list[Group] = []
+        self._store_wanted = asyncio.Event()
         self._store_task: asyncio.Task[None] | None = None
+        # A group that comes when no more are taken is never acknowledged.
+        self._takes_groups = True
+        self._has_news = asyncio.Event()
         self._published_step = -1
         self._num_failed_steps = 0
-        self._shutdown = EndOfRun(self, session, clock=lambda: self.now)
+        # Until then nodes of this run may be out there and dial, as after a crash.
+        self._missing_until = -math.inf
         self._is_stopping = False
+        # Why the run cannot go on, where it cannot.
         self._failure: RewardError | None = None
-        """Why the run cannot go on, where it cannot."""
         self._is_work_over = asyncio.Event()
 
     def release(self) -> None:
         """Let go of the journal; where the end was not a clean one it is still open."""
-        self._coder.close()
+        self._publisher.coder.close()
         self._ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
@@ -901,41 +515,185 @@ class LearnerNode(Node):
     def on_action(self, action: Action) -> None:
         """Carry out what concerns the learner."""
         match action:
-            case StoreGroup() if self.acceptance.is_open:
-                self.acceptance.take_in(action)
+            case StoreGroup() if self._takes_groups:
+                self.take_in(action)
             case RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd() if (
-                self.acceptance.is_open
+                self._takes_groups
             ):
                 record(self._ledger, action, step=self.session.step)
                 if isinstance(action, RecordEnd) and action.worker_id:
-                    self.acceptance.on_failed(action)
+                    cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
+                    self._count_failed(action.worker_id, action.reason, cause)
+                    self._tell_if_zero_signal()
             case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
                 # Too late: it is not acknowledged, or was never accepted, so it needs no end.
                 pass
             case _:
                 raise LocalProtocolError(f"a learner cannot {type(action).__name__}")
 
+    # --- groups: scored, written, acknowledged ---------------------------------------------------
+    #
+    # A group from which the trainer would learn nothing is ended at once with its reason: it is
+    # acknowledged, gives its admission back, and another is granted for it. All others are written
+    # to the journal, and acknowledged and put into the buffer once they are on the disk.
+    #
+    # Who delivers nothing that can be learned from while others do is set aside
+    # (`leases/dispatch.py`).
+
+    @property
+    def _max_zero_signal_groups(self) -> int:
+        """Groups in a row from which nothing could be learned after which the run ends."""
+        batch = self._config.batch
+        return batch.groups_per_step * batch.max_zero_signal_batches
+
+    @property
+    def _is_zero_signal(self) -> bool:
+        """Whether nothing could be learned from any of the last `_max_zero_signal_groups`.
+
+        Those of workers that are set aside do not count.
+        """
+        num_groups = self._progress.zero_signal.num_groups - self._usefulness.num_discounted
+        return num_groups >= self._max_zero_signal_groups
+
+    def take_in(self, action: StoreGroup) -> None:
+        """Have a group scored if nobody has; then write it, or end it and grant another."""
+        if self._rewards is None:
+            self._accept(action)
+        else:
+            self.spawn(self._score(self._rewards, action.group), name="reward")
+
+    async def _score(self, rewards: LearnerRewards, group: Group) -> None:
+        """Score a group beside everything else, then accept it; end it where that fails."""
+        try:
+            scores = await self._reward_pool.run(rewards.score, group)
+        except RewardError as error:
+            self._end_unscored(group, error)
+            return
+        rollouts = tuple(
+            replace(rollout, reward=reward)
+            for rollout, reward in zip(group.rollouts, scores, strict=True)
+        )
+        group = replace(group, rollouts=rollouts)
+        self._accept(StoreGroup(group, *encode_group(group)))
+
+    def _accept(self, action: StoreGroup) -> None:
+        """Write a group that counts towards a step; end one that does not, and grant another."""
+        if not self._takes_groups:
+            return
+        group = action.group
+        reason = self._trainer.refusal(group)
+        if reason is None:
+            self._ledger.store(group, action.header, action.arrays)
+            self._unsynced.append(group)
+            self._store_wanted.set()
+        elif reason == "reward_too_large":
+            largest = max(group.rewards, key=abs)
+            text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
+            text += "task.max_reward"
+            self.perform([Note("warning", text)])
+            self._count_failed(group.worker_id, reason, text)
+            self._end_group(group, reason)
+        else:
+            self._progress.left_out(group, reason, now=self.now)
+            self._count_delivered(group.worker_id, is_useful=False)
+            self._end_group(group, reason)
+
+    def _end_unscored(self, group: Group, error: RewardError) -> None:
+        """End a group for which the task's code failed here."""
+        if self._takes_groups:
+            text = f"group {group.group_id}: {error.reason}: {error}"
+            self.perform([Note("warning", text)])
+            cause = f"group {group.group_id} on the learner: {error}\n{error.traceback}".strip()
+            self._count_failed(group.worker_id, error.reason, cause)
+            self._end_group(group, error.reason)
+
+    def _count_failed(self, worker_id: str, reason: str, cause: str) -> None:
+        """Count a group that could not be finished, for the run's end and against its worker."""
+        self._progress.failed(reason, cause)
+        self._count_delivered(worker_id, is_useful=False)
+
+    def _end_group(self, group: Group, reason: str) -> None:
+        self._ledger.discarded(group.group_id, reason, step=self.session.step)
+        self.session.counters.add(f"discarded/{reason}")
+        self.perform(self.session.stored(group.group_id, now=self.now))
+        self._tell_if_zero_signal()
+
+    def _tell_if_zero_signal(self) -> None:
+        if self._is_zero_signal:
+            self.wake()
+
+    def _count_delivered(self, worker_id: str, *, is_useful: bool) -> None:
+        """Count a group for or against its worker."""
+        texts = self._usefulness.delivered(worker_id, is_useful=is_useful, now=self.now)
+        self.perform([Note("warning", text) for text in texts])
+        self._review_workers()
+
+    def _review_workers(self) -> None:
+        """Decide whose groups are wanted; call it now and then, since nobody is set aside for ever.
+
+        Grants follow from what the caller does next.
+        """
+        if self._usefulness.is_calm and not self._has_set_aside:
+            return
+        members = self.session.roster.members("worker")
+        can_sample = {
+            member.node_id: member.worker.capacity > 0 and not member.worker.is_stuck
+            for member in members
+            if not member.is_standby
+        }
+        texts = self._usefulness.review(can_sample, now=self.now)
+        for member in members:
+            member.worker.is_set_aside = self._usefulness.is_set_aside(member.node_id)
+        self._has_set_aside = any(member.worker.is_set_aside for member in members)
+        self.perform([Note("warning", text) for text in texts])
+
+    async def _store_loop(self) -> None:
+        """Force written groups onto the disk, many at once, then acknowledge them."""
+        while self._takes_groups or self._unsynced:
+            await self._store_wanted.wait()
+            self._store_wanted.clear()
+            groups, self._unsynced = self._unsynced, []
+            if not groups:
+                continue
+            await self._disk_pool.run(self._ledger.sync)
+            for group in groups:
+                self._buffer.put(group)
+                self._progress.accepted(group, now=self.now)
+                self._count_delivered(group.worker_id, is_useful=True)
+                self.perform(self.session.stored(group.group_id, now=self.now))
+            self.wake()
+
     async def _take_no_more_groups(self) -> None:
         """Wait until everything that was written is on the disk and in the buffer."""
-        self.acceptance.close()
+        self._takes_groups = False
+        self._store_wanted.set()
         assert self._store_task is not None
         await self._store_task
+
+    def wake(self) -> None:
+        """Let the training loop look again whether it has a batch."""
+        self._has_news.set()
+
+    async def _wait_for_news(self, *, until: float) -> None:
+        """Wait until groups have come, or nothing can be learned, since the last call.
+
+        Args:
+            until: instant at which to look again even so.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._has_news.wait()
+        self._has_news.clear()
 
     # --- the training loop -----------------------------------------------------------------------
 
     async def work(self) -> None:
         """Train until the last step, then tell everybody and end."""
-        self._store_task = self.spawn(self.acceptance.run(), name="store")
-        self.spawn(self._reporting.show_loop(), name="display")
-        watch = self._activating.run(
-            self.perform,
-            lambda: self.now,
-            wake=self.acceptance.wake,
-            pool=self.threads.pool("activation"),
-        )
-        self.spawn(watch, name="activation")
+        self._store_task = self.spawn(self._store_loop(), name="store")
+        self.spawn(self._show_loop(), name="display")
+        self.spawn(self._watch_costs(), name="activation")
         if len(self.session.lineages) > 1:  # a run that goes on
-            self._shutdown.expect()
+            self._missing_until = self.now + self._return_s
         try:
             try:
                 await self._train()
@@ -952,10 +710,23 @@ class LearnerNode(Node):
         finally:
             self._is_work_over.set()
 
+    async def _watch_costs(self) -> None:
+        """Measure the workers and what they cost, and decide which are needed, until the end."""
+        costs, pool = self._costs, self.threads.pool("activation")
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.perform(costs.look(now=self.now))
+            question = costs.review(now=self.now)
+            if costs.is_spent:
+                self.wake()
+            if question is not None:
+                answer = await pool.run(question.solve)
+                self.perform(costs.decide(question, answer, now=self.now))
+
     async def _train(self) -> None:
-        plan, session = self._plan, self.session
+        session = self.session
         await self._publish()
-        while session.step < plan.max_steps and not self._is_stopping:
+        while session.step < self._config.run.max_steps and not self._is_stopping:
             waited_from = self.now
             groups = await self._next_batch()
             if groups is None:
@@ -968,7 +739,7 @@ class LearnerNode(Node):
                 await self._set_aside(groups, error)
                 continue
             self._num_failed_steps = 0
-            trained_s = self._activating.train_s = self.now - started_at
+            trained_s = self._costs.train_s = self.now - started_at
             staleness = self._ledger.trained(
                 groups, lineage=session.lineages[-1].lineage, consumed_at=session.step
             )
@@ -981,8 +752,7 @@ class LearnerNode(Node):
             self._progress.stepped(
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
-            others = self.acceptance.metrics(), self._adaptation.metrics()
-            self._reporting.write_step(result.metrics, staleness, *others)
+            self._write_step(result.metrics, staleness)
             if self._checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
 
@@ -1022,31 +792,31 @@ class LearnerNode(Node):
         self._progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
         while not self._is_stopping:
-            if self._activating.is_spent:
-                self.log.warning("%s", self._activating.describe_spent(self.session.step))
+            if self._costs.is_spent:
+                self.log.warning("%s", self._costs.describe_spent(self.session.step))
                 return None
             self._discard_unusable()
-            num_groups = self._plan.groups_per_step
+            num_groups = self._config.batch.groups_per_step
             groups = self._buffer.take(num_groups, step=self.session.step)
             if groups is not None:
                 # There is room in the buffer again.
                 self.perform(self.session.grant(now=self.now))
                 return groups
-            if self.acceptance.is_zero_signal:
+            if self._is_zero_signal:
                 failing = self._progress.describe_failing(self.session.step)
                 if failing is None:
                     self.log.warning("%s", self._progress.describe_zero_signal(self.session.step))
                 else:
                     self._failure = RewardError(failing)
                 return None
-            await self.acceptance.wait(until=self._waiting.look_at)
+            await self._wait_for_news(until=self._waiting.look_at)
             if self.now >= self._waiting.look_at and not self._is_stopping:
                 await self._look()
         return None
 
     async def _look(self) -> None:
         """Ask again what nothing else may ask: who can be given a group, and from which version."""
-        self.acceptance.review()
+        self._review_workers()
         obstacle = self._waiting.look(now=self.now)
         if obstacle == "outdated" and self._published_step != self.session.step:
             await self._publish()
@@ -1068,7 +838,7 @@ class LearnerNode(Node):
         self._progress.begin("publishing", now=self.now)
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
         publication = await self._model_pool.run(
-            lambda: self._publish_version(self._trainer.tensors(), version)
+            lambda: self._publisher.make(self._trainer.tensors(), version)
         )
         manifest, root = publication.manifest, publication.signed.root
         self._ledger.published(version, root=root, image_hash=manifest.image_hash)
@@ -1077,12 +847,13 @@ class LearnerNode(Node):
         self.perform(session.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
         if self._evaluations is not None and await self._evaluations.is_due(version):
-            tensors = self._tensors_of(manifest, publication.image)
-            task = self.spawn(self._evaluate(version, tensors), name="evaluation")
+            task = self.spawn(self._evaluate(publication), name="evaluation")
             self._evaluations.started(task)
 
-    async def _evaluate(self, version: PolicyVersion, tensors: Weights) -> None:
+    async def _evaluate(self, publication: Publication) -> None:
         assert self._evaluations is not None
+        version, image = publication.manifest.version, memoryview(publication.image).toreadonly()
+        tensors = tensors_from_image(publication.manifest.tensors, image)
         evaluate = self._evaluations.evaluate
         result = await self._eval_pool.run(
             lambda: evaluate(
@@ -1095,7 +866,8 @@ class LearnerNode(Node):
             self._progress.evaluated(
                 version.step, result.sampled, result.greedy, num_errors=result.num_reward_errors
             )
-        row = {**result.metrics(self._plan.task_name), "lineage": version.lineage}
+        task_name = self._config.task.kind.rpartition(":")[2]
+        row = {**result.metrics(task_name), "lineage": version.lineage}
         self._write_metrics(version.step, row)
         level = logging.WARNING if result.num_reward_errors else logging.INFO
         self.log.log(level, "%s", result)
@@ -1104,9 +876,9 @@ class LearnerNode(Node):
         """Evaluate the present weights, as where a run ends before its last step."""
         version = PolicyVersion(self.session.lineages[-1].lineage, self.session.step)
         publication = await self._model_pool.run(
-            lambda: self._publish_version(self._trainer.tensors(), version)
+            lambda: self._publisher.make(self._trainer.tensors(), version)
         )
-        await self._evaluate(version, self._tensors_of(publication.manifest, publication.image))
+        await self._evaluate(publication)
 
     # --- checkpoints and the end -----------------------------------------------------------------
 
@@ -1151,14 +923,14 @@ class LearnerNode(Node):
             self._ledger.discarded(group.group_id, "run_finished", step=self.session.step)
         await self._checkpoint()
         tensors = await self._model_pool.run(self._trainer.snapshot)
-        final = self._plan.run_dir / "final"
+        final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
         await self._disk_pool.run(self._export, final, tensors)
         await self._disk_pool.run(self._ledger.close)
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
-        self._reporting.display()
-        await self._shutdown.say("the run is finished")
+        self.display()
+        await self._tell_end("the run is finished")
 
     async def _save(self) -> None:
         """Save where the run does not end for good, so that --resume goes on from here."""
@@ -1173,8 +945,8 @@ class LearnerNode(Node):
         """Save, so that --resume goes on once the task is mended, tell every node, and fail."""
         self.session.is_granting = False
         await self._close_records()
-        self._reporting.display()
-        await self._shutdown.say("groups cannot be finished, see the learner's log")
+        self.display()
+        await self._tell_end("groups cannot be finished, see the learner's log")
         self.stop("failed", failure)
 
     async def _close_records(self) -> None:
@@ -1186,5 +958,109 @@ class LearnerNode(Node):
         """Let the running step come to its end and the state be saved."""
         self._is_stopping = True
         self.session.is_granting = False
-        self.acceptance.wake()
+        self.wake()
         await self._is_work_over.wait()
+
+    # A node that has lost its way to the learner dials at growing pauses: after the learner's
+    # crash, a relay's, or a link's. A run that ends meanwhile would be over before such a node came
+    # once; it would dial in vain and end with an error. So the learner stays until each node that
+    # was heard of a moment ago has gone, or has had the time to come back; and one that goes on
+    # where another one stopped stays until whoever worked for that one has had the same time.
+
+    @property
+    def _return_s(self) -> float:
+        """Seconds in which a node has dialled twice, and each time has said who it is."""
+        heartbeat_s = self.session.settings.leases.heartbeat_s
+        return max(LINGER_S, 2 * (self.transport.options.max_redial_s + heartbeat_s))
+
+    async def _tell_end(self, reason: str) -> None:
+        """Tell every node, also those that have yet to come back; return when all have gone."""
+        self.perform(self.session.finish(reason))
+        # Each heartbeat is told again, and so is who joins; what goes to workers needs the relays.
+        await self._wait_for_leaving({"worker"})
+        self.perform(self.session.dismiss_all())
+        await self._wait_for_leaving({"worker", "relay"})
+
+    async def _wait_for_leaving(self, roles: Set[str]) -> None:
+        """Wait until the nodes of these roles have gone, or could have come back."""
+        return_s, nodes = self._return_s, self.session.roster.nodes
+
+        def is_over() -> bool:
+            now = self.now
+            return now >= self._missing_until and not any(
+                node.role in roles and now < node.heard_at + return_s for node in nodes.values()
+            )
+
+        within_s = max(return_s, self._missing_until - self.now)
+        await self.wait_until(is_over, within_s=within_s)
+
+    # --- what the learner tells of itself: a row of metrics per step, a picture on the screen ----
+
+    def _write_step(self, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> None:
+        """Append the row of the step that was just made.
+
+        Args:
+            metrics: what the trainer reports.
+            staleness: its trained tokens by staleness.
+        """
+        session, now = self.session, self.now
+        row = self._progress.step_metrics(
+            metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=now
+        )
+        row |= self._pace.metrics()
+        row |= self._costs.metrics(row, now=now)
+        row |= self._progress.lengths.metrics(oldest_open=session.leases.oldest_open)
+        row |= self._partial_metrics()
+        row |= self._task_code_metrics()
+        row |= self._adaptation.metrics()
+        row["lineage"] = session.lineages[-1].lineage
+        row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
+        self._write_metrics(session.step, row)
+
+    def _task_code_metrics(self) -> dict[str, float]:
+        """Return how the task's code did since the last step."""
+        members = self.session.roster.members("worker")
+        totals = {member.node_id: member.stats.refused for member in members}
+        if self._rewards is not None:
+            totals["learner"] = self._rewards.counts()
+        return self._task_metrics.row(totals)
+
+    def _partial_metrics(self) -> dict[str, float]:
+        """Return what became of unfinished rollouts; empty where none was ever continued.
+
+        Totals are among the counters; here are how many groups wait to be continued, how many steps
+        old the oldest token of a continued group was on average, and which share of what was
+        sampled was thrown away or will not be trained on.
+        """
+        session = self.session
+        counts = session.counters
+        if not counts["partials/resumed"] and not counts["partials/interrupted"]:
+            return {}
+        members = session.roster.members("worker")
+        num_sampled = sum(member.stats.tokens_sampled for member in members)
+        num_wasted = counts["partials/wasted_tokens"] + counts["partials/masked_tokens"]
+        num_wasted += counts["partials/trimmed_tokens"] + session.buffer.num_trimmed_tokens
+        return {
+            "partials/waiting": sum(member.worker.num_waiting for member in members),
+            "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
+            "partials/wasted_ratio": num_wasted / max(1, num_sampled),
+        }
+
+    async def _show_loop(self) -> None:
+        """Draw again and again, until everybody is told that the run is over."""
+        while self.session.finish_reason is None:
+            self.display()
+            await asyncio.sleep(REFRESH_S)
+
+    def display(self) -> None:
+        """Draw the present state."""
+        self._show(
+            self._progress.snapshot(
+                self.session,
+                run_name=self._config.run.name,
+                max_steps=self._config.run.max_steps,
+                pace=self._pace,
+                cost=self._costs.view(),
+                now=self.now,
+            )
+        )

@@ -1,4 +1,4 @@
-"""The learner's coder: encoded versions, segment by segment, while the trainer goes on.
+"""Publication of versions: images, and deltas and keyframes coded beside the training.
 
 `VersionEncoder.publish` decides in which forms a version goes out (`weights/schedule.py` has the
 rules), and hands them to the broadcast:
@@ -29,7 +29,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.config.schema import Config
 from echo.core.rollout import PolicyVersion
 from echo.engine.weights import CodedDelta, VersionImages, Weights
+from echo.runtime.identity import Identity
 from echo.runtime.threads import Pool
+from echo.train.attribution import Attribution
 from echo.weights.broadcast import Broadcast
 from echo.weights.delta import block_bytes_of, encode_block, split_blocks, word_bytes_of
 from echo.weights.manifest import (
@@ -90,6 +92,41 @@ def make_publication(
         chunk_bytes=chunk_bytes,
     )
     return Publication(sign(manifest, key), manifest, made.image, made.coded)
+
+
+class Publisher:
+    """Makes versions of the trainer's weights, signed with the run's key."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: Config,
+        *,
+        model_digest: str,
+        attribution: Attribution | None = None,
+    ) -> None:
+        """Take whose versions they are, and what wants to keep them, if anything does."""
+        self.coder = Coder(identity.key)
+        self._identity = identity
+        self._images = make_images(config)
+        self._chunk_bytes = config.network.chunk_bytes
+        self._model_digest = model_digest
+        self._attribution = attribution
+
+    def make(self, weights: Weights, version: PolicyVersion) -> Publication:
+        """Return the weights as a version; called in the trainer's thread."""
+        publication = make_publication(
+            weights,
+            version,
+            run_id=self._identity.run_id,
+            model_digest=self._model_digest,
+            images=self._images,
+            chunk_bytes=self._chunk_bytes,
+            key=self._identity.key,
+        )
+        if self._attribution is not None:
+            self._attribution.keep(publication.manifest, publication.image)
+        return publication
 
 
 _log = logging.getLogger(__name__)

@@ -1,11 +1,9 @@
-"""Running totals of the learner: what goes into the metrics and onto the screen."""
+"""Running totals of the learner, for the metrics and the screen."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from echo.algo.diagnostics import GroupStats, LengthBias
 from echo.core.metrics import CostView, LearningCurve, Snapshot
@@ -363,27 +361,7 @@ def _refusals(session: Learner) -> dict[str, int]:
     }
 
 
-# --- The numbers and names that the learner follows ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings:
-    """The numbers that the training loop follows."""
-
-    run_name: str
-    run_dir: Path
-    task_name: str
-    max_steps: int
-    groups_per_step: int
-    max_zero_signal_groups: int
-    """Groups in a row from which nothing could be learned after which the run ends."""
-    codec: str
-    """In which forms versions go out (`runtime/learner/publish.py`)."""
-    refresh_s: float = 0.25
-    """Seconds between snapshots for the display."""
-
-
-# --- How the task's own code and the engines do, over all workers: `env/...` and `engine/...` ---
+# --- Metrics of the task's own code and the engines, over all workers: `env/`, `engine/` ---
 #
 # Workers count for themselves and tell their totals with every heartbeat; here the totals become
 # differences from one step to the next. A worker that starts anew counts from 0 again.

@@ -1,4 +1,4 @@
-"""Where a learner begins: at the start of a new run, or where a killed one can go on.
+"""Start or resume of a run: the newest checkpoint and the ledger.
 
 After a crash the run continues from the newest checkpoint in a new lineage. The ledger says which
 groups were accepted and not trained on the surviving line; those that may still be trained return

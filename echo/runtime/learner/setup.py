@@ -1,4 +1,4 @@
-"""From the configuration to a learner, at the start of a run or after a crash."""
+"""Set up a learner, for a new run or after a crash."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from echo.config.schema import Config
 from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
+from echo.core.extras import PROGRAMS
 from echo.core.metrics import LearningCurve, Snapshot
-from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import (
@@ -48,7 +48,7 @@ from echo.engine.model import (
     resolve_model,
     set_num_threads,
 )
-from echo.engine.weights import Weights, save_hf, tensors_from_image, torch_dtype
+from echo.engine.weights import Weights, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
@@ -65,28 +65,24 @@ from echo.runtime.identity import (
     load_or_create_keys,
     write_join,
 )
-from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import make_activating, resumed_spending
+from echo.runtime.learner.cost import resumed_spending
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
-from echo.runtime.learner.node import BatchWait, LearnerNode, LearnerRewards, make_adaptation
-from echo.runtime.learner.publish import Coder, Publication, make_images, make_publication
-from echo.runtime.learner.report import Progress, StepSettings
+from echo.runtime.learner.node import LearnerNode, LearnerRewards, OpenedRun
+from echo.runtime.learner.publish import Publisher
 from echo.runtime.learner.resume import StartingPoint, enter, find_start, trims_stale
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Example, Task, load_task, task_digests
-from echo.train.attribution import Attribution, make_attribution
+from echo.train.attribution import make_attribution
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import float32_attention
 from echo.train.trainer import OptimizerSettings, ReferenceModel, Trainer, load_loss
-from echo.weights.manifest import Manifest
-from echo.weights.schedule import PublishPace
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID, Lease
 
-# --- Which prompt a group id stands for: a pure function of the run's seed ---
+# --- The prompt of a group id: a pure function of the run's seed ---
 #
 # The ledger's last granted id is therefore the dataset's cursor, and a group that is granted again,
 # by whichever process, has the same prompt as before.
@@ -222,7 +218,7 @@ class PromptSource:
         return self._order[position]
 
 
-# The data plane as the learner holds it: task, tokenizer and prompts of one model directory
+# --- The data plane of the learner: task, tokenizer and prompts of one model directory ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +312,7 @@ def _check_window(config: Config, model_dir: Path, prompts: PromptSource) -> Non
         )
 
 
-# From the configuration to the learner's trainer: loss, reference policy, optimizer, precision
+# --- Set up the trainer: loss, reference policy, optimizer, precision ---
 
 
 def build_trainer(
@@ -408,27 +404,13 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> Refere
     return ReferenceModel(model_dir=resolve_model(section.name))
 
 
-# --- What a learner knows when it begins: its journal, its trainer, and its session ---
+# --- Open a run: its journal, its trainer, and its session ---
 #
 # All of it is opened before anything is written: a run that cannot begin leaves no trace.
 
 
 LOST_WORKER = "(before the restart)"
 """Holder of leases that were out when the learner died, until their worker claims them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedRun:
-    """A run that has begun, or goes on."""
-
-    ledger: Ledger
-    start: StartingPoint
-    spent: float
-    """$ before now."""
-    trainer: Trainer
-    attribution: Attribution | None
-    buffer: StalenessBuffer
-    session: Learner
 
 
 def open_run(
@@ -479,6 +461,7 @@ def open_run(
         enter(ledger, start)
         on_failure.pop_all()
     return OpenedRun(
+        identity=identity,
         ledger=ledger,
         start=start,
         spent=spent,
@@ -623,8 +606,9 @@ def invite(
     address = join_address(str(transport.listen_address), config.learner.advertise)
     write_join(config.run_dir, address, keys, secret)
     log.info(
-        "others join with the line in %s: ECHO_JOIN=THAT_LINE bin/echo-node --role worker",
+        "others join with the line in %s: ECHO_JOIN=THAT_LINE %secho-rl node --role worker",
         config.run_dir / "keys" / "join",
+        PROGRAMS,
     )
 
 
@@ -642,93 +626,35 @@ def assemble_learner(
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
     evaluations = build_evaluations(config, data, log=log)
-    run_dir = config.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    identity = load_or_create_identity(run_dir, run_name=config.run.name)
-    now = asyncio.get_running_loop().time()
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    identity = load_or_create_identity(config.run_dir, run_name=config.run.name)
     advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
     if not advertise:
         log.warning(
             "learner.listen is a wildcard and learner.advertise is not set: workers that reach "
             "this learner through a relay cannot find it when the relay dies"
         )
-    opened = open_run(config, data, identity, advertise, resume=resume, log=log)
-    session, start, ledger = opened.session, opened.start, opened.ledger
-    trainer, buffer, attribution = opened.trainer, opened.buffer, opened.attribution
-    pace = PublishPace(
-        period=config.sync.initial_publish_period,
-        is_auto=config.sync.publish_period == "auto",
-        max_staleness=config.sync.max_staleness,
-    )
-    progress = Progress(
-        staleness_tokens=start.staleness_tokens, now=now, step=start.step, earlier=earlier
-    )
-    publish: Callable[[Weights, PolicyVersion], Publication] = partial(
-        make_publication,
-        run_id=identity.run_id,
-        model_digest=data.digests["model"],
-        images=make_images(config),
-        chunk_bytes=config.network.chunk_bytes,
-        key=identity.key,
-    )
-    if attribution is not None:
-        publish = partial(_publish_and_keep, publish, attribution)
+    run = open_run(config, data, identity, advertise, resume=resume, log=log)
+    rewards = None
+    if config.reward.where == "learner":
+        rewards = LearnerRewards(data.host, example_of=data.prompts.example, decode=data.decode)
     node = LearnerNode(
-        session,
+        run,
         transport,
-        plan=_make_plan(config),
-        buffer=buffer,
-        trainer=trainer,
-        train=trainer.step if attribution is None else attribution.step,
-        ledger=ledger,
-        checkpoints=Checkpoints(
-            run_dir / "checkpoints",
-            run_id=identity.run_id,
-            interval_steps=config.checkpoint.interval_steps,
-            interval_s=config.checkpoint.interval_s,
-            keep_last=config.checkpoint.keep_last,
-            min_free_bytes=config.limits.min_free_disk_bytes,
-            saved_step=None if start.checkpoint is None else start.step,
-            now=now,
+        config,
+        publisher=Publisher(
+            identity, config, model_digest=data.digests["model"], attribution=run.attribution
         ),
-        pace=pace,
-        adaptation=make_adaptation(config, buffer=buffer, pace=pace, ledger=ledger, log=log),
-        activating=make_activating(
-            config,
-            session,
-            pace=pace,
-            progress=progress,
-            ledger=ledger,
-            spent=opened.spent,
-            now=now,
-            log=log,
-        ),
-        waiting=BatchWait(
-            session,
-            address=advertise or str(transport.listen_address),
-            reconnect_for_s=config.network.reconnect_for_s,
-            log=log,
-        ),
-        progress=progress,
+        rewards=rewards,
         evaluations=evaluations,
-        publish=publish,
-        coder=Coder(identity.key),
-        tensors_of=_tensors_of,
         export=partial(_export, config, data),
         write_metrics=write_metrics,
         show=show,
+        earlier=earlier,
         threads=threads,
         log=log,
     )
     node.at_release.append(data.host.close)
-    if config.reward.where == "learner":
-        node.acceptance.late_rewards = LearnerRewards(
-            data.host,
-            example_of=data.prompts.example,
-            decode=data.decode,
-            spawn=node.spawn,
-            threads=node.threads,
-        )
     return node
 
 
@@ -781,22 +707,6 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
     )
 
 
-def _make_plan(config: Config) -> StepSettings:
-    return StepSettings(
-        run_name=config.run.name,
-        run_dir=config.run_dir,
-        task_name=config.task.kind.rpartition(":")[2],
-        max_steps=config.run.max_steps,
-        groups_per_step=config.batch.groups_per_step,
-        max_zero_signal_groups=config.batch.groups_per_step * config.batch.max_zero_signal_batches,
-        codec=config.network.codec,
-    )
-
-
-def _tensors_of(manifest: Manifest, image: bytearray) -> Weights:
-    return tensors_from_image(manifest.tensors, memoryview(image).toreadonly())
-
-
 def _export(config: Config, data: Data, directory: Path, tensors: Weights) -> None:
     """Write the weights as they are published, as a directory for transformers or peft."""
     dtype = torch_dtype(config.model.dtype)
@@ -810,14 +720,3 @@ def _export(config: Config, data: Data, directory: Path, tensors: Weights) -> No
     else:
         name = base_name(config, data.lora)
         export_adapter(directory, assets, rounded, data.lora, base_name=name)
-
-
-def _publish_and_keep(
-    publish: Callable[[Weights, PolicyVersion], Publication],
-    attribution: Attribution,
-    weights: Weights,
-    version: PolicyVersion,
-) -> Publication:
-    publication = publish(weights, version)
-    attribution.keep(publication.manifest, publication.image)
-    return publication

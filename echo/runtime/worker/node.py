@@ -1,4 +1,4 @@
-"""The worker role: sample the leased groups with the newest weights, score them, deliver them.
+"""The worker node: sample, score and deliver leased groups.
 
 Which groups go into the engine, and when it is stopped, is `runtime/worker/sampling.py`'s affair.
 Meanwhile the newest complete version is installed, in flight: no rollout has to end for it, and
@@ -42,7 +42,7 @@ from echo.weights.store import Transfer
 from echo.wire.actions import Action, Note
 from echo.wire.messages import Lease
 
-# --- What a worker is made of, and its few steps that need no node ---
+# --- The parts of a worker, and its few steps that need no node ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

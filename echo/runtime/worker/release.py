@@ -1,4 +1,4 @@
-"""A worker on a rented machine: when it leaves, and how its machine is given back.
+"""Release of a rented worker machine: the drain and the command.
 
 A worker on standby still bills. So with `worker.release_after_s` a worker leaves by itself: after
 so long on standby, or without the learner. It then takes no more leases, finishes and delivers what

@@ -1,4 +1,4 @@
-"""How a worker keeps its engine busy: which groups go into it, and when it is stopped.
+"""The loops that feed a worker's engine with groups and stop it.
 
 An engine that takes requests at any time gets one call per group, as soon as there is room for it.
 Any other gets one batch of groups after another, and a batch lasts as long as its longest rollout,
@@ -431,7 +431,7 @@ class RolloutLoop:
             self._log.warning(text, self._path, error)
 
 
-# How a worker keeps its engine busy where answers take several turns: whole groups, played out
+# --- The loop for answers of several turns: whole groups, played to their end ---
 #
 # The state of an episode lives in its environment, which no other worker has, so nothing unfinished
 # is parked, shipped or continued here: a group that was begun is played to its end.

@@ -1,4 +1,4 @@
-"""From the configuration, and what the learner adds to it, to a worker."""
+"""Set up a worker from its configuration and the learner's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class WorkerTask:
 
 
 def make_worker_task(config: Config) -> WorkerTask:
-    """Return who judges the answers of a worker.
+    """Return the task of a worker, and where its code runs.
 
     Raises:
         ConfigError: if the task cannot be loaded.
@@ -169,7 +169,7 @@ def build_parts(
     template: str | None = settings.get("model.chat_template")
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
     stop_ids = tokenization.stop_ids(tokenizer, model_dir)
-    judge = make_worker_task(config)
+    task = make_worker_task(config)
     lora = worker_lora(config, settings)
     engine = make_engine(config, model_dir, lora)
     max_new = config.sampling.max_completion_tokens
@@ -186,15 +186,15 @@ def build_parts(
             config.agent.listen,
             tokenizer,
             stop_ids,
-            judge,
+            task,
             node_dir,
             window=window,
             vocab_size=vocab_size(model_dir),
         )
     return WorkerParts(
         engine=engine,
-        host=judge.host,
-        runner=make_runner(config, judge.turns, judge.host, engine, tokenizer, stop_ids),
+        host=task.host,
+        runner=make_runner(config, task.turns, task.host, engine, tokenizer, stop_ids),
         decode=lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
         sampling=make_sampling(config, stop_ids),
         group_size=config.batch.group_size,
@@ -204,7 +204,7 @@ def build_parts(
         partials_path=node_dir / "partials.bin",
         read_local_image=lambda: read_local_image(config),
         agents=agents,
-        digests=model_digests(config, model_dir, template) | judge.digests,
+        digests=model_digests(config, model_dir, template) | task.digests,
     )
 
 
@@ -213,7 +213,7 @@ def _agent_parts(
     listen: str,
     tokenizer: Any,
     stop_ids: list[int],
-    judge: WorkerTask,
+    task: WorkerTask,
     node_dir: Path,
     *,
     window: int,
@@ -233,7 +233,7 @@ def _agent_parts(
         model_name=config.run.name,
         listen=listen,
         endpoint_path=node_dir / "endpoint.json",
-        reward=judge.host.score,
+        reward=task.host.score,
         max_abs_reward=config.task.max_reward,
     )
 
