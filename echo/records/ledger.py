@@ -5,8 +5,9 @@ In the run's directory, format 2:
 * `ledger.sqlite`, small and kept for good. Table `records` has a row for each thing that happened:
   `seq` (1, 2, 3, ... without a gap), `body` (a JSON object: `kind`, `at` in Unix seconds, and the
   fields of the record below that has this kind) and `hash` (BLAKE3 of seq as 8 bytes,
-  little-endian, followed by body); `kind` and `at` are columns, too. Table `head` counts the rows
-  (`num_records`): so the last ones cannot be lost in silence. `PRAGMA user_version` is the format.
+  little-endian, followed by body); `kind` and `at` are columns, too. Table `head` has counted the
+  rows (`num_records`) that the file held when the write-ahead log was last moved into it: so its
+  last ones cannot be lost in silence. `PRAGMA user_version` is the format.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record says where its group
   lies and has the hash of these bytes. A file is unlinked when all its groups have ended for good.
 * `ledger.lock`: locked by the learner that writes, whose process id it has.
@@ -56,11 +57,15 @@ GROUP_FILE_BYTES = 64 << 20
 """Size at which a new group file is begun; small enough to be freed soon."""
 BUSY_S = 30.0
 """Seconds to wait for a lock of SQLite; readers hold theirs for milliseconds."""
+LOG_RECORDS = 2000
+"""Records after which the write-ahead log, of some MB by then, is moved into the database."""
 PAGE_BYTES = 4096
 """A page of the database: what a commit writes at least."""
 READ_ROWS = 2000
 """Rows per query: no reader holds a lock for longer than that takes, whatever becomes of them."""
 
+_SQLITE_ERRORS = sqlite3.Error, UnicodeDecodeError
+"""What reading raises; the second, where the text of an error has damage in it."""
 _SCHEMA = """
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY,
@@ -260,12 +265,11 @@ def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[in
         groups: what the step is made of.
         consumed_at: optimizer steps done before it.
     """
-    staleness: dict[int, int] = {}
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        steps = rollout.policy_versions[rollout.completion_mask, 1]
-        for lag, count in zip(*np.unique(consumed_at - steps, return_counts=True), strict=True):
-            staleness[int(lag)] = staleness.get(int(lag), 0) + int(count)
-    return dict(sorted(staleness.items()))
+    steps = np.concatenate(
+        [r.policy_versions[r.completion_mask, 1] for group in groups for r in group.rollouts]
+    )
+    counts = np.bincount(consumed_at - steps)
+    return {int(lag): int(counts[lag]) for lag in np.flatnonzero(counts)}
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -304,6 +308,8 @@ class Ledger:
         self._ended_at: dict[int, int] = {}
         self._file: BinaryIO | None = None
         self._is_durable = True
+        self._level = ""
+        self._num_logged = 0
         try:
             self._groups_dir.mkdir(parents=True, exist_ok=True)
             with ExitStack() as undo:
@@ -311,9 +317,10 @@ class Ledger:
                 undo.callback(os.close, self._lock_file)
                 self._database = self._open_database()
                 undo.callback(self._database.close)
-                self.num_records = _check_head(self._database, self.path)
+                self.num_records = _count_records(self._database, self.path)
+                self._empty_log()
                 undo.pop_all()
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *_SQLITE_ERRORS) as error:
             raise StorageError(f"cannot open the ledger in {run_dir}: {error}") from error
         sizes = {path.name: path.stat().st_size for path in self._groups_dir.glob("*.bin")}
         self._file_number = max((int(Path(name).stem) for name in sizes), default=0)
@@ -342,7 +349,6 @@ class Ledger:
                     f"{self.path}-wal is damaged after {num_pages} of {last_commit} pages, as a "
                     "power cut may leave it: what the ledger noted last is lost"
                 )
-            _empty_log(database)
         if not database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             # In one transaction, or a kill could leave a ledger without a head.
             database.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {FORMAT};COMMIT;")
@@ -452,7 +458,7 @@ class Ledger:
         with self._write_lock:
             self._write_queue(durably=True)
             with _named(self.run_dir):
-                _empty_log(self._database)
+                self._empty_log()
                 for name, group_ids in list(self._unended.items()):
                     group_ids -= {
                         g for g in group_ids if self._ended_at.get(g, step + 1) <= oldest_step
@@ -475,6 +481,8 @@ class Ledger:
                 if durably and self._file is not None:
                     os.fdatasync(self._file.fileno())
                 self._write_rows(records, durably=durably)
+                if self._num_logged > LOG_RECORDS:
+                    self._empty_log()
         except StorageError:
             self._leave_file()  # what it has of this batch belongs to no record
             with self._queue_lock:
@@ -521,16 +529,37 @@ class Ledger:
         for seq, record in enumerate(records, self.num_records + 1):
             body = _encode(record)
             rows.append((seq, body.decode(), _hash(seq, body)))
-        num_records = self.num_records + len(rows)
-        level = "FULL" if durably or not self._is_wal else "NORMAL"
-        self._database.execute(f"PRAGMA synchronous = {level}")
-        with _transaction(self._database):
+        with self._transaction(durably=durably):
             self._database.executemany(
                 "INSERT INTO records (seq, body, hash) VALUES (?, ?, ?)", rows
             )
-            # Without rows, too: that is what brings the ones before onto the disk.
-            self._database.execute("UPDATE head SET num_records = ?", (num_records,))
-        self.num_records = num_records
+            if not rows or not self._is_wal:
+                # Without a row, too, a transaction brings those before it onto the disk.
+                self._count(self.num_records + len(rows))
+        self.num_records += len(rows)
+        self._num_logged += len(rows)
+
+    def _count(self, num_records: int) -> None:
+        self._database.execute("UPDATE head SET num_records = ?", (num_records,))
+
+    def _empty_log(self) -> None:
+        """Move the write-ahead log into the database, unless somebody reads just now."""
+        if self._is_wal:
+            with self._transaction(durably=True):
+                self._count(self.num_records)
+            self._database.execute("PRAGMA busy_timeout = 100")
+            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._database.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
+        self._num_logged = 0
+
+    @contextmanager
+    def _transaction(self, *, durably: bool) -> Iterator[None]:
+        level = "FULL" if durably or not self._is_wal else "NORMAL"
+        if level != self._level:
+            self._database.execute(f"PRAGMA synchronous = {level}")
+            self._level = level
+        with _transaction(self._database):
+            yield
 
     def _note(self, record: AnyRecord) -> None:
         """Keep in mind which groups of which files have ended, and when."""
@@ -592,6 +621,8 @@ class Ledger:
         """Sync, and leave one database that needs no file beside it."""
         with self._write_lock:
             self._write_queue(durably=True)
+            with _named(self.run_dir):
+                self._empty_log()
             with suppress(sqlite3.OperationalError):  # somebody reads: then the log stays
                 self._database.execute("PRAGMA busy_timeout = 100")
                 self._database.execute("PRAGMA journal_mode = DELETE")
@@ -634,13 +665,6 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
         if database.in_transaction:
             database.execute("ROLLBACK")
         raise
-
-
-def _empty_log(database: sqlite3.Connection) -> None:
-    """Move the write-ahead log into the database and empty it, if nobody reads just now."""
-    database.execute("PRAGMA busy_timeout = 100")
-    database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    database.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
 
 
 def sync_path(path: Path) -> None:
@@ -691,17 +715,17 @@ def _last_commit(log: Path) -> int:
     SQLite reads a log up to its first damaged page, and takes what follows for the remains of an
     earlier log. Pages of the same log have the same salt.
     """
+    last = 0
     with suppress(FileNotFoundError), log.open("rb") as file:
         salts = {file.read(32)[16:24]}
-        last = number = 0
-        while len(header := file.read(24)) == 24:
-            number += 1
+        num_pages = (log.stat().st_size - 32) // (24 + PAGE_BYTES)  # a kill leaves half a page
+        for number in range(1, num_pages + 1):
+            header = file.read(24)
             salts |= {header[8:16]} if number == 1 else set()
             if header[8:16] in salts and any(header[4:8]):
                 last = number
             file.seek(PAGE_BYTES, os.SEEK_CUR)
-        return last
-    return 0
+    return last
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -745,6 +769,7 @@ def _connect_to_write(path: Path, journal: str) -> sqlite3.Connection:
             database.execute("PRAGMA locking_mode = EXCLUSIVE")
         mode = database.execute(f"PRAGMA journal_mode = {journal}").fetchone()[0]
         database.execute("PRAGMA locking_mode = NORMAL")
+        database.execute("PRAGMA wal_autocheckpoint = 0")  # see _empty_log
         if mode != journal:
             raise sqlite3.OperationalError(f"its journal_mode stays {mode!r}")
         with _transaction(database):
@@ -753,8 +778,8 @@ def _connect_to_write(path: Path, journal: str) -> sqlite3.Connection:
     return database
 
 
-def _check_head(database: sqlite3.Connection, path: Path) -> int:
-    """Return the number of records, after a look at the format and at both ends.
+def _count_records(database: sqlite3.Connection, path: Path) -> int:
+    """Return the number of records, after a look at the format.
 
     Raises:
         StorageError: if it is of another format, or records at the end are missing.
@@ -767,14 +792,14 @@ def _check_head(database: sqlite3.Connection, path: Path) -> int:
                 "run with the release that began it, or start a new one from its weights with "
                 "--init-from"
             )
-        heads = database.execute(
-            "SELECT num_records, (SELECT coalesce(max(seq), 0) FROM records) FROM head"
-        ).fetchall()
-    except sqlite3.Error as error:
+        least, last = database.execute(
+            "SELECT (SELECT num_records FROM head), (SELECT coalesce(max(seq), 0) FROM records)"
+        ).fetchone()
+    except _SQLITE_ERRORS as error:
         raise _damaged(path, str(error)) from error
-    if len(heads) != 1 or heads[0][0] != heads[0][1]:
-        raise _damaged(path, f"the count of records and the last of them disagree ({heads})")
-    return int(heads[0][0])
+    if not isinstance(least, int) or last < least:
+        raise _damaged(path, f"it has {last} records where it had {least}")
+    return int(last)
 
 
 def _damaged(path: Path, what: str) -> StorageError:
@@ -800,7 +825,7 @@ def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
     seq = 0
     try:
         with closing(_connect(path, is_read_only=True)) as database:
-            num_records = _check_head(database, path)
+            num_records = _count_records(database, path)
             database.text_factory = bytes
             while seq < num_records:
                 rows = database.execute(
@@ -814,7 +839,7 @@ def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
                     if not isinstance(body, bytes) or digest != _hash(seq, body):
                         raise _damaged(path, f"record {seq} has not the bytes of its hash")
                     yield seq, body
-    except sqlite3.Error as error:
+    except _SQLITE_ERRORS as error:
         raise _damaged(path, str(error)) from error
 
 
