@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 import virtual_time
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
-from echo.rollout import PolicyVersion
 
 CHUNK_TOKENS = 128
 """Tokens of each row between two looks at the clock."""

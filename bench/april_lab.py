@@ -19,26 +19,28 @@ import virtual_time
 from april_engine import Lengths, Script, Setting, TimedEngine
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.buffer import StalenessBuffer
 from echo.config.load import parse_config
+from echo.core.buffer import StalenessBuffer
+from echo.core.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.engine.engine import Sampling
-from echo.protocol.actions import Action
-from echo.protocol.delivery import Outbox
-from echo.protocol.granting import RecordEnd, RecordGrant, StoreGroup
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
-from echo.protocol.leases import LeaseBook
-from echo.protocol.manifest import TensorSpec, build_manifest, sign
-from echo.protocol.messages import LEARNER_ID, Lease
-from echo.protocol.worker_session import WorkerSession
-from echo.rollout import Group, Lineage, PolicyVersion, find_fault
-from echo.runtime import wiring
+from echo.leases.book import LeaseBook
+from echo.leases.outbox import Outbox
+from echo.leases.scheduler import LeaseSettings, RecordEnd, RecordGrant, StoreGroup
+from echo.net.transport import TransportOptions
+from echo.roles.joining import AdmissionSettings
+from echo.roles.learner import Learner, LearnerSettings
+from echo.roles.worker import Worker
+from echo.runtime import node
 from echo.runtime.node import Node
-from echo.runtime.sampling import PartialRules
-from echo.runtime.transport import TransportOptions
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo.runtime.worker import WorkerNode, WorkerParts
+from echo.runtime.worker.node import WorkerNode, WorkerParts
+from echo.runtime.worker.sampling import PartialRules
 from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
+from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.topology.sites import Site
+from echo.wire.actions import Action
+from echo.wire.messages import LEARNER_ID, Lease
 
 ADDRESS = "tcp://learner:7700"
 OPTIONS = TransportOptions(
@@ -97,9 +99,9 @@ class Content:
 class TimedLearner(Node):
     """A learner that waits for its batches and takes `train_s` for each."""
 
-    session: LearnerSession
+    session: Learner
 
-    def __init__(self, session: LearnerSession, transport: MemoryTransport, content: Content):
+    def __init__(self, session: Learner, transport: MemoryTransport, content: Content):
         super().__init__(session, transport, log=logging.getLogger("bench.learner"))
         self.session = session
         self.setting = content.setting
@@ -185,25 +187,30 @@ class TimedLearner(Node):
         self.perform(session.broadcast.publish(signed, manifest, image, now=self.now))
 
 
-def make_session(content: Content, key: Ed25519PrivateKey) -> LearnerSession:
+def make_session(content: Content, key: Ed25519PrivateKey) -> Learner:
     """Return the learner's session of a new run."""
     setting, lineages = content.setting, (Lineage(1, 0),)
     buffer = StalenessBuffer(
         max_staleness=setting.max_staleness, lineages=lineages, trims_stale=True
     )
     config = parse_config({"network": NETWORK})
-    return LearnerSession(
+    return Learner(
         LearnerSettings(
-            run_id="bench", key=key, advertise=ADDRESS,
-            max_staleness=setting.max_staleness, groups_per_step=setting.groups_per_step,
-            group_size=setting.group_size, vocab_size=content.vocab_size,
-            max_completion_tokens=content.sampling.max_completion_tokens, trims_stale=True,
-            heartbeat_s=5.0, dead_after_s=60.0, settings={},
-            assets={}, digests={},
+            admission=AdmissionSettings(
+                run_id="bench", key=key, settings={}, assets={}, digests={},
+                heartbeat_s=5.0, dead_after_s=60.0,
+            ),
+            leases=LeaseSettings(
+                max_staleness=setting.max_staleness, groups_per_step=setting.groups_per_step,
+                group_size=setting.group_size, vocab_size=content.vocab_size,
+                max_completion_tokens=content.sampling.max_completion_tokens, trims_stale=True,
+                heartbeat_s=5.0,
+            ),
+            site=Site(LEARNER_ID, "learner", ADDRESS),
         ),
-        broadcast=wiring.make_broadcast(LEARNER_ID, config.network),
+        broadcast=node.make_broadcast(LEARNER_ID, config.network),
         buffer=buffer, leases=LeaseBook(timeout_s=3600.0), make_lease=content.make_lease,
-        lineages=lineages, step=0, next_group_id=0, settled=(),
+        lineages=lineages, step=0, next_group_id=0, finished=(),
     )  # fmt: skip
 
 
@@ -216,15 +223,15 @@ async def make_worker(
     config = parse_config(table)
     transport = MemoryTransport(network, name, None, OPTIONS)
     await transport.start()
-    settings = wiring.node_settings(
+    settings = node.node_settings(
         config, "worker", node_id=name, advertise=None, max_image_bytes=1 << 20
     )
-    session = WorkerSession(
-        settings, wiring.make_broadcast(name, config.network),
-        Outbox(max_parcels=64, retry_s=10.0), now=asyncio.get_running_loop().time(),
+    session = Worker(
+        settings, node.make_broadcast(name, config.network),
+        Outbox(max_deliveries=64, retry_s=10.0), now=asyncio.get_running_loop().time(),
     )  # fmt: skip
     parts = WorkerParts(
-        engine=engine, host=content.make_host(), player=None, decode=content.decode,
+        engine=engine, host=content.make_host(), runner=None, decode=content.decode,
         group_size=setting.group_size, sampling=content.sampling,
         max_prompt_tokens=1 << 20, groups_per_batch=setting.groups_per_worker,
         rules=PartialRules(

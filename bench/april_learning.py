@@ -25,18 +25,16 @@ from april_engine import Row, Script, Setting
 from april_lab import Content
 
 from echo.config.load import load_config
+from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.transformers_engine import TransformersEngine
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import make_sampling
 from echo.engine.weights import publish_image, tensors_from_image
-from echo.protocol.manifest import TensorSpec
-from echo.protocol.messages import Lease
-from echo.rollout import Group, Lineage, PolicyVersion
-from echo.runtime.data_plane import load_data
-from echo.runtime.learner_setup import build_evaluations
-from echo.runtime.recovery import StartingPoint
-from echo.runtime.trainer_setup import build_trainer
-from echo.runtime.worker_setup import make_sampling
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.setup import build_evaluations, build_trainer, load_data
 from echo.tasks.rewards import TaskHost
+from echo.weights.manifest import TensorSpec
+from echo.wire.messages import Lease
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"
 MEAN_TOKENS = 16

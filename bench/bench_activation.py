@@ -20,9 +20,9 @@ from unittest import mock
 
 import harness
 
-from echo.planner import selection
-from echo.planner.activation import Choice, choose
-from echo.planner.selection_milp import OutOfTimeError
+from echo.fleet import selection
+from echo.fleet.activation import Choice, choose
+from echo.fleet.selection import OutOfTimeError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.planner.workers import choose_by_brute_force, random_workers
@@ -39,7 +39,7 @@ def choose_greedily(case: tuple[Any, ...]) -> Choice:
     def out_of_time(*_: Any, **__: Any) -> None:
         raise OutOfTimeError
 
-    with mock.patch("echo.planner.selection_milp.select_exactly", out_of_time):
+    with mock.patch("echo.fleet.selection.select_exactly", out_of_time):
         return choose(*case)
 
 

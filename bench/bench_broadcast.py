@@ -51,7 +51,7 @@ from broadcast_machines import Distant, DistantStream, Machines, receive
 from broadcast_paths import Loopback, Proxied, Wan, capacity_gbit, show_work, work_of
 from broadcast_results import Store, deliver, plot, rows_of, show
 
-from echo.units import parse_size
+from echo.core.units import parse_size
 
 DEFAULT_TOPOLOGIES = [Topology("chain", 1), Topology("chain", 5), Topology("star", 5)]
 

@@ -9,12 +9,12 @@ no cache holds for the speed.
     first step        the first one after a start: every weight moves by the learning rate
     4 steps           what a delta over four versions holds
     fp32 lr ...       published without rounding
-    anchor ...        coded without a base
+    keyframe ...        coded without a base
 
-Beside it, on the same blocks and in turns: the exclusive or with the base, zstd level 1 (an anchor:
-zstd level 1 of the image), which others send. Speeds are image bytes per second of process CPU, on
-one thread; the image is coded block by block as the learner does it, and what was decoded is
-compared with it.
+Beside it, on the same blocks and in turns: the exclusive or with the base, zstd level 1 (a
+keyframe: zstd level 1 of the image), which others send. Speeds are image bytes per second of
+process CPU, on one thread; the image is coded block by block as the learner does it, and what was
+decoded is compared with it.
 
     python bench/bench_delta.py
     python bench/bench_delta.py --smoke          some seconds, writes nothing
@@ -36,8 +36,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from echo.delta.blocks import BLOCK_BYTES, WordBytes, decode_block, encode_block
-from echo.units import parse_size
+from echo.core.units import parse_size
+from echo.weights.delta import BLOCK_BYTES, WordBytes, decode_block, encode_block
 
 LEARNING_RATES = (1e-7, 1e-6, 5e-6, 1e-5)
 CODECS = ("unchanged", "raw", "changes", "difference", "xor", "planes")
@@ -52,7 +52,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Case:
-    """Two images, one behind the other; no base for an anchor."""
+    """Two images, one behind the other; no base for a keyframe."""
 
     name: str
     base: memoryview | None
@@ -127,8 +127,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         old, new = (values.view(np.uint32) for values in versions[rate][-2:])
         yield make_case(f"fp32 lr {rate:g}", old, new, arguments.image)
     newest = versions[1e-6][-1]
-    yield make_case("anchor bf16", None, rounded(newest), arguments.image)
-    yield make_case("anchor fp32", None, newest.view(np.uint32), arguments.image)
+    yield make_case("keyframe bf16", None, rounded(newest), arguments.image)
+    yield make_case("keyframe fp32", None, newest.view(np.uint32), arguments.image)
 
 
 def make_case(

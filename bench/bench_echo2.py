@@ -6,7 +6,7 @@ costs 33.3 to 36.3 % less for models of 4B and 8B at equal quality, with S up to
 
 Ours: the same 8 A100 only train, and the cheapest fleet that keeps them busy generates. A step
 costs the learner's machine and the fleet, traffic included, for the time that training takes. That
-time is the planner's estimate (echo/planner/roofline.py), and so are the workers' rates. What the
+time is the planner's estimate (echo/fleet/gpus.py), and so are the workers' rates. What the
 paper leaves out gets a range, and the result is the interval over all corners; then each input is
 moved alone from the middle of its range.
 """
@@ -19,12 +19,11 @@ from typing import Any
 
 import harness
 
-from echo.planner.catalogue import GPUS, MODELS, ModelShape
-from echo.planner.fleet import Fleet, Offer, Region
-from echo.planner.job import Job
-from echo.planner.plan import outcome_of
-from echo.planner.roofline import BYTES_PER_WEIGHT, decode, train_seconds
-from echo.planner.selection import select
+from echo.fleet.gpus import BYTES_PER_WEIGHT, GPUS, MODELS, ModelShape, decode_rate, train_seconds
+from echo.fleet.job import Job
+from echo.fleet.market import Offer, Region, RentedFleet
+from echo.fleet.provisioning import outcome_of
+from echo.fleet.selection import select
 
 PUBLISHED = (0.333, 0.363)
 BASELINE_STEP_S = 1508.0
@@ -50,7 +49,7 @@ def saving(model_name: str, inputs: dict[str, float]) -> dict[str, Any] | None:
     model, link = MODELS[model_name], inputs["uplink_mbit_per_s"] * MEGABIT
     offers = offers_of(model, inputs)
     region = Region(name="remote", bytes_per_s=link, latency_s=0.05)
-    fleet = Fleet(offers=offers, regions={"remote": region}, uplink_bytes_per_s=link)
+    fleet = RentedFleet(offers=offers, regions={"remote": region}, uplink_bytes_per_s=link)
     job = job_of(model, inputs)
     selection = select(fleet, job, periods=range(1, STALENESS + 2))
     if selection is None or job.train_s >= BASELINE_STEP_S:
@@ -74,7 +73,7 @@ def offers_of(model: ModelShape, inputs: dict[str, float]) -> tuple[Offer, ...]:
     tokens, link = inputs["mean_tokens"], inputs["uplink_mbit_per_s"] * MEGABIT
     offers = []
     for name in WORKERS:
-        rate = decode(
+        rate = decode_rate(
             GPUS[name],
             model,
             prompt_tokens=PROMPT_TOKENS,

@@ -23,7 +23,7 @@ import harness
 import torch
 from torch import Tensor
 
-from echo.kernels.linear_logprob import linear_logprob
+from echo.kernels.logprob import linear_logprob
 
 INV_TEMPERATURE = 1 / 0.9
 Scores = tuple[Tensor, Tensor | None]

@@ -23,10 +23,10 @@ from typing import Any
 
 import harness
 
-from echo.cli.plan_run import read_rates
-from echo.engine.tiny_model import build_model, save_tiny_model
-from echo.planner.job import Job
-from echo.planner.overlap import predict, required_rate
+from echo.cli.plan import read_rates
+from echo.engine.model import build_model, save_tiny_model
+from echo.fleet.job import Job
+from echo.fleet.overlap import predict, required_rate
 
 HERE = Path(__file__).resolve().parent
 GROUPS, SIZE, TOKENS = 8, 4, 16

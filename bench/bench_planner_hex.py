@@ -1,7 +1,7 @@
 """Compare the division of unequal GPUs with the ratios that AReaL-Hex publishes.
 
-Published inputs: GPUs, links, prices and models of arXiv:2511.00796 (echo/planner/catalogue.py).
-Efficiencies are those of echo/planner/roofline.py, sourced there, fixed before this comparison and
+Published inputs: GPUs, links, prices and models of arXiv:2511.00796 (echo/fleet/gpus.py).
+Efficiencies are those of echo/fleet/gpus.py, sourced there, fixed before this comparison and
 the same for all models and baselines. What the paper leaves out gets a range, and each result is
 the interval over it: the length of completions, the weight update (the links' estimate, or the
 times that the paper measured) and how a budget is divided between the types.
@@ -16,9 +16,8 @@ from typing import Any
 
 import harness
 
-from echo.planner.catalogue import GPUS, MODELS
-from echo.planner.hex import Scheduler
-from echo.planner.hex_train import Cluster, HexJob
+from echo.fleet.gpus import GPUS, MODELS
+from echo.fleet.hetero import Cluster, HexJob, HexScheduler
 
 PUBLISHED = {  # model: (over H800 only, over H20 only) at equal budget
     "Qwen2.5-1.5B": (1.36, 2.80),
@@ -81,7 +80,7 @@ def throughput(model: str, length: int, h800: int, h20: int, update_s: float | N
         max_tokens=MAX_TOKENS,
     )
     cluster = Cluster(gpus={name: GPUS[name] for name in counts}, counts=counts)
-    return 1 / Scheduler(cluster, job, update_s=update_s).find().step_s
+    return 1 / HexScheduler(cluster, job, update_s=update_s).find().step_s
 
 
 def price(h800: int, h20: int) -> float:

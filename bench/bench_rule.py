@@ -3,7 +3,7 @@
 For each bound S, publish period kappa, T_bcast / (kappa * T_train) and spread of the lengths the
 least rate is searched for at which the learner waits less than IDLE of the time, mean over the
 seeds, for workers that pause while weights arrive and for those that sample through it. Beside it
-stand the rates that the two readings ask for (`echo/planner/overlap.py`), and the waiting that
+stand the rates that the two readings ask for (`echo/fleet/overlap.py`), and the waiting that
 `predict` says of each rate that was simulated; `--judge` says that anew of a measured grid, without
 simulating anything. `--pacing` compares leases that hold workers back
 with none.
@@ -22,9 +22,9 @@ from typing import Any
 
 from harness import environment, result_path, save
 
-from echo.planner.fleet import Fleet, Offer, Region
-from echo.planner.job import Job
-from echo.planner.overlap import fits_window, predict, required_rate
+from echo.fleet.job import Job
+from echo.fleet.market import Offer, Region, RentedFleet
+from echo.fleet.overlap import fits_window, predict, required_rate
 from echo.sim.scenario import Scenario, Settings
 from echo.sim.simulation import Simulation
 from echo.sim.summary import Summary, summarise
@@ -89,7 +89,7 @@ def make_scenario(job: Job, *, rate: float, broadcast_s: float, num_steps: int, 
     }
     return Scenario(
         name="rule",
-        fleet=Fleet(offers=(offer,), regions={"site": region}, uplink_bytes_per_s=1e12),
+        fleet=RentedFleet(offers=(offer,), regions={"site": region}, uplink_bytes_per_s=1e12),
         job=job,
         counts=[NUM_WORKERS],
         settings=Settings(**(settings | changes)),

@@ -17,8 +17,8 @@ from typing import Any
 
 from harness import environment, result_path, save
 
-from echo.planner.fleet import Fleet, Offer, Region
-from echo.planner.job import Job
+from echo.fleet.job import Job
+from echo.fleet.market import Offer, Region, RentedFleet
 from echo.sim.scenario import Scenario, Settings
 from echo.sim.simulation import Simulation
 from echo.sim.summary import summarise
@@ -54,7 +54,7 @@ def make_scenario(num_workers: int, num_steps: int, num_chunks: int) -> Scenario
     )
     return Scenario(
         name=f"{num_workers} workers",
-        fleet=Fleet(
+        fleet=RentedFleet(
             offers=(offer,),
             regions={"site": Region(name="site", bytes_per_s=125 * MB, latency_s=0.02)},
             uplink_bytes_per_s=1250 * MB,

@@ -2,7 +2,7 @@
 
 A process connects and closes as fast as it can. Meanwhile a member that has joined sends one
 message after the other and waits for each to come back. In turns: without a flood, with the limit
-on connections per second (echo/runtime/links.py), and without it. CURVE is on, all on loopback.
+on connections per second (echo/net/zmq.py), and without it. CURVE is on, all on loopback.
 
     python bench/bench_strangers.py [--seconds 8] [--rounds 3]
 """
@@ -22,10 +22,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.harness import environment, save
-from echo.runtime import links
-from echo.runtime.curve import CurveKeys, KeyPair
-from echo.runtime.transport import Received, TransportOptions, parse_address, without_key
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.net import zmq
+from echo.net.curve import CurveKeys, KeyPair
+from echo.net.transport import Received, TransportOptions, parse_address, without_key
+from echo.net.zmq import ZmqTransport
 
 PAUSE_S = 0.02
 FLOOD = """
@@ -90,11 +90,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind")
     arguments = parser.parse_args()
-    limit = links.MAX_ACCEPTED_PER_S
+    limit = zmq.MAX_ACCEPTED_PER_S
     rows: list[dict[str, Any]] = []
     for number in range(arguments.rounds):
         for kind in ("quiet", "limited", "unlimited"):
-            links.MAX_ACCEPTED_PER_S = math.inf if kind == "unlimited" else limit
+            zmq.MAX_ACCEPTED_PER_S = math.inf if kind == "unlimited" else limit
             found = asyncio.run(measure(arguments.seconds, is_flooded=kind != "quiet"))
             rows.append({"kind": kind, "round": number, **found})
     for kind in ("quiet", "limited", "unlimited"):

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, Engine, Request, Sampling
-from echo.engine.weights import load_directory
-from echo.rollout import PolicyVersion
+from echo.engine.model import load_directory
 
 OLD, NEW = PolicyVersion(1, 1), PolicyVersion(1, 2)
 NUM_ROLLOUTS = 64
@@ -37,10 +37,10 @@ NUM_ROLLOUTS = 64
 def make_engine(arguments: argparse.Namespace, kv_cache: str) -> Engine:
     settings = {"kv_cache": kv_cache, "device": arguments.device, "dtype": arguments.dtype}
     if arguments.engine == "vllm":
-        from echo.engine.vllm_engine import VllmEngine
+        from echo.engine.vllm.engine import VllmEngine
 
         return VllmEngine(arguments.old, process=arguments.process, num_threads=1, **settings)
-    from echo.engine.transformers_engine import TransformersEngine
+    from echo.engine.hf.engine import TransformersEngine
 
     return TransformersEngine(arguments.old, num_threads=1, **settings)
 

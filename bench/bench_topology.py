@@ -4,7 +4,7 @@ For each distribution of uplinks and number of nodes: the rate that the slowest 
 each kind of plan, from the plan that is chosen for a full snapshot, and from the one chosen if
 eight stripes were allowed, as shares of the bound r* = min(u0, min d, (u0 + sum u) / N). This is
 arithmetic, not a transfer: uplinks are shared equally by all the children that a node serves
-(echo/protocol/topology_fluid.py). The learner has 1 Gbit/s; downlinks have at least 200 Mbit/s.
+(echo/weights/topology/throughput.py). The learner has 1 Gbit/s; downlinks have at least 200 Mbit/s.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 import harness
 import matplotlib as mpl
 
-from echo.protocol.topology import Site, plan_topology
-from echo.protocol.topology_fluid import fluid_rate
+from echo.weights.topology.plan import plan_topology
+from echo.weights.topology.sites import Site
+from echo.weights.topology.throughput import fluid_rate
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

@@ -30,17 +30,18 @@ from typing import Any
 import harness
 from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
 
-from echo.protocol import probing, topology_fleet
-from echo.protocol.actions import Send
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.manifest import TensorSpec, build_manifest, sign
-from echo.protocol.membership import Member
-from echo.protocol.messages import LEARNER_ID, Chunk, NodeStats, Probe
-from echo.protocol.planning import Planning
-from echo.protocol.probing import Probing
-from echo.protocol.topology import Site, plan_topology
-from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.roles.members import Member
+from echo.weights import link as weights_link
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import UplinkProbe
+from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.receiver import VersionArrived
+from echo.weights.topology import sites
+from echo.weights.topology.plan import Planner, plan_topology
+from echo.weights.topology.sites import Site
+from echo.wire.actions import Send
+from echo.wire.messages import LEARNER_ID, Chunk, NodeStats, Probe
 from tests.protocol.harness import KEY, PUBLIC_KEY, message_of
 
 SCALE = 64
@@ -50,9 +51,9 @@ CONTROL = "control"
 """What a node calls its link to the learner, over which probes go."""
 NUM_JOINED, PAUSE_S = 6, 10.0
 KNOWN = ("seen", "probed", "told")
-topology_fleet.ASSUMED_BYTES_PER_S /= SCALE
-probing.FIRST_BYTES //= SCALE
-probing.MAX_PROBE_BYTES //= SCALE
+sites.ASSUMED_BYTES_PER_S /= SCALE
+weights_link.FIRST_BYTES //= SCALE
+weights_link.MAX_PROBE_BYTES //= SCALE
 DRAWS = ("log-normal", "80/20", "half NAT")
 
 
@@ -320,13 +321,13 @@ class JoinedFleet(Fleet):
 
     def __init__(self, rates: Sequence[float], order: Sequence[int], *, has_probes: bool) -> None:
         super().__init__(rates)
-        self.planning = Planning(learner=site(0, 0.0), chunk_bytes=1)
+        self.planning = Planner(learner=site(0, 0.0), chunk_bytes=1)
         self.planning.learner = Site(LEARNER_ID, "learner", "tcp://learner:1")
         self.told: dict[str, float] = {}
         """What probes have shown, if there are any."""
         self._members = []
         self._probes = {
-            name_of(index): Probing(self._nodes[name_of(index)].uplink, node_id=name_of(index))
+            name_of(index): UplinkProbe(self._nodes[name_of(index)].uplink, node_id=name_of(index))
             for index in order
             if has_probes and rates[index]
         }

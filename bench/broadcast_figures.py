@@ -18,7 +18,7 @@ from broadcast_lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_
 from broadcast_paths import Loopback, Wan, show_work, work_of
 from broadcast_results import deliver, rows_of, show
 
-from echo.config.machine import read_machine
+from echo.config.memory import read_machine
 
 MIB = 1 << 20
 PAYLOAD_SHARE = 1448 / 1500
@@ -238,8 +238,8 @@ def one_stall(what: str) -> float:
 def delta_swap(bench: Bench) -> dict[str, float]:
     """A delta on an image of 4 GB at 1 Gbit/s, against the time that its bytes take.
 
-    Both ends and the parcels between them take seven times the image on one machine, so where
-    memory does not permit it the image is smaller.
+    Both ends and the encoded versions between them take seven times the image on one machine, so
+    where memory does not permit it the image is smaller.
     """
     size = min(4_000_000_000, int(0.1 * read_machine().host_bytes) // (4 * MIB) * 4 * MIB)
     with (

@@ -12,7 +12,7 @@ from typing import Any
 from broadcast_lab import JOIN_S, Topology, Variant
 from broadcast_paths import Loopback, Process
 
-from echo.runtime.transport import format_address, parse_address, without_key
+from echo.net.transport import format_address, parse_address, without_key
 
 START_S = 3600.0
 """Seconds in which somebody has to start the receivers."""

@@ -28,26 +28,23 @@ from stream_node import commands, tell, tell_cpu
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.errors import EchoError
-from echo.protocol.actions import Action
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.manifest import TensorSpec, build_manifest, sign
-from echo.protocol.messages import LEARNER_ID
-from echo.protocol.relay_session import RelaySession
-from echo.protocol.trust import fingerprint
-from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
-from echo.runtime import wiring
-from echo.runtime.arenas_files import open_arenas
-from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
-from echo.runtime.identity import Identity
-from echo.runtime.join import node_keys
-from echo.runtime.kernel import tune_malloc
-from echo.runtime.node import Node
-from echo.runtime.parcels import Coder, Parcels
-from echo.runtime.publication import Publication
+from echo.core.errors import EchoError
+from echo.core.rollout import PolicyVersion
+from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
+from echo.net.transport import Transport
+from echo.roles.learner import Learner
+from echo.roles.relay import Relay
+from echo.runtime import node
+from echo.runtime.disk_store import open_store
+from echo.runtime.identity import Identity, Join, node_keys
+from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
+from echo.runtime.node import Node, tune_malloc
 from echo.runtime.relay import RelayNode
-from echo.runtime.transport import Transport
+from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.receiver import VersionArrived
+from echo.weights.store import fingerprint
+from echo.wire.actions import Action
+from echo.wire.messages import LEARNER_ID
 
 LOG = logging.getLogger("bench")
 
@@ -60,10 +57,10 @@ TILE_WEIGHTS = 32 << 20
 class Publisher(Node):
     """A learner that publishes random bytes instead of training."""
 
-    session: LearnerSession
+    session: Learner
 
     def __init__(
-        self, session: LearnerSession, transport: Transport, identity: Identity, join: str
+        self, session: Learner, transport: Transport, identity: Identity, join: str
     ) -> None:
         super().__init__(session, transport, log=LOG)
         self.session = session
@@ -94,7 +91,7 @@ class Publisher(Node):
                 case ["publish"]:
                     tell(at=time.monotonic())
                     self.perform(self.session.make_way(now=self.now))
-                    await self._parcels(self._codec).publish(self._next)
+                    await self._encoded_versions(self._codec).publish(self._next)
                 case ["force", kind, ways, count]:
                     force(self.session, kind, int(ways))
                     self.perform(self.session.replan(self.now))
@@ -112,13 +109,13 @@ class Publisher(Node):
                     tell_cpu()
         self.stop("the benchmark is over")
 
-    def _parcels(self, codec: str) -> Parcels:
-        return Parcels(
+    def _encoded_versions(self, codec: str) -> VersionEncoder:
+        return VersionEncoder(
             self.session.broadcast,
             self._coder,
             codec=codec,
             perform=self.perform,
-            spawn=functools.partial(self.spawn, name="parcels"),
+            spawn=functools.partial(self.spawn, name="encoded_versions"),
             pool=self._pool,
             now=lambda: self.now,
         )
@@ -161,7 +158,7 @@ class Receiver(RelayNode):
                     self._received_at, self._longest_gap_s = None, 0.0
                 case ["hash"]:
                     broadcast = self.session.broadcast
-                    image = broadcast.store[broadcast.newest_complete].arena
+                    image = broadcast.store[broadcast.newest_complete].storage
                     digest = await asyncio.to_thread(lambda image=image: blake3(image).hexdigest())
                     tell(
                         hash=digest,
@@ -181,9 +178,9 @@ class Receiver(RelayNode):
 async def run_learner(config: Config, arguments: argparse.Namespace) -> None:
     secret, server = secrets.token_bytes(SECRET_BYTES), KeyPair.of(secrets.token_bytes(32))
     keys = CurveKeys.of_learner(server, secret) if config.security.curve else None
-    transport = await wiring.start_transport(config.network, arguments.listen, keys)
+    transport = await node.start_transport(config.network, arguments.listen, keys)
     identity = Identity("bench", Ed25519PrivateKey.generate())
-    address = wiring.advertised(transport.listen_address, arguments.advertise) or ""
+    address = node.advertised(transport.listen_address, arguments.advertise) or ""
     session = publishing_session(config, identity, address)
     kind, _, ways = arguments.topology.partition(":")
     force(session, kind, int(ways or 0))
@@ -194,40 +191,40 @@ async def run_learner(config: Config, arguments: argparse.Namespace) -> None:
 async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
     # Without an address of its own a node is a leaf.
     keys = node_keys(config, "relay")
-    transport = await wiring.start_transport(config.network, arguments.listen, keys)
-    settings = wiring.node_settings(
+    transport = await node.start_transport(config.network, arguments.listen, keys)
+    settings = node.node_settings(
         config,
         "relay",
         node_id=arguments.name or f"receiver-{secrets.token_hex(2)}",
-        advertise=wiring.advertised(transport.listen_address, arguments.advertise),
+        advertise=node.advertised(transport.listen_address, arguments.advertise),
         max_image_bytes=1 << 40,
     )
     if arguments.sockets != "auto":
         settings = dataclasses.replace(settings, sockets_per_link=int(arguments.sockets))
-    broadcast = wiring.make_broadcast(settings.node_id, config.network, open_arenas(None, None))
-    session = RelaySession(settings, broadcast, now=asyncio.get_running_loop().time())
+    broadcast = node.make_broadcast(settings.node_id, config.network, open_store(None, None))
+    session = Relay(settings, broadcast, now=asyncio.get_running_loop().time())
     await Receiver(session, transport, log=LOG).run()
 
 
 # --- what depends on the core ---------------------------------------------------------------------
 
 
-def force(session: LearnerSession, kind: str, ways: int) -> None:
+def force(session: Learner, kind: str, ways: int) -> None:
     """Have the session plan that topology from now on; nothing where it shall plan as it likes."""
     if kind != "auto":
         session.planning = ForcedPlanning(session.planning, kind, ways)
 
 
-def is_planned(session: LearnerSession, count: int) -> bool:
+def is_planned(session: Learner, count: int) -> bool:
     """Return whether that many receivers take weights from the parents that they were given."""
     members = session.roster.members()
     return len(members) == count and all(
-        member.plan is not None and member.stats.parent == member.plan.first_parents
+        member.node.plan is not None and member.stats.parent == member.node.plan.first_parents
         for member in members
     )
 
 
-def topology(session: LearnerSession) -> dict[str, Any]:
+def topology(session: Learner) -> dict[str, Any]:
     """Return the plan in force, what it promises, and the uplinks that it was made of."""
     plan = session.planning.topology
     uplinks = {each.node_id: each.stats.uplink_bytes_per_s for each in session.roster.members()}
@@ -240,7 +237,7 @@ def topology(session: LearnerSession) -> dict[str, Any]:
     }
 
 
-def parents(session: LearnerSession) -> dict[str, str]:
+def parents(session: Learner) -> dict[str, str]:
     """Return every receiver's parent in the first stripe."""
     members = session.roster.members()
     return {member.node_id: member.stats.parent.partition(",")[0] for member in members}

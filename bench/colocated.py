@@ -38,21 +38,18 @@ from delays import (
 
 from echo.config.load import load_config
 from echo.config.schema import Config
-from echo.engine.device import pick_device
+from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout, staleness_of
 from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.trainer import Trainer
-from echo.engine.transformers_engine import TransformersEngine
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import make_sampling, pick_device
 from echo.engine.weights import Weights, publish_image, tensors_from_image
-from echo.protocol.messages import Lease
-from echo.rollout import Group, Lineage, PolicyVersion, Rollout, staleness_of
-from echo.runtime.data_plane import Data, load_data
-from echo.runtime.evaluation import EvalResult
-from echo.runtime.learner_setup import build_evaluations
-from echo.runtime.recovery import StartingPoint
-from echo.runtime.trainer_setup import build_trainer
-from echo.runtime.worker_setup import make_sampling
+from echo.runtime.learner.evaluation import EvalResult
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.setup import Data, build_evaluations, build_trainer, load_data
 from echo.tasks.rewards import InlineHost
 from echo.tasks.task import Example
+from echo.train.trainer import Trainer
+from echo.wire.messages import Lease
 
 MAX_TRIES = 4
 """Prompts tried for each group, before a step takes groups that teach nothing."""

@@ -51,10 +51,10 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 if TYPE_CHECKING:
-    from echo.buffer import StalenessBuffer
-    from echo.rollout import Group
-    from echo.runtime.learner import LearnerNode
-    from echo.runtime.worker import WorkerNode
+    from echo.core.buffer import StalenessBuffer
+    from echo.core.rollout import Group
+    from echo.runtime.learner.node import LearnerNode
+    from echo.runtime.worker.node import WorkerNode
 
 DelayLaw = Literal["constant", "lognormal", "weibull", "exponential"]
 Direction = Literal["weights", "rollouts"]
@@ -339,8 +339,8 @@ class DelayedBuffer:
 
 def delay_groups(learner: LearnerNode, delays: DelayInjector) -> None:
     """Let each group be trained only once its delay has passed since it was acknowledged."""
-    buffer: Any = DelayedBuffer(learner._buffer, delays, learner.arrivals.wake)
-    learner._buffer = learner.arrivals._buffer = buffer
+    buffer: Any = DelayedBuffer(learner._buffer, delays, learner.acceptance.wake)
+    learner._buffer = learner.acceptance._buffer = buffer
 
 
 def delay_installs(worker: WorkerNode, delays: DelayInjector) -> None:
@@ -393,12 +393,13 @@ def main() -> int:
     add_options(parser)
     arguments = parser.parse_args()
 
-    from echo.cli.node import read_file, run_role
-    from echo.runtime import learner_setup, worker_setup
+    from echo.cli.node import read_run_file, run_role
+    from echo.runtime.learner import setup
+    from echo.runtime.worker import setup as worker_setup
 
-    config = read_file(arguments.config, arguments.set, arguments.role)
+    config = read_run_file(arguments.config, arguments.set, arguments.role)
     injectors = read_injectors(arguments, config.run.seed)
-    build_learner, build_worker = learner_setup.build_learner, worker_setup.build_worker
+    build_learner, build_worker = setup.build_learner, worker_setup.build_worker
 
     async def build_late_learner(*args: Any, **kwargs: Any) -> LearnerNode:
         node = await build_learner(*args, **kwargs)
@@ -411,7 +412,7 @@ def main() -> int:
         return node
 
     if "rollouts" in injectors:
-        learner_setup.build_learner = build_late_learner
+        setup.build_learner = build_late_learner
     if "weights" in injectors:
         worker_setup.build_worker = build_late_worker
     code = run_role(config, arguments.role, has_report=False)

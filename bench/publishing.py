@@ -4,50 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echo.buffer import StalenessBuffer
 from echo.config.schema import Config
-from echo.errors import LocalProtocolError
-from echo.protocol.learner_session import LearnerSession, LearnerSettings
-from echo.protocol.leases import LeaseBook
-from echo.protocol.membership import Member
-from echo.protocol.messages import LEARNER_ID, Lease, Plan
-from echo.protocol.planning import Planning
-from echo.protocol.topology_backups import with_backups
-from echo.protocol.topology_fleet import survey
-from echo.protocol.topology_trees import stripe_trees
-from echo.rollout import Lineage
-from echo.runtime import wiring
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import LocalProtocolError
+from echo.core.rollout import Lineage
+from echo.leases.book import LeaseBook
+from echo.leases.scheduler import LeaseSettings
+from echo.roles.joining import AdmissionSettings
+from echo.roles.learner import Learner, LearnerSettings
+from echo.roles.members import Member
+from echo.runtime import node
 from echo.runtime.identity import Identity
+from echo.weights.topology.plan import Planner, with_backups
+from echo.weights.topology.sites import Site, survey
+from echo.weights.topology.trees import stripe_trees
+from echo.wire.messages import LEARNER_ID, Lease, TopologyPlan
 
 
-def publishing_session(config: Config, identity: Identity, advertise: str) -> LearnerSession:
+def publishing_session(config: Config, identity: Identity, advertise: str) -> Learner:
     """Return the session of a learner that has nothing to lease."""
     lineages = (Lineage(lineage=1, fork_step=0),)
-    return LearnerSession(
+    return Learner(
         LearnerSettings(
-            run_id=identity.run_id,
-            key=identity.key,
-            advertise=advertise,
-            max_staleness=1,
-            groups_per_step=1,
-            group_size=2,
-            max_completion_tokens=1,
-            vocab_size=1,
-            heartbeat_s=config.network.heartbeat_s,
-            dead_after_s=config.network.dead_after_s,
-            settings={},
-            assets={},
-            digests={},
+            admission=AdmissionSettings(
+                run_id=identity.run_id,
+                key=identity.key,
+                settings={},
+                assets={},
+                digests={},
+                heartbeat_s=config.network.heartbeat_s,
+                dead_after_s=config.network.dead_after_s,
+            ),
+            leases=LeaseSettings(
+                max_staleness=1,
+                groups_per_step=1,
+                group_size=2,
+                max_completion_tokens=1,
+                vocab_size=1,
+                heartbeat_s=config.network.heartbeat_s,
+            ),
+            site=Site(LEARNER_ID, "learner", advertise),
             chunk_bytes=config.network.chunk_bytes,
         ),
-        broadcast=wiring.make_broadcast(LEARNER_ID, config.network),
+        broadcast=node.make_broadcast(LEARNER_ID, config.network),
         buffer=StalenessBuffer(max_staleness=1, lineages=lineages),
         leases=LeaseBook(timeout_s=config.network.lease_timeout_s),
         make_lease=_no_lease,
         lineages=lineages,
         step=0,
         next_group_id=0,
-        settled=(),
+        finished=(),
     )
 
 
@@ -55,10 +61,10 @@ def _no_lease(group_id: int, attempt: int) -> Lease:
     raise LocalProtocolError(f"lease {group_id}/{attempt} where there are no workers")
 
 
-class ForcedPlanning(Planning):
+class ForcedPlanning(Planner):
     """A learner's planning that always makes the same kind of plan."""
 
-    def __init__(self, planning: Planning, kind: str, ways: int = 0) -> None:
+    def __init__(self, planning: Planner, kind: str, ways: int = 0) -> None:
         """Plan chain, star, tree (`ways` is the fan-out) or stripes (`ways` of them)."""
         super().__init__(learner=planning.learner, chunk_bytes=planning.chunk_bytes)
         self.epoch = planning.epoch
@@ -74,7 +80,7 @@ class ForcedPlanning(Planning):
         uplink_bytes_per_s: float | None,
         now: float,
         is_between: bool = False,
-    ) -> dict[str, Plan]:
+    ) -> dict[str, TopologyPlan]:
         # Who cannot be reached serves nobody: in a chain it comes last.
         ordered = sorted(members, key=lambda member: member.advertise is None)
         sites = [self._site(member, set()) for member in ordered]
@@ -89,4 +95,6 @@ class ForcedPlanning(Planning):
             raise LocalProtocolError(f"no {self._ways} stripes over {count - 1} receivers")
         self.epoch += 1
         parents = with_backups(fleet, trees, previous={})
-        return {name: Plan(epoch=self.epoch, stripes=lists) for name, lists in parents.items()}
+        return {
+            name: TopologyPlan(epoch=self.epoch, stripes=lists) for name, lists in parents.items()
+        }

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from echo.protocol.trust import FINGERPRINT_BYTES
-from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
-from echo.runtime.kernel import tune_malloc
-from echo.runtime.transport import Connected, Received, TransportOptions
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
+from echo.net.transport import Connected, Received, TransportOptions
+from echo.net.zmq import ZmqTransport
+from echo.runtime.identity import Join
+from echo.runtime.node import tune_malloc
+from echo.weights.store import FINGERPRINT_BYTES
 
 READ_BYTES = 1 << 20
 SOURCE_BYTES = 128 << 20
@@ -160,7 +161,7 @@ async def give(transport: ZmqTransport, data: memoryview) -> None:
 async def run_taker(arguments: argparse.Namespace) -> None:
     """Take chunks and give credit for more, a quarter of the window at a time."""
     join = Join.parse(arguments.connect) if arguments.curve else None
-    keys = None if join is None else CurveKeys.of_node("worker", join)
+    keys = None if join is None else CurveKeys.of_node("worker", join.secret, join.address)
     transport = ZmqTransport(None, OPTIONS, keys)
     await transport.start()
     peer = transport.dial(arguments.connect if join is None else join.address)

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from echo.cli.learner import run_learner
-from echo.cli.node import read_file, run_role
+from echo.cli.node import read_run_file, run_learner, run_role
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Completion, Engine, Request, Sampling
-from echo.engine.trainer import StepResult, Trainer
-from echo.rollout import Group, PolicyVersion
-from echo.runtime import worker_setup
+from echo.runtime.worker import setup
+from echo.train.trainer import StepResult, Trainer
 
 TOKENS = 16
 """Of every completion."""
@@ -111,11 +110,11 @@ def main() -> int:
     parser.add_argument("--group-s", type=float, default=1.0)
     parser.add_argument("--spread", type=float, default=0.1)
     arguments = parser.parse_args()
-    config = read_file(arguments.config, arguments.set, arguments.role)
+    config = read_run_file(arguments.config, arguments.set, arguments.role)
     if arguments.role == "learner":
         Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign]
         return run_learner(config, resume=False, has_report=False)
-    worker_setup.make_engine = lambda *_: TimedEngine(arguments.group_s, arguments.spread)
+    setup.make_engine = lambda *_: TimedEngine(arguments.group_s, arguments.spread)
     return run_role(config, "worker")
 
 

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from echo.buffer import StalenessBuffer
-from echo.rollout import Group, Lineage, Rollout, staleness_of
+from echo.core.buffer import StalenessBuffer
+from echo.core.rollout import Group, Lineage, Rollout, staleness_of
 
 FIRST = (Lineage(1, 0),)
 

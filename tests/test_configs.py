@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.config.describe import dry_run_text
-from echo.config.load import load_config
-from echo.config.section import ROLES, Role
+from echo.config.fields import ROLES, Role
+from echo.config.load import dry_run_text, load_config
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 # Fleets and scenarios are other formats: tests/config/test_fleet.py, tests/cli/test_sim.py.

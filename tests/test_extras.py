@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import echo
-from echo import extras
-from echo.errors import ConfigError
-from echo.extras import import_extra, install_command, version
+from echo.core import extras
+from echo.core.errors import ConfigError
+from echo.core.extras import import_extra, install_command, version
 
 
 def test_an_installed_package_is_imported() -> None:

@@ -74,10 +74,8 @@ IMPURE = {
 # Who blocks the caller or takes threads in runtime/ beside its port, and why the loop never waits.
 BLOCKING: dict[str, str] = {
     "threads.py": "the port itself",
-    "transport_zmq.py": "ends libzmq's context: sockets are never part of a simulation",
-    "arenas_thread.py": "writes what nobody waits for, in order",
-    "arenas_scan.py": "hashes on all cores within one blocking call",
-    "parcels.py": "codes on all cores within one blocking call",
+    "disk_store.py": "writes in order what nobody waits for, hashes on all cores within one call",
+    "learner/publish.py": "codes on all cores within one blocking call",
     "episodes.py": "plays on all threads within one blocking call of an engine",
 }
 THREAD_CALLS = {"to_thread", "run_in_executor", "submit"}
@@ -458,9 +456,9 @@ def test_a_planted_impurity_is_found(tmp_path: Path, line: str) -> None:
     ],
 )
 def test_a_planted_way_past_the_port_is_found(tmp_path: Path, line: str) -> None:
-    files = {"runtime/worker": line, "runtime/parcels": line, "tasks/host": line}
+    files = {"runtime/relay": line, "runtime/episodes": line, "tasks/host": line}
     [found] = threads_beside_the_port(plant(tmp_path, files))
-    assert found.startswith("runtime/worker.py:1: ")
+    assert found.startswith("runtime/relay.py:1: ")
 
 
 def test_a_planted_undeclared_import_is_found(tmp_path: Path) -> None:

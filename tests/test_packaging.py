@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import echo
-from echo.extras import find_config
+from echo.core.extras import find_config
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

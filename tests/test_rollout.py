@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo.rollout import (
+from echo.core.rollout import (
     Group,
     Lineage,
     PolicyVersion,

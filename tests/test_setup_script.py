@@ -16,7 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from echo.cli.main import COMMANDS
+
 REPOSITORY = Path(__file__).parents[1]
+SCRIPTS = sorted(path.name for path in (REPOSITORY / "bin").iterdir())
+DOORS = [name for name in COMMANDS if f"echo-{name}" in SCRIPTS]
 
 # One script plays python3, the environment's python and pip; $MACHINE holds what it knows.
 PYTHON = r"""#!/bin/bash
@@ -96,8 +100,9 @@ class Machine:
 def machine(tmp_path: Path) -> Machine:
     """A machine without a GPU, with an index that labels its CPU builds, and disk enough."""
     checkout, tools = tmp_path / "checkout", tmp_path / "tools"
-    scripts = [f"bin/echo-{name}" for name in ("setup", "node", "quickstart")]
-    for name in ("pyproject.toml", "constraints.txt", "echo/__init__.py", *scripts):
+    scripts = [f"bin/{name}" for name in SCRIPTS]
+    modules = [f"echo/cli/{name}.py" for name in COMMANDS]
+    for name in ("pyproject.toml", "constraints.txt", "echo/__init__.py", *scripts, *modules):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, checkout / name)
     tools.mkdir()
@@ -397,10 +402,29 @@ def test_a_node_gets_what_its_role_needs_and_all_arguments(
     assert machine.installed()[-1].endswith(f"--editable {machine.checkout}{extras}")
 
 
-def test_the_quickstart_installs_what_a_learner_needs(machine: Machine) -> None:
-    done = machine.run("echo-quickstart", "--seed", "1")
-    assert done.stdout == "<-m><echo.cli.main><quickstart><--seed><1>"
-    assert machine.installed()[-1].endswith("[learner]")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_gets_what_it_needs(machine: Machine, name: str) -> None:
+    done = machine.run("echo-rl", name, "--set", "a=b c")
+    assert done.stdout == f"<-m><echo.cli.main><{name}><--set><a=b c>"
+    extra = COMMANDS[name].extra
+    extras = "" if extra == "relay" else f"[{extra}]"
+    assert machine.installed()[-1].endswith(f"--editable {machine.checkout}{extras}")
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_leads_to_its_command(machine: Machine, name: str) -> None:
+    done = machine.run(f"echo-{name}", "--set", "a=b c")
+    assert done.stdout == machine.run("echo-rl", name, "--set", "a=b c").stdout
+    assert f"<{name}><--set><a=b c>" in done.stdout
+    assert len(machine.installed()) == 1
+
+
+@pytest.mark.parametrize("line", [["--help"], ["-V"], ["quikstart", "--seed", "1"]])
+def test_a_line_without_a_command_needs_no_environment(machine: Machine, line: list[str]) -> None:
+    done = machine.run("echo-rl", *line)
+    assert done.stdout == "".join(f"<{word}>" for word in ["-m", "echo.cli.main", *line])
+    assert machine.run("echo-rl").stdout == "<-m><echo.cli.main><--help>"
+    assert not machine.venv.exists()
 
 
 @pytest.mark.parametrize("option", ["--help", "-h", "--version"])

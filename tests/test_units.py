@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.units import (
+from echo.core.units import (
     DURATION_UNITS,
     SIZE_UNITS,
     format_bytes,

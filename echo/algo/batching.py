@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echo.rollout import Rollout
+from echo.core.rollout import Rollout
 
 PAD_ID = 0
 """Input id of padding: any id of the vocabulary serves, since nothing that is scored sees it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
+class TrainingRow:
     """One rollout with its prompt and its advantage, ready to be trained on."""
 
     prompt_ids: npt.NDArray[np.int32]
@@ -109,7 +109,7 @@ def pack_micro_batches(
     return batches
 
 
-def collate(samples: Sequence[Sample], *, score_all: bool = False) -> MicroBatch:
+def collate(samples: Sequence[TrainingRow], *, score_all: bool = False) -> MicroBatch:
     """Return the samples as one padded micro-batch on the CPU.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0
 """Bound on |log ratio| before exp, as in verl: finite in float32 and far past every clip."""
@@ -79,7 +79,7 @@ class LossInputs:
     staleness: Tensor | None = None
     """[B, T] int64 optimizer steps between the policy that sampled a token and the learner's."""
     log_expectation: Tensor | None = None
-    """[B] log of the group expectation of the sampler's probability (gepo.py); data."""
+    """[B] log of the group expectation of the sampler's probability (algo/losses.py); data."""
     batch_scores: BatchScores | None = None
     """Where the loss needs them."""
     reference_logprobs: Tensor | None = None

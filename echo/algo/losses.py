@@ -1,20 +1,842 @@
 """Every policy loss by the name that the field gives it.
 
-The losses stand by family: ppo_losses.py and token_losses.py (a ratio per token), gspo.py (per
-rollout), gepo.py (per group); what they see and return is in loss.py, masks that any of them can
-wear in corrections.py.
+The losses stand by family: a ratio per token, per rollout, per group. What they see and return
+is in loss.py, masks that any of them can wear in corrections.py.
+
+Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
-from echo.algo.gepo import GepoLoss
-from echo.algo.gspo import GspoLoss
-from echo.algo.loss import Loss
-from echo.algo.ppo_losses import DapoLoss, DecoupledPpoLoss, DrGrpoLoss, GrpoLoss
-from echo.algo.token_losses import CispoLoss, DppoTvLoss, M2poLoss, SapoLoss
+import torch
+from torch import Tensor
+
+from echo.algo.corrections import IMPORTANCE_WEIGHTS, ImportanceWeight, importance_weights
+from echo.algo.loss import (
+    MAX_LOG_RATIO,
+    Aggregation,
+    Loss,
+    LossInputs,
+    LossNeeds,
+    LossOutput,
+    aggregate,
+    check_choice,
+    check_range,
+    masked_log_ratio,
+    needs_of,
+    required,
+    sequence_mean,
+)
+from echo.core.errors import ConfigError
+from echo.kernels.contract import RatioClip
+
+# --- Estimates of a divergence between two policies from the tokens that were sampled ---
+#
+# Each takes the log-probabilities of the same tokens under two policies and returns one estimate
+# per token. With tokens sampled from `logprobs`' policy p and r = other / p, all estimate KL(p ||
+# other):
+#
+#     k1 = -log r             unbiased, can be negative, noisy
+#     k2 = (log r)^2 / 2      biased, never negative, small variance
+#     k3 = r - 1 - log r      unbiased, never negative; heavy-tailed where r is large
+#
+# As penalties differentiated through `logprobs` they differ: the gradient of k1 has expectation 0
+# and pulls nowhere, that of k2 is the gradient of KL(p || other), that of k3 the gradient of the
+# other direction, KL(other || p).
+#
+# Source: J. Schulman, "Approximating KL Divergence" (2020). Differs from the source: log r is
+# limited in k3, so that one token cannot make a sum infinite. Limits: tokens must come from
+# `logprobs`' own policy. Where they are several versions old, multiply by the importance ratio, or
+# read the result as a distance on the tokens at hand.
+
+
+MIN_LOG_RATIO = -20.0
+MAX_KL_LOG_RATIO = 5.0
+"""Bounds on log r in k3: e^5 caps one token at 142 nats. Unbounded, it reached 3e6 in one of the
+runs published with GEPO."""
+
+
+def kl_k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Return log p - log other, in nats, in the shape of the arguments."""
+    return logprobs - other_logprobs
+
+
+def kl_k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Return half the squared log-ratio, in nats squared, in the shape of the arguments."""
+    return (other_logprobs - logprobs).square() / 2
+
+
+def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Return r - 1 - log r with log r limited to -20..5, in the shape of the arguments."""
+    log_ratio = (other_logprobs - logprobs).clamp(MIN_LOG_RATIO, MAX_KL_LOG_RATIO)
+    return log_ratio.expm1() - log_ratio
+
+
+# --- The clipped surrogate of PPO on token ratios, and the losses that are made of it ---
+
+
+def clipped_surrogate(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float | None,
+    clip_high: float | None,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the pessimistic surrogate of each element and where each clip was active.
+
+    l = -min(r A, clip(r, 1 - low, 1 + high) A);  for A < 0 with dual clip c also l <= -c A.
+    `clip_ratio/low` marks A < 0 and r < 1 - low, `clip_ratio/high` A > 0 and r > 1 + high,
+    `clip_ratio/dual` A < 0 and r > c; these have no gradient, `clip_ratio/mean` marks them all.
+
+    Args:
+        ratio: any shape; carries the gradient.
+        advantages: broadcasts to it.
+        mask: bool, same shape as `ratio`, where to look for clips.
+        clip_low: range below 1, None for no bound.
+        clip_high: range above 1, None for no bound.
+        dual_clip: bound on the ratio where the advantage is negative, None for none.
+
+    Source: PPO, arXiv:1707.06347, eq. 7; dual clip: arXiv:1912.09729.
+    """
+    low = 0.0 if clip_low is None else 1.0 - clip_low
+    high = float("inf") if clip_high is None else 1.0 + clip_high
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    clips = find_clips(
+        ratio, advantages, mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
+    if dual_clip is not None:
+        losses = torch.where(clips["clip_ratio/dual"], -dual_clip * advantages, losses)
+    return losses, clips
+
+
+def find_clips(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float | None,
+    clip_high: float | None,
+    dual_clip: float | None,
+) -> dict[str, Tensor]:
+    """Return where each clip is active, for the arguments of `clipped_surrogate`."""
+    low = 0.0 if clip_low is None else 1.0 - clip_low
+    high = float("inf") if clip_high is None else 1.0 + clip_high
+    is_negative = advantages < 0
+    is_dual = torch.zeros_like(mask)
+    if dual_clip is not None:
+        is_dual = mask & is_negative & (ratio > dual_clip)
+    is_low = mask & is_negative & (ratio < low)
+    is_high = mask & (advantages > 0) & (ratio > high)
+    return {
+        "clip_ratio/low": is_low,
+        "clip_ratio/high": is_high,
+        "clip_ratio/dual": is_dual,
+        "clip_ratio/mean": is_low | is_high | is_dual,
+    }
+
+
+def check_clips(clip_low: float | None, clip_high: float | None) -> None:
+    """Refuse unusable clip ranges.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if clip_low is not None:
+        check_range("clip_low", clip_low, 0.0, 1.0)
+    if clip_high is not None:
+        check_range("clip_high", clip_high, 0.0, float("inf"))
+
+
+def _check_dual_clip(clip_high: float | None, dual_clip: float | None) -> None:
+    if dual_clip is None:
+        return
+    low = float("inf") if clip_high is None else 1.0 + clip_high
+    if not low < dual_clip < float("inf"):
+        raise ConfigError(
+            f"loss.dual_clip = {dual_clip}: must be above 1 + loss.clip_high = {low}; "
+            "use false to switch it off"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedTokenLoss:
+    """What losses of clipped token ratios have in common: the ratio's range, and who computes it.
+
+    A kernel that has just computed a token's log-probability can give its clipped loss with it
+    (kernels/logprob.py): `fused_clip` says whether it may, `from_tokens` takes the result.
+    """
+
+    clip_low: float | None = 0.2
+    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
+    clip_high: float | None = 0.28
+    """Range above 1, >= 0; None for no bound."""
+    dual_clip: float | None = None
+    """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
+
+    def __post_init__(self) -> None:
+        check_clips(self.clip_low, self.clip_high)
+        _check_dual_clip(self.clip_high, self.dual_clip)
+
+    @property
+    def fused_clip(self) -> RatioClip | None:
+        """The range for a fused kernel, None if it has no such form."""
+        if self.clip_low is None or self.clip_high is None:
+            return None
+        return RatioClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
+
+    def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
+        """Return the scalar loss of this micro-batch from [B, T] token losses."""
+        raise NotImplementedError
+
+    def from_tokens(self, token_losses: Tensor, ratios: Tensor, inputs: LossInputs) -> LossOutput:
+        """Return the loss from what a fused kernel has computed.
+
+        Args:
+            token_losses: [B, T] clipped surrogates, 0 outside the mask; they carry the gradient.
+            ratios: [B, T] learner over sampler; data.
+            inputs: the micro-batch.
+        """
+        clips = find_clips(
+            ratios,
+            inputs.advantages[:, None],
+            inputs.completion_mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        return LossOutput(
+            loss=self.combine(token_losses, inputs),
+            token_counts={name: where.sum() for name, where in clips.items()},
+        )
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch and how often each clip was active."""
+        losses, clips = clipped_surrogate(
+            masked_log_ratio(inputs).exp(),
+            inputs.advantages[:, None],
+            inputs.completion_mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        return LossOutput(
+            loss=self.combine(losses, inputs),
+            token_counts={name: where.sum() for name, where in clips.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoLoss(ClippedTokenLoss):
+    """The clipped surrogate of PPO on token ratios against the policy that sampled.
+
+    r_t = pi(t) / mu(t), learner over sampler;  l_t = -min(r_t A, clip(r_t, 1 - low, 1 + high) A);
+    for A < 0 with dual clip c also l_t <= -c A;  loss = sum_t l_t / num_tokens, or with
+    sequence_mean the mean over rollouts of the mean over their tokens.
+
+    Source: GRPO, arXiv:2402.03300; clip-higher and token mean: DAPO, arXiv:2503.14476; dual clip:
+    arXiv:1912.09729.
+    Differs from the paper: the ratio is taken against the sampler's own log-probabilities, several
+    versions old, so it is the importance weight too and no other correction may be multiplied in;
+    the mean is over tokens unless told otherwise; no KL term; |log r| is limited to 20.
+    Limits: clipped tokens have no gradient, and under large staleness most ratios leave the range.
+    """
+
+    dual_clip: float | None = 3.0
+    """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
+    aggregation: Aggregation = "token_mean"
+    """How token losses become one number."""
+
+    def __post_init__(self) -> None:
+        ClippedTokenLoss.__post_init__(self)
+        check_choice("aggregation", self.aggregation, ("token_mean", "sequence_mean"))
+
+    def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
+        """Return the mean over tokens or rollouts."""
+        return aggregate(token_losses, inputs, self.aggregation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DapoLoss(GrpoLoss):
+    """Decoupled clip and token mean, as DAPO has them.
+
+    l_t as in GRPO with low .2, high .28 and no dual clip;  loss = sum_t l_t / num_tokens.
+
+    Source: DAPO, arXiv:2503.14476, eq. 8 and 10.
+    Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20. The
+    paper's other parts stand elsewhere: overlong shaping and filtering among the advantages,
+    dynamic sampling in what counts towards a step.
+    Limits: as GRPO's.
+    """
+
+    dual_clip: float | None = None
+    """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrGrpoLoss(ClippedTokenLoss):
+    """GRPO without its two biases: no division by a rollout's length nor by the rewards' spread.
+
+    l_t as in GRPO;  loss = sum_t l_t / (num_rollouts * L_max), with L_max the constant bound on
+    completion tokens. The advantages that belong to it are r - mean(r), not normalised.
+
+    Source: Dr. GRPO, arXiv:2503.20783, section 3.2 and appendix A (the constant normaliser).
+    Differs from the paper: the ratio is taken against the sampler; clip-higher; |log r| is limited
+    to 20; rollouts without any trained token do not count.
+    Limits: where completions are much shorter than L_max the gradient is small in proportion, which
+    AdamW undoes and plain SGD would not.
+    """
+
+    max_completion_tokens: int
+    """L_max, the bound on completion tokens; >= 1."""
+
+    def __post_init__(self) -> None:
+        check_range("max_completion_tokens", self.max_completion_tokens, 1, float("inf"))
+        ClippedTokenLoss.__post_init__(self)
+
+    def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
+        """Return the sum divided by what the batch could hold at most."""
+        divisor = inputs.num_rollouts * self.max_completion_tokens
+        return torch.where(inputs.completion_mask, token_losses, 0.0).sum() / divisor
+
+
+def loglinear_logprobs(
+    learner_logprobs: Tensor, sampler_logprobs: Tensor, staleness: Tensor
+) -> Tensor:
+    """Return an estimate of the log-probs one version before the learner's, without gradient.
+
+    log prox = log mu + a (log pi - log mu),  a = clip((s - 1) / s, 0, 1), 0 for s <= 0: the policy
+    is taken to have moved evenly, in log space, over the s steps since the token was sampled.
+
+    Args:
+        learner_logprobs: [B, T] nats.
+        sampler_logprobs: [B, T] nats.
+        staleness: [B, T] whole optimizer steps.
+
+    Source: AReaL's `prox_logp_method = "loglinear"`; with v the learner's version and v_b the
+    sampler's, a = (v - 1 - v_b) / (v - v_b) and s = v - v_b.
+    Differs from the source: nothing.
+    """
+    steps = staleness.to(learner_logprobs.dtype)
+    share = ((steps - 1) / steps.clamp(min=1)).clamp(0.0, 1.0)
+    return sampler_logprobs + share * (learner_logprobs.detach() - sampler_logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoupledPpoLoss:
+    """PPO around a recent proximal policy, weighted by that policy's ratio to the sampler.
+
+    u_t = pi(t) / prox(t);  w_t = bounded prox(t) / mu(t), without gradient (corrections.py);
+    l_t = -w_t min(u_t A, clip(u_t, 1 - low, 1 + high) A);  loss = sum_t l_t / num_tokens, counted
+    before anything was masked. u carries the trust region, w the staleness; their product is the
+    ratio to the sampler, once.
+
+    proximal = "recompute": the learner's policy at the start of the step. A batch makes one
+    optimizer step here, so u is 1 where the gradient is taken, the clip never acts, and this is the
+    policy gradient under bounded importance weights. proximal = "loglinear": the policy one
+    version earlier, interpolated by each token's staleness (`loglinear_logprobs`), so the clip acts
+    on one version's worth of change.
+
+    Source: arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5.
+    Differs from the paper: w is bounded (the paper's is not); |log u| is limited to 20.
+    Limits: token_tis biases towards tokens the sampler preferred; masks lose them.
+    """
+
+    clip_low: float | None = 0.2
+    """Range of u below 1 in which it still has a gradient, 0..1; None for no bound."""
+    clip_high: float | None = 0.28
+    """Range above 1, >= 0; None for no bound."""
+    dual_clip: float | None = None
+    """Bound on u where the advantage is negative, > 1 + clip_high; None for no bound."""
+    proximal: Literal["recompute", "loglinear"] = "recompute"
+    """Where the proximal policy's log-probabilities come from."""
+    importance_weight: ImportanceWeight = "token_tis"
+    """How prox / mu is bounded."""
+    importance_cap: float = 2.0
+    """Ratio at which a truncating weight stops and above which a masking one drops, > 0."""
+
+    def __post_init__(self) -> None:
+        check_clips(self.clip_low, self.clip_high)
+        _check_dual_clip(self.clip_high, self.dual_clip)
+        check_choice("proximal", self.proximal, ("recompute", "loglinear"))
+        check_choice("importance_weight", self.importance_weight, IMPORTANCE_WEIGHTS)
+        check_range("importance_cap", self.importance_cap, 1.0, float("inf"))
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch, its clips, and `dropped/importance`."""
+        mask = inputs.completion_mask
+        if self.proximal == "recompute":
+            proximal = required(inputs.proximal_logprobs, "proximal_logprobs", self).detach()
+        else:
+            proximal = loglinear_logprobs(
+                inputs.learner_logprobs,
+                inputs.sampler_logprobs,
+                required(inputs.staleness, "staleness", self),
+            )
+        weights = importance_weights(
+            proximal - inputs.sampler_logprobs,
+            mask,
+            self.importance_weight,
+            cap=self.importance_cap,
+        )
+        log_ratio = torch.where(mask, inputs.learner_logprobs - proximal, 0.0)
+        losses, clips = clipped_surrogate(
+            log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(),
+            inputs.advantages[:, None],
+            mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        counts = {name: where.sum() for name, where in clips.items()}
+        counts["dropped/importance"] = (mask & (weights == 0)).sum()
+        return LossOutput(
+            loss=aggregate(weights * losses, inputs, "token_mean"), token_counts=counts
+        )
+
+
+# --- Group sequence policy optimisation: one ratio per rollout ---
+
+
+def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Return how many trained tokens lie in the rollouts that each [B] clip marks."""
+    lengths = mask.sum(1)
+    return {name: (where * lengths).sum() for name, where in clips.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GspoLoss:
+    """The clipped surrogate on the geometric mean of a rollout's token ratios.
+
+    s_i = exp(mean_t log(pi(t) / mu(t)));  l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i);
+    loss = sum_i l_i / num_rollouts.
+
+    Source: GSPO, arXiv:2507.18071, eq. 5 to 7.
+    Differs from the paper: the ratio is taken against the sampler, several versions old, so the
+    range is wider than its 3e-4 / 4e-4 (section 5.1), which clip most of such a batch; the limit
+    of 20 on |log r| holds token by token, before the mean.
+    Limits: the mean over a rollout moves far less than a token does, so ranges made for tokens
+    (.2 / .28) leave no trust region under staleness. The default was the best of the three on
+    completions of 24 tokens (bench/bench_staleness.py); the longer they are, the less it acts.
+    """
+
+    clip_low: float | None = 0.02
+    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
+    clip_high: float | None = 0.03
+    """Range above 1, >= 0; None for no bound."""
+
+    def __post_init__(self) -> None:
+        check_clips(self.clip_low, self.clip_high)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch and the tokens of clipped rollouts."""
+        mask = inputs.completion_mask
+        has_tokens = mask.any(1)
+        losses, clips = clipped_surrogate(
+            sequence_mean(masked_log_ratio(inputs), mask).exp(),
+            inputs.advantages,
+            has_tokens,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+        return LossOutput(
+            loss=losses.where(has_tokens, 0.0).sum() / inputs.num_rollouts,
+            token_counts=count_tokens(clips, mask),
+        )
+
+
+# Group expectation policy optimisation: the sampler's probability replaced by its group's mean
+#
+# A single rollout's ratio explodes where the sampler thought it unlikely. Here the denominator is
+# an expectation over the whole group, so one unlikely member cannot blow up. It needs nothing but
+# the sampler's log-probabilities: the learner computes it once per group, after the final masks,
+# and no worker's number is trusted. A group that lost a member has no such expectation and is left
+# out whole. A member that is not trained on (`overlong_filter`) is not lost: it was sampled, so it
+# stays in the expectation, and leaves the sum.
+#
+# Rollouts continued under a newer policy mix two policies in one q_i, and groups sampled by several
+# versions mix them in one expectation. The paper has one sampler per group; such mixtures deviate
+# from it. `groups/mixed` measures them.
+
+
+def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
+    """Return each rollout's group expectation of the sampler's probability, as a log.
+
+    log E = logsumexp_i(2 lq_i) - logsumexp_i(lq_i) over the group: the mean of q weighted by q.
+
+    Args:
+        mean_logprobs: [N] mean log-prob per token of each rollout under its sampler, nats; finite.
+        group_index: [N] int64 from 0, equal within a group; groups are complete, of two or more.
+
+    Returns:
+        [N] in the dtype of `mean_logprobs`, equal within a group, without gradient.
+
+    Raises:
+        ValueError: if a group has one member only, or a value is not finite.
+
+    Source: GEPO, arXiv:2508.17850, eq. 1 to 3 and listing 1.
+    Differs from the paper: computed in log space; the numbers are the same.
+    """
+    values = mean_logprobs.detach()
+    if not bool(values.isfinite().all()):
+        row = int((~values.isfinite()).nonzero()[0])
+        raise ValueError(f"mean log-prob of rollout {row} is {values[row]}, expected finite")
+    num_groups = int(group_index.max()) + 1
+    sizes = torch.bincount(group_index, minlength=num_groups)
+    if bool((sizes == 1).any()):
+        raise ValueError(
+            f"group {int((sizes == 1).nonzero()[0])} has one member: its expectation would be that "
+            "rollout's own probability, and the ratio GSPO's"
+        )
+    largest = values.new_full((num_groups,), -torch.inf)
+    largest = largest.scatter_reduce(0, group_index, values, "amax")[group_index]
+    shifted = values - largest
+    zeros = values.new_zeros(num_groups)
+    first = zeros.scatter_add(0, group_index, shifted.exp())
+    second = zeros.scatter_add(0, group_index, (2 * shifted).exp())
+    return largest + (second.log() - first.log())[group_index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GepoLoss:
+    """The clipped surrogate on group-expectation ratios.
+
+    p_i = exp(mean_t log pi(t)), q_i = exp(mean_t log mu(t));  E = sum_j q_j^2 / sum_j q_j over the
+    group, data;  w_i = p_i / E;  l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
+    loss = sum_i l_i / num_rollouts;  KL_i = mean_t k3, learner to sampler (algo/losses.py).
+
+    gate_kl > 0 is GEPO+: rollouts with KL_i below the gate are divided by their own q_i, as in
+    GSPO, since there the expectation adds bias and saves nothing. The gate carries no gradient.
+
+    Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
+    Differs from the paper: the expectation is over the group, while the published numbers come from
+    random mixed micro-batches; a group that lost a member is left out; k3 is limited; the KL
+    term is off unless asked for (the paper's best coefficient is .005); |log w| is limited to 20.
+    Limits: even on-policy w is not 1, only its mean under q / sum(q) is. Biased in exchange for
+    less variance. Mixtures: see the file's head. The clip
+    acts on w, which says how a rollout compares with its group, not how far it has moved.
+    """
+
+    clip_low: float | None = 0.2
+    """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
+    clip_high: float | None = 0.2
+    """Range above 1, >= 0; None for no bound."""
+    gate_kl: float | None = None
+    """KL per token, nats, below which a rollout is divided by its own probability (GEPO+ .002)."""
+    sampler_kl_coef: float = 0.0
+    """c, weight of the KL to the sampler, >= 0; rollouts without an advantage are trained then."""
+
+    def __post_init__(self) -> None:
+        check_clips(self.clip_low, self.clip_high)
+        if self.gate_kl is not None:
+            check_range("gate_kl", self.gate_kl, 0.0, float("inf"))
+        check_range("sampler_kl_coef", self.sampler_kl_coef, 0.0, float("inf"))
+
+    @property
+    def needs(self) -> LossNeeds:
+        """The expectation of complete groups, and what the options ask for."""
+        return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch, the tokens of clipped and of gated rollouts."""
+        mask = inputs.completion_mask
+        has_tokens = mask.any(1)
+        learner = torch.where(mask, inputs.learner_logprobs, 0.0)
+        sampler = torch.where(mask, inputs.sampler_logprobs, 0.0)
+        own = sequence_mean(sampler, mask)
+        divergence = sequence_mean(kl_k3(learner, sampler), mask)
+        given = required(inputs.log_expectation, "log_expectation", self)
+        log_denominator = torch.where(has_tokens, given.detach(), 0.0)
+        gated = torch.zeros_like(has_tokens)
+        if self.gate_kl is not None:
+            gated = has_tokens & (divergence.detach() < self.gate_kl)
+            log_denominator = torch.where(gated, own, log_denominator)
+        log_ratio = sequence_mean(learner, mask) - log_denominator
+        losses, clips = clipped_surrogate(
+            log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(),
+            inputs.advantages,
+            has_tokens,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+        losses = losses + self.sampler_kl_coef * divergence
+        return LossOutput(
+            loss=losses.where(has_tokens, 0.0).sum() / inputs.num_rollouts,
+            token_counts=count_tokens(clips | {"gepo/gated": gated}, mask),
+        )
+
+
+# --- A pull towards a frozen reference policy, around any loss ---
+
+
+KlEstimator = Literal["k1", "k2", "k3"]
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+MAX_KL_WEIGHT = 2.0
+"""Bound on the importance weight of a token's penalty, the cap of truncated importance sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceKlLoss:
+    """A loss plus c KL(learner || reference), estimated on the batch's own tokens.
+
+    loss = inner + c sum_t w_t k_t / num_tokens, with k_t one of k1, k2, k3 of learner and reference
+    (below) and w_t = min(pi(t) / mu(t), 2), learner over sampler: tokens are the sampler's, so
+    without the weight it is not the learner's divergence that is estimated. The weight carries the
+    gradient for k1 and k3, and none for k2. So below the cap all three pull the same way: their
+    gradient has the expectation of w log(pi / ref) grad log pi, which is that of the divergence.
+
+    Every rollout is trained on, whatever its advantage: the pull acts everywhere.
+
+    Source: k3 as a penalty: GRPO, arXiv:2402.03300, eq. 4; the estimators: J. Schulman (2020);
+    with importance weights: slime's unbiased KL.
+    Differs from the paper: the mean is over the batch's tokens; the weights, without which neither
+    divergence is estimated from stale tokens.
+    Limits: tokens whose weight is at the cap are pulled with the gradient of k2 or not at all.
+    """
+
+    loss: Loss
+    """The loss inside, masks included; what they leave out is still pulled."""
+    coef: float
+    """c, > 0."""
+    estimator: KlEstimator = "k3"
+
+    def __post_init__(self) -> None:
+        if self.estimator not in KL_ESTIMATORS:
+            raise ConfigError(
+                f"reference.kl_estimator = {self.estimator!r}: must be one of "
+                f"{', '.join(KL_ESTIMATORS)}"
+            )
+        if not 0.0 < self.coef < float("inf"):
+            raise ConfigError(f"reference.kl_coef = {self.coef}: must be above 0 and finite")
+
+    @property
+    def needs(self) -> LossNeeds:
+        """What the loss inside needs, every rollout, and the reference's log-probabilities."""
+        return replace(needs_of(self.loss), every_rollout=True, reference_logprobs=True)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the sum of both, and the mean penalty of a token (`kl/reference`)."""
+        reference = required(inputs.reference_logprobs, "reference_logprobs", self)
+        output = self.loss(inputs)
+        penalties = self._penalties(inputs, reference)
+        return LossOutput(
+            loss=output.loss + self.coef * aggregate(penalties, inputs, "token_mean"),
+            token_counts=output.token_counts | {"kl/reference": penalties.detach().sum()},
+        )
+
+    def _penalties(self, inputs: LossInputs, reference: Tensor) -> Tensor:
+        """Return [B, T] w_t k_t, 0 outside the mask."""
+        mask = inputs.completion_mask
+        learner = torch.where(mask, inputs.learner_logprobs, 0.0)
+        values = KL_ESTIMATORS[self.estimator](learner, torch.where(mask, reference, 0.0))
+        weights = masked_log_ratio(inputs).exp().clamp(max=MAX_KL_WEIGHT)
+        return values * (weights.detach() if self.estimator == "k2" else weights)
+
+
+# --- Losses that treat the ratio of each token in another way than PPO's clip ---
+#
+# All take the ratio r_t = pi(t) / mu(t) of learner to sampler, limited to |log r| <= 20.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CispoLoss:
+    """The policy gradient under clipped importance weights: every token keeps its gradient.
+
+    l_t = -sg[clip(r_t, 1 - low, 1 + high)] A log pi(t);  loss = sum_t l_t / num_tokens, with sg
+    the stop-gradient.
+
+    Source: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
+    Differs from the paper: the ratio is taken against the sampler; no KL term; |log r| is limited
+    to 20.
+    Limits: the weights are biased towards tokens the sampler preferred; the loss's value has no
+    meaning, only its gradient.
+    """
+
+    clip_low: float | None = 1.0
+    """The weight is at least 1 - clip_low, 0..1; at 1 there is no lower bound, as in the paper."""
+    clip_high: float | None = 4.0
+    """The weight is at most 1 + clip_high, >= 0; None for no bound."""
+
+    def __post_init__(self) -> None:
+        check_clips(self.clip_low, self.clip_high)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch and how often the weight was clipped."""
+        mask = inputs.completion_mask
+        low = 0.0 if self.clip_low is None else 1.0 - self.clip_low
+        high = float("inf") if self.clip_high is None else 1.0 + self.clip_high
+        ratio = masked_log_ratio(inputs).detach().exp()
+        logprobs = torch.where(mask, inputs.learner_logprobs, 0.0)
+        losses = -ratio.clamp(low, high) * inputs.advantages[:, None] * logprobs
+        is_low, is_high = mask & (ratio < low), mask & (ratio > high)
+        return LossOutput(
+            loss=aggregate(losses, inputs, "token_mean"),
+            token_counts={
+                "clip_ratio/low": is_low.sum(),
+                "clip_ratio/high": is_high.sum(),
+                "clip_ratio/mean": (is_low | is_high).sum(),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DppoTvLoss:
+    """A trust region on the change of a token's probability instead of its ratio.
+
+    keep_t = not (A > 0 and pi - mu > gap) and not (A < 0 and mu - pi > gap), in probability;
+    l_t = -keep_t r_t A + c (log r_t)^2;  loss = sum_t l_t / num_tokens. |pi - mu| is the total
+    variation between the two policies seen as "this token or another".
+
+    Source: DPPO (binary TV), arXiv:2602.04879; the term in (log r)^2: prime-rl, after Kimi-K2.5,
+    arXiv:2602.02276.
+    Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20;
+    prime-rl's term is off unless asked for (there c = 1e-3).
+    Limits: r itself is not bounded, so a token that the sampler thought very unlikely can weigh
+    much while its probability stays small. With c > 0 rollouts without an advantage are trained on
+    too.
+    """
+
+    max_probability_gap: float = 0.2
+    """Largest change of a token's probability in the direction of its advantage, 0..1."""
+    sampler_kl_coef: float = 0.0
+    """c, weight of the squared log-ratio, >= 0."""
+
+    def __post_init__(self) -> None:
+        check_range("max_probability_gap", self.max_probability_gap, 0.0, 1.0)
+        check_range("sampler_kl_coef", self.sampler_kl_coef, 0.0, float("inf"))
+
+    @property
+    def needs(self) -> LossNeeds:
+        """Every rollout, if there is a penalty."""
+        return LossNeeds(every_rollout=self.sampler_kl_coef > 0)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch and the tokens outside the region (`dropped/tv`)."""
+        mask = inputs.completion_mask
+        advantages = inputs.advantages[:, None]
+        log_ratio = masked_log_ratio(inputs)
+        gap = (inputs.learner_logprobs.exp() - inputs.sampler_logprobs.exp()).detach()
+        is_outside = mask & (advantages.sign() * gap > self.max_probability_gap)
+        losses = -torch.where(is_outside, 0.0, log_ratio.exp()) * advantages
+        losses = losses + self.sampler_kl_coef * log_ratio.square()
+        return LossOutput(
+            loss=aggregate(losses, inputs, "token_mean"),
+            token_counts={"dropped/tv": is_outside.sum()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SapoLoss:
+    """A soft gate on the ratio in place of the clip: smooth, largest at r = 1, never quite zero.
+
+    f(r) = (4 / tau) sigmoid(tau (r - 1));  l_t = -f(r_t) A, with tau by the sign of A;  loss = mean
+    over rollouts of the mean over their tokens. df/dr = 1 at r = 1, so on-policy it is the policy
+    gradient.
+
+    Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
+    Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20.
+    Limits: far from r = 1 the gradient vanishes, in float32 altogether.
+    """
+
+    tau_positive: float = 1.0
+    """How fast the gate closes where A > 0, > 0."""
+    tau_negative: float = 1.05
+    """Where A < 0; the paper wants it above the other, since such tokens are less stable."""
+    aggregation: Aggregation = "sequence_mean"
+    """How token losses become one number."""
+
+    def __post_init__(self) -> None:
+        for name in ("tau_positive", "tau_negative"):
+            check_range(name, getattr(self, name), 1e-6, float("inf"))
+        check_choice("aggregation", self.aggregation, ("token_mean", "sequence_mean"))
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch; nothing is ever clipped."""
+        advantages = inputs.advantages[:, None]
+        # Tensors of the log-probs' type: torch.where on two numbers would round them to float32.
+        negative = advantages.new_tensor(self.tau_negative)
+        tau = torch.where(advantages < 0, negative, advantages.new_tensor(self.tau_positive))
+        gate = (4.0 / tau) * torch.sigmoid(tau * (masked_log_ratio(inputs).exp() - 1.0))
+        return LossOutput(
+            loss=aggregate(-gate * advantages, inputs, self.aggregation), token_counts={}
+        )
+
+
+def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
+    """Return the value below which squared log-ratios may stay.
+
+    The largest are dropped, one after the other, while the mean of the rest is above the bound. The
+    limit lies half-way between the smallest dropped and the largest kept, so that rounding of
+    either cannot move a token across; equal values are dropped together.
+
+    Args:
+        moments: [N] squared log-ratios, N >= 0.
+        max_second_moment: bound on their mean, inclusive.
+
+    Returns:
+        Scalar: infinity if all may stay, 0 if none.
+    """
+    if not len(moments):
+        return moments.new_tensor(float("inf"))
+    ordered = moments.double().sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=moments.device)
+    # The means grow with every larger value, so counting finds where the bound is crossed.
+    num_kept = (means <= max_second_moment).sum()
+    padded = torch.cat([ordered, ordered.new_tensor([float("inf")])])
+    largest_kept = padded[(num_kept - 1).clamp(min=0)]
+    limit = (largest_kept + padded[num_kept]) / 2
+    return torch.where(num_kept == 0, 0.0, limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class M2poLoss:
+    """A bound on the second moment of the batch's log-ratios, kept by masking the worst tokens.
+
+    Of the tokens that PPO could clip (A > 0 and r > 1, or A < 0 and r < 1) the largest (log r)^2
+    are masked until the mean over the rest is at most the bound;  l_t = -r_t A for the tokens that
+    remain;  loss = sum_t l_t / num_tokens.
+
+    Source: M2PO, arXiv:2510.01161, algorithm 1 and eq. 5 (the authors' code turns the bound into a
+    clip range instead; this is the paper).
+    Differs from the paper: mean over the batch's tokens, not over each rollout's; |log r| is
+    limited to 20.
+    Limits: the bound is one of the batch, so it takes a first pass over it without gradient.
+    """
+
+    needs: ClassVar[LossNeeds] = LossNeeds(batch_scores=True)
+
+    max_second_moment: float = 0.04
+    """Bound on the mean of (log r)^2 over the tokens that PPO could clip, nats squared, >= 0."""
+
+    def __post_init__(self) -> None:
+        check_range("max_second_moment", self.max_second_moment, 0.0, float("inf"))
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch and the tokens that were masked (`dropped/m2`)."""
+        scores = inputs.batch_scores
+        if scores is None:
+            raise ValueError("LossInputs.batch_scores is missing, and M2poLoss needs it")
+        mask = inputs.completion_mask
+        is_candidate = scores.log_ratios * scores.advantages > 0
+        log_ratios = scores.log_ratios[is_candidate].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        moments = log_ratios.square()
+        limit = second_moment_limit(moments, self.max_second_moment)
+        advantages = inputs.advantages[:, None]
+        log_ratio = masked_log_ratio(inputs)
+        data = log_ratio.detach()
+        is_dropped = mask & (data * advantages > 0) & (data.square() >= limit)
+        losses = -torch.where(is_dropped, 0.0, log_ratio.exp()) * advantages
+        return LossOutput(
+            loss=aggregate(losses, inputs, "token_mean"),
+            token_counts={"dropped/m2": is_dropped.sum()},
+        )
+
 
 LOSSES: Mapping[str, Callable[..., Loss]] = {
     "grpo": GrpoLoss,
@@ -34,3 +856,28 @@ LOSSES: Mapping[str, Callable[..., Loss]] = {
 def make_loss(kind: str, **options: Any) -> Loss:
     """Return the loss called `kind`; options are its fields."""
     return LOSSES[kind](**options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLoss:
+    """A function of the user's with its options."""
+
+    kind: str
+    """Its import path."""
+    function: Callable[..., LossOutput]
+    options: Mapping[str, Any]
+    needs: LossNeeds
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return what the function returns.
+
+        Raises:
+            ConfigError: if that is not a `LossOutput`.
+        """
+        output = self.function(inputs, **self.options)
+        if not isinstance(output, LossOutput):
+            raise ConfigError(
+                f"loss.kind = {self.kind!r} returned {type(output).__name__}, expected "
+                "echo.algo.loss.LossOutput"
+            )
+        return output

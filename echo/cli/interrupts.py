@@ -2,7 +2,7 @@
 
     while modules are imported, or figures computed   one line, and gone: there is nothing to undo
     within `unwinding`                                one line, then SystemExit undoes what is begun
-    while a node runs (process.py)                    the first drains it, the second stops it
+    while a node runs (cli/node.py)                    the first drains it, the second stops it
 
 The exit code is 128 + the signal's number everywhere, as shells have it. The package imports this
 module before all others, so that it holds during their imports too: keep it small.

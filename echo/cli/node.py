@@ -1,43 +1,354 @@
-"""`echo-node --role learner|worker|relay --config FILE`: one node, on a laptop or ten machines."""
+"""`echo-rl node`: one learner, worker or relay, on a laptop or ten machines."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
+import re
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
 
 from echo.cli import interrupts
-from echo.cli.dry_run import check_start, dry_run
-from echo.cli.output import fail, make_log, show
+from echo.cli.interrupts import Interrupted
+from echo.cli.output import LogFormatter, exit_code, fail, make_log, tell
 from echo.cli.parsers import node_parser
-from echo.cli.process import run_loop, run_node
-from echo.config.describe import schema_help
-from echo.config.diff import diff_configs
-from echo.config.load import load_config, load_resolved, parse_config
-from echo.config.schema import Config
-from echo.config.section import Role
-from echo.errors import ConfigError, EchoError
-from echo.extras import find_config
-from echo.runtime import wiring
-from echo.runtime.curve import Join
-from echo.runtime.join import ECHO_JOIN
-from echo.runtime.node import Node
-from echo.ui.status_line import StatusLine, show_status
+from echo.config.fields import Role
+from echo.config.load import (
+    diff_configs,
+    dry_run_text,
+    load_config,
+    load_resolved,
+    parse_config,
+    resolved,
+    schema_help,
+)
+from echo.config.memory import Budget, ModelFacts, memory_budget, read_machine, read_model_facts
+from echo.config.schema import Config, ModelSection
+from echo.core.errors import ConfigError, DataError, EchoError
+from echo.core.extras import PROGRAMS, find_config, import_extra
+from echo.core.metrics import LearningCurve, Snapshot
+from echo.net.transport import is_loopback
+from echo.net.zmq import bound_socket, raise_descriptor_limit
+from echo.records.run_files import read_metrics
+from echo.runtime import node
+from echo.runtime.identity import ECHO_JOIN, Join
+from echo.runtime.node import INTERRUPTED, Node, tune_malloc
+from echo.tasks.task import load_task
+from echo.ui.live import LiveView, StatusLine, show_status
+from echo.ui.plots import learning_curve
+from echo.ui.sinks import MetricsWriter
+from echo.ui.summary import as_text, summarise
+
+# `--dry-run`: what would start, whether its memory suffices, and every setting with its source
+#
+# Then what would stop it in its first minute: datasets that cannot be read, addresses that are
+# taken.
+
+
+def dry_run(config: Config, role: Role) -> str:
+    """Return the text of a dry run; nothing is started, and of a model only config.json fetched."""
+    notices: list[str] = []
+    budget: Budget | None = None
+    if config.model.name is None:
+        notices.append("memory budget: known once the learner has told which model it trains")
+    else:
+        try:
+            facts = _model_facts(config.model.name, config.model)
+            budget = memory_budget(config, role, facts, read_machine(_gpu_bytes(config, role)))
+        except (ConfigError, DataError) as error:
+            notices.append(f"memory budget: not known here: {error}")
+    return dry_run_text(config, role, budget=budget, notices=notices)
+
+
+def check_start(config: Config, role: Role) -> None:
+    """Check the files and addresses that a role needs to start, beside the model.
+
+    Raises:
+        ConfigError: listing everything that is wrong.
+    """
+    problems = [*_data_problems(config, role), *_port_problems(config, role)]
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError("\n  ".join([f"the start has {len(problems)} problems:", *problems]))
+
+
+def _model_facts(name: str, model: ModelSection) -> ModelFacts:
+    path = Path(name).expanduser()
+    if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return read_model_facts(path)
+    hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {name} on the hub")
+    found = hub.try_to_load_from_cache(name, "config.json", revision=model.revision)
+    if not isinstance(found, str):
+        try:
+            found = hub.hf_hub_download(name, "config.json", revision=model.revision)
+        except (OSError, ValueError) as error:  # what the hub raises is one of the two
+            raise DataError(
+                f"{name} is neither a directory here nor in the hub's cache, and the hub cannot "
+                f"be asked ({type(error).__name__}: {str(error).splitlines()[0]}); fetch the "
+                "model's config.json, a few kB, from its page into a directory D, and run this "
+                "with --set model.name=D"
+            ) from error
+    return read_model_facts(Path(found).parent)
+
+
+def _data_problems(config: Config, role: Role) -> list[str]:
+    if role != "learner":
+        return []
+    try:
+        task = load_task(config.task.kind, config.task.options)
+    except EchoError as error:
+        return [str(error)]
+    return [problem for part in task.parts() or [task] for problem in part.data_problems()]
+
+
+def _port_problems(config: Config, role: Role) -> list[str]:
+    listens = {
+        "learner": config.learner.listen,
+        "relay": config.relay.listen,
+        "worker": config.worker.listen,
+    }
+    addresses = [listens[role]]
+    if role == "worker":
+        addresses.append(config.agent.listen)
+    problems = []
+    for address in filter(None, addresses):
+        try:
+            asyncio.run(bound_socket(address, None)).close()
+        except EchoError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _gpu_bytes(config: Config, role: Role) -> int | None:
+    """Return the free bytes of the GPU that this role would use; None without one."""
+    if role == "relay":
+        return None
+    device = config.learner.device if role == "learner" else config.worker.device
+    try:
+        # Imported here: a relay's machine, where a dry run must work too, has no torch.
+        from echo.engine.model import free_gpu_bytes
+    except ImportError:
+        return None
+    return free_gpu_bytes(device)
+
+
+# --- How a node becomes a process: its loop, its signals, and the exit code it ends with ---
+
+
+async def run_node(node: Node) -> str:
+    """Run a node; the first signal drains it, the second stops it, the third kills the process.
+
+    Raises:
+        EchoError: if the node cannot go on.
+        Interrupted: if a signal has ended it.
+    """
+    received: list[int] = []
+
+    def on_signal(number: int) -> None:
+        if number == signal.SIGHUP:
+            interrupts.leave_terminal()
+            if received:
+                return  # a terminal that closes sends it more than once
+        received.append(number)
+        code = interrupts.code_of(number)
+        if len(received) == 1:
+            node.interrupt()
+        elif len(received) == 2:
+            node.log.warning("stopping at once: what is unfinished is given up")
+            interrupts.hurry(code)
+            node.stop(INTERRUPTED)
+        else:
+            os._exit(code)
+
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]  # under nohup
+    for number in before:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        reason = await node.run()
+    finally:
+        # Or the process could not be stopped while threads of the node still work.
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+    if received and reason == INTERRUPTED:
+        raise Interrupted(received[0])
+    return reason
+
+
+def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:
+    """Run a node's coroutine on uvloop; log how it ends and return the exit code."""
+    tune_malloc()
+    raise_descriptor_limit()
+    try:
+        reason = uvloop.run(main_coroutine)
+    except EchoError as error:
+        log.error("%s", error)  # noqa: TRY400 - the message is for the user, the trace is not
+        return exit_code(error)
+    except Interrupted as interrupted:
+        log.info("ended: %s", INTERRUPTED)
+        return interrupted.exit_code
+    log.info("ended: %s", reason)
+    return 0
+
+
+# The learner's command: the node, its metrics and its live view, and the summary at the end
+
+
+MAX_NOTICES = 6
+"""Log lines shown in the live view."""
+
+
+class NoticeBoard(logging.Handler):
+    """Keeps the newest log lines for the live view, and knows which it has not shown."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__()
+        self.lines: list[str] = []
+        self._num_unseen = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a line; what raised where is for the log."""
+        line = re.split(r"\n\s*Traceback \(", self.format(record), maxsplit=1)[0]
+        self.lines = [*self.lines, line][-MAX_NOTICES:]
+        self._num_unseen += 1
+
+    def show(self) -> tuple[str, ...]:
+        """Return the lines for the view, which shows them now."""
+        self._num_unseen = 0
+        return tuple(self.lines)
+
+    @property
+    def unseen(self) -> list[str]:
+        """The lines that came after the view's last look."""
+        return self.lines[-self._num_unseen :] if self._num_unseen else []
+
+
+def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
+    """Run the learner with its display; return the exit code."""
+    run_dir = config.run_dir
+    board = NoticeBoard()
+    board.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    log = make_log("learner", to_file=run_dir / "logs" / "learner.log", to_terminal=False)
+    log.addHandler(board)
+    sampling = config.sampling
+    if sampling.top_p < 1 or sampling.top_k:
+        log.warning(
+            "sampling.top_p or top_k truncates what workers sample: their log-probabilities are of "
+            "the truncated distribution, the learner's of the whole one, so ratios start below 1"
+        )
+    console = Console(stderr=True)
+    section = config.metrics
+    with (
+        interrupts.unwinding(),
+        MetricsWriter(
+            run_dir,
+            sinks=section.sinks,
+            wandb_project=section.wandb_project,
+            config=resolved(config),
+        ) as metrics,
+        LiveView(console, mode=config.ui.live) as view,
+    ):
+        code = run_loop(
+            _run(config, resume=resume, metrics=metrics, show=_show_on(view, board), log=log), log
+        )
+    if code and not interrupts.is_interruption(code):
+        print(f"error: {board.lines[-1] if board.lines else 'see the log'}", file=sys.stderr)
+        print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
+        return code
+    for line in board.unseen:
+        # Above all what Ctrl-C has saved and how to go on: it is told after the view has ended.
+        print(line, file=sys.stderr)
+    if not code and has_report and (run_dir / "final").exists():
+        show_summary(run_dir, console)
+    return code
+
+
+def _show_on(view: LiveView, board: NoticeBoard) -> Callable[[Snapshot], None]:
+    return lambda snapshot: view.update(replace(snapshot, notices=board.show()))
+
+
+async def _run(
+    config: Config,
+    *,
+    resume: bool,
+    metrics: MetricsWriter,
+    show: Callable[[Snapshot], None],
+    log: logging.Logger,
+) -> str:
+    # Imported here: a relay's machine has no torch.
+    from echo.runtime.learner.setup import build_learner
+
+    node = await build_learner(
+        config,
+        resume=resume,
+        write_metrics=metrics.write,
+        show=show,
+        log=log,
+        earlier=read_curve(config.run_dir, log) if resume else None,
+    )
+    if config.security.curve and sys.stderr.isatty():
+        show_join(config.run_dir / "keys" / "join")
+    return await run_node(node)
+
+
+def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
+    """Return what the run has learned so far; None, with a warning, if that cannot be read."""
+    try:
+        history = read_metrics(run_dir)
+    except EchoError as error:
+        log.warning("the view begins without the curve of the steps before: %s", error)
+        return None
+    rewards = {int(row["step"]): row["reward/mean"] for row in history.train}
+    return LearningCurve(
+        rewards={step: reward for step, reward in rewards.items() if reward is not None},
+        evaluations=tuple((e.step, e.sampled, e.greedy) for e in history.evaluations),
+    )
+
+
+def show_join(join_path: Path) -> None:
+    """Print how a worker on another machine joins; to a terminal only, since it is a secret."""
+    join = Join.parse(join_path.read_text(encoding="utf-8"))
+    if not is_loopback(join.address):
+        print(
+            f"others join with:\n  ECHO_JOIN={join} {PROGRAMS}echo-rl node --role worker",
+            file=sys.stderr,
+        )
+
+
+def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:
+    """Draw the learning curve and print the summary of a run."""
+    learning_curve(run_dir, run_dir / "learning_curve.png")
+    summary = summarise(run_dir, commands=commands)
+    text = as_text(summary)
+    on_screen = as_text(summary, width=min(console.width, 110)) if console.is_terminal else text
+    console.file.write(on_screen + "\n")
+    (run_dir / "summary.txt").write_text(text + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = node_parser().parse_args(argv)
     if arguments.help_config:
-        show(schema_help(arguments.role))
+        tell(schema_help(arguments.role))
         return 0
     try:
-        config = read_config(arguments)
+        config = configuration_of(arguments)
         if arguments.dry_run:
-            show(dry_run(config, arguments.role))
+            tell(dry_run(config, arguments.role))
             check_start(config, arguments.role)
             return 0
         code = run_role(
@@ -51,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def read_config(
+def configuration_of(
     arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ
 ) -> Config:
     """Return the configuration that the arguments and ECHO_JOIN ask for.
@@ -72,7 +383,7 @@ def read_config(
         # First, so that --set goes before it.
         overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
     if arguments.config is not None:
-        config = read_file(arguments.config, overrides, role)
+        config = read_run_file(arguments.config, overrides, role)
     elif join:
         config = parse_config({}, overrides, role)
     else:
@@ -83,7 +394,7 @@ def read_config(
     return config
 
 
-def read_file(path: Path, overrides: Sequence[str], role: Role | None) -> Config:
+def read_run_file(path: Path, overrides: Sequence[str], role: Role | None) -> Config:
     """Read a configuration: TOML as written by hand, or a run's resolved config.json."""
     if path.suffix == ".json":
         return load_resolved(path, overrides, role)
@@ -114,11 +425,10 @@ def run_role(config: Config, role: str, *, resume: bool = False, has_report: boo
     """Run one node until it ends; return the exit code."""
     if role == "learner":
         # Imported here: a relay's machine has no torch.
-        from echo.cli.learner import run_learner
 
         return run_learner(config, resume=resume, has_report=has_report)
     section = config.relay if role == "relay" else config.worker
-    name = wiring.node_name(role, section.name)
+    name = node.node_name(role, section.name)
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
     return run_loop(_run_dialing(config, role, log), log)
@@ -127,11 +437,11 @@ def run_role(config: Config, role: str, *, resume: bool = False, has_report: boo
 async def _run_dialing(config: Config, role: str, log: logging.Logger) -> str:
     node: Node
     if role == "relay":
-        from echo.runtime.relay_setup import build_relay
+        from echo.runtime.relay import build_relay
 
         node = await build_relay(config, log=log)
     else:
-        from echo.runtime.worker_setup import build_worker
+        from echo.runtime.worker.setup import build_worker
 
         node = worker = await build_worker(config, log=log)
         for line in (line for line in log.handlers if isinstance(line, StatusLine)):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from echo.errors import (
+from echo.core.errors import (
     ConfigError,
     DataError,
     EchoError,
@@ -15,8 +18,10 @@ from echo.errors import (
     StorageError,
     TransportError,
 )
-from echo.ui.status_line import StatusLine
-from echo.units import one_line, without_secrets
+from echo.core.units import one_line, without_secrets
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT_CODES: dict[type[EchoError], int] = {
     ConfigError: 2,
@@ -55,11 +60,13 @@ class _Forward(logging.Handler):
 def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
     """Return a node's log: into a file, onto standard error, or both.
 
-    What the transport, the other parts of the runtime and tasks warn of goes there too.
+    What the transport, engines, tasks and the rest of the runtime warn of goes there too.
 
     Raises:
         StorageError: if the file cannot be written.
     """
+    from echo.ui.live import StatusLine  # here, since --help answers without rich
+
     log = logging.getLogger(f"echo.{name}")
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -78,12 +85,12 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
     for handler in handlers:
         handler.setFormatter(LogFormatter(LOG_FORMAT, datefmt="%H:%M:%S"))
         log.addHandler(handler)
-    for part in ("echo.runtime", "echo.tasks"):
-        logging.getLogger(part).handlers[:] = [_Forward(log)]
+    for part in ("engine", "net", "runtime", "tasks", "ui"):
+        logging.getLogger(f"echo.{part}").handlers[:] = [_Forward(log)]
     return log
 
 
-def show(text: str) -> None:
+def tell(text: str) -> None:
     """Print a text that may be piped into a program that stops reading, such as `head`."""
     try:
         print(text, flush=True)
@@ -102,3 +109,23 @@ def fail(error: EchoError) -> int:
 def exit_code(error: EchoError) -> int:
     """Return the exit code of an error."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+
+
+# --- What the commands that compute and write files have in common ---
+
+
+UNWRAPPED = 10_000
+"""A width that no line reaches."""
+
+
+def run_command(run: Callable[[Namespace, Console], int], arguments: Namespace) -> int:
+    """Run a command that prints to a console; return its exit code, an error's if it fails."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = UNWRAPPED  # in a file or a pipe no line wraps
+    try:
+        return run(arguments, console)
+    except EchoError as error:
+        return fail(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from echo.extras import version
+from echo.core.extras import version
 
 ROLES = ("learner", "worker", "relay")
 CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
@@ -20,15 +20,15 @@ EXIT_CODES_HELP = (
     "by the learner; 130, 143 and 129 interrupted by Ctrl-C, SIGTERM and a closed terminal: a "
     "learner has saved its run, a worker has handed over what it had begun."
 )
-"""How every command ends; README has it as a table."""
+"""How every command ends; docs/operations.md has it as a table."""
 
 
 def node_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; every setting lives in the configuration."""
     parser = argparse.ArgumentParser(
-        prog="echo-node",
+        prog="echo-rl node",
         description="Run one node of a run: the learner, a worker or a relay.",
-        epilog="The keys of the configuration: echo-node --role ROLE --help-config. "
+        epilog="The keys of the configuration: echo-rl node --role ROLE --help-config. "
         f"{EXIT_CODES_HELP}",
     )
     parser.add_argument("--role", choices=ROLES, required=True, help="what this node does")
@@ -76,7 +76,7 @@ def node_parser() -> argparse.ArgumentParser:
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="echo-plan",
+        prog="echo-rl plan",
         description="Say what to rent for a run, what it costs and how to start it.",
         epilog=f"A file to start from: configs/fleet-example.toml. {EXIT_CODES_HELP}",
     )
@@ -102,7 +102,7 @@ def plan_parser() -> argparse.ArgumentParser:
 def sim_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="echo-sim",
+        prog="echo-rl sim",
         description="Simulate a run with the code that would run it, and say what it comes to.",
         epilog="A file to start from: configs/scenario-example.toml; a fleet file is a scenario. "
         f"{EXIT_CODES_HELP}",
@@ -121,7 +121,7 @@ def sim_parser() -> argparse.ArgumentParser:
         "--plan",
         type=Path,
         metavar="PLAN",
-        help="rent what this plan.json of echo-plan says, at its publish period",
+        help="rent what this plan.json of `echo-rl plan` says, at its publish period",
     )
     parser.add_argument(
         "--replay",
@@ -147,7 +147,7 @@ def sim_parser() -> argparse.ArgumentParser:
 def quickstart_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="echo-quickstart",
+        prog="echo-rl quickstart",
         description="Train a small model with a learner, a relay and two workers on this machine.",
         epilog=EXIT_CODES_HELP,
     )

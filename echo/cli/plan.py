@@ -1,4 +1,4 @@
-"""`echo-plan FILE`: what to rent for a run, what it will cost, and how to start it.
+"""`echo-rl plan FILE`: what to rent for a run, what it will cost, and how to start it.
 
 Everything is computed here and now from the file, a run's own records and the catalogue; nothing
 is looked up, rented or started.
@@ -10,31 +10,498 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from statistics import fmean, median, pstdev
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from echo.cli.command import run_command
+from echo.cli.output import run_command
 from echo.cli.parsers import plan_parser
-from echo.cli.plan_hetero import assign_gpus, assignment_text
-from echo.cli.plan_run import calibrate, read_rates, run_report
-from echo.cli.plan_text import (
-    commands_text,
-    filters_text,
-    fleet_words,
-    plan_tables,
-    refusal_text,
+from echo.config.fleet_file import MBIT, FleetRequest, OfferRow, load_fleet
+from echo.core.errors import ConfigError, DataError, PlanError, StorageError
+from echo.core.extras import PROGRAMS, import_extra
+from echo.core.rollout import KEEP_VERSIONS
+from echo.core.units import format_bytes, format_duration
+from echo.fleet.gpus import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
+from echo.fleet.hetero import Cluster, HexJob, HexScheduler, Schedule
+from echo.fleet.job import Job
+from echo.fleet.overlap import predict, required_rate
+from echo.fleet.provisioning import Forecast, Provisioning, Refusal, provision, refuse
+from echo.records.run_files import (
+    RunRates,
+    WorkerRate,
+    _values,
+    json_lines,
+    read_config,
+    read_metrics,
 )
-from echo.config.fleet import Request, load_fleet
-from echo.errors import ConfigError, PlanError, StorageError
-from echo.extras import import_extra
-from echo.planner.plan import Outcome, Plan, make_plan
-from echo.planner.remedies import refuse
-from echo.ui.cost_plot import CostPoint, cost_plot
+from echo.records.run_files import _rate as _rate_run_files
+from echo.ui.plots import CostPoint, cost_plot
+
+# --- Calibrate a plan with a run: what it recorded in metrics.jsonl and ledger.jsonl ---
+#
+# A worker's rate is its completion tokens over the time in which it held at least one group, from
+# grant to acceptance: time that leases kept it waiting does not count against it.
+
+
+def read_ledger(path: Path, group_size: int) -> tuple[dict[str, WorkerRate], list[float]]:
+    """Return each worker's rate, and the completion tokens of every accepted group."""
+    granted: dict[tuple[int, int], float] = {}
+    held: dict[str, list[tuple[float, float, int]]] = {}
+    for number, record in json_lines(path):
+        try:
+            if record["kind"] == "granted":
+                granted[record["group"], record["attempt"]] = record["at"]
+            elif record["kind"] == "accepted":
+                since = granted.get((record["group"], record["attempt"]))
+                if since is not None:
+                    spans = held.setdefault(record["worker"], [])
+                    spans.append((since, record["at"], record["tokens"]))
+        except (KeyError, TypeError) as error:
+            raise StorageError(f"{path}:{number}: damaged record: {error!r}") from error
+    tokens = [float(count) for spans in held.values() for _, _, count in spans]
+    return {
+        name: _rate_run_files(spans, group_size) for name, spans in sorted(held.items())
+    }, tokens
+
+
+def run_report(rates: RunRates) -> str:
+    """Return what a run recorded, beside what the overlap model says of the same rates."""
+    job = rates.job
+    rate = sum(worker.tokens_per_s for worker in rates.workers.values()) / job.completion_tokens
+    # A group waits in the worker's queue and on the wire too: what was recorded is the latency.
+    latency_s = max(worker.group_s for worker in rates.workers.values())
+    predicted = predict(job, rate=rate, broadcast_s=rates.broadcast_s, latency_s=latency_s)
+    needed = required_rate(job, rates.broadcast_s)
+    lines = [f"{rates.name}: {rates.num_steps} steps after the run-in"]
+    lines += [
+        f"  {name}: {worker.tokens_per_s:.4g} tokens/s, up to {worker.concurrency} rollouts at a "
+        f"time, {format_duration(worker.group_s)} per group"
+        for name, worker in rates.workers.items()
+    ]
+    size = format_bytes(job.version_bytes) if job.version_bytes else "unknown size"
+    lines += [
+        f"  learner: {format_duration(job.train_s)} per step; {rates.useful_share:.0%} of the "
+        "groups were useful",
+        f"  completions: mean {job.completion_tokens:.4g} tokens",
+        f"  broadcast: {format_duration(rates.broadcast_s)} for {size}",
+        f"  rate: {rate:.4g} rollouts/s, the rule asks for {needed:.4g}",
+        f"  learner waits: recorded {rates.idle_share:.1%}, predicted {predicted.idle_share:.1%}",
+    ]
+    return "\n".join(lines)
+
+
+def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
+    """Return the request with a run's recorded rates in place of estimates.
+
+    The learner's step is scaled by the tokens of a step. An offer takes the mean rate of the
+    workers that carry its name, or its name, a dash and more ("fra-4090-3").
+
+    Raises:
+        ConfigError: if no worker of the run belongs to an offer.
+    """
+    recorded, job = rates.job, request.job
+    offers, used, notices = [], set(), []
+    for offer in request.fleet.offers:
+        stem = offer.name.replace(" ", "-")
+        names = [n for n in rates.workers if n == stem or n.startswith(f"{stem}-")]
+        used.update(names)
+        if names:
+            workers = [rates.workers[name] for name in names]
+            measured = replace(
+                offer,
+                tokens_per_s=fmean(worker.tokens_per_s for worker in workers),
+                concurrency=max(1, round(fmean(worker.concurrency for worker in workers))),
+            )
+            notices.append(f"{offer.name}: {measured.tokens_per_s:.4g} tokens/s from {rates.name}")
+            offers.append(measured)
+        else:
+            notices.append(f"{offer.name}: no worker of {rates.name} is called so; rate kept")
+            offers.append(offer)
+    if not used:
+        raise ConfigError(
+            f"run {rates.name}: its workers are {', '.join(rates.workers)}, the offers "
+            f"{', '.join(offer.name for offer in request.fleet.offers)}; give offers the names of "
+            "the workers that stand for them"
+        )
+    calibrated = replace(
+        job,
+        completion_tokens=recorded.completion_tokens,
+        max_completion_tokens=max(job.max_completion_tokens, recorded.completion_tokens),
+        version_bytes=recorded.version_bytes or job.version_bytes,
+    )
+    train_s = recorded.train_s * calibrated.tokens_per_step / recorded.tokens_per_step
+    return replace(
+        request,
+        fleet=replace(request.fleet, offers=tuple(offers)),
+        job=replace(calibrated, train_s=train_s),
+        notices=(f"learner: {train_s:.3g} s per step from {rates.name}", *notices),
+    )
+
+
+# --- The text of `echo-rl plan`: tables, filters for marketplaces, commands to start the nodes ---
+
+
+DRIVER = "580.65.06"
+"""Oldest driver of CUDA 13.0 (its release notes), for which recent PyTorch wheels are built."""
+ENVIRONMENT_GB = 12
+"""Disk of one worker's Python environment with CUDA libraries; bin/echo-setup asks for 10."""
+
+
+def plan_tables(request: FleetRequest, plan: Provisioning) -> RenderableType:
+    """Return the plan for the terminal."""
+    return Group(
+        _fleet_table(plan),
+        Text(),
+        _figures_table(plan),
+        Text(),
+        _sensitivity_table(plan),
+        *(Text(f"note: {notice}", style="dim") for notice in request.notices),
+    )
+
+
+def fleet_words(plan: Provisioning, outcome: Forecast) -> str:
+    """Return the counts of a fleet in a few words: "3 fra-4090 + 1 ore-a100"."""
+    named = zip(plan.fleet.offers, outcome.counts, strict=True)
+    return " + ".join(f"{count} {offer.name}" for offer, count in named if count) or "nothing"
+
+
+def _fleet_table(plan: Provisioning) -> Table:
+    table = Table(title="rent", title_justify="left")
+    for name in ("nodes", "of", "what", "region"):
+        table.add_column(name, justify="right" if name in ("nodes", "of") else "left")
+    for name in ("rollouts/s", "$/h", "group takes"):
+        table.add_column(name, justify="right")
+    for offer, count in zip(plan.fleet.offers, plan.outcome.counts, strict=True):
+        table.add_row(
+            str(count),
+            str(offer.count),
+            offer.name,
+            offer.region,
+            f"{offer.rollouts_per_s(plan.job) * count:.3g}",
+            f"{offer.price_per_h * count:.2f}",
+            format_duration(offer.group_latency_s(plan.job)),
+            style=None if count else "dim",
+        )
+    return table
+
+
+def _figures_table(plan: Provisioning) -> Table:
+    outcome, job = plan.outcome, plan.job
+    prediction = outcome.prediction
+    bounds = plan.staleness_bounds
+    staleness = ", ".join(f"{lag}: {share:.0%}" for lag, share in prediction.staleness.items())
+    reading = "pausing" if job.has_pausing_workers else "overlapping"
+    table = Table(title="expect", title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("")
+    for name, value in (
+        ("rate", f"{outcome.rate:.3g} rollouts/s"),
+        (
+            "required",
+            f"{_rate(plan.required_overlapping)} by workers that generate through a broadcast, "
+            f"{_rate(plan.required_pausing)} by workers that pause; planned for {reading} ones "
+            f"with a margin of {job.margin:.0%}",
+        ),
+        ("step", f"{format_duration(prediction.step_s)}, of which the learner trains "
+                 f"{format_duration(job.train_s)}"),
+        ("learner waits", f"{prediction.idle_share:.1%} of the time"),
+        ("binding", plan.binding.value),
+        ("publish period", f"{job.publish_period}, a broadcast takes "
+                           f"{format_duration(outcome.broadcast_s)}"),
+        ("staleness", f"mean {prediction.mean_staleness:.2f} ({staleness})"),
+        ("feasible S", f"from {bounds[0]}; beyond {bounds[1]} more does not help" if bounds
+         else "none"),
+        ("wasted rollouts", f"{prediction.wasted_share:.1%}; without pacing by leases "
+                            f"{plan.unpaced_waste:.1%}"),
+        ("cost per hour", f"${outcome.cost_per_h:.2f} = nodes {outcome.rent_per_h:.2f} + traffic "
+                          f"{outcome.traffic_per_h:.2f} + learner {outcome.learner_per_h:.2f}"),
+        ("cost per step", f"${outcome.cost_per_step:.3f}, "
+                          f"${outcome.cost_per_million_tokens:.3f} per million trained tokens"),
+        ("selection", "the proven optimum" if plan.is_exact else "found greedily, not proven"),
+    ):  # fmt: skip
+        table.add_row(name, value)
+    return table
+
+
+def _rate(value: float) -> str:
+    return "no rate suffices" if math.isinf(value) else f"{value:.3g}/s"
+
+
+def _sensitivity_table(plan: Provisioning) -> Table:
+    table = Table(title="one change", title_justify="left")
+    table.add_column("change")
+    table.add_column("learner waits", justify="right")
+    table.add_column("$/h", justify="right")
+    for item in plan.sensitivities:
+        table.add_row(
+            item.change,
+            f"{_signed(100 * item.idle_change, 1)} points",
+            _signed(item.cost_change_per_h, 2),
+        )
+    return table
+
+
+def _signed(value: float, digits: int) -> str:
+    """Return a change with its sign; what rounds to nothing has none."""
+    return f"{round(value, digits):+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
+
+
+def refusal_text(refusal: Refusal) -> str:
+    """Return why there is no plan, and the smallest change that would make one."""
+    lines = ["no fleet on offer is sufficient:"]
+    lines += [f"  {reason}" for reason in refusal.reasons]
+    if not refusal.remedies:
+        return "\n".join([*lines, "no single change of the file would make one; change several"])
+    lines.append("what would make one sufficient, the smallest change first:")
+    lines += [f"  {remedy.text}" for remedy in refusal.remedies]
+    return "\n".join(lines)
+
+
+def machine_filter(request: FleetRequest, plan: Provisioning, row: OfferRow) -> str:
+    """Return the least that a rented machine must have, as a marketplace's search expression.
+
+    The syntax is that of `vastai search offers`; memory and disk in GB, links in Mbit/s.
+    """
+    weights = request.model.num_params * BYTES_PER_WEIGHT
+    cache = (
+        request.job_row.prompt_tokens + request.job_row.max_completion_tokens
+    ) * request.model.cache_bytes_per_token
+    per_gpu = ((weights + cache) / row.num_gpus + RESERVED_BYTES) / USABLE_MEMORY
+    ram = 4e9 + (KEEP_VERSIONS + 1) * weights
+    down = plan.job.version_bytes / max(plan.outcome.broadcast_s, 1e-9) / MBIT
+    terms = [
+        f"gpu_name={request.gpus[row.gpu].name.replace(' ', '_')}",
+        f"num_gpus={row.num_gpus}",
+        f"gpu_ram>={math.ceil(per_gpu / 1e9)}",
+        f"driver_version>={DRIVER}",
+        f"disk_space>={math.ceil(ENVIRONMENT_GB + KEEP_VERSIONS * weights / 1e9)}",
+        f"cpu_ram>={math.ceil(ram / 1e9)}",
+        f"inet_down>={math.ceil(down)}",
+    ]
+    if row.can_listen:
+        terms += [f"inet_up>={math.ceil(down)}", "direct_port_count>=1"]
+    return " ".join(terms)
+
+
+def filters_text(request: FleetRequest, plan: Provisioning) -> str:
+    """Return one filter per offer in use."""
+    weights = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
+    lines = [f"least of each rented machine ({weights} of weights), as a marketplace filter:"]
+    for row, offer, count in _used(request, plan):
+        price = f", at most ${row.price_per_h:g}/h" if row.price_per_h else ""
+        lines.append(f"  {count} x {offer} in {row.region}{price}:")
+        lines.append(f"    '{machine_filter(request, plan, row)}'")
+    return "\n".join(lines)
+
+
+def commands_text(request: FleetRequest, plan: Provisioning) -> str:
+    """Return the commands that start the plan, machine by machine."""
+    job, learner = plan.job, request.learner
+    lines = [
+        "commands (put your own configuration in place of configs/wan.toml; where relays and",
+        "workers run, set ECHO_JOIN to the line in runs/NAME/keys/join of the learner):",
+    ]
+    lines.append(
+        "  "
+        + node_command(
+            "learner",
+            [
+                f"learner.advertise={learner.address}",
+                f"batch.groups_per_step={job.groups_per_step}",
+                f"batch.group_size={job.group_size}",
+                f"sync.max_staleness={job.max_staleness}",
+                f"sync.publish_period={job.publish_period}",
+                f"sampling.max_completion_tokens={job.max_completion_tokens:.0f}",
+                *_learner_prices(request, plan),
+            ],
+        )
+    )
+    for name in dict.fromkeys(row.region for row, _, _ in _used(request, plan)):
+        relay = request.regions[name].relay
+        if relay is not None:
+            sets = [
+                f"relay.name=relay-{name}",
+                f'relay.connect=["{learner.address}"]',
+                f"relay.listen=tcp://0.0.0.0:{relay.address.rpartition(':')[2]}",
+                f"relay.advertise={relay.address}",
+                f"relay.price_per_h={relay.price_per_h:g}",
+                f"network.region={name}",
+            ]
+            lines.append(f"  {node_command('relay', sets)}")
+    for row, offer, count in _used(request, plan):
+        for number in range(1, count + 1):
+            sets = _worker_settings(request, row, f"{offer.replace(' ', '-')}-{number}")
+            lines.append(f"  {node_command('worker', sets)}")
+    return "\n".join(lines)
+
+
+def _learner_prices(request: FleetRequest, plan: Provisioning) -> list[str]:
+    """Return what the activation of the run has to know: its budget, and what traffic costs."""
+    sets = [f"learner.price_per_h={request.learner.price_per_h:g}"]
+    dearest = max(request.regions[row.region].price_per_gb for row, _, _ in _used(request, plan))
+    if dearest:
+        sets.append(f"network.price_per_gb={dearest:g}")
+    if math.isfinite(plan.job.budget_per_h):
+        sets.append(f"activation.budget_per_h={plan.job.budget_per_h:g}")
+    return sets
+
+
+def _worker_settings(request: FleetRequest, row: OfferRow, name: str) -> list[str]:
+    relay = request.regions[row.region].relay
+    parents = [relay.address] if relay else []
+    connect = ", ".join(f'"{address}"' for address in [*parents, request.learner.address])
+    sets = [f"worker.name={name}", f"worker.connect=[{connect}]"]
+    sets += [f"network.region={row.region}", f"worker.price_per_h={row.price_per_h:g}"]
+    if row.price_per_gb:
+        sets.append(f"worker.price_per_gb={row.price_per_gb:g}")
+    if row.losses_per_h:
+        sets.append(f"worker.losses_per_h={row.losses_per_h:g}")
+    if row.can_listen:
+        sets += ["worker.listen=tcp://0.0.0.0:7702", f"worker.advertise=tcp://{name}:7702"]
+    return sets
+
+
+def node_command(role: str, settings: Sequence[str]) -> str:
+    """Return the command that starts a node with these settings."""
+    sets = [part for item in settings for part in ("--set", item)]
+    return f"{PROGRAMS}echo-rl node " + shlex.join(
+        ["--role", role, "--config", "configs/wan.toml", *sets]
+    )
+
+
+def _used(request: FleetRequest, plan: Provisioning) -> list[tuple[OfferRow, str, int]]:
+    rows = zip(request.offers, plan.fleet.offers, plan.outcome.counts, strict=True)
+    return [(row, offer.name, count) for row, offer, count in rows if count]
+
+
+# --- `echo-rl plan --hetero`: divide the GPUs of one site between training and generation ---
+
+
+def assign_gpus(request: FleetRequest) -> Schedule:
+    """Return the best division of the learner's GPUs and all offers' between the two jobs.
+
+    Raises:
+        PlanError: if the model fits nowhere for training, or nowhere for generation.
+    """
+    job = request.job_row
+    counts: dict[str, int] = {request.learner.gpu: request.learner.num_gpus}
+    for row in request.offers:
+        counts[row.gpu] = counts.get(row.gpu, 0) + row.count * row.num_gpus
+    scheduler = HexScheduler(
+        Cluster(gpus={name: request.gpus[name] for name in counts}, counts=counts),
+        HexJob(
+            model=request.model,
+            rollouts_per_step=math.ceil(request.job.rollouts_per_step),
+            prompt_tokens=job.prompt_tokens,
+            completion_tokens=request.job.completion_tokens,
+            max_tokens=job.prompt_tokens + request.job.max_completion_tokens,
+        ),
+    )
+    schedule = scheduler.find()
+    if math.isinf(schedule.step_s):
+        listed = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        raise PlanError(
+            f"{request.model.name} cannot be trained and sampled on {listed}: no division leaves "
+            "enough memory on both sides; add GPUs, or larger ones, or choose a smaller model"
+        )
+    return schedule
+
+
+def assignment_text(request: FleetRequest, schedule: Schedule) -> str:
+    """Return the division, and the commands for those parts of it that Echo can start."""
+    lines = [
+        f"{request.model.name}: {format_duration(schedule.step_s)} per step "
+        f"(training {format_duration(schedule.train_s)}, generation "
+        f"{format_duration(schedule.rollout_s)} with {format_duration(schedule.update_s)} for new "
+        "weights); every rate is an estimate",
+        "training:",
+    ]
+    lines += [
+        f"  {stage.num_gpus} x {stage.gpu}: {stage.num_layers} layers, dp "
+        f"{stage.data_parallel}, tp {stage.tensor_parallel}, pp {stage.pipeline_parallel}"
+        for stage in schedule.training.stages
+    ]
+    lines += [f"  {_learner_command(request, schedule)}", "generation:"]
+    shares = zip(schedule.rollouts.replicas, schedule.rollouts.rollouts, strict=True)
+    for (replica, count), rollouts in shares:
+        [(gpu, size)] = replica.gpus
+        lines.append(
+            f"  {count} x {size} {gpu}: {rollouts} rollouts per step, "
+            f"{replica.tokens_per_s:.0f} tokens/s each; for each one"
+        )
+        lines.append(f"    {_worker_command(request, size)}")
+    return "\n".join(lines)
+
+
+def _learner_command(request: FleetRequest, schedule: Schedule) -> str:
+    """Return how to start the training, as far as there is a learner that can do it."""
+    num_gpus = sum(stage.num_gpus for stage in schedule.training.stages)
+    if num_gpus > 1:
+        return f"(no command: Echo's learner trains on one GPU so far, not on {num_gpus})"
+    return node_command("learner", [f"learner.advertise={request.learner.address}"])
+
+
+def _worker_command(request: FleetRequest, num_gpus: int) -> str:
+    """Return the command of one worker that samples on so many GPUs."""
+    sets = [f'worker.connect=["{request.learner.address}"]', "engine.kind=vllm"]
+    if num_gpus > 1:
+        sets.append(f"engine.options.tensor_parallel_size={num_gpus}")
+    return node_command("worker", sets)
+
+
+def read_rates(run_dir: Path) -> RunRates:
+    """Return the rates of the run in `run_dir`.
+
+    Raises:
+        DataError: if it has made no step or accepted no group yet.
+        StorageError: if a file is damaged.
+    """
+    config = read_config(run_dir)
+    rows = read_metrics(run_dir).train
+    group_size = config["batch"]["group_size"]
+    workers, group_tokens = read_ledger(run_dir / "ledger.jsonl", group_size)
+    if not rows or not workers:
+        raise DataError(f"{run_dir}: no step or no accepted group yet, no rates to take")
+    rows = rows[len(rows) // 5 :]  # the first fifth is run-in
+    train_s = fmean(_values(rows, "time/train"))
+    wait_s = fmean(_values(rows, "time/wait_for_batch"))
+    broadcasts = [
+        (row["broadcast/seconds"], row["broadcast/goodput"] * row["broadcast/seconds"])
+        for row in rows
+        if row.get("broadcast/seconds") and row.get("broadcast/goodput")
+    ]
+    mean_tokens = fmean(group_tokens) / group_size
+    job = Job(
+        groups_per_step=config["batch"]["groups_per_step"],
+        group_size=group_size,
+        max_staleness=config["sync"]["max_staleness"],
+        publish_period=round(median(_values(rows, "publish_period") or [1.0])),
+        train_s=train_s,
+        completion_tokens=mean_tokens,
+        max_completion_tokens=max(mean_tokens, config["sampling"]["max_completion_tokens"]),
+        # The ledger has totals of groups; lengths within one are taken as independent.
+        completion_spread=pstdev(group_tokens) / fmean(group_tokens) * math.sqrt(group_size),
+        version_bytes=median(size for _, size in broadcasts) if broadcasts else 0.0,
+        margin=0.0,
+    )
+    return RunRates(
+        name=run_dir.resolve().name,
+        num_steps=len(rows),
+        job=job,
+        workers=workers,
+        broadcast_s=median(seconds for seconds, _ in broadcasts) if broadcasts else 0.0,
+        idle_share=wait_s / (wait_s + train_s) if wait_s + train_s > 0 else 0.0,
+        useful_share=fmean(_values(rows, "groups/useful") or [1.0]),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +513,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Do what the arguments say."""
     if not arguments.files:
         return show_run(arguments, console)
-    import_extra("scipy", extra="planner", wanted_by="echo-plan")
+    import_extra("scipy", extra="planner", wanted_by="echo-rl plan")
     request = load_fleet(arguments.files)
     if arguments.run is not None:
         request = calibrate(request, read_rates(arguments.run))
@@ -66,13 +533,13 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def plan_fleet(request: Request, out: Path, console: Console) -> int:
+def plan_fleet(request: FleetRequest, out: Path, console: Console) -> int:
     """Print and write the plan of a request.
 
     Raises:
         PlanError: if no fleet is sufficient; says why and what would help.
     """
-    plan = make_plan(request.fleet, request.job, request.periods)
+    plan = provision(request.fleet, request.job, request.periods)
     if plan is None:
         raise PlanError(refusal_text(refuse(request.fleet, request.job, request.periods)))
     console.print(plan_tables(request, plan))
@@ -89,7 +556,7 @@ def plan_fleet(request: Request, out: Path, console: Console) -> int:
     return 0
 
 
-def plan_hetero(request: Request, out: Path, console: Console) -> int:
+def plan_hetero(request: FleetRequest, out: Path, console: Console) -> int:
     """Print and write the division of all GPUs of a request between training and generation."""
     schedule = assign_gpus(request)
     print(assignment_text(request, schedule), file=console.file)
@@ -98,7 +565,7 @@ def plan_hetero(request: Request, out: Path, console: Console) -> int:
     return 0
 
 
-def plan_record(request: Request, plan: Plan) -> dict[str, Any]:
+def plan_record(request: FleetRequest, plan: Provisioning) -> dict[str, Any]:
     """Return the plan as it is written to plan.json."""
     record: dict[str, Any] = to_json(plan)
     record["rent"] = [
@@ -136,7 +603,7 @@ def write_json(path: Path, record: Any) -> None:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _point(plan: Plan, outcome: Outcome) -> CostPoint:
+def _point(plan: Provisioning, outcome: Forecast) -> CostPoint:
     return CostPoint(
         fleet_words(plan, outcome),
         outcome.prediction.idle_share,

@@ -1,7 +1,8 @@
-"""`echo-quickstart`: one learner, one relay and two workers train a small model on this machine.
+"""`echo-rl quickstart`: four processes train a small model on this machine.
 
-The four nodes are ordinary `echo-node` processes, joined by nothing but sockets on loopback; this
-command makes the model they start from, starts them, and prints what came out.
+The learner, the relay and the two workers are ordinary `echo-rl node` processes, joined by nothing
+but sockets on loopback; this command makes the model they start from, starts them, and prints what
+came out.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echo.cli import interrupts
-from echo.cli.node import read_file
+from echo.cli.node import read_run_file
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, quickstart_parser
 from echo.config.load import load_config
 from echo.config.schema import Config
-from echo.errors import ConfigError, EchoError
-from echo.extras import PROGRAMS, find_config
-from echo.runtime.curve import load_or_create_keys, write_join
-from echo.runtime.join import ECHO_JOIN, join_address
+from echo.core.errors import ConfigError, EchoError
+from echo.core.extras import PROGRAMS, find_config
+from echo.runtime.identity import ECHO_JOIN, join_address, load_or_create_keys, write_join
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.task import GeneratedTask
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
         if arguments.resume is not None:
             config_path = arguments.resume / "config.json"
-            config = read_file(config_path, arguments.set, "learner")
+            config = read_run_file(config_path, arguments.set, "learner")
             return run_nodes(config_path, config, arguments.set, arguments, console)
         config_path = find_config(CONFIGS[arguments.task])
         config = load_config(config_path, arguments.set, "learner")
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
     """Return the warmed-up small model of a task, making it the first time."""
-    from echo.engine.tiny_model import HEAD_DIM, VLLM_HEAD_DIM
-    from echo.engine.warmup import make_warm_model
+    from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
+    from echo.train.warmup import make_warm_model
 
     columns = (
         TextColumn("[bold]making the small model[/] (once)"),
@@ -151,7 +151,7 @@ def run_nodes(
 ) -> int:
     """Start the four processes, wait for the learner, and print the summary."""
     # Imported here so that a wrong argument is refused without loading torch.
-    from echo.cli.learner import report
+    from echo.cli.node import show_summary
 
     nodes: list[NodeProcess] = []
     final = config.run_dir / "final"
@@ -176,20 +176,20 @@ def run_nodes(
     run_dir = config.run_dir
     if interrupts.is_interruption(code):
         if (run_dir / "config.json").exists():
-            command = f"{PROGRAMS}echo-quickstart --resume {run_dir}"
+            command = f"{PROGRAMS}echo-rl quickstart --resume {run_dir}"
             console.print(f"stopped before the end; to go on: {command}", soft_wrap=True)
         return code
     if code:
         console.print(f"[red]the learner ended with code {code}[/]; its log: {run_dir}/logs")
         return code
-    report(run_dir, console, commands=next_commands(arguments.task))
+    show_summary(run_dir, console, commands=next_commands(arguments.task))
     return 0
 
 
 def next_commands(task: str) -> list[str]:
     """Return three things to try after this."""
     other = "countdown" if task == "addition" else "addition"
-    quickstart, node = f"{PROGRAMS}echo-quickstart", f"{PROGRAMS}echo-node"
+    quickstart, node = f"{PROGRAMS}echo-rl quickstart", f"{PROGRAMS}echo-rl node"
     return [
         f"{quickstart} --task {task} --set sync.max_staleness=0   # on-policy, to compare",
         f"{quickstart} --task {other}   # another task",

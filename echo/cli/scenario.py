@@ -7,111 +7,41 @@ scenario.
 
 from __future__ import annotations
 
-import copy
-import json
 import math
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from echo.config.fleet import Request, parse_fleet, report
-from echo.config.fleet_rows import Rows, check_row, is_known, place_of, read_toml
-from echo.config.profiles import PROFILES, preset_publish_period
-from echo.config.scenario_schema import SIM_LISTS, FaultRow, PathRow, PriceRow, SimRow
-from echo.config.schema_cost import ActivationSection
-from echo.errors import ConfigError
-from echo.sim.scenario import (
-    LEARNER_REGION,
-    ActivationRule,
-    Fault,
-    PriceChange,
-    Scenario,
-    Settings,
+from echo.config.fleet_file import (
+    SIM_LISTS,
+    FaultRow,
+    FleetRequest,
+    PathRow,
+    PriceRow,
+    Rows,
+    SimRow,
+    Table,
+    check_row,
+    is_known,
+    parse_fleet,
+    place_of,
+    read_plan,
+    report,
 )
+from echo.config.schema import PROFILES, ActivationSection, preset_publish_period
+from echo.core.errors import ConfigError
+from echo.sim.scenario import LEARNER_REGION, ActivationRule, Fault, PriceChange, Scenario, Settings
 
-Table = Mapping[str, Any]
 SIM_TABLES = ("sim", "activation", *SIM_LISTS)
 """What a fleet file has not."""
 MIN_DELTA_GAIN = 1.25
-"""Image to delta below which a run would send the image: `delta/cadence.py`."""
-
-
-def read_tables(paths: Sequence[Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the tables of one or several TOML files, with settings from the command line.
-
-    Args:
-        paths: the files; a table stands in one of them.
-        overrides: "table.key=value" or "list.name.key=value", the value in TOML or plain text.
-
-    Raises:
-        ConfigError: if a file cannot be read, a table stands twice, or an override names nothing.
-    """
-    tables: dict[str, Any] = {}
-    for path in paths:
-        for name, value in read_toml(path).items():
-            if name in tables:
-                raise ConfigError(f"{path.name}: [{name}] stands in another file, too; keep one")
-            tables[name] = value
-    for text in overrides:
-        override(tables, *split_override(text))
-    return tables
-
-
-def split_override(text: str) -> tuple[str, str]:
-    """Return key and value of "key=value".
-
-    Raises:
-        ConfigError: if it is not of that form.
-    """
-    key, mark, value = text.partition("=")
-    if not mark or len(key.split(".")) not in (2, 3):
-        raise ConfigError(
-            f"--set {text}: write table.key=value or, for lists, list.name.key=value, for example "
-            "job.max_staleness=4 or offers.fra-4090.count=3"
-        )
-    return key.strip(), value.strip()
-
-
-def override(tables: dict[str, Any], key: str, value: str) -> None:
-    """Set one value.
-
-    Raises:
-        ConfigError: if the key names a row that is not there.
-    """
-    parsed = _parse(value)
-    table, *path = key.split(".")
-    if len(path) == 1:
-        tables[table] = dict(tables.get(table, {})) | {path[0]: parsed}
-        return
-    if table == "sim":  # sim.rent.OFFER
-        rows = dict(tables.get("sim", {}))
-        rows[path[0]] = dict(rows.get(path[0], {})) | {path[1]: parsed}
-        tables["sim"] = rows
-        return
-    rows = copy.deepcopy(tables.get(table, []))
-    named = [row for row in rows if isinstance(row, dict) and path[0] in _names(row)]
-    if len(named) != 1:
-        raise ConfigError(f"{key}: there is no row of [[{table}]] called {path[0]!r}")
-    named[0][path[1]] = parsed
-    tables[table] = rows
-
-
-def _names(row: Table) -> tuple[Any, ...]:
-    return row.get("name"), row.get("gpu"), row.get("region")
-
-
-def _parse(value: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return value
+"""Image to delta below which a run would send the image: `weights/schedule.py`."""
 
 
 def load_scenario(
     tables: Table, *, name: str, source: str, plan: Path | None = None
-) -> tuple[Scenario, Request]:
+) -> tuple[Scenario, FleetRequest]:
     """Return the scenario, and the fleet that it is made of.
 
     Args:
@@ -169,31 +99,6 @@ def load_scenario(
     ), request
 
 
-def read_plan(path: Path, request: Request) -> tuple[dict[str, int], int]:
-    """Return the nodes by offer and the publish period of a plan.json of echo-plan.
-
-    Raises:
-        ConfigError: if it cannot be read or is not a plan for this fleet.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        rent = {row["offer"]: int(row["count"]) for row in record["rent"]}
-        period = int(record["job"]["publish_period"])
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: is not a plan.json as echo-plan writes it: {error!r}"
-        ) from error
-    known = {offer.name for offer in request.fleet.offers}
-    if strangers := sorted(rent.keys() - known):
-        raise ConfigError(
-            f"{path}: rents {', '.join(strangers)}, which the scenario does not offer; plan with "
-            "the same file"
-        )
-    return rent, period
-
-
 def _read_list(rows: Rows, name: str, value: object, source: str) -> list[tuple[str, Any]]:
     if not isinstance(value, list):
         rows.problems.append(f"{source}: {name} must be written [[{name}]], a list of tables")
@@ -211,7 +116,7 @@ def _check_names(
     rows: Rows,
     sim: SimRow,
     lists: Mapping[str, list[tuple[str, Any]]],
-    request: Request,
+    request: FleetRequest,
     source: str,
 ) -> None:
     offers = {offer.name: offer for offer in request.fleet.offers}
@@ -250,7 +155,7 @@ def _check_names(
         )
 
 
-def _check_sizes(rows: Rows, sim: SimRow, request: Request, source: str) -> None:
+def _check_sizes(rows: Rows, sim: SimRow, request: FleetRequest, source: str) -> None:
     delta_bytes = request.job.version_bytes
     if sim.image_bytes is not None and sim.image_bytes < MIN_DELTA_GAIN * delta_bytes:
         rows.problems.append(

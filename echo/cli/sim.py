@@ -1,32 +1,345 @@
-"""`echo-sim SCENARIO`: what a run would do, from the code that would do it, on virtual time.
+"""`echo-rl sim SCENARIO`: what a run would do, from the code that would do it, on virtual time.
 
 Nothing is rented, started or looked up: learner, relays and workers are the sessions of
-`echo-node`, in one process; only training, sampling, disk and network are replaced by times.
+`echo-rl node`, in one process; only training, sampling, disk and network are replaced by times.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
+import json
+import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children, get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from echo.cli.command import run_command
+from echo.cli import interrupts
+from echo.cli.output import run_command
 from echo.cli.parsers import sim_parser
 from echo.cli.plan import to_json, write_json
-from echo.cli.scenario import load_scenario, read_tables
+from echo.cli.scenario import load_scenario
 from echo.cli.sim_replay import comparison, recorded_scenario
-from echo.cli.sim_sweep import sweep
-from echo.cli.sim_text import summary_text, write_run
-from echo.errors import ConfigError
-from echo.sim.records import History
+from echo.config.fleet_file import override, read_tables, split_override
+from echo.core.errors import ConfigError, StorageError
+from echo.core.units import format_duration
+from echo.fleet.overlap import Prediction, predict
+from echo.sim.records import BillRecord, History, StepRecord, rent, traffic_cost
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
-from echo.sim.summary import Summary, summarise
+from echo.sim.summary import RUN_IN, Summary, summarise
+from echo.ui.plots import StepPoint, simulation_plot, sweep_plot
+
+# --- Simulate every value of a parameter, or every combination of several, over some seeds ---
+
+
+FIGURES: Mapping[str, Callable[[Summary], float]] = {
+    "waits": lambda summary: summary.idle_share,
+    "staleness": lambda summary: summary.mean_staleness,
+    "thrown away": lambda summary: summary.thrown_away,
+    "$ per step": lambda summary: summary.cost_per_step,
+}
+"""What is compared."""
+
+
+def sweep(
+    tables: Mapping[str, Any],
+    texts: Sequence[str],
+    num_seeds: int,
+    name: str,
+    source: str,
+    out: Path,
+    console: Console,
+) -> int:
+    """Simulate all combinations, print and write them.
+
+    Args:
+        tables: the scenario as it was read.
+        texts: "key=value,value,..." for each parameter.
+        num_seeds: how often each combination is simulated, with seeds from the scenario's on.
+        name: for headings.
+        source: what to call the file in messages.
+        out: where sweep.json and sweep.png go.
+        console: where to print.
+
+    Raises:
+        ConfigError: if a key or a value is wrong.
+    """
+    axes = [_axis(text) for text in texts]
+    combinations = list(itertools.product(*(values for _, values in axes)))
+    scenarios: list[Scenario] = []
+    for values in combinations:
+        changed = copy.deepcopy(dict(tables))
+        for (key, _), value in zip(axes, values, strict=True):
+            override(changed, key, value)
+        scenario, _ = load_scenario(changed, name=name, source=source)
+        first = scenario.settings.seed
+        scenarios += [scenario.with_seed(seed) for seed in range(first, first + num_seeds)]
+    summaries = run_all(scenarios)
+    found = [summaries[start : start + num_seeds] for start in range(0, len(summaries), num_seeds)]
+    keys = [key for key, _ in axes]
+    console.print(_table(keys, combinations, found, num_seeds))
+    rows = [
+        {"set": dict(zip(keys, values, strict=True)), "runs": [to_json(run) for run in runs]}
+        for values, runs in zip(combinations, found, strict=True)
+    ]
+    write_json(out / "sweep.json", {"rows": rows})
+    png = sweep_plot(
+        [", ".join(values) for values in combinations],
+        {label: [[of(run) for run in runs] for runs in found] for label, of in FIGURES.items()},
+        out / "sweep.png",
+        key=", ".join(keys),
+        title=name,
+    )
+    print(f"wrote {out / 'sweep.json'} and {png}")
+    return 0 if all(run.is_complete for runs in found for run in runs) else 1
+
+
+def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
+    """Simulate scenarios, as many at a time as there are cores; return what each comes to."""
+    num_processes = min(len(scenarios), os.cpu_count() or 1)
+    if num_processes < 2:
+        return [run_one(scenario) for scenario in scenarios]
+    # Started anew, not forked: a fork would inherit whatever threads there are, half alive.
+    with interrupts.unwinding(), ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+        try:
+            # An exception in the middle of starting them would leave a pool that cannot be ended.
+            held: list[int] = []
+            before: dict[int, Any] = {
+                number: signal.signal(number, lambda number, _: held.append(number))
+                for number in (signal.SIGTERM, signal.SIGHUP)
+                if signal.getsignal(number) != signal.SIG_IGN
+            }
+            # They inherit it: Ctrl-C is for this process alone, which ends them.
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            futures = [pool.submit(run_one, scenario) for scenario in scenarios]
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for number in held:
+                signal.raise_signal(number)
+            return [future.result() for future in futures]
+        except SystemExit:
+            for process in active_children():
+                process.kill()
+            raise
+
+
+def run_one(scenario: Scenario) -> Summary:
+    """Simulate a scenario."""
+    return summarise(scenario, Simulation(scenario).run())
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    key, value = split_override(text)
+    values = [part.strip() for part in value.split(",") if part.strip()]
+    if not values:
+        raise ConfigError(f"--sweep {text}: write key=value,value,...")
+    return key, values
+
+
+def _table(
+    keys: Sequence[str],
+    combinations: Sequence[Sequence[str]],
+    found: Sequence[Sequence[Summary]],
+    num_seeds: int,
+) -> Table:
+    title = "" if num_seeds == 1 else f"means of {num_seeds} seeds, with the range of the waiting"
+    table = Table(title=title, title_justify="left")
+    for key in keys:
+        table.add_column(key)
+    for label in ("s per step", "waits", "staleness", "thrown away", "broadcast s", "$ per step"):
+        table.add_column(label, justify="right")
+    for values, runs in zip(combinations, found, strict=True):
+        idle = [run.idle_share for run in runs]
+        spread = f" ({min(idle):.1%}-{max(idle):.1%})" if len(runs) > 1 else ""
+        table.add_row(
+            *values,
+            f"{fmean(run.step_s for run in runs):.4g}",
+            f"{fmean(idle):.1%}{spread}",
+            f"{fmean(run.mean_staleness for run in runs):.2f}",
+            f"{fmean(run.thrown_away for run in runs):.1%}",
+            f"{fmean(run.broadcast_s for run in runs):.3g}",
+            f"{fmean(run.cost_per_step for run in runs):.4g}",
+        )
+    return table
+
+
+# --- What `echo-rl sim` prints and writes of one run ---
+
+
+AFTER = f" after the first {RUN_IN:.0%} of the steps"
+MAX_DECISIONS = 6
+"""Changes of the active workers that are listed, the last ones; sim.json has all."""
+MAX_LINKS = 8
+"""Links that are listed, those with the most bytes."""
+
+
+def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
+    """Return a run in words, beside what the overlap model says of the same fleet."""
+    expected = prediction(scenario, summary)
+    nodes = ", ".join(
+        f"{count} {offer.name}"
+        for offer, count in zip(scenario.fleet.offers, scenario.counts, strict=True)
+        if count
+    )
+    lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in summary.staleness.items())
+    lost = ", ".join(f"{number} {reason}" for reason, number in summary.discarded.items())
+    lines = [
+        f"{summary.name}: {nodes}; seed {summary.seed}",
+        f"  {summary.num_steps} steps in {format_duration(summary.duration_s)} of simulated time, "
+        f"{format_duration(summary.step_s)} each{AFTER}; simulated in {format_duration(wall_s)}",
+        f"  learner waits: {waits(summary)}; the overlap model says {expected.idle_share:.1%}",
+        f"  staleness: mean {summary.mean_staleness:.2f}{AFTER} (the model: "
+        f"{expected.mean_staleness:.2f}); {lags or 'nothing trained'}",
+        f"  broadcast: {format_duration(summary.broadcast_s)} until every worker holds a version; "
+        f"published every {summary.publish_period:.3g} steps",
+        f"  thrown away: {summary.thrown_away:.1%} of the sampled tokens; groups not trained: "
+        f"{lost or 'none'}; {summary.num_deaths} deaths",
+        f"  cost: ${summary.cost:.2f}, ${summary.cost_per_step:.3f} per step, "
+        f"${summary.cost_per_million_tokens:.3f} per million trained tokens; "
+        f"learner ${summary.cost_of_learner:.2f}, nodes ${summary.cost_of_nodes:.2f}, traffic "
+        f"${summary.cost_of_traffic:.2f}",
+    ]
+    lines += _events_text(summary)
+    largest = sorted(summary.gigabytes.items(), key=lambda item: -item[1])[:MAX_LINKS]
+    lines += [f"  {size:9.2f} GB {link}" for link, size in largest if size >= 0.01]
+    if not summary.is_complete:
+        why = f"; {summary.end}" if summary.end else ""
+        lines.append(f"  NOT FINISHED: {scenario.settings.num_steps} steps were asked for{why}")
+    return "\n".join(lines)
+
+
+def waits(summary: Summary) -> str:
+    """Return how much the learner waits, the same words in the text and over the plot."""
+    return f"{summary.idle_share:.1%} of the time{AFTER}, {summary.idle_share_in_all:.1%} in all"
+
+
+def _events_text(summary: Summary) -> list[str]:
+    """Return what happened to the learner, and whom it sent on standby."""
+    lines = []
+    if summary.num_restarts:
+        lines.append(
+            f"  the learner died {summary.num_restarts} times, was away for "
+            f"{format_duration(summary.down_s)} and made {summary.num_steps_undone} steps again"
+        )
+    if summary.cost_as_counted is not None:
+        lines.append(
+            f"  activation: {len(summary.decisions)} changes, {summary.num_standby} workers on "
+            f"standby in the end; the learner itself counts ${summary.cost_as_counted:.2f}"
+        )
+    shown = summary.decisions[-MAX_DECISIONS:]
+    lines += [f"    at {format_duration(float(str(d['time_s'])))}: {d['text']}" for d in shown]
+    return lines
+
+
+def prediction(scenario: Scenario, summary: Summary) -> Prediction:
+    """Return what the overlap model says of the fleet, with the broadcast that was measured."""
+    job, counts = scenario.job, scenario.counts
+    return predict(
+        job,
+        rate=scenario.fleet.rate(job, counts),
+        broadcast_s=summary.broadcast_s or scenario.fleet.broadcast_s(job, counts),
+        latency_s=scenario.fleet.latency_s(job, counts),
+        is_paced=scenario.settings.is_paced,
+    )
+
+
+def write_run(scenario: Scenario, summary: Summary, history: History, out: Path) -> list[Path]:
+    """Write metrics.jsonl, as a run would, and the plot; return the files.
+
+    Raises:
+        StorageError: if one cannot be written.
+    """
+    path = out / "metrics.jsonl"
+    costs = step_costs(scenario, history)
+    standby = [bill.standby_per_h for bill in history.bills] or [0.0] * len(costs)
+    rows = [step_row(step, cost) for step, cost in zip(history.steps, costs, strict=True)]
+    rows = [row | bill_row(bill) for row, bill in itertools.zip_longest(rows, history.bills)]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+    if not history.steps:
+        return [path]
+    points = [
+        StepPoint(
+            begins_s=step.time_s - step.trained_s,
+            ends_s=step.time_s,
+            waited_s=step.waited_s,
+            staleness=step.staleness,
+            cost=cost,
+            cost_per_h=3600 * (cost - before) / max(1e-9, step.time_s - since_s),
+            standby_per_h=standby_per_h,
+        )
+        for step, cost, before, since_s, standby_per_h in zip(
+            history.steps,
+            costs,
+            [0.0, *costs],
+            [0.0, *(step.time_s for step in history.steps)],
+            standby,
+            strict=False,
+        )
+    ]
+    png = simulation_plot(
+        points, history.traffic, out / "sim.png", title=scenario.name, waits=waits(summary)
+    )
+    return [path, png]
+
+
+def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
+    """Return one row of metrics.jsonl under the names of a run's own."""
+    total = max(1e-9, step.tokens)
+    row: dict[str, Any] = {
+        "step": step.step,
+        "time": step.time_s,
+        "time/step": step.waited_s + step.trained_s,
+        "time/train": step.trained_s,
+        "time/wait_for_batch": step.waited_s,
+        "learner/idle_ratio": step.waited_s / max(1e-9, step.waited_s + step.trained_s),
+        "staleness/mean": sum(lag * n for lag, n in step.staleness.items()) / total,
+        "staleness/max": max(step.staleness, default=0),
+        "staleness/hist": {str(lag): n for lag, n in sorted(step.staleness.items())},
+        "publish_period": step.publish_period,
+        "cost/total": cost,
+    }
+    if step.broadcast_s is not None:
+        row["broadcast/seconds"] = step.broadcast_s
+    return row
+
+
+def bill_row(bill: BillRecord | None) -> dict[str, Any]:
+    """Return what a step cost as the learner counts it, under the names of a run's own."""
+    if bill is None:
+        return {}
+    return {
+        "cost/per_hour": bill.per_h,
+        "cost/standby_per_hour": bill.standby_per_h,
+        "workers/active": bill.num_active,
+        "workers/standby": bill.num_standby,
+    }
+
+
+def step_costs(scenario: Scenario, history: History) -> list[float]:
+    """Return $ spent up to each step."""
+    relays = sum(region.relay_price_per_h for region in scenario.fleet.regions.values())
+    hourly = relays + scenario.job.learner_price_per_h
+    found = []
+    for step, traffic in zip(history.steps, history.traffic_at_steps, strict=True):
+        nodes = sum(rent(rental, scenario.prices, step.time_s) for rental in history.rentals)
+        found.append(nodes + hourly * step.time_s / 3600 + traffic_cost(scenario, traffic))
+    return list(itertools.accumulate(found, max))
+
 
 REPLAY_CHUNKS = 8
 """Grain of the versions of a replayed run: its broadcasts take what was recorded anyway."""

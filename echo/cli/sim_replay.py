@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from echo.cli.plan_run import RunRates, read_ledger, read_rates
-from echo.config.profiles import PROFILES
-from echo.planner.fleet import Fleet, Offer, Region
+from echo.cli.plan import read_ledger, read_rates
+from echo.config.schema import PROFILES
+from echo.core.units import format_duration
+from echo.fleet.market import Offer, Region, RentedFleet
+from echo.records.run_files import MetricsRow, RunRates, json_lines, read_config, read_metrics
 from echo.sim.lengths import RecordedLengths
 from echo.sim.scenario import Scenario, Settings
 from echo.sim.summary import RUN_IN, Summary
-from echo.ui.records import Row, json_lines, read_config, read_metrics
-from echo.units import format_duration
 
 REGION = "recorded"
 UNLIMITED = 1e12
@@ -48,7 +48,7 @@ def recorded_scenario(run_dir: Path, *, seed: int, num_chunks: int) -> Scenario:
     offers = tuple(_offer(name, rates) for name in rates.workers)
     return Scenario(
         name=f"{rates.name}, replayed",
-        fleet=Fleet(
+        fleet=RentedFleet(
             offers=offers,
             regions={REGION: Region(name=REGION, bytes_per_s=rate, latency_s=0.0005)},
             uplink_bytes_per_s=UNLIMITED,
@@ -98,11 +98,11 @@ def _offer(name: str, rates: RunRates) -> Offer:
     )
 
 
-def _values(rows: Sequence[Row], key: str) -> list[float]:
+def _values(rows: Sequence[MetricsRow], key: str) -> list[float]:
     return [row[key] for row in rows if row.get(key) is not None]
 
 
-def _overhead_s(rows: Sequence[Row]) -> float:
+def _overhead_s(rows: Sequence[MetricsRow]) -> float:
     """Return the mean seconds of a step in which the learner neither trains nor waits."""
     spent = [
         row["time/step"] - row["time/train"] - row["time/wait_for_batch"]

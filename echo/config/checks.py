@@ -7,20 +7,40 @@ drops the problems of a rule that read a value already reported.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from echo.config.fields import has_secret
-from echo.config.layers import Problem
-from echo.config.leaves import kinds_of, leaves, show
-from echo.config.schema import Config
-from echo.config.section import Role
-from echo.units import format_bytes
+from echo.config.fields import Role, has_secret
+from echo.config.schema import Config, KeyPath, kinds_of, leaves, show
+from echo.core.units import format_bytes
+from echo.wire.codec import BYTES_PER_TOKEN
 
-BYTES_PER_TOKEN = 17
-"""Id, log-probability, version and mask of one sampled token on the wire."""
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value and who set it."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, found at the first of `paths` and caused by all of them."""
+
+    paths: tuple[KeyPath, ...]
+    text: str
+    setting: Setting | None = None
+    """The value in question where it is not among the accepted settings."""
+    is_idle: bool = False
+    """Whether nothing is wrong but that the value at the first path has no effect beside others:
+    one that a resumed run has merely saved gives way."""
+
+
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights on an encrypted link."""
 MAX_GROUP_BYTES = 60 << 20
-"""A little below the largest message of the transport (runtime/wiring.py)."""
+"""A little below the largest message of the transport (runtime/node.py)."""
 RATIO_UNDER_TOP_K = 0.9
 """What a loss has to reach down to with top-k. What that takes away has no bound, so this is a
 judgement: ranges of .2, as PPO's, are used with it; those of some percent clip every token."""

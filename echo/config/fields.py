@@ -1,4 +1,4 @@
-"""The types that configuration values have beyond numbers and text.
+"""Types of configuration values beyond numbers and text, and the base of all sections.
 
 Each checks on its own and says what to write instead; echo/config/load.py adds the file, the
 key and the value to that.
@@ -7,11 +7,19 @@ key and the value to that.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+)
 
-from echo.units import JOIN_SECRET, parse_duration, parse_size
+from echo.core.units import JOIN_SECRET, parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 MAX_NAME_LENGTH = 64
@@ -190,3 +198,34 @@ TaskKind = Annotated[str, AfterValidator(_check_task_kind)]
 
 RunName = Annotated[str, AfterValidator(_check_run_name)]
 """One path component."""
+
+
+Role = Literal["learner", "worker", "relay"]
+ROLES: tuple[Role, ...] = ("learner", "worker", "relay")
+
+T = TypeVar("T")
+INHERITED = "inherited"
+Inherited = Annotated[T, INHERITED]
+"""The type of a key that the learner decides for its workers."""
+OWN_KIND = "package.module:function"
+"""The kind of a section's class for something of the user's own, which has an import path."""
+
+
+class Section(BaseModel):
+    """What all sections have in common: frozen, strict about types and unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+    roles: ClassVar[tuple[Role, ...]] = ("learner",)
+    """Which roles read this section."""
+
+
+def kind_of(value: Any) -> str:
+    """Return which class of a section a table or an object is of."""
+    kind = value["kind"] if isinstance(value, Mapping) else value.kind
+    return OWN_KIND if ":" in kind else str(kind)

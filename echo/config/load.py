@@ -10,28 +10,256 @@ from __future__ import annotations
 import json
 import os
 import re
+import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
-from echo.config.checks import check_config
-from echo.config.layers import (
-    OVERRIDE,
-    Problem,
-    Setting,
-    nearest,
-    nest,
-    read_layer,
-    read_override,
+from echo.config.checks import Problem, Setting, check_config
+from echo.config.fields import OWN_KIND, ROLES, Role
+from echo.config.memory import Budget
+from echo.config.reference import default_text
+from echo.config.schema import (
+    DEFAULT_PROFILE,
+    KINDS,
+    PROFILES,
+    PULL,
+    Config,
+    KeyPath,
+    Leaf,
+    every_leaf,
+    find_leaf,
+    inherited_keys,
+    kinds_of,
+    leaves,
+    sections,
+    show,
 )
-from echo.config.leaves import KeyPath, Leaf, every_leaf, kinds_of, leaves, show
-from echo.config.profiles import DEFAULT_PROFILE, PROFILES, PULL
-from echo.config.schema import KINDS, Config
-from echo.config.section import OWN_KIND, ROLES, Role
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError, nearest
+from echo.core.units import format_bytes, without_secrets
+
+# --- Text made from the schema and from a configuration: `--help` and `--dry-run` ---
+
+
+_WIDTH = 96
+
+
+def schema_help(role: Role | None = None) -> str:
+    """Return every key that `role` reads (None: all), with its values, default and meaning."""
+    lines = [
+        'Configuration keys (TOML). Durations take "30s", "5min", "2h"; sizes take "8GiB", "200MB".'
+    ]
+    for (name, kind), group in _by_section(every_leaf(), role).items():
+        lines.append("")
+        if name:
+            summary = (sections()[name][kind].__doc__ or "").partition("\n")[0]
+            heading = f"[{name}] kind = {show(kind)}" if kind else f"[{name}]"
+            lines.append(f"{heading}  {summary}")
+        for leaf in group:
+            lines.append(f"  {leaf.path[-1]} = {default_text(leaf)}")
+            text = f"{leaf.help} Takes {leaf.expected}."
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def dry_run_text(
+    config: Config, role: Role, *, budget: Budget | None = None, notices: Iterable[str] = ()
+) -> str:
+    """Return what would start, its memory budget, and every setting with its source.
+
+    Args:
+        config: the configuration.
+        role: what would start.
+        budget: from `memory.memory_budget`; None leaves the line out.
+        notices: shown before the settings.
+    """
+    lines = [f"would start: {_describe_start(config, role)}"]
+    if budget is not None:
+        lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")
+    lines += [f"notice: {notice}" for notice in notices]
+    lines.append(f'profile: "{config.profile}"')
+    lines += ["", *resolved_lines(config, role)]
+    return "\n".join(lines)
+
+
+def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
+    """Return the configuration as TOML, each line with where its value came from."""
+    lines: list[str] = []
+    for (name, _), group in _by_section(leaves(kinds_of(config)).values(), role).items():
+        if name:
+            lines += ["", f"[{name}]"]
+        for leaf in group:
+            value = _value(config, leaf)
+            notes = [config.sources.get(leaf.key, "")]
+            if leaf.key.endswith("_bytes") and isinstance(value, int):
+                notes.append(format_bytes(value))
+            # TOML has no word for a missing value, and this text should load again.
+            text = f"# {leaf.path[-1]}" if value is None else f"{leaf.path[-1]} = {show(value)}"
+            notes += ["not set"] if value is None else []
+            note = ", ".join(filter(None, notes))
+            lines.append(f"{text:<56} # {note}" if note else text)
+    return lines
+
+
+def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str], list[Leaf]]:
+    """Return the keys that `role` reads by section and kind, "" for the top level."""
+    groups: dict[tuple[str, str], list[Leaf]] = {}
+    for leaf in keys:
+        if role is None or role in leaf.roles:
+            place = leaf.path[0] if len(leaf.path) == 2 else ""
+            groups.setdefault((place, "".join(leaf.kinds)), []).append(leaf)
+    return groups
+
+
+def _value(config: Config, leaf: Leaf) -> object:
+    value: object = config
+    for part in leaf.path:
+        value = getattr(value, part)
+    return value
+
+
+def _describe_start(config: Config, role: Role) -> str:
+    if role == "learner":
+        batch, period = config.batch, config.sync.publish_period
+        rollouts = batch.groups_per_step * batch.group_size
+        if period == "auto":
+            cadence = f"auto, {config.sync.initial_publish_period} until measured"
+        else:
+            cadence = str(period)
+        return (
+            f"a learner of {config.model.name} on {config.learner.listen}, {config.run.max_steps} "
+            f"steps of {rollouts} rollouts ({batch.groups_per_step} groups x {batch.group_size}) "
+            f'of task "{config.task.kind}", staleness at most {config.sync.max_staleness}, '
+            f"publish period {cadence}, into {config.run_dir}"
+        )
+    node = config.worker if role == "worker" else config.relay
+    serves = f"serves on {node.listen}" if node.listen else "serves no weights to others"
+    addresses = without_secrets(", then ".join(node.connect)) or "the address of its join string"
+    return f"a {role} that connects to {addresses} and {serves}"
+
+
+# --- Settings before they are checked: flattened to paths, with their sources ---
+#
+# A layer is one file or one `--set`. Later layers win, key by key. Of a table of the user's own
+# keys `--set task.options.digits=3` sets one and leaves the others; `--set task.options={digits=3}`
+# sets the table: the keys that it had before are gone.
+
+
+OVERRIDE = "--set"
+"""The source of settings from the command line."""
+
+
+@dataclass(slots=True)
+class Layer:
+    """What one source sets."""
+
+    settings: dict[KeyPath, Setting] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    replaced: KeyPath | None = None
+    """A table that is set as a whole: what earlier layers have in it goes."""
+
+
+def read_layer(table: Mapping[str, Any], source: str) -> Layer:
+    """Return the settings of one source, and its unknown keys as problems."""
+    layer = Layer()
+    for path, value in flatten(table):
+        setting = Setting(value, source)
+        if path[0] in sections() and len(path) == 1 and value == {}:
+            continue  # an empty section sets nothing
+        if find_leaf(path) is None:
+            layer.problems.append(Problem((path,), _say_unknown(path), setting))
+        else:
+            layer.settings[path] = setting
+    return layer
+
+
+def read_override(text: str) -> Layer:
+    """Return the layer of one `--set section.key=value`.
+
+    The value is read as TOML; what is not TOML is text, so that names need no quotes.
+    """
+    key, separator, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not separator or not all(parts):
+        problem = f'"{text}" is not an override; write section.key=value'
+        return Layer(problems=[Problem((), problem, Setting(None, OVERRIDE))])
+    table: Any = _toml_or_text(value.strip())
+    is_table = isinstance(table, Mapping)
+    for part in reversed(parts):
+        table = {part: table}
+    layer = read_layer(table, OVERRIDE)
+    if is_table and find_leaf(tuple(parts)) is not None:  # not a whole section
+        layer.replaced = tuple(parts)
+    return layer
+
+
+def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
+    """Yield every value of nested tables with its path; an empty table is a value."""
+    for key, value in table.items():
+        path = (*parent, key)
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, path)
+        else:
+            yield path, value
+
+
+def nest(settings: Mapping[KeyPath, Setting]) -> dict[str, Any]:
+    """Return the nested tables that `settings` flatten; an empty table gives way to its keys."""
+    root: dict[str, Any] = {}
+    for path in sorted(settings, key=len):
+        table = root
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                break  # a table's name was given a plain value, which is reported by its type
+        else:
+            value = settings[path].value
+            table[path[-1]] = dict(value) if isinstance(value, Mapping) else value
+    return root
+
+
+def _toml_or_text(text: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = table["value"]
+    is_plain = len(table) == 1 and isinstance(value, str | int | float | list | dict)
+    return value if is_plain else text
+
+
+def _say_unknown(path: KeyPath) -> str:
+    """Say why `path` is no key, and which one was probably meant."""
+    section, name = path[0], path[-1]
+    if section in sections() and len(path) == 1:
+        return f"this is a section, not a key; write [{section}] and its keys below it"
+    if find_leaf(path[:1]) or find_leaf(path[:2]):
+        return "this key takes a plain value, not a table"
+    paths = dict.fromkeys(leaf.path for leaf in every_leaf())
+    names = [path[-1] for path in paths if path[0] == section and len(path) == 2]
+    near = nearest(name, names)
+    if near:
+        return f"unknown key; did you mean {near}?"
+    if section not in sections() and len(path) > 1:
+        near = nearest(section, sections())
+        if near:
+            return f"unknown section; did you mean [{near}]?"
+    alike = nearest(name, [path[-1] for path in paths])
+    elsewhere = [".".join(path) for path in paths if path[-1] == alike]
+    if len(elsewhere) == 1:
+        return f"unknown key; did you mean {elsewhere[0]}?"
+    if names:
+        return f"unknown key; [{section}] has {', '.join(names)}"
+    return f"unknown {'section' if len(path) > 1 else 'key'}; there are {_list_sections()}"
+
+
+def _list_sections() -> str:
+    return ", ".join(f"[{name}]" for name in sections())
+
 
 _FROM_DEFAULT = "default"
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -330,3 +558,215 @@ def _sources(settings: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf])
         key: " + ".join(sorted(set(names) - {_FROM_DEFAULT}, key=OVERRIDE.__eq__) or names)
         for key, names in found.items()
     }
+
+
+# --- What a changed configuration does to a run that is resumed ---
+#
+# Safe: everything stored, and every rollout already sampled, still means the same; only what comes
+# next changes. Unsafe: it does not, or other processes that were not restarted would disagree.
+
+
+_OTHER_RUN = "the run lives in that directory; start a new run with --init-from instead"
+_OTHER_PROMPTS = "buffered groups and the position in the data belong to the old prompts"
+_OTHER_SAMPLING = "buffered rollouts carry log-probs of the old distribution"
+_OTHER_COUNTS = "the ledger and the admission of groups count in the old number"
+_OLD_ADDRESS = "relays and workers that were not restarted dial the old address"
+_OTHER_SECURITY = "relays and workers that were not restarted could not connect any more"
+_OTHER_MODEL = "the checkpoint holds weights of the old model; start a new run with --init-from"
+
+_UNSAFE: Mapping[str, str] = {
+    "run.name": _OTHER_RUN,
+    "run.dir": _OTHER_RUN,
+    "run.seed": "the order of prompts follows from it: some would be drawn twice, others never",
+    "model.name": _OTHER_MODEL,
+    "model.revision": _OTHER_MODEL,
+    "model.dtype": "workers that were not restarted hold versions in the old type",
+    "model.chat_template": _OTHER_PROMPTS,
+    "model.chat_template_kwargs": _OTHER_PROMPTS,
+    "task.kind": _OTHER_PROMPTS,
+    "task.options": _OTHER_PROMPTS,
+    "sampling.temperature": _OTHER_SAMPLING,
+    "sampling.top_p": _OTHER_SAMPLING,
+    "sampling.top_k": _OTHER_SAMPLING,
+    "batch.group_size": _OTHER_COUNTS + "; buffered groups have the old size",
+    "batch.groups_per_step": _OTHER_COUNTS,
+    "lora": _OTHER_MODEL,
+    "learner.listen": _OLD_ADDRESS,
+    "learner.advertise": _OLD_ADDRESS,
+    "security.curve": _OTHER_SECURITY,
+    "learner.init_from": "a resumed run takes its weights from its checkpoint",
+}
+"""Why, by dotted key or section."""
+
+_SAFE: Mapping[str, str] = {
+    "profile": "the values that change with it are listed on their own lines",
+    "run.max_steps": "only moves the end of the run",
+    "model.attn_implementation": "the same function, rounded differently",
+    "task.reward_timeout_s": "holds for groups leased from now on",
+    "task.step_timeout_s": "holds for groups leased from now on",
+    "task.max_reward": "holds for groups that arrive from now on",
+    "task.max_turns": "holds for groups leased from now on",
+    "reward": "who judges, not how; workers are told when they join",
+    "sampling.max_completion_tokens": "holds for groups leased from now on",
+    "sync.mode": "the bound and the period that go with it are listed on their own lines",
+    "sync.max_staleness": "every group is checked against it when it is consumed",
+    "sync.adaptive": "gates the leases granted from now on",
+    "sync.min_staleness": "gates the leases granted from now on",
+    "sync.publish_period": "holds from the next publication on",
+    "batch.keep_zero_variance": "holds for groups that arrive from now on",
+    "batch.max_zero_signal_batches": "only when a run without gradients ends",
+    "loss": "computed anew for every batch",
+    "reference": "computed anew for every batch",
+    "optimizer": "holds from the next step on; the moments are kept",
+    "learner": "how the learner computes, not what",
+    "leases": "holds for groups leased from now on",
+    "activation": "decides from now on; what was spent before counts towards the budget of the run",
+    "worker": "read by workers when they start",
+    "agent": "read by workers when they start",
+    "rollout": "holds for workers that join from now on; others are told by a restart",
+    "engine": "read by workers when they start",
+    "relay": "read by relays when they start",
+    "checkpoint": "holds from the next checkpoint on",
+    "eval": "compare evaluations on the same prompts only",
+    "network": "holds for what is sent from now on",
+    "security": "read by relays and workers when they start",
+    "limits": "a bound on disk use",
+    "metrics": "only what is measured, and where it goes",
+    "ui": "only what is shown",
+}
+"""Why, by dotted key or section; a key of its own goes before its section."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting that differs."""
+
+    key: str
+    old: Any
+    new: Any
+    is_safe: bool
+    why: str
+
+    def __str__(self) -> str:
+        label = "safe" if self.is_safe else "UNSAFE"
+        return f"{label:6} {self.key}: {show(self.old)} -> {show(self.new)} ({self.why})"
+
+
+def diff_configs(old: Config, new: Config) -> list[Change]:
+    """Return the settings that differ, in the order of the schema."""
+    before, after = resolved(old), resolved(new)
+    changes = []
+    for path, leaf in {**leaves(kinds_of(old)), **leaves(kinds_of(new))}.items():
+        was, now = _at(before, path), _at(after, path)
+        if was != now:
+            is_safe, why = classify(leaf.key)
+            changes.append(Change(leaf.key, was, now, is_safe, why))
+    return changes
+
+
+def classify(key: str) -> tuple[bool, str]:
+    """Return whether changing `key` is safe when a run is resumed, and why."""
+    section = key.split(".")[0]
+    if key in _UNSAFE or section in _UNSAFE:
+        return False, _UNSAFE.get(key) or _UNSAFE[section]
+    return True, _SAFE[key] if key in _SAFE else _SAFE[section]
+
+
+def _at(table: Any, path: tuple[str, ...]) -> Any:
+    """Return the value of a key; None for one that the chosen kind of its section has not."""
+    for part in path:
+        table = table.get(part)
+    return table
+
+
+# What the learner decides for its workers, and what a worker says when its own file disagrees
+#
+# A worker needs nothing but an address. These settings travel to it when it joins; one that its
+# user wrote down must agree, because it would be ignored otherwise.
+
+
+_TEMPLATE = "model.chat_template"
+"""Travels as the file's text; all others as their value."""
+_AGENTS = "agent.listen"
+"""Whether there is one is for the learner to say; a worker may have an address of its own."""
+
+
+def inherited_settings(config: Config) -> dict[str, Any]:
+    """Return what the learner sends to workers, by dotted key, as plain JSON-able values.
+
+    Raises:
+        ConfigError: if the chat template's file cannot be read.
+    """
+    values = {key: _value_inherit(resolved(config), key) for key in inherited_keys()}
+    values[_TEMPLATE] = _template_text(config)
+    return values
+
+
+def check_inherited(
+    config: Config, keys_set_by_user: Collection[str], settings: Mapping[str, Any]
+) -> list[str]:
+    """Return one line per setting of the worker's own that contradicts the learner's.
+
+    Args:
+        config: the worker's.
+        keys_set_by_user: `load.keys_set_by_user(config)`; defaults contradict nothing.
+        settings: what the learner sent.
+    """
+    own = {
+        key: _value_inherit(resolved(config), key) for key in inherited_keys() if key != _TEMPLATE
+    }
+    if config.model.chat_template is not None and Path(config.model.chat_template).exists():
+        # One file serves all machines, and only the learner needs to have what it names.
+        own[_TEMPLATE] = _template_text(config)
+    return [
+        f"{config.sources.get(key, 'configuration')}: {key} = {_brief(own[key])} contradicts the "
+        f"learner, which uses {_brief(settings[key])}; remove it here, a worker gets it from there"
+        for key in inherited_keys()
+        if key in keys_set_by_user
+        and key in own
+        and key in settings
+        and own[key] != settings[key]
+        and not (key == _AGENTS and settings[key] is not None)
+    ]
+
+
+def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the worker's configuration with the learner's settings in it.
+
+    The chat template stays as it is: its key holds a path, `settings` its text.
+
+    Raises:
+        ConfigError: if a setting does not fit this version's schema.
+    """
+    table = resolved(config)
+    for key in inherited_keys():
+        if key in settings and key != _TEMPLATE:
+            section, name = key.split(".")
+            if key != _AGENTS or table[section][name] is None:
+                table[section][name] = settings[key]
+    changed = parse_config(table, source="the learner's settings")
+    inherited = {key: "learner" for key in inherited_keys() if key in settings and key != _TEMPLATE}
+    return changed.with_sources({**config.sources, **inherited})
+
+
+def _value_inherit(table: Mapping[str, Any], key: str) -> Any:
+    section, name = key.split(".")
+    return table[section][name]
+
+
+def _template_text(config: Config) -> str | None:
+    if config.model.chat_template is None:
+        return None
+    path = Path(config.model.chat_template)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{config.sources.get(_TEMPLATE, 'configuration')}: {_TEMPLATE} = "
+            f"{show(str(path))}: cannot be read: {error}; give an existing Jinja file in UTF-8"
+        ) from error
+
+
+def _brief(value: object) -> str:
+    text = show(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from echo.config.fields import Off
-from echo.config.section import OWN_KIND, Section, kind_of
+from echo.config.fields import OWN_KIND, Off, Section, kind_of
 
 ClipLow = Annotated[
     Annotated[float, Field(gt=0, le=1)] | Off,

@@ -1,20 +1,204 @@
 """Whether a role fits into its machine's memory, and which settings help if it does not.
 
-Pure: the model's dimensions and the machine's memory are arguments (machine.py reads them). Only
-settings that exist and do save memory are named, each with the bytes it saves.
+The sums are pure: the model's dimensions and the machine's memory are arguments, which functions
+at the end read. Only settings that exist and do save memory are named, each with what it saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from echo.config.footprint import Footprint, Item, ModelFacts
-from echo.config.leaves import show
-from echo.config.schema import Config
-from echo.config.section import Role
-from echo.units import format_bytes
+import psutil
+
+from echo.config.fields import Role
+from echo.config.schema import Config, show
+from echo.core.errors import DataError
+from echo.core.rollout import KEEP_VERSIONS
+from echo.core.units import format_bytes
+
+# --- The size of everything that one configuration makes with one model: pure arithmetic ---
+#
+# Activations are an estimate for pre-norm decoders with gated MLPs whose attention never stores its
+# score matrix; buffers of a few MiB are left out.
+
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per number, by type."""
+
+_BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) and mask (1)
+VOCAB_CHUNK = 8192
+"""Columns of logits that exist at one time; as in kernels/logprob.py, which loads torch."""
+MAX_UNACKED_GROUPS = 64
+"""Groups that a relay holds until the learner has them; as in leases/outbox.py."""
+_LOGPROB_CHUNK_COPIES = 2  # logits of a vocabulary chunk, and their gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The dimensions of a causal language model that its memory follows from."""
+
+    num_params: int
+    """Parameters, tied ones once."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One thing that takes memory."""
+
+    name: str
+    num_bytes: int
+    is_on_gpu: bool
+    """Whether it lies beside the model on its accelerator, where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Sizes in bytes, per role."""
+
+    config: Config
+    facts: ModelFacts
+    prompt_tokens: int
+    """Tokens that a prompt is assumed to have."""
+    has_gpu: bool = False
+    """Whether the model lies on one."""
+
+    def with_learner(self, changes: Mapping[str, Any]) -> Footprint:
+        """Return the footprint with settings of [learner] changed."""
+        learner = self.config.learner.model_copy(update=changes)
+        changed = self.config.model_copy(update={"learner": learner})
+        return replace(self, config=changed)
+
+    @property
+    def rollout_tokens(self) -> int:
+        """Tokens of the longest rollout, its prompt included."""
+        return self.prompt_tokens + self.config.sampling.max_completion_tokens
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens really in one pass: at least one rollout, at most a whole step."""
+        batch = self.config.batch
+        whole_step = batch.groups_per_step * batch.group_size * self.rollout_tokens
+        return max(self.rollout_tokens, min(self.config.learner.micro_batch_tokens, whole_step))
+
+    def learner_items(self) -> tuple[Item, ...]:
+        """Return what training takes: 16 bytes per trained parameter, a micro-batch, the versions.
+
+        Under an adapter the base takes 4 bytes per parameter more, and is in no version.
+        A reference model and the one that attribution scores with take 4 bytes more each, the
+        copies that bfloat16 products read 2. A GPU keeps the last version to find what changed
+        (engine/weights.py).
+        """
+        num_params, num_trained = self.facts.num_params, self._num_trained
+        base = Item(name="base", num_bytes=4 * num_params, is_on_gpu=True)
+        copies = Item(name="bfloat16 copies", num_bytes=2 * num_params, is_on_gpu=True)
+        scorer = Item(name="attribution", num_bytes=4 * num_params, is_on_gpu=True)
+        # Taken to be as large as the model that is trained.
+        reference = Item(name="reference", num_bytes=4 * num_params, is_on_gpu=True)
+        last_version = Item(name="last version", num_bytes=self._bytes_per_version, is_on_gpu=True)
+        return (
+            *([base] if self.config.lora.rank else []),
+            Item(name="masters", num_bytes=4 * num_trained, is_on_gpu=True),
+            Item(name="gradients", num_bytes=4 * num_trained, is_on_gpu=True),
+            Item(name="Adam moments", num_bytes=8 * num_trained, is_on_gpu=True),
+            *([copies] if self._compute_bytes < 4 else []),
+            *([reference] if self.config.reference.kl_coef else []),
+            *([scorer] if self.config.metrics.attribution_steps else []),
+            *([last_version] if self.has_gpu and self.config.network.codec != "full" else []),
+            Item(name="activations", num_bytes=self._activation_bytes(), is_on_gpu=True),
+            Item(name="log-prob chunk", num_bytes=self._logprob_bytes(), is_on_gpu=True),
+            self._versions(KEEP_VERSIONS + 1),  # one more is being made
+        )
+
+    def worker_items(self, dtype: str) -> tuple[Item, ...]:
+        """Return what a worker takes before its first rollout."""
+        num_bytes = DTYPE_BYTES[dtype] * self.facts.num_params
+        return (
+            Item(name="weights", num_bytes=num_bytes, is_on_gpu=True),
+            self._versions(KEEP_VERSIONS),
+        )
+
+    def relay_items(self) -> tuple[Item, ...]:
+        """Return what a relay takes: the versions, and groups that wait to be acknowledged."""
+        group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
+        num_bytes = MAX_UNACKED_GROUPS * group_bytes
+        return (
+            self._versions(KEEP_VERSIONS),
+            Item(name="groups under way", num_bytes=num_bytes, is_on_gpu=False),
+        )
+
+    def bytes_per_rollout(self, dtype: str) -> int:
+        """Return keys and values of one rollout of full length, and its row of float32 logits."""
+        facts = self.facts
+        per_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * DTYPE_BYTES[dtype]
+        return per_token * self.rollout_tokens + 4 * facts.vocab_size
+
+    def _versions(self, num_versions: int) -> Item:
+        num_bytes = num_versions * self._bytes_per_version
+        return Item(name=f"{num_versions} versions", num_bytes=num_bytes, is_on_gpu=False)
+
+    @property
+    def _bytes_per_version(self) -> int:
+        return DTYPE_BYTES[self.config.model.dtype] * self._num_trained
+
+    @property
+    def _num_trained(self) -> int:
+        """Parameters that are trained and published: all, or those of the adapter.
+
+        Target modules other than the usual seven are taken for as large as the largest of those.
+        """
+        facts, lora = self.facts, self.config.lora
+        if not lora.rank:
+            return facts.num_params
+        heads, kv_heads = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+        mlp = facts.hidden_size + facts.intermediate_size
+        sizes = {
+            **dict.fromkeys(("q_proj", "o_proj"), facts.hidden_size + heads),
+            **dict.fromkeys(("k_proj", "v_proj"), facts.hidden_size + kv_heads),
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), mlp),
+        }
+        names = sizes if lora.target_modules == ("all-linear",) else lora.target_modules
+        return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
+
+    def _activation_bytes(self) -> int:
+        """Return the bytes of the tensors kept for one micro-batch's backward pass.
+
+        Per token and layer: two norms and two residuals (6 x hidden), in float32; queries before
+        and after norm and rotation and the attention's output (3 x heads), keys and values (4 x kv
+        heads), and the gated MLP (4 x intermediate), in the type of the matrix products. With
+        checkpointing only each layer's input is kept, and one layer at a time in full.
+        """
+        facts = self.facts
+        products = (
+            3 * facts.num_heads + 4 * facts.num_kv_heads
+        ) * facts.head_dim + 4 * facts.intermediate_size
+        per_layer = 4 * 6 * facts.hidden_size + self._compute_bytes * products
+        if self.config.learner.gradient_checkpointing:
+            per_token = 4 * facts.num_layers * facts.hidden_size + per_layer
+        else:
+            per_token = facts.num_layers * per_layer
+        return per_token * self.micro_batch_tokens
+
+    @property
+    def _compute_bytes(self) -> int:
+        """Bytes per number of the learner's matrix products; auto counts as float32."""
+        return DTYPE_BYTES.get(self.config.learner.dtype, 4)
+
+    def _logprob_bytes(self) -> int:
+        chunk = min(VOCAB_CHUNK, self.facts.vocab_size)
+        return 4 * _LOGPROB_CHUNK_COPIES * self.micro_batch_tokens * chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +212,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
+class Saving:
     """A setting that saves memory."""
 
     setting: str
@@ -52,7 +236,7 @@ class Budget:
     """There."""
     max_concurrent_rollouts: int | None = None
     """What a worker's memory holds; None for other roles and where it is not known."""
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[Saving, ...] = ()
     """The largest saving first; empty if it fits or nothing helps."""
 
 
@@ -93,7 +277,7 @@ def memory_budget(
     items = footprint.learner_items() if role == "learner" else footprint.relay_items()
     memory = _decisive(items, machine)
     fits = memory.missing_bytes <= 0
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[Saving, ...] = ()
     advice = ""
     if not fits and role == "learner" and memory == _memories(items, machine)[0]:
         remedies, advice = _advise_learner(footprint, memory.missing_bytes)
@@ -124,14 +308,14 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
     wanted = worker.max_concurrent_rollouts or max(1, capacity)
     items = (*items, Item(name="KV cache", num_bytes=wanted * per_rollout, is_on_gpu=True))
     memory = _decisive(items, machine)
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[Saving, ...] = ()
     advice = ""
     if wanted > capacity:
         advice = _too_short(memory.missing_bytes)
     if wanted > capacity > 0:
         saved = (wanted - capacity) * per_rollout
         remedies = (
-            Remedy(setting=f"worker.max_concurrent_rollouts={capacity}", saved_bytes=saved),
+            Saving(setting=f"worker.max_concurrent_rollouts={capacity}", saved_bytes=saved),
         )
         advice = f"; set {_join(remedies, 'or')}"
     return Budget(
@@ -157,7 +341,7 @@ def _learner_changes(footprint: Footprint, available: int) -> dict[str, Any]:
     return {"micro_batch_tokens": tokens, "gradient_checkpointing": True}
 
 
-def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Remedy, ...], str]:
+def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, ...], str]:
     """Return the remedies and what to say: those that are enough alone, else all of them."""
     now = _model_bytes(footprint)
     changes = _learner_changes(footprint, now - missing)
@@ -166,7 +350,7 @@ def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Remedy, .
         for key, value in changes.items()
     }
     remedies = tuple(
-        Remedy(setting=f"learner.{key}={show(changes[key])}", saved_bytes=saved[key])
+        Saving(setting=f"learner.{key}={show(changes[key])}", saved_bytes=saved[key])
         for key in sorted(saved, key=lambda key: -saved[key])
         if saved[key] > 0
     )
@@ -192,7 +376,7 @@ def _needs_has(memory: _Memory) -> str:
     return f"{format_bytes(memory.needed_bytes)}, has {format_bytes(memory.available_bytes)}"
 
 
-def _join(remedies: Sequence[Remedy], word: str) -> str:
+def _join(remedies: Sequence[Saving], word: str) -> str:
     return f" {word} ".join(
         f"{remedy.setting} (saves {format_bytes(remedy.saved_bytes)})" for remedy in remedies
     )
@@ -239,3 +423,105 @@ def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
         _Memory(tuple(item for item in items if item.is_on_gpu), machine.gpu_bytes),
         _Memory(tuple(item for item in items if not item.is_on_gpu), machine.host_bytes),
     ]
+
+
+# Read what the memory budget needs to know: a model directory's dimensions, this machine's memory
+#
+# Nothing here imports torch: free GPU memory comes from whoever has it.
+
+
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+def read_model_facts(directory: Path) -> ModelFacts:
+    """Return the dimensions of the model in `directory` from its config.json.
+
+    Parameters are counted in the safetensors files, or, where those are absent, estimated from
+    the dimensions.
+
+    Raises:
+        DataError: if config.json is missing, damaged or of no causal language model.
+    """
+    path = directory / "config.json"
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path}: no readable model configuration: {error}") from error
+    # A multimodal model keeps the dimensions of its language part one level down.
+    dims = table.get("text_config", table) if isinstance(table, dict) else {}
+    facts = {
+        "num_layers": _dimension(dims, path, "num_hidden_layers", "n_layer"),
+        "hidden_size": _dimension(dims, path, "hidden_size", "n_embd"),
+        "vocab_size": _dimension(dims, path, "vocab_size"),
+        "num_heads": _dimension(dims, path, "num_attention_heads", "n_head"),
+    }
+    hidden, heads = facts["hidden_size"], facts["num_heads"]
+    facts["num_kv_heads"] = _dimension(dims, path, "num_key_value_heads", default=heads)
+    facts["head_dim"] = _dimension(dims, path, "head_dim", default=max(1, hidden // heads))
+    facts["intermediate_size"] = _dimension(dims, path, "intermediate_size", default=4 * hidden)
+    is_tied = bool(dims.get("tie_word_embeddings", table.get("tie_word_embeddings", False)))
+    num_params = _count_stored(directory) or _estimate_params(facts, is_tied=is_tied)
+    return ModelFacts(num_params=num_params, **facts)
+
+
+def read_machine(gpu_bytes: int | None = None) -> Machine:
+    """Return the memory that this process may still take.
+
+    Args:
+        gpu_bytes: free bytes of the GPU that the model will run on; None on a CPU.
+    """
+    available = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.exists() and used.exists():
+        text = limit.read_text(encoding="ascii").strip()
+        if text != "max":
+            in_use = int(used.read_text(encoding="ascii"))
+            available = min(available, max(0, int(text) - in_use))
+    return Machine(host_bytes=available, gpu_bytes=gpu_bytes)
+
+
+def _dimension(dims: Mapping[str, Any], path: Path, *names: str, default: int | None = None) -> int:
+    value = next((dims[name] for name in names if dims.get(name) is not None), default)
+    if not isinstance(value, int) or value < 1:
+        raise DataError(
+            f"{path}: {names[0]} = {value!r} is not a dimension; this needs the configuration of "
+            "a causal language model"
+        )
+    return value
+
+
+def _count_stored(directory: Path) -> int:
+    """Return the parameters in the directory's safetensors files, 0 unless all of them are there.
+
+    In the hub's cache some may be missing, or still on their way.
+    """
+    paths = sorted(directory.glob("*.safetensors"))
+    totals = [re.search(r"-of-(\d+)\.safetensors$", path.name) for path in paths]
+    if any(total is not None and int(total[1]) != len(paths) for total in totals):
+        return 0
+    return sum(_count_in_file(path) for path in paths)
+
+
+def _count_in_file(path: Path) -> int:
+    """Add up the shapes in one file's header: 8 bytes of length, then JSON."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise DataError(f"{path}: not a safetensors file: a header of {length} bytes")
+            header = json.loads(file.read(length))
+        return sum(
+            math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not a safetensors file: {error}") from error
+
+
+def _estimate_params(facts: Mapping[str, int], *, is_tied: bool) -> int:
+    """Estimate the parameters of a decoder with gated MLPs and without biases."""
+    hidden, head_dim = facts["hidden_size"], facts["head_dim"]
+    attention = 2 * hidden * head_dim * (facts["num_heads"] + facts["num_kv_heads"])
+    mlp = 3 * hidden * facts["intermediate_size"]
+    embeddings = facts["vocab_size"] * hidden * (1 if is_tied else 2)
+    return facts["num_layers"] * (attention + mlp + 2 * hidden) + hidden + embeddings

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from itertools import groupby
 
-from echo.config.leaves import Leaf, every_leaf, sections, show
+from echo.config.schema import Leaf, every_leaf, sections, show
 
 _HEAD = """# Configuration
 
@@ -60,7 +60,7 @@ def _row(leaf: Leaf) -> str:
 
 
 def _cells(texts: Iterable[str]) -> str:
-    return " | ".join(text.replace("|", "\\|") for text in texts)
+    return " | ".join(" ".join(text.split()).replace("|", "\\|") for text in texts)
 
 
 if __name__ == "__main__":

@@ -3,43 +3,240 @@
 One file serves all roles. Each class is one section of the TOML; the text under a field is its
 help, unit first. Keys ending in `_s` are durations and take text such as "30s", keys ending in
 `_bytes` take text such as "8GiB". A key whose default is not written here has one per profile
-(profiles.py). The sections on what is learned are in schema_learning.py, those on tasks in
-schema_tasks.py, those on costs in schema_cost.py, rules that join several keys in checks.py.
+(config/schema.py). The sections on what is learned are in config/schema.py, those on tasks in
+config/schema.py, those on costs in config/schema.py, rules that join several keys in checks.py.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, PrivateAttr
+from pydantic_core import PydanticUndefined
 
 from echo.config.fields import (
+    INHERITED,
     MAX_NAME_LENGTH,
+    OWN_KIND,
+    ROLES,
     AdvertisedAddress,
+    Betas,
     Bytes,
     Device,
     DialAddresses,
+    Inherited,
     JoinString,
     ListenAddress,
+    Names,
     Off,
     OptionalSeconds,
+    Role,
     RunName,
     Seconds,
+    Section,
     Sinks,
+    TaskKind,
+    kind_of,
 )
 from echo.config.losses import LOSSES, AnyLoss
-from echo.config.profiles import preset_publish_period
-from echo.config.schema_agent import AgentSection
-from echo.config.schema_cost import ActivationSection, Dollars, PricedSection, RentedSection
-from echo.config.schema_learning import (
-    OptimizerSection,
-    ReferenceSection,
-)
-from echo.config.schema_lora import LoraSection
-from echo.config.schema_tasks import RewardSection, TaskSection
-from echo.config.section import ROLES, Inherited, Section
+from echo.core.units import without_secrets
+
+# Defaults that depend on how far apart the machines are, and the publish period left to `auto`
+#
+# `profile = "lan"`: machines in one building, published every step, little staleness. `"wan"`:
+# machines across the internet, more staleness in exchange for fewer bytes and more patience.
+# A key that is not listed here has one default for both, in schema.py.
+
+
+DEFAULT_PROFILE = "lan"
+
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "lan": {
+        "sync.max_staleness": 2,
+        "sync.publish_period": 1,
+        "batch.group_size": 8,
+        "batch.groups_per_step": 64,
+        "sampling.max_completion_tokens": 4096,
+        "checkpoint.interval_steps": 25,
+        "checkpoint.interval_s": None,
+        "network.heartbeat_s": 2.0,
+        "network.dead_after_s": 10.0,
+        "network.lease_timeout_s": 60.0,
+        "network.reconnect_for_s": 300.0,
+        "loss.kind": "grpo",
+    },
+    "wan": {
+        "sync.max_staleness": 6,
+        "sync.publish_period": "auto",
+        "batch.group_size": 16,
+        "batch.groups_per_step": 32,
+        "sampling.max_completion_tokens": 8192,
+        "checkpoint.interval_steps": 10,
+        "checkpoint.interval_s": 900.0,
+        "network.heartbeat_s": 5.0,
+        "network.dead_after_s": 45.0,
+        "network.lease_timeout_s": 180.0,
+        "network.reconnect_for_s": 3600.0,
+        # What learned best from old rollouts in this project's experiments: bench/README.md.
+        "loss.kind": "gspo",
+    },
+}
+"""Default by profile and dotted key; both profiles list the same keys."""
+
+
+PULL: Mapping[str, Any] = {"sync.max_staleness": 0, "sync.publish_period": 1}
+"""What `sync.mode = "pull"` means, in place of a profile's defaults: on-policy, step by step."""
+
+
+def preset_publish_period(max_staleness: int) -> int:
+    """Return the period that `auto` starts with, before a broadcast has been timed.
+
+    Source: ECHO-2, arXiv:2602.02192: max(1, S - 1).
+    """
+    return max(1, max_staleness - 1)
+
+
+# --- The section on outside agents; as in schema.py, the text under a field is its help ---
+
+
+class AgentSection(Section):
+    """Programs outside that sample through workers and are trained; needs the extra agents."""
+
+    roles = ("learner", "worker")
+    listen: Inherited[ListenAddress | None] = None
+    """Each worker's address for agents, such as tcp://127.0.0.1:0; unset: no agents."""
+    max_session_tokens: Inherited[int] = Field(default=4096, ge=2, le=2**24)
+    """Tokens of one session's longest conversation, everything in it."""
+    session_timeout_s: Seconds = Field(default=600.0, gt=0)
+    """Seconds without a call after which a session is over and another agent gets its episode."""
+
+
+# --- What machines cost, how long they are kept, and which of them generate ---
+#
+# As in schema.py, the text under a field is its help, unit first.
+
+
+Dollars = Annotated[float, Field(ge=0)]
+
+
+class PricedSection(Section):
+    """A machine with a price."""
+
+    price_per_h: Dollars | None = None
+    """$ per hour for this machine, from joining until it is given back; unset: not known."""
+    price_per_gb: Dollars = 0.0
+    """$ per 1e9 bytes in and out of this machine."""
+
+
+class RentedSection(PricedSection):
+    """A machine that may be taken away, and may be given back."""
+
+    losses_per_h: Dollars = 0.0
+    """How often such a machine is taken away, as a spot machine is."""
+    on_release: str | None = Field(default=None, min_length=1)
+    """Shell command that gives the machine back: at the end of the run, or when it is released."""
+    release_after_s: OptionalSeconds = Field(default=None, gt=0)
+    """Seconds on standby, or without the learner, after which to leave; unset or false: never."""
+
+
+class ActivationSection(Section):
+    """Which workers generate and which stand by, by what they cost."""
+
+    mode: Literal["off", "on"] = "on"
+    """on: the cheapest sufficient set of the workers that state prices generates."""
+    margin: float = Field(default=0.1, ge=0, le=10)
+    """Share by which the rate of the active workers is to exceed the required one."""
+    budget_per_h: float | None = Field(default=None, gt=0)
+    """$ per hour for active workers and their traffic, without the learner; unset: no limit."""
+    budget_per_run: float | None = Field(default=None, gt=0)
+    """$ for all that states a price; then the run ends with a checkpoint. Unset: no limit."""
+
+
+# --- The sections that say what is learned from a batch, and under which conditions ---
+#
+# As in schema.py, the text under a field is its help, unit first.
+
+
+class OptimizerSection(Section):
+    """AdamW: Adam with decoupled weight decay."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Step size after the warm-up, constant."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Optimizer steps over which the learning rate rises linearly."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    betas: Betas = (0.9, 0.95)
+    """Decay of the first moment and of the second."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Norm to which the gradient is clipped."""
+
+
+class ReferenceSection(Section):
+    """A frozen policy that the one being trained is pulled towards."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from it, per token; 0 is off."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the divergence is estimated from a token's two log-probabilities."""
+    name: str | None = Field(default=None, min_length=1)
+    """Directory or hub id; unset: the weights that the run started from."""
+
+
+# --- The section on adapters; as in schema.py, the text under a field is its help, unit first ---
+
+
+class LoraSection(Section):
+    """Low-rank adapters (LoRA), trained and sent in place of all weights; needs the extra lora."""
+
+    roles = ("learner", "worker")
+    rank: Inherited[int] = Field(default=0, ge=0)
+    """Rank of the two matrices next to each target; 0 trains all weights."""
+    alpha: Inherited[int | None] = Field(default=None, ge=1)
+    """Their product counts alpha / rank times; unset: twice the rank."""
+    target_modules: Inherited[Names] = ("all-linear",)
+    """Last parts of the names of linear layers, such as q_proj; all-linear: all but the head."""
+
+
+# --- The sections that say where prompts come from and who judges the answers ---
+#
+# As in schema.py, the text under a field is its help, unit first.
+
+
+class TaskSection(Section):
+    """Where prompts and rewards come from."""
+
+    roles = ("learner", "worker")
+    kind: Inherited[TaskKind] = "addition"
+    """addition, countdown, dataset, gsm8k, mixture, verifiers, or your own, "module:Class"."""
+    options: Inherited[dict[str, Any]] = Field(default_factory=dict)
+    """Keyword arguments of the task's class."""
+    reward_timeout_s: Inherited[Seconds] = Field(default=10.0, gt=0)
+    """Seconds that one reward may take before its group is refused."""
+    step_timeout_s: Inherited[Seconds] = Field(default=60.0, gt=0)
+    """Seconds that one call of an environment (a tool, a turn) may take."""
+    max_reward: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
+    """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
+    max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
+    """Turns of the policy after which an environment that goes on is ended."""
+
+
+class RewardSection(Section):
+    """Where and how the task's code runs that judges answers and plays environments."""
+
+    roles = ("learner", "worker")
+    where: Inherited[Literal["worker", "learner"]] = "worker"
+    """worker: where the answer is sampled; learner: there, and references never leave it."""
+    max_concurrent: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Calls at a time, each in a process of its own; auto: the cores, at most 4."""
+    memory_limit_bytes: Bytes | None = Field(default=2 * 2**30, ge=2**20)
+    """Bytes that the task may take in one process, beside its imports."""
 
 
 class RunSection(Section):
@@ -377,3 +574,212 @@ class Config(Section):
 
 KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": ENGINES}
 """Sections with a class for each kind: what is no key of the chosen class is unknown."""
+
+
+# --- One record per configuration key, read off the schema: what help, errors and checks share ---
+
+
+KeyPath = tuple[str, ...]
+"""A key's place in the file: ("batch", "group_size")."""
+
+_BOUNDS = {  # JSON schema's words, and pydantic's own where the type is a union
+    "minimum": "at least",
+    "ge": "at least",
+    "exclusiveMinimum": "above",
+    "gt": "above",
+    "maximum": "at most",
+    "le": "at most",
+    "exclusiveMaximum": "below",
+    "lt": "below",
+}
+_TYPES = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "object": "a table",
+    "array": "a list of texts",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One key of the configuration."""
+
+    path: KeyPath
+    expected: str
+    """What its value must be, as in "must be ..."."""
+    choices: tuple[str, ...]
+    """The words it takes, where it takes only certain ones."""
+    help: str
+    roles: tuple[Role, ...]
+    defaults: Mapping[str, Any]
+    """Default by profile."""
+    kinds: tuple[str, ...] = ()
+    """Of its section, where only these have it with this meaning."""
+    is_inherited: bool = False
+    """Whether the learner decides it for its workers."""
+
+    @property
+    def key(self) -> str:
+        """The dotted key."""
+        return ".".join(self.path)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it takes keys of the user's choice."""
+        return self.expected == _TYPES["object"]
+
+
+@cache
+def every_leaf() -> tuple[Leaf, ...]:
+    """Return every key of the schema in its order; one of several kinds once for each kind."""
+    definitions = Config.model_json_schema()
+    profile = _leaf(("profile",), definitions["properties"]["profile"], Config)
+    found = [profile]
+    for name, classes in sections().items():
+        for kind, section in classes.items():
+            fragments = definitions["$defs"][section.__name__]["properties"]
+            names = sorted(section.model_fields, key=lambda field: field != "kind")
+            for field in names:
+                leaf = _leaf((name, field), fragments[field], section)
+                if kind and field == "kind":
+                    leaf = _leaf_of_kind(leaf, classes)
+                found.append(replace(leaf, kinds=(kind,) if kind else ()))
+    return tuple(found)
+
+
+@cache
+def _leaves(kinds: frozenset[tuple[str, str]]) -> Mapping[KeyPath, Leaf]:
+    chosen = dict(kinds)
+    return {
+        leaf.path: leaf
+        for leaf in every_leaf()
+        if not leaf.kinds or chosen[leaf.path[0]] in leaf.kinds
+    }
+
+
+def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
+    """Return the keys of a configuration by path, in the order of the schema.
+
+    Args:
+        kinds: of each section that has a class per kind, as `kinds_of` returns them.
+    """
+    return _leaves(frozenset(kinds.items()))
+
+
+def kinds_of(config: Config) -> dict[str, str]:
+    """Return which class each section with several is of, by the name of the section."""
+    return {name: kind_of(getattr(config, name)) for name in KINDS}
+
+
+@cache
+def sections() -> Mapping[str, Mapping[str, type[Section]]]:
+    """Return the classes of every section by name and kind; "" where there is one."""
+    return {
+        name: KINDS.get(name) or {"": cast("type[Section]", info.annotation)}
+        for name, info in Config.model_fields.items()
+        if name != "profile"
+    }
+
+
+@cache
+def _paths() -> Mapping[KeyPath, Leaf]:
+    return {leaf.path: leaf for leaf in every_leaf()}
+
+
+def find_leaf(path: KeyPath) -> Leaf | None:
+    """Return the key at `path`, or the table that `path` reaches into, of any kind; or None."""
+    leaf = _paths().get(path)
+    if leaf is None:
+        table = _paths().get(path[:2])
+        return table if table is not None and table.is_table else None
+    return leaf
+
+
+def inherited_keys() -> tuple[str, ...]:
+    """Return the dotted keys that the learner decides for its workers."""
+    return tuple(leaf.key for leaf in _paths().values() if leaf.is_inherited)
+
+
+def show(value: object) -> str:
+    """Return a value as it is written in TOML; `None`, which TOML lacks, as "unset".
+
+    The secrets of join strings are left out, since what is shown ends up in logs.
+    """
+    if value is None:
+        return "unset"
+    if isinstance(value, Mapping):
+        items = (f"{_show_key(str(key))} = {show(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(show(item) for item in value) + "]"
+    if isinstance(value, bool | str):
+        return without_secrets(json.dumps(value, ensure_ascii=False))
+    return str(value)
+
+
+def _show_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
+
+
+def _leaf(path: KeyPath, fragment: Mapping[str, Any], section: type[Section]) -> Leaf:
+    info = section.model_fields[path[-1]]
+    default = info.get_default(call_default_factory=True)
+    defaults = {name: keys.get(".".join(path), default) for name, keys in PROFILES.items()}
+    if default is PydanticUndefined and path == ("profile",):
+        defaults = {name: name for name in PROFILES}
+    return Leaf(
+        path=path,
+        expected=_expected(fragment, path[-1]),
+        choices=_choices(fragment),
+        help=info.description or "",
+        roles=section.roles,
+        defaults=defaults,
+        is_inherited=INHERITED in info.metadata,
+    )
+
+
+def _leaf_of_kind(leaf: Leaf, classes: Mapping[str, type[Section]]) -> Leaf:
+    """Return the key that chooses among classes."""
+    words = tuple(kind for kind in classes if kind != OWN_KIND)
+    expected = f"one of {', '.join(map(show, words))}"
+    if OWN_KIND in classes:
+        expected += f", or the import path of your own, {show(OWN_KIND)}"
+    profiles = {name: keys.get(leaf.key, words[0]) for name, keys in PROFILES.items()}
+    text = "Which one; the keys below are its own, and others have others."
+    return replace(leaf, choices=words, expected=expected, help=text, defaults=profiles)
+
+
+def _choices(fragment: Mapping[str, Any]) -> tuple[str, ...]:
+    words = list(fragment.get("enum", []))
+    if "const" in fragment:
+        words.append(fragment["const"])
+    for part in fragment.get("anyOf", []):
+        words.extend(_choices(part))
+    return tuple(words)
+
+
+def _expected(fragment: Mapping[str, Any], name: str) -> str:
+    """Say in words what JSON schema `fragment` accepts."""
+    if "anyOf" in fragment:
+        parts = [part for part in fragment["anyOf"] if part.get("type") != "null"]
+        return " or ".join(_expected(part, name) for part in parts)
+    words = _choices(fragment)
+    if words:
+        listed = ", ".join(show(word) for word in words)
+        return f"one of {listed}" if len(words) > 1 else listed
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        base = 'a duration (seconds, or text such as "30s")'
+    elif name.endswith("_bytes"):
+        base = 'a size (bytes, or text such as "8GiB")'
+    else:
+        base = _TYPES[fragment["type"]]
+    bounds = [f"{text} {fragment[word]}" for word, text in _BOUNDS.items() if word in fragment]
+    if fragment.get("minLength"):
+        bounds.append("not empty")
+    if "maxLength" in fragment:
+        bounds.append(f"at most {fragment['maxLength']} characters")
+    if fragment.get("maximum", fragment.get("exclusiveMaximum", 0)) == 2**63:
+        bounds.pop()  # what fits into 64 bits, not worth a word
+    return ", ".join([base, *bounds])

@@ -15,19 +15,22 @@ reproduces them, so that the learner sees a log-ratio other than 0 even where it
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 UNVERSIONED = PolicyVersion(0, 0)
 """Names the weights of an engine whose caller does not tell versions apart; lineages begin at 1."""
@@ -110,7 +113,7 @@ class Request:
         if window is not None and len(ids) >= window:
             raise EngineError(
                 f"{where}: the prompt has {len(ids)} tokens, the model's window "
-                f"{window}, which leaves no room for a completion; shorten the prompt"
+                f"{window}, which leaves no space for a completion; shorten the prompt"
             )
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise EngineError(
@@ -181,8 +184,8 @@ class Engine(abc.ABC):
         """Sample one completion for each request, in their order.
 
         Args:
-            requests: any number; they run in waves where memory does not hold all at once. Where
-                it runs out all the same, the waves become smaller, and stay so.
+            requests: any number; they run in batches where memory does not hold all at once. Where
+                it runs out all the same, the batches become smaller, and stay so.
             sampling: how.
             should_stop: asked again and again, several times a second. Once it returns True,
                 unfinished completions are returned as they are, with the reason "abort".
@@ -221,3 +224,159 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Give back memory and processes; the engine cannot be used afterwards."""
+
+
+# --- How many rollouts an engine has under way at one time, once memory has run out under more ---
+#
+# What one rollout needs is estimated before it begins, and estimates are wrong where others use the
+# same memory, or where kernels take more than they should. So running out of memory ends nothing by
+# itself: what was under way goes on, or begins anew, with half as many at one time, and that many
+# it stays. Only where a single rollout does not fit the engine stops, with the numbers.
+
+
+log = logging.getLogger(__name__)
+
+COUNT = "engine/out_of_memory"
+"""Under which it is counted, here and in metrics.jsonl."""
+
+_SIGNS = ("memoryerror", "out of memory", "can't allocate memory", "alloc_failed", "bad_alloc")
+"""How PyTorch, CUDA's libraries, Python and C++ say that memory has run out."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the kind of an error and its first line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+
+
+def is_out_of_memory(what: BaseException | str) -> bool:
+    """Return whether an error, or what was told of one, says that memory has run out."""
+    text = what if isinstance(what, str) else f"{type(what).__name__}: {what}"
+    return any(sign in text.lower() for sign in _SIGNS)
+
+
+class Concurrency:
+    """The most rollouts at one time that memory has been seen to hold, or may hold."""
+
+    def __init__(self) -> None:
+        """Start without a limit."""
+        self.limit: int | None = None
+        """Rollouts at one time; None while memory has never run out."""
+        self._num_failures = self._num_told = 0
+
+    def bounded(self, number: int) -> int:
+        """Return `number`, or the limit where that is lower."""
+        return number if self.limit is None else min(number, self.limit)
+
+    def halve(self, num_rollouts: int, *, why: str, numbers: str) -> None:
+        """Lower the limit to half of what was too much.
+
+        Args:
+            num_rollouts: how many were under way when memory ran out.
+            why: the error.
+            numbers: what one of them needs and what there is.
+
+        Raises:
+            EngineError: if it was one alone.
+        """
+        self._num_failures += 1
+        num_rollouts = self.bounded(num_rollouts)
+        if num_rollouts <= 1:
+            raise EngineError(
+                f"out of memory with a single rollout under way: {why}; {numbers}. Lower "
+                "sampling.max_completion_tokens on the learner, use a smaller worker.dtype, end "
+                "what else uses this memory, or give this worker a machine with more"
+            )
+        self.limit = num_rollouts // 2
+        log.warning(
+            "out of memory with %d rollouts under way (%s; %s); from now on %d at one time",
+            num_rollouts,
+            why,
+            numbers,
+            self.limit,
+        )
+
+    def take_counts(self) -> dict[str, int]:
+        """Return how often memory ran out since this was last asked."""
+        number = self._num_failures  # which the engine's thread may raise just now
+        number, self._num_told = number - self._num_told, number
+        return {COUNT: number} if number else {}
+
+
+# --- The fence between a swap of weights and requests that insist on a version ---
+#
+# A request may ask for at least, or for exactly, some version. It is honoured or refused, never
+# served by another: while requests that want exactly the installed version run, a swap waits; while
+# a swap waits, no more of them begin.
+
+
+class VersionError(EngineError):
+    """A request wants a version that is not installed."""
+
+
+class VersionBarrier:
+    """Which version is installed, and who may change or rely on it; for use by many threads."""
+
+    def __init__(self) -> None:
+        """Start with nothing installed."""
+        self._changed = threading.Condition()
+        self._installed: PolicyVersion | None = None
+        self._is_swapping = False
+        self._num_exact = 0
+
+    @property
+    def installed(self) -> PolicyVersion | None:
+        """The version that samples; None before the first one."""
+        return self._installed
+
+    def close(self) -> None:
+        """Have nothing installed any more."""
+        self._installed = None
+
+    @contextmanager
+    def swap(self, version: PolicyVersion) -> Iterator[None]:
+        """Hold the fence while `version` is installed; it counts unless the body raises."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_swapping)
+            self._is_swapping = True
+            self._changed.wait_for(lambda: not self._num_exact)
+        try:
+            yield
+            self._installed = version
+        finally:
+            with self._changed:
+                self._is_swapping = False
+                self._changed.notify_all()
+
+    @contextmanager
+    def request(
+        self, min_version: PolicyVersion | None, exact_version: PolicyVersion | None
+    ) -> Iterator[None]:
+        """Hold the fence, where an exact version is wanted, while a request runs.
+
+        Raises:
+            EngineError: if nothing is installed at all.
+            VersionError: if another version is installed than is wanted.
+        """
+        with self._changed:
+            if exact_version is not None or min_version is not None:
+                self._changed.wait_for(lambda: not self._is_swapping)
+            self._check(min_version, exact_version)
+            self._num_exact += exact_version is not None
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_exact -= exact_version is not None
+                self._changed.notify_all()
+
+    def _check(
+        self, min_version: PolicyVersion | None, exact_version: PolicyVersion | None
+    ) -> None:
+        installed = self._installed
+        if installed is None:
+            raise EngineError("no weights are loaded; call load() before generate()")
+        if exact_version is not None and installed != exact_version:
+            raise VersionError(f"exactly {exact_version} is wanted, {installed} is installed")
+        if min_version is not None and installed < min_version:
+            raise VersionError(f"at least {min_version} is wanted, {installed} is installed")

@@ -8,20 +8,39 @@ head tied to the embedding) are in it once, under the name that the model regist
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from echo.errors import ConfigError, DataError, EngineError, StorageError
-from echo.protocol.manifest import TensorSpec
+from echo.core.errors import EngineError, StorageError
+from echo.core.rollout import PolicyVersion
+from echo.weights.delta import (
+    BLOCK_BYTES,
+    SPARSE_SHARE,
+    UNCHANGED,
+    WordBytes,
+    decode_block,
+    encode_block,
+    encode_changes,
+    most_sparse,
+    word_bytes_of,
+)
+from echo.weights.manifest import TensorSpec
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Tensors by name, tied ones once."""
@@ -34,9 +53,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""What is fetched from the hub: no code, and weights only in a format that cannot hold code."""
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -227,64 +243,6 @@ def save_safetensors(
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
-    """Read the safetensors of a model directory, floating-point ones rounded to `dtype`.
-
-    Raises:
-        DataError: if weights are missing, damaged, or in a format that is not safetensors.
-    """
-    target = torch_dtype(dtype)
-    tensors: dict[str, Tensor] = {}
-    for path in weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 -- not a dict
-                    tensor = file.get_tensor(name)
-                    tensors[name] = tensor.to(target) if tensor.is_floating_point() else tensor
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path}: cannot read the weights: {error}") from error
-    return tensors
-
-
-def resolve_model(name: str, revision: str | None = None) -> Path:
-    """Return the directory of a model, downloading it from the hub where it is not local.
-
-    Args:
-        name: a directory, or the id of a model on the hub ("Qwen/Qwen3-0.6B").
-        revision: branch, tag or commit on the hub; None for its default branch.
-
-    Raises:
-        ConfigError: if a revision is asked of a local directory.
-        DataError: if there is no such directory, or the hub cannot deliver.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if revision is not None:
-            raise ConfigError(
-                f"model.revision = {revision!r} has no effect on the local directory {path}; "
-                "remove it"
-            )
-        return path
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError(f"model.name = {name!r}: no such directory (looked at {path.absolute()})")
-    return _download(name, revision)
-
-
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=DOWNLOAD_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        # Offline, the hub's own message speaks of its cache and not of what to do.
-        raise DataError(
-            f"model.name = {name!r} is neither a directory here nor available from the hub "
-            f"(revision {revision or 'default'}): {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}; without a network set model.name to a local directory"
-        ) from error
-
-
 def _untie(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Keep the first of all tensors that are the same memory in the same layout."""
     seen: set[tuple[object, ...]] = set()
@@ -319,26 +277,261 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
         config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors of a model directory.
+# --- Deltas coded where the weights live: only what changed crosses to the host ---
+#
+# The learner keeps the last published image on its device. Comparing it with the new one, finding
+# the words that differ and subtracting them runs there at the speed of its memory; the host
+# receives an index and a difference per change, some 4 % of a bf16 image after a small step, and
+# packs them. The coded blocks are those of echo.weights.delta, byte for byte, so that no receiver
+# can tell where they were made. A block that is not sparse is copied to the host and coded there.
+#
+# The host's own copy of the new image costs no transfer either: it is decode_block() of what came
+# out of here, on top of the version before.
 
-    Raises:
-        DataError: if there are none, or not all that its index names.
-    """
-    index = directory / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{index}: not an index of weights: {error!r}") from error
-        files = [directory / name for name in names]
-    else:
-        files = [directory / WEIGHTS_FILE]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        present = sorted(path.name for path in directory.glob("*")) or "nothing"
-        raise DataError(
-            f"{directory}: the weights {', '.join(missing)} are missing (found: {present}); "
-            "only safetensors are read: convert others with transformers' save_pretrained"
-        )
-    return files
+
+MIN_BLOCK_BYTES = 4 << 10
+"""Shorter blocks are coded on the host: their headers may exceed what they spare."""
+
+_PATTERNS: dict[WordBytes, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers whose differences wrap around, as those of bit patterns must."""
+
+
+class DeviceDelta:
+    """Codes each image against the one before, on the device that holds both."""
+
+    def __init__(self, image: Tensor, *, block_bytes: int = BLOCK_BYTES) -> None:
+        """Start from a published image.
+
+        Args:
+            image: its bytes, uint8 [num_bytes], contiguous. It is kept, not copied: nobody may
+                change it any more.
+            block_bytes: image bytes per block, a multiple of 16.
+        """
+        self._image = image
+        self._block_bytes = block_bytes
+
+    def changed_share(self, new: Tensor, tensors: Sequence[TensorSpec]) -> float:
+        """Return the share of the words that changed; only that number crosses to the host.
+
+        Arguments and errors as for `encode`.
+        """
+        counts, num_words = [], 0
+        for start, stop, word_bytes in self._blocks(new, tensors):
+            pattern = _PATTERNS[1 if (stop - start) % word_bytes else word_bytes]
+            words = new[start:stop].view(pattern)
+            counts.append(torch.count_nonzero(self._image[start:stop].view(pattern) != words))
+            num_words += words.numel()
+        return int(torch.stack(counts).sum()) / num_words if counts else 0.0
+
+    def encode(
+        self,
+        new: Tensor,
+        tensors: Sequence[TensorSpec],
+        *,
+        held: memoryview | None = None,
+        pool: Executor | None = None,
+    ) -> Iterator[bytes]:
+        """Yield the coded blocks that lead from the last image to `new`, in order.
+
+        Once all have been taken, `new` is the last image; an iteration that was abandoned
+        changes nothing.
+
+        Args:
+            new: the image's bytes, on the same device and of the same length. Kept, like the
+                first one.
+            tensors: what lies where in it, in order of offset.
+            held: the last image on the host, where it is there too: blocks that are not sparse
+                are coded against it, so that their base need not cross.
+            pool: threads to code in, several blocks at a time.
+
+        Raises:
+            EngineError: if `new` is not of the same form as the last image.
+        """
+        old = self._image
+
+        def encode_one(block: tuple[int, int, WordBytes]) -> bytes:
+            start, stop, word_bytes = block
+            base = None if held is None else held[start:stop]
+            return _encode(old[start:stop], new[start:stop], word_bytes, base)
+
+        blocks = self._blocks(new, tensors)
+        yield from map(encode_one, blocks) if pool is None else pool.map(encode_one, blocks)
+        self._image = new
+
+    def _blocks(
+        self, new: Tensor, tensors: Sequence[TensorSpec]
+    ) -> Iterator[tuple[int, int, WordBytes]]:
+        """Yield where each block begins and ends, and the size of its words."""
+        old = self._image
+        if (new.shape, new.dtype, new.device) != (old.shape, torch.uint8, old.device):
+            raise EngineError(
+                f"an image of {new.dtype}{list(new.shape)} on {new.device} cannot follow one of "
+                f"{old.dtype}{list(old.shape)} on {old.device}"
+            )
+        for start in range(0, new.numel(), self._block_bytes):
+            stop = min(start + self._block_bytes, new.numel())
+            yield start, stop, word_bytes_of(tensors, start, stop)
+
+
+def _encode(old: Tensor, new: Tensor, word_bytes: WordBytes, held: memoryview | None) -> bytes:
+    """Return what encode_block() returns for this block."""
+    if new.numel() < MIN_BLOCK_BYTES or new.numel() % word_bytes:
+        return _encode_on_host(old, new, word_bytes, held)
+    pattern = _PATTERNS[word_bytes]
+    old_words, new_words = old.view(pattern), new.view(pattern)
+    found = torch.nonzero(old_words != new_words).flatten()
+    if not found.numel():
+        return bytes([UNCHANGED])
+    if found.numel() > most_sparse(new_words.numel()):
+        return _encode_on_host(old, new, word_bytes, held)
+    steps = _to_host(new_words[found] - old_words[found]).view(f"<u{word_bytes}")
+    where = _to_host(found.to(torch.int32)).astype(np.int64)
+    return encode_changes(where, steps)
+
+
+def _encode_on_host(
+    old: Tensor, new: Tensor, word_bytes: WordBytes, held: memoryview | None
+) -> bytes:
+    base = _to_host(old).data if held is None else held
+    return encode_block(base, _to_host(new).data, word_bytes=word_bytes)
+
+
+def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
+    return tensor.cpu().numpy()
+
+
+# --- The image of each version, made where the weights live: little of it crosses to the host ---
+#
+# The first version crosses whole. From then on, where the weights are on a GPU:
+#
+#     weights -> image on the GPU --+--> changed words --> coded blocks on the host
+#                last image there --+                        |
+#                           host image of the last version --+--> host image of this one
+#
+# The host's image comes out of the same blocks that receivers get, on the same base, so it is what
+# they will hold, and it is that which is hashed and signed.
+#
+# It costs the GPU one image that stays (footprint.py counts it). While a version is made there are
+# two; the second has the room of the gradients, which are let go at the end of a step and are no
+# smaller.
+#
+# The image crosses whole, and its delta is coded on the host beside the next step, where coding
+# here would only hold the trainer up: above SPARSE_SHARE changed words, when what the model
+# consists of changed, and after a restart.
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedDelta:
+    """A version as the blocks that lead to it from another one."""
+
+    base: PolicyVersion
+    block_bytes: int
+    """Image bytes per block."""
+    blocks: tuple[bytes, ...]
+    """All of them, as `encode_block` returns them."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionImage:
+    """A version on the host."""
+
+    specs: tuple[TensorSpec, ...]
+    image: bytearray
+    coded: CodedDelta | None
+    """Its delta against the version before, where it had to be made anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The last version, on the host and on the device."""
+
+    version: PolicyVersion
+    made: VersionImage
+    device: torch.device
+    delta: DeviceDelta
+
+
+class VersionImages:
+    """Makes one image after the other."""
+
+    def __init__(self, dtype: str, *, block_bytes: int, is_on_device: bool | None = None) -> None:
+        """Begin without a version.
+
+        Args:
+            dtype: of the floating-point tensors in the image.
+            block_bytes: image bytes per coded block.
+            is_on_device: whether to find what changed where the weights are; None for: where that
+                is a CUDA device.
+        """
+        self._dtype = dtype
+        self._block_bytes = block_bytes
+        self._is_on_device = False if block_bytes % ALIGNMENT_BYTES else is_on_device
+        self._last: _Last | None = None
+
+    def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
+        """Return the image of a version; the weights are free to change afterwards."""
+        device = self._device(weights)
+        if device is not None:
+            try:
+                return self._make_there(weights, version, device)
+            except torch.OutOfMemoryError:
+                _log.warning(
+                    "%s has no space for the last version beside the training: whole versions are "
+                    "copied to the host from now on",
+                    device,
+                )
+                self._is_on_device = False
+        self._last = None
+        specs, image = publish_image(weights, self._dtype)
+        return VersionImage(specs, image, None)
+
+    def _device(self, weights: Weights) -> torch.device | None:
+        """Return where to look for changes; None for nowhere."""
+        devices = {tensor.device for tensor in weights.values()}
+        if len(devices) != 1 or self._is_on_device is False:
+            return None
+        [device] = devices
+        return device if self._is_on_device or device.type == "cuda" else None
+
+    def _make_there(
+        self, weights: Weights, version: PolicyVersion, device: torch.device
+    ) -> VersionImage:
+        specs, tensors = lay_out(weights, self._dtype)
+        last = self._last
+        if last is not None and (last.made.specs, last.device) != (specs, device):
+            last = self._last = None  # its memory may be needed
+        new = torch.zeros(image_bytes(specs), dtype=torch.uint8, device=device)
+        write_image(specs, tensors, new)
+        if last is None or last.delta.changed_share(new, specs) > SPARSE_SHARE:
+            image = bytearray(new.numel())
+            host_bytes(image).copy_(new)
+            made = VersionImage(specs, image, None)
+            delta = DeviceDelta(new, block_bytes=self._block_bytes)
+        else:
+            made = self._follow(last, new, specs)
+            delta = last.delta
+        self._last = _Last(version, made, device, delta)
+        return made
+
+    def _follow(self, last: _Last, new: Tensor, specs: tuple[TensorSpec, ...]) -> VersionImage:
+        """Return an image that is made of the last one and what changed."""
+        held = memoryview(last.made.image)
+        image = bytearray(new.numel())
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "changes") as pool:
+            blocks = tuple(last.delta.encode(new, specs, held=held, pool=pool))
+            pieces = _pieces(len(image), self._block_bytes)
+
+            def decode(block: bytes, piece: slice) -> None:
+                decode_block(memoryview(block), held[piece], memoryview(image)[piece])
+
+            for _ in pool.map(decode, blocks, pieces):
+                pass
+        return VersionImage(specs, image, CodedDelta(last.version, self._block_bytes, blocks))
+
+
+def _pieces(num_bytes: int, block_bytes: int) -> Iterator[slice]:
+    stops: Sequence[int] = [*range(0, num_bytes, block_bytes), num_bytes]
+    return (slice(start, stop) for start, stop in pairwise(stops))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echo.kernels.linear_logprob import IGNORE_INDEX
+from echo.kernels.logprob import IGNORE_INDEX
 
 
 def linear_logprob_reference(

@@ -77,7 +77,7 @@ def backward(
 
 
 def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
-    """Return losses, coefficients and ratios by their definition (policy_coefficient.py)."""
+    """Return losses, coefficients and ratios by their definition (kernels/logprob.py)."""
     clip, advantages = policy.clip, policy.advantages
     log_ratio = logprobs - policy.sampler_logprobs
     ratios = log_ratio.clamp(-clip.MAX_LOG_RATIO, clip.MAX_LOG_RATIO).exp()

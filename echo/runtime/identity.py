@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import secrets
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.errors import StorageError
-from echo.runtime.durable import make_private_directory, write_file
+from echo.config.fields import OLD_JOIN, has_secret
+from echo.config.schema import Config
+from echo.core.errors import ConfigError, StorageError, TransportError
+from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair
+from echo.net.transport import format_address, is_loopback, parse_address, with_key, without_key
+from echo.records.files import make_private_directory, write_file
+from echo.weights.store import fingerprint, show_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +84,211 @@ def load_signing_key(run_dir: Path) -> Ed25519PrivateKey:
 
 def _key_path(run_dir: Path) -> Path:
     return run_dir / "keys" / "learner.key"
+
+
+# The run's secret and the string with which a node joins, `tcp://host:port#KEY.SECRET.FINGERPRINT`
+#
+# Whoever has it is an insider. The last part is the fingerprint of the key with which the learner
+# signs versions, settings and hashes of files (`weights/store.py`). The learner keeps all parts in
+# its run directory, and a restart keeps the string. What keys follow from it: `net/curve.py`.
+
+
+_JOIN = re.compile(
+    r"(?P<address>tcp://[^#]+#[A-Za-z0-9_-]{43})\.(?P<secret>[A-Za-z0-9_-]{22})"
+    r"(?:\.(?P<fingerprint>[A-Za-z0-9_-]{22}))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """What a join string says."""
+
+    address: str
+    """Of the learner or a relay, with its server key."""
+    secret: bytes = field(repr=False)
+    fingerprint: bytes
+    """Of the learner's signing key."""
+
+    @classmethod
+    def parse(cls, text: str, *, source: str = "the join string") -> Join:
+        """Read `tcp://host:port#KEY.SECRET.FINGERPRINT`.
+
+        Raises:
+            ConfigError: if it has another form; the message does not repeat it.
+        """
+        match = _JOIN.fullmatch(text.strip())
+        try:
+            if match is not None:
+                parse_address(match["address"])
+                if match["fingerprint"] is None:
+                    raise ConfigError(f"{source} is {OLD_JOIN}")
+                secret, fingerprint = (
+                    base64.urlsafe_b64decode(match[name] + "==")
+                    for name in ("secret", "fingerprint")
+                )
+                return cls(match["address"], secret, fingerprint)
+        except TransportError:
+            pass
+        raise ConfigError(
+            f"{source} is not a join string; expected tcp://host:port#KEY.SECRET.FINGERPRINT with "
+            "43, 22 and 22 letters after the #, as the learner wrote it into runs/NAME/keys/join"
+        )
+
+    def __str__(self) -> str:
+        """Return the string itself, which is a secret."""
+        secret = base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
+        return f"{self.address}.{secret}.{show_fingerprint(self.fingerprint)}"
+
+
+def load_or_create_keys(run_dir: Path) -> tuple[CurveKeys, bytes]:
+    """Return the learner's keys and the run's secret, making both for a new run.
+
+    Raises:
+        StorageError: if the files cannot be read or written.
+    """
+    directory = run_dir / "keys"
+    server = KeyPair.of(_load_or_create(directory / "server.key", KEY_BYTES))
+    secret = _load_or_create(directory / "join.secret", SECRET_BYTES)
+    return CurveKeys.of_learner(server, secret), secret
+
+
+def write_join(run_dir: Path, address: str, keys: CurveKeys, secret: bytes) -> Join:
+    """Write the string with which others join into the run directory, and return it.
+
+    Raises:
+        StorageError: if the file cannot be written.
+    """
+    public_key = load_or_create_signing_key(run_dir).public_key().public_bytes_raw()
+    join = Join(with_key(address, keys.server.public), secret, fingerprint(public_key))
+    path = run_dir / "keys" / "join"
+    try:
+        write_file(path, f"{join}\n".encode(), mode=0o600)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}") from error
+    return join
+
+
+def _load_or_create(path: Path, num_bytes: int) -> bytes:
+    try:
+        if not path.exists():
+            make_private_directory(path.parent)
+            write_file(path, secrets.token_bytes(num_bytes), mode=0o600)
+        raw = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"cannot read or make {path}: {error}") from error
+    if len(raw) != num_bytes:
+        raise StorageError(
+            f"{path} holds {len(raw)} bytes instead of {num_bytes}; without the right ones no node "
+            "of the run can reach its learner: restore it, or delete it and give all nodes the new "
+            "join string"
+        )
+    return raw
+
+
+# --- How a relay or worker finds the join string of its run, and what follows from it ---
+
+
+ECHO_JOIN = "ECHO_JOIN"
+"""Environment variable with the join string, which the command line reads (echo/cli/node.py)."""
+
+
+def find_join(config: Config, role: str) -> Join | None:
+    """Return the first join string among the addresses, security.join and its file.
+
+    Without any of them it is that of the run directory, for nodes on the learner's machine.
+
+    Raises:
+        ConfigError: if the file cannot be read or holds something else.
+    """
+    connect = config.relay.connect if role == "relay" else config.worker.connect
+    for address in filter(has_secret, connect):
+        return Join.parse(address, source=f"{role}.connect")
+    given = config.security.join
+    if given is not None and has_secret(given):
+        return Join.parse(given, source="security.join")
+    if given is not None:
+        path, key = Path(given).expanduser(), "security.join = "
+    else:
+        path, key = config.run_dir / "keys" / "join", ""
+        if not path.exists():
+            return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{key}{str(path)!r}: cannot be read: {error}; copy the learner's "
+            "runs/NAME/keys/join there"
+        ) from error
+    return Join.parse(text, source=f"{key}{str(path)!r}")
+
+
+def dial_addresses(config: Config, role: str) -> tuple[str, ...]:
+    """Return the addresses that a relay or worker dials first, in order; no secret is in them."""
+    connect = config.relay.connect if role == "relay" else config.worker.connect
+    if connect:
+        return tuple(_without_secret(address) for address in connect)
+    join = find_join(config, role)
+    return () if join is None else (join.address,)
+
+
+def signing_fingerprint(config: Config, role: str) -> bytes | None:
+    """Return the fingerprint of the learner's signing key; None where nothing here tells it.
+
+    It stands in the join string. A run that is not encrypted has none: then it is that of the run
+    directory, if the learner is dialled on this machine, and otherwise nobody is known to be the
+    learner.
+    """
+    join = find_join(config, role) if config.security.curve else None
+    if join is not None:
+        return join.fingerprint
+    if not all(map(is_loopback, dial_addresses(config, role))):
+        return None
+    try:
+        key = load_signing_key(config.run_dir)
+    except (OSError, ValueError):
+        return None
+    return fingerprint(key.public_key().public_bytes_raw())
+
+
+def node_keys(config: Config, role: str) -> CurveKeys | None:
+    """Return the keys of a relay or worker; None where links are not encrypted.
+
+    Raises:
+        ConfigError: if there is no join string; it says where to get it.
+    """
+    if not config.security.curve:
+        return None
+    join = find_join(config, role)
+    if join is None:
+        raise ConfigError(
+            f"this {role} has no join string, and links are encrypted: copy the line in "
+            "runs/NAME/keys/join on the learner's machine and set the environment's ECHO_JOIN to "
+            "it, or name a file that holds it with security.join (a run that shall not be "
+            "encrypted: security.curve=false on all its nodes)"
+        )
+    return CurveKeys.of_node(role, join.secret, *dial_addresses(config, role), join.address)
+
+
+def join_address(address: str, advertise: str | None) -> str:
+    """Return where others reach the learner that listens on `address`, as far as it can know.
+
+    A wildcard stands for every interface; the one of the default route is then the best guess.
+    """
+    if advertise is not None:
+        return advertise
+    host, port = parse_address(address)
+    if host not in ("0.0.0.0", "::"):
+        return without_key(address)
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    anyone = "2001:db8::1" if host == "::" else "192.0.2.1"
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((anyone, 9))  # chooses a route; nothing is sent
+        except OSError:
+            return format_address(socket.gethostname(), port)
+        return format_address(str(probe.getsockname()[0]), port)
+
+
+def _without_secret(address: str) -> str:
+    key = address.partition("#")[2].partition(".")[0]
+    return without_key(address) + (f"#{key}" if key else "")

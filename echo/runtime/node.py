@@ -13,20 +13,51 @@ node: the session has decided nothing then that it does not return, and the peer
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import logging
 import os
+import re
+import secrets
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from echo.errors import EchoError, ProtocolError, TransportError
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
-from echo.protocol.codec import Frame, describe
-from echo.protocol.pacing import OncePerMinute
-from echo.protocol.session import Session
-from echo.runtime.threads import ThreadPools, Threads
-from echo.runtime.transport import Connected, Disconnected, Received, Transport
-from echo.units import one_line
+from echo import __version__
+from echo.config.schema import Config, NetworkSection
+from echo.core.bounds import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
+from echo.core.errors import (
+    EchoError,
+    ProtocolError,
+    RemoteProtocolError,
+    StorageError,
+    TransportError,
+)
+from echo.core.price import Price
+from echo.core.timers import OncePerMinute
+from echo.core.units import one_line
+from echo.net.curve import CurveKeys
+from echo.net.transport import (
+    Connected,
+    Disconnected,
+    Received,
+    Transport,
+    TransportOptions,
+    is_loopback,
+    parse_key,
+    with_key,
+)
+from echo.net.zmq import KernelFacts, ZmqTransport, advise, descriptor_limit
+from echo.roles.joining import NodeSettings
+from echo.roles.node import DialingRole, Role
+from echo.runtime.disk_store import MappedStore, SavedKeyframe
+from echo.runtime.identity import dial_addresses, signing_fingerprint
+from echo.runtime.threads import Pool, ThreadPools, Threads
+from echo.weights.broadcast import Broadcast
+from echo.weights.store import VersionStore
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
+from echo.wire.codec import Frame, describe
 
 REPEAT_S = 60.0
 """Seconds between two lines of one topic."""
@@ -85,7 +116,7 @@ class Node:
 
     def __init__(
         self,
-        session: Session,
+        session: Role,
         transport: Transport,
         *,
         threads: Threads | None = None,
@@ -342,3 +373,305 @@ class Node:
                 return False
             await asyncio.sleep(0.05)
         return True
+
+
+# --- What the kernel and the C library allow the transport, read once when a node starts ---
+#
+# One TCP connection over a long link is as fast as its buffers and its congestion control permit,
+# whatever ZeroMQ does. At 1 Gbit/s and 100 ms, whose bandwidth-delay product is 12.5 MB, one
+# connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link, since about 0.7 of a
+# buffer is window, and several together all of it. With losses cubic falls far below, BBR does not.
+# So nodes open several connections to a parent where buffers are small or BBR cannot be had, and
+# say which sysctl would make that unnecessary. All values are of the network namespace.
+
+
+_SYSCTLS = Path("/proc/sys/net/ipv4")
+
+# glibc's mallopt, from malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_KEPT_BYTES = 64 << 20
+_LARGEST_FROM_HEAP = 32 << 20  # glibc takes no more
+
+
+def read_kernel(sysctls: Path = _SYSCTLS) -> KernelFacts:
+    """Return what the kernel tells; other systems than Linux tell nothing."""
+    available = _read(sysctls / "tcp_available_congestion_control")
+    after_idle = _read(sysctls / "tcp_slow_start_after_idle")
+    default = _read(sysctls / "tcp_congestion_control")
+    return KernelFacts(
+        congestion_control=default[0] if default else None,
+        can_use_bbr=None if not available else _can_choose("bbr"),
+        is_bbr_available=None if not available else "bbr" in available,
+        max_send_buffer_bytes=_last_number(_read(sysctls / "tcp_wmem")),
+        max_receive_buffer_bytes=_last_number(_read(sysctls / "tcp_rmem")),
+        slow_start_after_idle=None if not after_idle else after_idle != ["0"],
+    )
+
+
+def tune_malloc() -> bool:
+    """Let the C library keep freed memory for the next chunk; return whether it could be told.
+
+    libzmq allocates one buffer per message. By default glibc maps each of a megabyte anew and
+    returns it when it is freed, so that every chunk costs its page faults twice. Some 64 MiB per
+    busy thread stay with the process instead. Does nothing with other C libraries.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018, only to see whether it is glibc
+        mallopt = libc.mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    settings = (
+        (_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP),
+        (_M_TRIM_THRESHOLD, _KEPT_BYTES),
+        (_M_TOP_PAD, _KEPT_BYTES // 4),
+    )
+    results = [mallopt(option, value) for option, value in settings]
+    return results == [1] * len(settings)
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def _last_number(words: list[str]) -> int | None:
+    return int(words[-1]) if words and words[-1].isdigit() else None
+
+
+def _can_choose(name: str) -> bool:
+    """Try it: what may be chosen depends on the list of allowed ones and on privileges."""
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+        except OSError:
+            return False
+    return True
+
+
+# --- The relay role: a session and a transport; it needs one open port, no GPU and no torch ---
+
+
+class DialingNode(Node):
+    """What relay and worker share: a session that dials out."""
+
+    session: DialingRole
+    version_store: MappedStore | None = None
+    """Where received versions lie; None in memory without a bound."""
+
+    async def recover(self) -> None:
+        """Take over what a former process of this node has left of the run's versions."""
+        version_store, broadcast = self.version_store, self.session.broadcast
+        if version_store is None:
+            return
+        files = self.threads.pool("recovery")
+        for saved in await files.run(version_store.recover, broadcast.run_id):
+            try:
+                manifest = broadcast.manifest(saved.version, saved.signed_manifest)
+                has_chunk = await files.run(version_store.verify_held, manifest, saved.storage)
+            except (RemoteProtocolError, StorageError) as error:
+                self.log.warning("dropped %s, which was left here: %s", saved.version, error)
+                version_store.drop(saved.version)
+                continue
+            text = "found %s: %d of %d chunks are right"
+            self.log.info(text, saved.version, sum(has_chunk), manifest.num_chunks)
+            self.perform(broadcast.recover(saved.version, saved.storage, has_chunk, now=self.now))
+        for encoded in await files.run(version_store.recover_encoded):
+            await self._resume(encoded, files)
+
+    async def _resume(self, saved: SavedKeyframe, files: Pool) -> None:
+        """Go on with a keyframe that was on its way."""
+        broadcast, journal = self.session.broadcast, saved.journal
+        try:
+            encoded = await files.run(broadcast.rebuild, saved.version, journal.records())
+            journal.open()
+        except OSError as error:
+            self.log.warning("dropped %s, which was left here: %s", journal.path, error)
+            journal.remove()
+            return
+        text = "found %s as keyframe: %d of %d chunks are right"
+        self.log.info(text, saved.version, encoded.num_held, encoded.num_chunks)
+        encoded.journal = journal
+        self.perform(broadcast.resume(encoded, now=self.now))
+
+    def release(self) -> None:
+        """Let go of the version stores; what they hold is found by the next process."""
+        if self.version_store is not None:
+            self.version_store.close()
+
+    def connected(self, peer: str) -> list[Action]:
+        """Handle that a dialled link stands."""
+        return self.session.connected(peer, now=self.now)
+
+    def disconnected(self, peer: str, reason: str) -> list[Action]:
+        """Handle that a link is gone."""
+        return self.session.disconnected(peer, reason, now=self.now)
+
+    def dialled(self, address: str, purpose: str, peer: str) -> None:
+        """Handle that a Dial was carried out."""
+        self.session.dialled(address, purpose, peer)
+
+    def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
+        """Handle that an attempt to dial failed; the transport goes on trying."""
+        return self.session.dial_failed(peer, reason, is_refused=is_refused)
+
+    async def drain(self) -> None:
+        """Say goodbye, so that nobody waits for this node; the transport delivers it."""
+        self.session.is_leaving = True
+        self.perform(self.session.leave("stopped by its operator"))
+
+
+# --- From the configuration to a node's transport and session: what all roles set up alike ---
+
+
+_log = logging.getLogger(__name__)
+
+MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
+"""Largest file that a worker may inherit; the largest tokenizers in use have some 35 MB."""
+MAX_STRANGERS = 4096
+"""Connections at once that have not said anything yet; a quarter of all open files at most."""
+FIRST_WINDOW_CHUNKS = 4
+"""What a child asks for ahead until its link has shown its rate: several, so that they pipeline."""
+MAX_FIRST_WINDOW_BYTES = 2 << 20
+"""Of that; all of it may lie in the queue of a slow uplink, for four seconds at 4 Mbit/s. The
+broadcasts in bench/results were measured with it."""
+MAX_IMAGE_SHARE = 0.9
+"""Share of a node's memory that one version of the weights may take at most."""
+
+
+async def start_transport(
+    network: NetworkSection,
+    listen: str | None,
+    keys: CurveKeys | None = None,
+    *,
+    listens_later: bool = False,
+) -> ZmqTransport:
+    """Return a ZeroMQ transport with the configuration's bounds, bound to its address.
+
+    Args:
+        network: the bounds and timings.
+        listen: where to listen; None only to dial.
+        keys: with which all links are encrypted; None for none of them.
+        listens_later: whether the caller lets others connect, by `listen`.
+
+    Raises:
+        TransportError: if the address is taken or is not this machine's.
+    """
+    options = TransportOptions(
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        max_unsent_bytes=2 * MAX_MESSAGE_BYTES,
+        heartbeat_s=network.heartbeat_s,
+        dead_after_s=network.dead_after_s,
+        max_strangers=min(MAX_STRANGERS, descriptor_limit() // 4),
+    )
+    transport = ZmqTransport(listen, options, keys)
+    await (transport.bind() if listens_later else transport.start())
+    if keys is None and listen is not None and not is_loopback(listen):
+        _log.warning(
+            "security.curve is false: whoever reaches %s can read the weights and join the run",
+            listen,
+        )
+    return transport
+
+
+def warn_of_kernel(*addresses: str | None) -> None:
+    """Say which settings of the kernel cost speed, unless all links stay on this machine."""
+    if all(address is None or is_loopback(address) for address in addresses):
+        return
+    for warning in advise(read_kernel()).warnings:
+        _log.warning("%s", warning)
+
+
+def sockets_per_link(parent: str | None) -> int:
+    """Return how many connections to open for weights to one parent, by the kernel's settings.
+
+    Args:
+        parent: the parent's address; on loopback one is enough.
+    """
+    if parent is not None and is_loopback(parent):
+        return 1
+    return advise(read_kernel()).num_sockets_per_link
+
+
+def make_broadcast(
+    node_id: str, network: NetworkSection, version_store: VersionStore | None = None
+) -> Broadcast:
+    """Return a node's part of the weights plane with the configuration's bounds.
+
+    Args:
+        node_id: name of the node.
+        network: the bounds.
+        version_store: where received versions lie; None at the learner, which receives none.
+    """
+    return Broadcast(
+        node_id=node_id,
+        window_bytes=min(FIRST_WINDOW_CHUNKS * network.chunk_bytes, MAX_FIRST_WINDOW_BYTES),
+        # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
+        stall_s=max(0.5, network.heartbeat_s),
+        version_store=version_store,
+    )
+
+
+def node_name(role: str, given: str | None) -> str:
+    """Return the node's name: the given one, or one made from the host's that will be unique."""
+    if given is not None:
+        return given
+    host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:24] or "host"
+    return f"{role}-{host}-{secrets.token_hex(2)}"
+
+
+def advertised(listen: str | None, advertise: str | None) -> str | None:
+    """Return the address that others are told to dial, or None if there is none to tell.
+
+    A wildcard address says nothing to others, so such a listener needs `advertise`, to which the
+    server key is added that `listen`, the transport's address, has.
+    """
+    if listen is not None and advertise is not None:
+        key = parse_key(listen)
+        return advertise if key is None else with_key(advertise, key)
+    if listen is None or re.match(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", listen):
+        return advertise
+    return listen
+
+
+def node_settings(
+    config: Config, role: str, *, node_id: str, advertise: str | None, max_image_bytes: int
+) -> NodeSettings:
+    """Return what a relay's or worker's session is told."""
+    network = config.network
+    addresses = dial_addresses(config, role)
+    return NodeSettings(
+        node_id=node_id,
+        role=role,
+        incarnation=secrets.token_hex(8),
+        addresses=addresses,
+        advertise=advertise,
+        echo_version=__version__,
+        reconnect_for_s=network.reconnect_for_s,
+        max_image_bytes=max_image_bytes,
+        digests={},
+        heartbeat_s=network.heartbeat_s,
+        dead_after_s=network.dead_after_s,
+        fingerprint=signing_fingerprint(config, role),
+        sockets_per_link=sockets_per_link(next(iter(addresses), None)),
+        region=network.region,
+        price_per_gb=network.price_per_gb,
+        price=stated_price(config, role),
+    )
+
+
+def stated_price(config: Config, role: str) -> Price:
+    """Return what the configuration says that a relay's or worker's machine costs."""
+    if role == "relay":
+        return Price(per_h=config.relay.price_per_h, per_gb=config.relay.price_per_gb)
+    worker = config.worker
+    return Price(
+        per_h=worker.price_per_h,
+        per_gb=worker.price_per_gb,
+        losses_per_h=worker.losses_per_h,
+    )
+
+
+Result = TypeVar("Result")

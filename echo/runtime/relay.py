@@ -1,89 +1,23 @@
-"""The relay role: a session and a transport; it needs one open port, no GPU and no torch."""
+"""From the configuration to a relay."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
-from echo.errors import LocalProtocolError, RemoteProtocolError, StorageError
-from echo.protocol.actions import Action
-from echo.protocol.joining import Configure
-from echo.protocol.node_session import NodeSession
-from echo.protocol.relay_session import RelaySession
-from echo.protocol.writing import VersionArrived
-from echo.runtime.arenas import ArenaStore
-from echo.runtime.arenas_parcels import SavedParcel
-from echo.runtime.node import Node
-from echo.runtime.threads import Pool, Threads
-from echo.runtime.transport import Transport
-
-
-class DialingNode(Node):
-    """What relay and worker share: a session that dials out."""
-
-    session: NodeSession
-    arenas: ArenaStore | None = None
-    """Where received versions lie; None in memory without a bound."""
-
-    async def recover(self) -> None:
-        """Take over what a former process of this node has left of the run's versions."""
-        arenas, broadcast = self.arenas, self.session.broadcast
-        if arenas is None:
-            return
-        files = self.threads.pool("recovery")
-        for saved in await files.run(arenas.recover, broadcast.run_id):
-            try:
-                manifest = broadcast.manifest(saved.version, saved.signed_manifest)
-                has_chunk = await files.run(arenas.verify_held, manifest, saved.arena)
-            except (RemoteProtocolError, StorageError) as error:
-                self.log.warning("dropped %s, which was left here: %s", saved.version, error)
-                arenas.drop(saved.version)
-                continue
-            text = "found %s: %d of %d chunks are right"
-            self.log.info(text, saved.version, sum(has_chunk), manifest.num_chunks)
-            self.perform(broadcast.recover(saved.version, saved.arena, has_chunk, now=self.now))
-        for parcel in await files.run(arenas.recover_parcels):
-            await self._resume(parcel, files)
-
-    async def _resume(self, saved: SavedParcel, files: Pool) -> None:
-        """Go on with an anchor that was on its way."""
-        broadcast, journal = self.session.broadcast, saved.journal
-        try:
-            parcel = await files.run(broadcast.rebuild, saved.version, journal.records())
-            journal.open()
-        except OSError as error:
-            self.log.warning("dropped %s, which was left here: %s", journal.path, error)
-            journal.remove()
-            return
-        text = "found %s as anchor: %d of %d chunks are right"
-        self.log.info(text, saved.version, parcel.num_held, parcel.num_chunks)
-        parcel.journal = journal
-        self.perform(broadcast.resume(parcel, now=self.now))
-
-    def release(self) -> None:
-        """Let go of the arenas; what they hold is found by the next process."""
-        if self.arenas is not None:
-            self.arenas.close()
-
-    def connected(self, peer: str) -> list[Action]:
-        """Handle that a dialled link stands."""
-        return self.session.connected(peer, now=self.now)
-
-    def disconnected(self, peer: str, reason: str) -> list[Action]:
-        """Handle that a link is gone."""
-        return self.session.disconnected(peer, reason, now=self.now)
-
-    def dialled(self, address: str, purpose: str, peer: str) -> None:
-        """Handle that a Dial was carried out."""
-        self.session.dialled(address, purpose, peer)
-
-    def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
-        """Handle that an attempt to dial failed; the transport goes on trying."""
-        return self.session.dial_failed(peer, reason, is_refused=is_refused)
-
-    async def drain(self) -> None:
-        """Say goodbye, so that nobody waits for this node; the transport delivers it."""
-        self.session.is_leaving = True
-        self.perform(self.session.leave("stopped by its operator"))
+from echo.config.memory import read_machine
+from echo.config.schema import Config
+from echo.core.errors import LocalProtocolError
+from echo.net.transport import Transport
+from echo.roles.joining import Configure
+from echo.roles.relay import Relay
+from echo.runtime import node
+from echo.runtime.disk_store import MappedStore, open_store
+from echo.runtime.identity import dial_addresses, node_keys
+from echo.runtime.node import DialingNode
+from echo.runtime.threads import Threads
+from echo.weights.receiver import VersionArrived
+from echo.wire.actions import Action
 
 
 class RelayNode(DialingNode):
@@ -91,17 +25,17 @@ class RelayNode(DialingNode):
 
     def __init__(
         self,
-        session: RelaySession,
+        session: Relay,
         transport: Transport,
         *,
-        arenas: ArenaStore | None = None,
+        version_store: MappedStore | None = None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
         """Join the parts; `run` starts them."""
         super().__init__(session, transport, threads=threads, log=log)
-        self.session: RelaySession = session
-        self.arenas = arenas
+        self.session: Relay = session
+        self.version_store = version_store
 
     async def work(self) -> None:
         """Start looking for the learner; everything else happens in the session."""
@@ -121,3 +55,41 @@ class RelayNode(DialingNode):
         """Be ready: a relay has no task and no engine, only what it held before."""
         await self.recover()
         self.perform(self.session.configured({}, now=self.now))
+
+
+async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:
+    """Return a relay that is ready to run, listening already.
+
+    Raises:
+        EchoError: if something does not fit; the message is for the user.
+    """
+    keys = node_keys(config, "relay")
+    transport = await node.start_transport(config.network, config.relay.listen, keys)
+    node.warn_of_kernel(config.relay.listen, *dial_addresses(config, "relay"))
+    try:
+        return assemble_relay(config, transport, log=log)
+    except BaseException:
+        await transport.close()
+        raise
+
+
+def assemble_relay(
+    config: Config, transport: Transport, *, threads: Threads | None = None, log: logging.Logger
+) -> RelayNode:
+    """Join a relay on a transport that has been started; otherwise as `build_relay`."""
+    section = config.relay
+    node_id = node.node_name("relay", section.name)
+    settings = node.node_settings(
+        config,
+        "relay",
+        node_id=node_id,
+        advertise=node.advertised(transport.listen_address, section.advertise),
+        max_image_bytes=int(node.MAX_IMAGE_SHARE * read_machine().host_bytes),
+    )
+    version_store = open_store(config.network.store_dir, config.network.store_bytes)
+    session = Relay(
+        settings,
+        node.make_broadcast(node_id, config.network, version_store),
+        now=asyncio.get_running_loop().time(),
+    )
+    return RelayNode(session, transport, version_store=version_store, threads=threads, log=log)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 MAX_BLOCKING = min(32, (os.cpu_count() or 1) + 4)
 """Threads for calls that mostly wait, such as rewards: as many as asyncio takes by itself."""
@@ -23,7 +23,7 @@ MAX_BLOCKING = min(32, (os.cpu_count() or 1) + 4)
 class Pool(Protocol):
     """Threads of one purpose, which take calls in the order in which they are made."""
 
-    def run(self, function: Callable[..., Result], *arguments: Any) -> asyncio.Future[Result]:
+    def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
         """Call a function off the loop; the future has its result, or what it raised."""
 
 
@@ -60,6 +60,6 @@ class _ExecutorPool:
     def __init__(self, executor: ThreadPoolExecutor) -> None:
         self._executor = executor
 
-    def run(self, function: Callable[..., Result], *arguments: Any) -> asyncio.Future[Result]:
+    def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._executor, function, *arguments)

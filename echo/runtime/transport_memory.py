@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from echo.errors import TransportError
-from echo.runtime.transport import (
+from echo.core.errors import TransportError
+from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
     Disconnected,

@@ -1,22 +1,27 @@
 """Which workers stand by, and what the run costs, while time passes.
 
-What `runtime/activation.py` is in a process: it feeds the measurements to the same `Activation` and
-`Meter`, asks their questions and carries out their decisions. Only the time in which an answer is
-computed is left out.
+What `runtime/learner/cost.py` is in a process: it feeds the measurements to the same `Activation`
+and `CostMeter`, asks their questions and carries out their decisions. Only the time in which an
+answer is computed is left out.
 """
 
 from __future__ import annotations
 
-from echo.planner.publish_pace import PublishPace
-from echo.protocol.actions import Action
-from echo.protocol.activation import Activation, ActivationSettings, StepTimes
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.metering import LOST_COUNTS_FOR_S, Meter
+from echo.roles.learner import Learner
+from echo.runtime.learner.cost import (
+    LOST_COUNTS_FOR_S,
+    Activation,
+    ActivationSettings,
+    CostMeter,
+    StepTimes,
+)
 from echo.sim.records import BillRecord, History
 from echo.sim.scenario import ActivationRule, Scenario
+from echo.weights.schedule import PublishPace
+from echo.wire.actions import Action
 
 LOOK_S = 1.0
-"""Between looks at costs and workers, as in `runtime/activation.py`."""
+"""Between looks at costs and workers, as in `runtime/learner/cost.py`."""
 WORKERS_PER_S = 2000.0
 """Larger fleets are looked at less often, so that looking costs no more."""
 
@@ -28,8 +33,8 @@ class Activating:
         self,
         rule: ActivationRule,
         activation: Activation,
-        meter: Meter,
-        session: LearnerSession,
+        meter: CostMeter,
+        session: Learner,
         *,
         pace: PublishPace,
         history: History,
@@ -124,7 +129,7 @@ class Activating:
 
 def make_activating(
     scenario: Scenario,
-    session: LearnerSession,
+    session: Learner,
     *,
     scale: float,
     spent: float,
@@ -156,9 +161,9 @@ def make_activating(
         budget_per_h=rule.budget_per_h,
         upload_bytes_per_token=token_bytes,
     )
-    meter = Meter(
+    meter = CostMeter(
         learner_per_h=job.learner_price_per_h,
-        learner_per_gb=session.settings.price_per_gb,
+        learner_per_gb=session.settings.site.price_per_gb,
         spent=spent,
         now=now,
         bytes_per_token=token_bytes,
@@ -167,6 +172,6 @@ def make_activating(
     return Activating(rule, activation, meter, session, pace=pace, history=history)
 
 
-def spent_before(meter: Meter, *, away_s: float) -> float:
+def spent_before(meter: CostMeter, *, away_s: float) -> float:
     """Return $ that count before the learner's next start: machines bill while it is away."""
     return meter.total + min(away_s, LOST_COUNTS_FOR_S) / 3600 * meter.bill().per_h

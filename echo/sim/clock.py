@@ -14,9 +14,9 @@ import asyncio
 import heapq
 import math
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-Result = TypeVar("Result")
+from echo.runtime.node import Result
 
 
 class Clock:

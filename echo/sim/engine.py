@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from echo.protocol.messages import Lease
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
 from echo.sim.lengths import GroupLength
+from echo.wire.messages import Lease
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class EngineModel:
         self._at = 0.0
 
     @property
-    def room(self) -> int:
+    def space(self) -> int:
         """How many groups more may begin."""
         return self.groups_per_batch - len(self.groups)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from echo.protocol.codec import Frame
-from echo.protocol.messages import Lease
-from echo.rollout import Group, PolicyVersion
+from echo.core.rollout import Group, PolicyVersion
 from echo.sim.lengths import GroupLength, Lengths
+from echo.wire.codec import Frame
+from echo.wire.messages import Lease
 
 Shares = list[tuple[PolicyVersion, float]]
 """(version, tokens that it sampled), oldest first."""

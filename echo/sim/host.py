@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from echo.errors import EchoError
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
-from echo.protocol.codec import Frame
-from echo.protocol.session import Session
+from echo.core.errors import EchoError
+from echo.roles.node import Role
 from echo.sim.clock import Clock
 from echo.sim.wires import Port, Wires
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
+from echo.wire.codec import Frame
 
 LEAST_WAIT_S = 0.001
 """A deadline that stays in the past must not hold up time, as in `runtime/node.py`."""
@@ -23,7 +23,7 @@ LEAST_WAIT_S = 0.001
 class Host:
     """One start of one node: a session, its links and its timer; roles derive from it."""
 
-    def __init__(self, session: Session, port: Port, *, clock: Clock, wires: Wires) -> None:
+    def __init__(self, session: Role, port: Port, *, clock: Clock, wires: Wires) -> None:
         """Put a session on the network.
 
         Args:

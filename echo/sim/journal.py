@@ -1,9 +1,10 @@
 """What the simulated learner has on its disk, and where it goes on after a crash.
 
-It holds in memory what `runtime/ledger.py` writes and `runtime/recovery.py` reads: groups granted,
-accepted and trained, and checkpoints. After a crash the run continues from the newest checkpoint in
-a new lineage: the steps after it are void, their groups wait again where they may still be trained,
-and what was granted and not delivered is leased to nobody until its worker claims it.
+It holds in memory what `records/ledger.py` writes and `runtime/learner/resume.py` reads: groups
+granted, accepted and trained, and checkpoints. After a crash the run continues from the newest
+checkpoint in a new lineage: the steps after it are void, their groups wait again where they may
+still be trained, and what was granted and not delivered is leased to nobody until its worker claims
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from echo.rollout import Group, Lineage, find_fault
+from echo.core.rollout import Group, Lineage, find_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class Start:
     lineages: tuple[Lineage, ...]
     step: int = 0
     next_group_id: int = 0
-    settled: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
     """Groups below `next_group_id` that were accepted or ended."""
     open_attempts: dict[int, int] = field(default_factory=dict)
     """Granted groups without a result: id -> attempts so far."""
@@ -112,7 +113,7 @@ class Journal:
             lineages=self._lineages,
             step=self._checkpoint,
             next_group_id=self._next_group_id,
-            settled=tuple(i for i in range(self._next_group_id) if i not in self._attempts),
+            finished=tuple(i for i in range(self._next_group_id) if i not in self._attempts),
             open_attempts=dict(self._attempts),
             buffered=tuple(self._waiting.values()),
             ends=tuple(ends),

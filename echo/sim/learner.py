@@ -1,9 +1,9 @@
 """The simulated learner: the real session and buffer, a journal and a step that only take time.
 
-It does what `runtime/learner.py` does, in the same order: take a full batch of admissible groups,
-step, advance, drop what is too old, publish, look again. Groups without a gradient end at once and
-others are granted; all others are stored, acknowledged, and then visible to the training. What it
-has written down (`journal.py`) survives it.
+It does what `runtime/learner/node.py` does, in the same order: take a full batch of admissible
+groups, step, advance, drop what is too old, publish, look again. Groups without a gradient end at
+once and others are granted; all others are stored, acknowledged, and then visible to the training.
+What it has written down (`journal.py`) survives it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echo.buffer import StalenessBuffer
-from echo.errors import LocalProtocolError
-from echo.planner.publish_pace import PublishPace
-from echo.protocol.actions import Action
-from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
-from echo.protocol.learner_session import LearnerSession
-from echo.rollout import Group, PolicyVersion
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import LocalProtocolError
+from echo.core.rollout import Group, PolicyVersion
+from echo.leases.scheduler import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
+from echo.roles.learner import Learner
 from echo.sim.activating import Activating
 from echo.sim.clock import Clock
 from echo.sim.groups import Groups
@@ -27,9 +25,11 @@ from echo.sim.journal import Journal
 from echo.sim.records import History, StepRecord
 from echo.sim.versions import Versions
 from echo.sim.wires import Port, Wires
+from echo.weights.schedule import PublishPace
+from echo.wire.actions import Action
 
 LOOK_S = 0.1
-"""Between looks at who holds the newest version, as in `runtime/learner.py`."""
+"""Between looks at who holds the newest version, as in `runtime/learner/node.py`."""
 GIVE_UP_STEPS = 30
 """A run in which nothing was trained for the time of so many steps has no future."""
 NODES_PER_LOOK_S = 1000.0
@@ -62,7 +62,7 @@ class SimLearner(Host):
 
     def __init__(
         self,
-        session: LearnerSession,
+        session: Learner,
         port: Port,
         *,
         clock: Clock,
@@ -97,7 +97,7 @@ class SimLearner(Host):
             history: takes down what happens.
         """
         super().__init__(session, port, clock=clock, wires=wires)
-        self.session: LearnerSession = session
+        self.session: Learner = session
         self._buffer = buffer
         self._groups = groups
         self._pace = pace
@@ -196,7 +196,7 @@ class SimLearner(Host):
 
     def _train_if_ready(self) -> None:
         """Begin a step if the batch is full."""
-        size = self.session.settings.groups_per_step
+        size = self.session.settings.leases.groups_per_step
         if not self._is_waiting:
             return
         if self.activating is not None and self.activating.is_spent:
@@ -234,7 +234,7 @@ class SimLearner(Host):
             )
         )
         if self.activating is not None:
-            completions = len(groups) * session.settings.group_size
+            completions = len(groups) * session.settings.leases.group_size
             tokens = sum(self._groups.length(group.group_id).num_tokens for group in groups)
             self.activating.stepped(
                 step_s=now - self._waiting_since,

@@ -6,17 +6,18 @@ from statistics import fmean
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.buffer import StalenessBuffer
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.leases import LeaseBook
-from echo.protocol.messages import Lease
-from echo.protocol.reception import LearnerSettings
-from echo.protocol.topology_fleet import ASSUMED_BYTES_PER_S
+from echo.core.buffer import StalenessBuffer
+from echo.leases.book import LeaseBook
+from echo.leases.scheduler import LeaseSettings
+from echo.roles.joining import AdmissionSettings
+from echo.roles.learner import Learner, LearnerSettings
 from echo.sim.journal import Start
 from echo.sim.learner import LearnerTimes
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.versions import CHUNK_BYTES, Versions
+from echo.weights.broadcast import Broadcast
+from echo.weights.topology.sites import ASSUMED_BYTES_PER_S, Site
+from echo.wire.messages import LEARNER_ID, Lease
 
 RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
@@ -47,12 +48,12 @@ def make_session(
     broadcast: Broadcast,
     buffer: StalenessBuffer,
     now: float,
-) -> LearnerSession:
+) -> Learner:
     """Return the learner's session with its leases as they were."""
     leases = LeaseBook(timeout_s=scenario.settings.lease_timeout_s)
     for group_id, num_attempts in sorted(start.open_attempts.items()):
         leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
-    return LearnerSession(
+    return Learner(
         _settings(scenario, key=key, scale=versions.scale),
         broadcast=broadcast,
         buffer=buffer,
@@ -61,30 +62,39 @@ def make_session(
         lineages=start.lineages,
         step=start.step,
         next_group_id=start.next_group_id,
-        settled=start.settled,
+        finished=start.finished,
     )
 
 
 def _settings(scenario: Scenario, *, key: Ed25519PrivateKey, scale: float) -> LearnerSettings:
     job, settings = scenario.job, scenario.settings
     return LearnerSettings(
-        run_id=RUN_ID,
-        key=key,
-        advertise=LEARNER_ADDRESS,
-        max_staleness=job.max_staleness if settings.is_paced else UNBOUNDED,
-        groups_per_step=job.groups_per_step,
-        group_size=job.group_size,
-        max_completion_tokens=max(1, round(job.max_completion_tokens)),
-        vocab_size=1,
-        heartbeat_s=settings.heartbeat_s,
-        dead_after_s=settings.dead_after_s,
-        settings={},
-        assets={},
-        digests={},
+        admission=AdmissionSettings(
+            run_id=RUN_ID,
+            key=key,
+            settings={},
+            assets={},
+            digests={},
+            heartbeat_s=settings.heartbeat_s,
+            dead_after_s=settings.dead_after_s,
+        ),
+        leases=LeaseSettings(
+            max_staleness=job.max_staleness if settings.is_paced else UNBOUNDED,
+            groups_per_step=job.groups_per_step,
+            group_size=job.group_size,
+            max_completion_tokens=max(1, round(job.max_completion_tokens)),
+            vocab_size=1,
+            heartbeat_s=settings.heartbeat_s,
+        ),
+        site=Site(
+            LEARNER_ID,
+            "learner",
+            LEARNER_ADDRESS,
+            uplink_bytes_per_s=ASSUMED_BYTES_PER_S / scale,
+            region=LEARNER_REGION,
+            price_per_gb=_egress_per_gb(scenario) * scale,
+        ),
         chunk_bytes=CHUNK_BYTES,
-        region=LEARNER_REGION,
-        price_per_gb=_egress_per_gb(scenario) * scale,
-        uplink_bytes_per_s=ASSUMED_BYTES_PER_S / scale,
     )
 
 

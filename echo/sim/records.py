@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from echo.planner.fleet import GIGABYTE, Offer
-from echo.planner.review import Decision
+from echo.core.units import GIGABYTE
+from echo.fleet.activation import ActivationDecision
+from echo.fleet.market import Offer
 from echo.sim.scenario import LEARNER_REGION, PriceChange, Scenario
 
 Traffic = dict[tuple[str, str, str], float]
@@ -77,7 +78,7 @@ class History:
     rentals: list[Rental] = field(default_factory=list)
     bills: list[BillRecord] = field(default_factory=list)
     """One for each step, where activation takes part."""
-    decisions: list[tuple[float, Decision]] = field(default_factory=list)
+    decisions: list[tuple[float, ActivationDecision]] = field(default_factory=list)
     """(when, what) of each change of the active workers."""
     num_deaths: int = 0
     """Of workers."""

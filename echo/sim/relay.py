@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from echo.protocol.actions import Action
-from echo.protocol.joining import Configure
-from echo.protocol.relay_session import RelaySession
+from echo.roles.joining import Configure
+from echo.roles.relay import Relay
 from echo.sim.clock import Clock
 from echo.sim.host import Host
 from echo.sim.wires import Port, Wires
+from echo.wire.actions import Action
 
 
 class SimRelay(Host):
     """One start of one relay."""
 
-    def __init__(self, session: RelaySession, port: Port, *, clock: Clock, wires: Wires) -> None:
+    def __init__(self, session: Relay, port: Port, *, clock: Clock, wires: Wires) -> None:
         """Put a relay on the network; `start` begins."""
         super().__init__(session, port, clock=clock, wires=wires)
         self.session = session

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from echo.planner.fleet import Fleet, Offer, Region
-from echo.planner.job import Job
+from echo.fleet.job import Job
+from echo.fleet.market import Offer, Region, RentedFleet
 from echo.sim.lengths import Lengths, LogNormalLengths
 from echo.sim.wires import Path
 
@@ -100,7 +100,7 @@ class Scenario:
     """Everything that a simulation is made of; the same scenario gives the same history."""
 
     name: str
-    fleet: Fleet
+    fleet: RentedFleet
     job: Job
     """With the publish period; `is_auto` says whether it follows what is measured."""
     counts: Sequence[int]

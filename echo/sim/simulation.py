@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.planner.fleet import Offer
-from echo.planner.publish_pace import PublishPace
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.delivery import MAX_UNACKED_GROUPS, Outbox
-from echo.protocol.joining import NodeSettings
-from echo.protocol.price import Price
-from echo.protocol.relay_session import RelaySession
-from echo.protocol.worker_session import WorkerSession
+from echo.core.price import Price
+from echo.fleet.market import Offer
+from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
+from echo.roles.joining import NodeSettings
+from echo.roles.relay import Relay
+from echo.roles.worker import Worker
 from echo.sim.activating import make_activating, spent_before
-from echo.sim.arenas import SharedArenas
 from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel
 from echo.sim.faults import Faults
@@ -32,9 +29,12 @@ from echo.sim.records import History, Rental
 from echo.sim.relay import SimRelay
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.site import Site
+from echo.sim.version_store import SharedStore
 from echo.sim.versions import Versions
 from echo.sim.wires import Port, Wires
 from echo.sim.worker import SimWorker
+from echo.weights.broadcast import Broadcast
+from echo.weights.schedule import PublishPace
 
 WINDOW_BYTES = 8 << 20
 """What a child asks for ahead at first: chunks are coarse here."""
@@ -70,7 +70,7 @@ class Simulation:
         self.history.traffic = self.wires.traffic
         for region in scenario.fleet.regions.values():
             self.wires.add_region(region.name, scenario.path(region))
-        self.arenas = SharedArenas()
+        self.version_store = SharedStore()
         self._num_starts = 0
         self._journal = Journal(
             max_staleness=job.max_staleness,
@@ -98,7 +98,7 @@ class Simulation:
             window_bytes=max(1, math.ceil(max(WINDOW_BYTES, chunk_bytes) / scale)),
             # Coarse chunks take longer than a heartbeat: then silence means less.
             stall_s=max(0.5, settings.heartbeat_s, 4 * chunk_bytes / self._slowest_bytes_per_s()),
-            arenas=self.arenas,
+            version_store=self.version_store,
         )
 
     def _slowest_bytes_per_s(self) -> float:
@@ -159,7 +159,7 @@ class Simulation:
         port = Port(f"relay-{region_name}", region_name, rate, rate, address)
         price = Price(per_h=region.relay_price_per_h)
         settings = self._node_settings(port, "relay", LEARNER_ADDRESS, price)
-        session = RelaySession(settings, self._broadcast(port.name), now=0.0)
+        session = Relay(settings, self._broadcast(port.name), now=0.0)
         return SimRelay(session, port, clock=self.clock, wires=self.wires)
 
     def _node_settings(self, port: Port, role: str, address: str, price: Price) -> NodeSettings:
@@ -205,8 +205,10 @@ class Simulation:
         has_relay = scenario.fleet.has_relay(offer)
         address = _relay_address(offer.region) if has_relay else LEARNER_ADDRESS
         node_settings = self._node_settings(site.port, "worker", address, self._price(offer))
-        outbox = Outbox(max_parcels=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * settings.heartbeat_s))
-        session = WorkerSession(node_settings, self._broadcast(site.name), outbox, now=now)
+        outbox = Outbox(
+            max_deliveries=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * settings.heartbeat_s)
+        )
+        session = Worker(node_settings, self._broadcast(site.name), outbox, now=now)
         engine = EngineModel(
             tokens_per_s=site.tokens_per_s,
             concurrency=offer.concurrency,
@@ -225,7 +227,7 @@ class Simulation:
             setup_s=settings.setup_s,
             swap_s=settings.swap_s,
             is_pausing=job.has_pausing_workers,
-            parked_for_s=settings.release_after_s,
+            interrupted_for_s=settings.release_after_s,
             on_end=lambda worker: self._ended(site, worker),
         )
         if site.rental is None:

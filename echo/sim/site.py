@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echo.planner.fleet import Offer
+from echo.fleet.market import Offer
 from echo.sim.records import Rental
 from echo.sim.wires import Port
 from echo.sim.worker import SimWorker

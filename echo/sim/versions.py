@@ -1,9 +1,10 @@
 """What the simulated learner publishes: noise of the right size, in full or also as a delta.
 
 One byte of an image stands for `scale` bytes of a version. Without deltas a version is one image of
-so many chunks. With them it goes out as in a run: a parcel coded against the version before, which
-consists of so many chunks, and behind it the image for those who do not hold that one. So many
-words change from one version to the next that the coded parcel has the size that was asked for.
+so many chunks. With them it goes out as in a run: an encoded version coded against the version
+before, which consists of so many chunks, and behind it the image for those who do not hold that
+one. So many words change from one version to the next that the coded encoded version has the size
+that was asked for.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import numpy.typing as npt
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.delta.blocks import encode_block
-from echo.protocol.actions import Action
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.manifest import (
+from echo.core.rollout import PolicyVersion
+from echo.weights.broadcast import Broadcast
+from echo.weights.delta import encode_block
+from echo.weights.manifest import (
     Manifest,
+    SegmentTable,
     SignedManifest,
     TensorSpec,
     build_manifest,
     encode_signed,
     sign,
 )
-from echo.protocol.parcel import SegmentTable
-from echo.protocol.transfer import Transfer
-from echo.rollout import PolicyVersion
+from echo.weights.store import Transfer
+from echo.wire.actions import Action
 
 CHUNK_BYTES = 1 << 10
 """Of what is sent as a rule: the least that a manifest allows."""
@@ -64,11 +65,11 @@ class Versions:
         self._run_id = run_id
         self._key = key
         self.scale = version_bytes / (num_chunks * CHUNK_BYTES)
-        """True bytes that one byte of an image or a parcel stands for."""
+        """True bytes that one byte of an image or an encoded version stands for."""
         self.num_bytes = num_chunks * CHUNK_BYTES
         """Of an image."""
         self.chunk_bytes = CHUNK_BYTES
-        """Of an image; a parcel has chunks of CHUNK_BYTES."""
+        """Of an image; an encoded version has chunks of CHUNK_BYTES."""
         self._changed_share: float | None = None
         if image_bytes is not None:
             delta_bytes = self.num_bytes
@@ -107,7 +108,7 @@ class Versions:
         if base is None:
             return bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
         assert self._changed_share is not None
-        words = np.frombuffer(bytes(base.arena), dtype=np.uint16)
+        words = np.frombuffer(bytes(base.storage), dtype=np.uint16)
         seed = random.Random(f"{version}").getrandbits(64)
         return bytearray(_changed(words, self._changed_share, seed=seed).tobytes())
 
@@ -127,7 +128,7 @@ class Versions:
         self, signed: SignedManifest, manifest: Manifest, image: bytearray, base: Transfer
     ) -> tuple[SegmentTable, bytes]:
         """Return the one segment of a delta, which is one block, and its payload."""
-        new, old = memoryview(image), memoryview(base.arena)
+        new, old = memoryview(image), memoryview(base.storage)
         payload = encode_block(old, new, word_bytes=WORD_BYTES)
         table = SegmentTable(
             run_id=self._run_id,

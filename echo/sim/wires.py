@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from echo.protocol.codec import Frame
 from echo.sim.clock import Clock
+from echo.wire.codec import Frame
 
 BULK_BYTES = 1 << 14
 """Messages from this size on queue at the links."""

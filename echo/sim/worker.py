@@ -6,19 +6,19 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from echo.errors import LocalProtocolError
-from echo.protocol.actions import Action
-from echo.protocol.codec import Frame
-from echo.protocol.joining import Configure
-from echo.protocol.messages import Goodbye, Lease
-from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
-from echo.protocol.writing import VersionArrived
-from echo.rollout import Group, PolicyVersion, Rollout
+from echo.core.errors import LocalProtocolError
+from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.roles.joining import Configure
+from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
 from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel, Running
 from echo.sim.groups import Groups
 from echo.sim.host import Host
 from echo.sim.wires import Port, Wires
+from echo.weights.receiver import VersionArrived
+from echo.wire.actions import Action
+from echo.wire.codec import Frame
+from echo.wire.messages import Goodbye, Lease
 
 RETRY_S = 5.0
 """Between looks at whether a worker that is to leave has nothing in hand any more."""
@@ -29,7 +29,7 @@ class SimWorker(Host):
 
     def __init__(
         self,
-        session: WorkerSession,
+        session: Worker,
         port: Port,
         *,
         clock: Clock,
@@ -41,7 +41,7 @@ class SimWorker(Host):
         setup_s: float,
         swap_s: float,
         is_pausing: bool,
-        parked_for_s: float | None,
+        interrupted_for_s: float | None,
         on_end: Callable[[SimWorker], None],
     ) -> None:
         """Put a worker on the network; `start` begins.
@@ -58,7 +58,7 @@ class SimWorker(Host):
             setup_s: until task and engine are built.
             swap_s: until new weights are in the engine.
             is_pausing: whether it makes nothing while new weights arrive.
-            parked_for_s: on standby after which it gives its machine back; None for never.
+            interrupted_for_s: on standby after which it gives its machine back; None for never.
             on_end: called once the process is over.
         """
         super().__init__(session, port, clock=clock, wires=wires)
@@ -70,7 +70,7 @@ class SimWorker(Host):
         self._setup_s = setup_s
         self._swap_s = swap_s
         self._is_pausing = is_pausing
-        self._parked_for_s = parked_for_s
+        self._interrupted_for_s = interrupted_for_s
         self.is_released = False
         """Whether it has given its machine back."""
         self._on_end = on_end
@@ -132,11 +132,11 @@ class SimWorker(Host):
     def _await_retirement(self) -> None:
         """Look again when it will have been on standby for long enough to leave."""
         since = self.session.standby_since
-        if since is not None and self._parked_for_s is not None:
-            self.clock.at(since + self._parked_for_s, self._retire, since)
+        if since is not None and self._interrupted_for_s is not None:
+            self.clock.at(since + self._interrupted_for_s, self._retire, since)
 
     def _retire(self, since: float) -> None:
-        """Give the machine back, as `runtime/retirement.py` does, once nothing is in hand."""
+        """Give the machine back, as `runtime/worker/release.py` does, once nothing is in hand."""
         if not self.is_alive or self.session.is_leaving or self.session.standby_since != since:
             return
         if self.engine.groups or len(self.session.outbox) or not self.session.is_admitted:
@@ -204,8 +204,8 @@ class SimWorker(Host):
         if self.engine.version is None or not self.is_alive:
             return
         size, now = self._group_size, self.clock.now
-        for draft in self.session.take(self.engine.room, group_size=size, now=now):
-            lease = draft.lease
+        for partial in self.session.take(self.engine.space, group_size=size, now=now):
+            lease = partial.lease
             self.engine.begin(lease, self._groups.length(lease.group_id), now=self.clock.now)
         is_busy = bool(self.engine.groups)
         self.session.activity = "sampling" if is_busy else "waiting for leases"

@@ -75,8 +75,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echo.errors import ConfigError, DataError, EchoError
-from echo.extras import install_command
+from echo.core.errors import ConfigError, DataError, EchoError
+from echo.core.extras import install_command
 from echo.tasks.environment import Environment, Message
 from echo.tasks.task import (
     Example,

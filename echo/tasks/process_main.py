@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from echo.errors import EchoError
+from echo.core.errors import EchoError
 from echo.tasks.environment import Environment, Message
 from echo.tasks.task import Example, RetryCall, Task, load_task
 

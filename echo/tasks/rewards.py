@@ -42,7 +42,7 @@ from typing import Any
 
 import msgspec
 
-from echo.errors import EchoError
+from echo.core.errors import EchoError
 from echo.tasks.environment import Message
 from echo.tasks.process_main import (
     Begin,

@@ -39,7 +39,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 SPLITS = ("train", "heldout")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from echo.errors import DataError
+from echo.core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,8 +28,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from echo.errors import ConfigError, DataError
-from echo.extras import install_command
+from echo.core.errors import ConfigError, DataError
+from echo.core.extras import install_command
 from echo.tasks.environment import Environment, Message, find_calls, without_calls
 from echo.tasks.task import Example
 
@@ -178,10 +178,10 @@ class _Session:
 
     def outcome(self) -> float:
         if self._state is None:
-            # It waits for a turn that there is no room for: the way to say so is verifiers' own.
+            # It waits for a turn that there is no space for: the way to say so is verifiers' own.
             self._answer(None)
             if self.next_request() is not None:
-                raise RuntimeError("the environment goes on although there is no room for a turn")
+                raise RuntimeError("the environment goes on although there is no space for a turn")
         error = self._state["error"]
         if error is not None:
             cause = error.__cause__ or error
@@ -197,7 +197,7 @@ class _Session:
         _loop().call_soon_threadsafe(turn.set_result, text)
 
     async def sample(self, prompt: list[Any]) -> str | None:
-        """Ask for a turn; called by the environment. None means that there is no room for one."""
+        """Ask for a turn; called by the environment. None means that there is no space for one."""
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put(prompt)
         return await self._turn
@@ -232,7 +232,7 @@ def _policy(session: _Session) -> Any:
         async def get_native_response(self, prompt: Any, *_: Any, **__: Any) -> str:
             text = await session.sample(prompt)
             if text is None:
-                raise vf.OverlongPromptError("no room for another turn")
+                raise vf.OverlongPromptError("no space for another turn")
             return text
 
         async def raise_from_native_response(self, response: str) -> None:

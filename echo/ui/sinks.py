@@ -2,7 +2,7 @@
 
 metrics.jsonl is only ever appended to. A resumed learner makes some steps again: their rows follow
 those of the abandoned ones under a higher `lineage`, and readers let the later ones count
-(`echo.ui.records`).
+(`echo.records.run_files`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from echo.errors import StorageError
-from echo.extras import import_extra
+from echo.core.errors import StorageError
+from echo.core.extras import import_extra
 
 logger = logging.getLogger(__name__)
 

@@ -17,26 +17,138 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from echo.errors import DataError
-from echo.extras import PROGRAMS
-from echo.ui.charts import bar, pad
-from echo.ui.learning import learning_facts
-from echo.ui.pace import clock
-from echo.ui.records import (
-    Evaluation,
-    LedgerTotals,
-    MetricsHistory,
-    Row,
-    read_config,
-    read_ledger,
-    read_metrics,
-)
-from echo.ui.sections import short_count, staleness_bins
-from echo.units import format_bytes
+from echo.core.errors import DataError
+from echo.core.extras import PROGRAMS
+from echo.core.units import format_bytes
+from echo.records.ledger import LedgerTotals, totals_of
+from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
+from echo.ui.live import clock, short_count, staleness_bars, staleness_bins, to_ascii
+
+# What a run's metrics say about how it learned: which groups taught, and how far off-policy
+
+
+CAUSES = ("staleness", "numerics", "truncation", "tokenisation")
+"""Of the mismatch between sampler and learner, in the order in which they are told."""
+
+
+def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple[str, str], ...]:
+    """Return (label, text) of what the run has measured; what it has not is left out.
+
+    Args:
+        train: rows of optimizer steps, by step.
+        num_last: how many of the last steps stand for "in the end".
+    """
+    last = train[-num_last:]
+    facts = [
+        ("useful groups", _groups(last)),
+        ("off-policy", _off_policy(last)),
+        ("mismatch", _mismatch(train)),
+        ("staleness bound", _bound(train)),
+        ("reference", _reference(last)),
+        ("cost", _cost(train)),
+        ("continued", _continued(train[-1])),
+        ("lengths", _lengths(train)),
+    ]
+    return tuple((label, text) for label, text in facts if text)
+
+
+def _mean(rows: Sequence[MetricsRow], name: str) -> float | None:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return fmean(values) if values else None
+
+
+def _groups(last: Sequence[MetricsRow]) -> str:
+    useful = _mean(last, "groups/useful")
+    right, wrong = _mean(last, "groups/all_right"), _mean(last, "groups/all_wrong")
+    if useful is None or right is None or wrong is None:
+        return ""
+    return (
+        f"{useful:.0%} in the last {len(last)} steps ({right:.0%} all right, {wrong:.0%} all wrong)"
+    )
+
+
+def _off_policy(last: Sequence[MetricsRow]) -> str:
+    names = {"ess": "ess", "mismatch KL": "mismatch_kl", "clipped": "clip_ratio/mean"}
+    values = {label: _mean(last, name) for label, name in names.items()}
+    parts = [
+        f"{label} {value:.1%}" if label == "clipped" else f"{label} {value:.3g}"
+        for label, value in values.items()
+        if value is not None
+    ]
+    return ", ".join(parts) + f" in the last {len(last)} steps" if parts else ""
+
+
+def _mismatch(train: Sequence[MetricsRow]) -> str:
+    """Each cause's part of the variance, summed over all measurements."""
+    measured = [row for row in train if row.get("attribution/variance") is not None]
+    shared = [row for row in measured if row.get(f"attribution/{CAUSES[0]}") is not None]
+    total = sum(row["attribution/variance"] for row in shared)
+    skipped = _mean(train, "attribution/skipped")
+    gone = f"{skipped:.0%} of the tokens skipped, their versions are gone" if skipped else ""
+    if not total:
+        return gone
+    shares = {
+        cause: sum(row[f"attribution/{cause}"] * row["attribution/variance"] for row in shared)
+        / total
+        for cause in CAUSES
+    }
+    text = ", ".join(f"{share:.0%} {cause}" for cause, share in shares.items())
+    text += f" (variance {total / len(shared):.3g} nats^2, {len(measured)} measurements)"
+    return f"{text}; {gone}" if gone else text
+
+
+def _bound(train: Sequence[MetricsRow]) -> str:
+    bounds = [row["staleness/bound"] for row in train if "staleness/bound" in row]
+    if not bounds or min(bounds) == max(bounds):
+        return ""
+    return f"{min(bounds):g} to {max(bounds):g}, {bounds[-1]:g} in the end (causes in the ledger)"
+
+
+def _reference(last: Sequence[MetricsRow]) -> str:
+    divergence = _mean(last, "kl/reference")
+    return "" if divergence is None else f"{divergence:.3g} nats per token away"
+
+
+def _cost(train: Sequence[MetricsRow]) -> str:
+    """What it cost in all; a run that was resumed goes on counting."""
+    rows = [row for row in train if row.get("cost/total") is not None]
+    if not rows:
+        return ""
+    text = f"${rows[-1]['cost/total']:.2f}, ${rows[-1]['cost/per_hour']:.2f}/h in the end"
+    per_token = rows[-1].get("cost/per_million_tokens")
+    return text if per_token is None else f"{text}, ${per_token:.3g} per million accepted tokens"
+
+
+def _continued(row: MetricsRow) -> str:
+    """What became of the rollouts that did not end in the call of the engine that began them."""
+    resumed = row.get("count/partials/resumed")
+    age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
+    if not resumed or age is None or wasted is None:
+        return ""
+    shipped = row.get("count/partials/handed_over", 0)
+    return (
+        f"{resumed:.0f} times a group was continued, {age:.1f} steps old on average; "
+        f"{wasted:.1%} of the tokens not trained on; {shipped:.0f} handed over"
+    )
+
+
+def _lengths(train: Sequence[MetricsRow]) -> str:
+    """Whether what is trained on is as long as what is sampled; only where it differs."""
+    rows = [row for row in train if row.get("lengths/bias") is not None]
+    if not rows or not rows[-1].get("count/partials/resumed"):
+        return ""
+    last = rows[-1]
+    return (
+        f"trained {last['lengths/trained/mean']:.0f} tokens (p90 {last['lengths/trained/p90']:.0f})"
+        f", sampled {last['lengths/sampled/mean']:.0f} (p90 {last['lengths/sampled/p90']:.0f}), "
+        f"bias {fmean(row['lengths/bias'] for row in rows):+.1%} over the run"
+    )
+
 
 _REWARD_STEPS = 5
 """Steps whose mean stands for the reward before and after: one batch alone is too noisy."""
 _MAX_BINS = 12
+_BARS_WIDTH = 60
 _UNWRAPPED = 10_000
 """A width that no line reaches."""
 
@@ -104,7 +216,7 @@ def summarise(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSum
     """
     config = read_config(run_dir)
     history = read_metrics(run_dir)
-    ledger = read_ledger(run_dir)
+    ledger = totals_of(run_dir)
     if not history.train:
         raise DataError(
             f"{run_dir / 'metrics.jsonl'}: no optimizer step yet, nothing to sum up; "
@@ -138,7 +250,7 @@ def summarise(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSum
     )
 
 
-def render(summary: RunSummary, *, ascii_only: bool = False) -> Group:
+def render_summary(summary: RunSummary) -> Group:
     """Draw `summary` for a console of 60 columns or more."""
     title = Text.assemble(
         ("echo ", "bold cyan"),
@@ -150,7 +262,7 @@ def render(summary: RunSummary, *, ascii_only: bool = False) -> Group:
         times = "once" if num_resumes == 1 else f"{num_resumes} times"
         title.append(f", resumed {times}", "yellow")
     parts: list[RenderableType] = [title, Text(), _before_and_after(summary), Text()]
-    parts += [*_staleness_rows(summary, ascii_only=ascii_only), Text(), _facts(summary)]
+    parts += [*_staleness_rows(summary), Text(), _facts(summary)]
     if summary.commands:
         parts += [Text(), Text("Try next", "bold")]
         # Flush left: an indent would end up within a command of several lines when it is copied.
@@ -170,10 +282,9 @@ def as_text(summary: RunSummary, *, width: int | None = None) -> str:
         file=lines, width=_UNWRAPPED if width is None else width, color_system=None,
         force_terminal=False,
     )  # fmt: skip
-    console.print(render(summary, ascii_only=True))
-    text = lines.getvalue().encode("ascii", "replace").decode("ascii")
+    console.print(render_summary(summary))
     # The columns of a table are as wide as its widest cell.
-    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    return "".join(f"{line.rstrip()}\n" for line in to_ascii(lines.getvalue()).splitlines())
 
 
 def _before_and_after(summary: RunSummary) -> Table:
@@ -201,31 +312,17 @@ def _add_change(table: Table, name: str, before: float, after: float, note: str)
     table.add_row(name, f"{before:.3f}", Text(f"{after:.3f}", "bold"), change, Text(note, "dim"))
 
 
-def _staleness_rows(summary: RunSummary, *, ascii_only: bool) -> list[Text]:
+def _staleness_rows(summary: RunSummary) -> list[RenderableType]:
     tokens = summary.staleness_tokens
-    total = sum(tokens.values())
-    rows = [
-        Text.assemble(
-            ("Staleness of trained tokens", "bold"),
-            f": mean {summary.mean_staleness:.2f}, at most {max(tokens, default=0)}, "
-            f"bound {summary.max_staleness}",
-            (" (from the ledger)", "dim"),
-        )
-    ]
+    title = Text.assemble(
+        ("Staleness of trained tokens", "bold"),
+        f": mean {summary.mean_staleness:.2f}, at most {max(tokens, default=0)}, "
+        f"bound {summary.max_staleness}",
+        (" (from the ledger)", "dim"),
+    )
     bins = staleness_bins(tokens, summary.max_staleness, _MAX_BINS)
-    largest = max(count for _, count, _ in bins)
-    for label, count, _ in bins:
-        filled = bar(count / largest if largest else 0.0, 30, ascii_only=ascii_only)
-        share = count / total if total else 0.0
-        style = "bold red" if label.startswith(">") else "blue"
-        rows.append(
-            Text.assemble(
-                (f"  {label:>5} ", "dim"),
-                (pad(filled, 30), style),
-                f" {share:6.1%}  {count} tokens",
-            )
-        )
-    return rows
+    counted = [(label, count, f"{count} tokens") for label, count, _ in bins]
+    return [title, staleness_bars(counted, _BARS_WIDTH)]
 
 
 def _facts(summary: RunSummary) -> Table:
@@ -266,12 +363,12 @@ def _paths(run_dir: Path) -> dict[str, Path]:
     return {label: path for label, path in candidates.items() if path.exists()}
 
 
-def _next_commands(run_dir: Path, config: Row) -> list[str]:
+def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
     """Go on for longer, try another staleness bound, load the result."""
     run, sync = _section(config, "run"), _section(config, "sync")
     # Broken where a shell lets them be, so that they can be copied from a narrow terminal.
     config_path = shlex.quote(str(run_dir / "config.json"))
-    learner = f"{PROGRAMS}echo-node --role learner --config {config_path}"
+    learner = f"{PROGRAMS}echo-rl node --role learner --config {config_path}"
     max_steps = int(run.get("max_steps", 100))
     other_bound = 2 * int(sync.get("max_staleness", 1)) + 1
     name = shlex.quote(f"{run_dir.resolve().name}-s{other_bound}")
@@ -283,6 +380,6 @@ def _next_commands(run_dir: Path, config: Row) -> list[str]:
     ]
 
 
-def _section(config: Row, name: str) -> Row:
+def _section(config: MetricsRow, name: str) -> MetricsRow:
     section = config.get(name)
     return section if isinstance(section, dict) else {}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from echo.algo.advantages import group_advantages
-from echo.algo.gepo import group_log_expectation
 from echo.algo.loss import BatchScores, Loss, LossInputs, LossOutput, sequence_mean
+from echo.algo.losses import group_log_expectation
 
 GROUP_SIZE = 4
 LENGTHS = [5, 4, 3, 2, 1, 5, 4, 4, 2, 5, 3, 1]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.algo.attribution import split_variance
+from echo.train.attribution import split_variance
 
 VALUES = st.lists(st.floats(-5, 5), min_size=6, max_size=6).map(np.array)
 

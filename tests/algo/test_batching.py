@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.algo.batching import Sample, collate, pack_micro_batches
-from echo.rollout import Rollout
+from echo.algo.batching import TrainingRow, collate, pack_micro_batches
+from echo.core.rollout import Rollout
 
 
 def make_sample(
     prompt: list[int], completion: list[int], mask: list[bool] | None = None, advantage: float = 1.0
-) -> Sample:
+) -> TrainingRow:
     num_tokens = len(completion)
     rollout = Rollout(
         token_ids=np.array(completion, dtype=np.int32),
@@ -24,7 +24,9 @@ def make_sample(
         reward=0.0,
         finish_reason="stop",
     )
-    return Sample(prompt_ids=np.array(prompt, dtype=np.int32), rollout=rollout, advantage=advantage)
+    return TrainingRow(
+        prompt_ids=np.array(prompt, dtype=np.int32), rollout=rollout, advantage=advantage
+    )
 
 
 @pytest.mark.parametrize(

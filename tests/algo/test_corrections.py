@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks, importance_weights
-from echo.algo.gepo import GepoLoss
-from echo.algo.ppo_losses import GrpoLoss
-from echo.algo.token_losses import M2poLoss
-from echo.errors import ConfigError
+from echo.algo.losses import GepoLoss, GrpoLoss, M2poLoss
+from echo.core.errors import ConfigError
 from tests.algo.batches import counts, doubles, gradient, make_inputs, random_inputs
 
 torch.set_num_threads(1)

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.algo.gepo import GepoLoss, group_log_expectation
-from echo.algo.gspo import GspoLoss
+from echo.algo.losses import GepoLoss, GspoLoss, group_log_expectation
 from tests.algo.batches import counts, doubles, gradient, make_inputs, random_inputs
 
 torch.set_num_threads(1)

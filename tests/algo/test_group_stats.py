@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from echo.algo.group_stats import GroupStats
-from echo.rollout import Group, Rollout
+from echo.algo.diagnostics import GroupStats
+from echo.core.rollout import Group, Rollout
 
 
 def make_group(

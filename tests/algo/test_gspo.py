@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from echo.algo.gspo import GspoLoss
+from echo.algo.losses import GspoLoss
 from tests.algo.batches import counts, doubles, gradient, make_inputs
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo.algo.kl import kl_k1, kl_k2, kl_k3
+from echo.algo.losses import kl_k1, kl_k2, kl_k3
 from tests.algo.batches import doubles
 
 torch.set_num_threads(1)

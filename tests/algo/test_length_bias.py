@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from echo.algo.length_bias import MIN_GROUPS, LengthBias
-from echo.rollout import Group, Rollout
+from echo.algo.diagnostics import MIN_GROUPS, LengthBias
+from echo.core.rollout import Group, Rollout
 
 
 def group(group_id: int, *lengths: int) -> Group:

@@ -21,9 +21,8 @@ from torch import Tensor
 from echo.algo.advantages import group_advantages, overlong_penalties
 from echo.algo.corrections import MaskedLoss, RolloutMasks, importance_weights
 from echo.algo.loss import Loss, needs_of
-from echo.algo.losses import LOSSES, make_loss
-from echo.algo.reference import KlEstimator, ReferenceKlLoss
-from echo.errors import ConfigError
+from echo.algo.losses import LOSSES, KlEstimator, ReferenceKlLoss, make_loss
+from echo.core.errors import ConfigError
 from tests.algo import slow_losses as slow
 from tests.algo.batches import (
     GROUP_SIZE,

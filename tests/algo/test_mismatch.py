@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.algo.mismatch import mismatch_metrics
+from echo.algo.diagnostics import mismatch_metrics
 
 
 def test_numbers_worked_out_by_hand() -> None:

@@ -7,13 +7,7 @@ import math
 import pytest
 import torch
 
-from echo.algo.ppo_losses import (
-    DapoLoss,
-    DecoupledPpoLoss,
-    DrGrpoLoss,
-    GrpoLoss,
-    loglinear_logprobs,
-)
+from echo.algo.losses import DapoLoss, DecoupledPpoLoss, DrGrpoLoss, GrpoLoss, loglinear_logprobs
 from tests.algo.batches import counts, doubles, gradient, make_inputs
 
 torch.set_num_threads(1)

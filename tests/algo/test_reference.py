@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo.algo.losses import make_loss
-from echo.algo.ppo_losses import GrpoLoss
-from echo.algo.reference import KL_ESTIMATORS, KlEstimator, ReferenceKlLoss
-from echo.errors import ConfigError
+from echo.algo.losses import KL_ESTIMATORS, GrpoLoss, KlEstimator, ReferenceKlLoss, make_loss
+from echo.core.errors import ConfigError
 from tests.algo.batches import doubles, gradient, make_inputs, random_inputs
 
 torch.set_num_threads(1)

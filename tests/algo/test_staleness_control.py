@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.algo.staleness_control import (
-    ControlSettings,
-    Decision,
-    Signals,
-    StalenessController,
-)
+from echo.algo.corrections import BoundDecision, ControlSettings, Signals, StalenessController
 
 GOOD = {"ess": 0.99, "mismatch_kl": 0.001, "clip_ratio": 0.01}
 
@@ -25,7 +20,7 @@ def make_controller(**changes: Any) -> StalenessController:
 
 def drive(
     controller: StalenessController, num_steps: int, start: int = 1, **signals: float | None
-) -> list[Decision]:
+) -> list[BoundDecision]:
     """Feed the same signals; rollouts as old as the bound lets them be."""
     found = []
     for step in range(start, start + num_steps):
@@ -46,7 +41,7 @@ def drive(
 )
 def test_any_signal_lowers_it_and_is_named(signals: dict[str, float], cause: str) -> None:
     controller = make_controller()
-    assert drive(controller, 1, **signals) == [Decision(1, 8, 7, cause)]
+    assert drive(controller, 1, **signals) == [BoundDecision(1, 8, 7, cause)]
     assert controller.bound == 7
 
 

@@ -9,13 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.algo.token_losses import (
-    CispoLoss,
-    DppoTvLoss,
-    M2poLoss,
-    SapoLoss,
-    second_moment_limit,
-)
+from echo.algo.losses import CispoLoss, DppoTvLoss, M2poLoss, SapoLoss, second_moment_limit
 from tests.algo.batches import counts, doubles, gradient, make_inputs
 
 torch.set_num_threads(1)

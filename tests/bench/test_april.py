@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Request, Sampling
-from echo.rollout import PolicyVersion
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = Sampling(1.0, 1.0, 0, 1 << 20, ())
@@ -143,7 +143,7 @@ def test_a_real_model_is_sampled_and_trained_in_the_time_of_long_rollouts(
 ) -> None:
     import april_learning
 
-    from echo.engine.tiny_model import build_model, save_tiny_model
+    from echo.engine.model import build_model, save_tiny_model
 
     save_tiny_model(tmp_path / "model", build_model(seed=0))
     setting = setting_of(lab, num_steps=4, median_tokens=400.0, max_tokens=4000, train_s=100.0)

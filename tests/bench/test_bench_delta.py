@@ -29,5 +29,5 @@ def test_the_smoke_run_measures_every_case() -> None:
     assert ratio > 1.5 * xor_ratio
     assert rows["bf16 lr 1e-06"][-1] == "changes"
     assert rows["fp32 lr 1e-06"][-1] == "difference"
-    assert rows["anchor bf16"][-1] == "planes"
+    assert rows["keyframe bf16"][-1] == "planes"
     assert "wrote" not in done.stdout + done.stderr

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from echo.engine.tiny_model import build_model, save_tiny_model
+from echo.engine.model import build_model, save_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 

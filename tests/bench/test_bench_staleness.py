@@ -12,10 +12,9 @@ import pytest
 from bench.delays import FixedLag
 from echo.config.load import load_config
 from echo.config.schema import Config
-from echo.engine.tiny_model import build_model, save_tiny_model
-from echo.engine.weights import load_directory
-from echo.rollout import Group, PolicyVersion
-from echo.runtime.data_plane import load_data
+from echo.core.rollout import Group, PolicyVersion
+from echo.engine.model import build_model, load_directory, save_tiny_model
+from echo.runtime.learner.setup import load_data
 
 REPOSITORY = Path(__file__).parents[2]
 

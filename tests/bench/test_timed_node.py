@@ -9,8 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, Request, Sampling
-from echo.rollout import PolicyVersion
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = Sampling(1.0, 1.0, 0, 1 << 20, ())

@@ -7,10 +7,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from echo.cli.dry_run import check_start, dry_run
-from echo.cli.node import main
+from echo.cli.node import check_start, dry_run, main
+from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
-from echo.config.section import ROLES, Role
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "tcp://10.0.0.1:7700"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing import active_children
 from pathlib import Path
@@ -17,14 +17,22 @@ from typing import Any
 
 import pytest
 
-from echo.cli import interrupts, sim_sweep
-from echo.cli.process import run_loop, run_node
+from echo.cli import interrupts, sim
+from echo.cli.node import run_loop, run_node
 from echo.runtime.node import Node
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from tests.runtime.test_node import Script
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = 'print("importing", flush=True)\nimport time\ntime.sleep(60)\n'
+
+
+@pytest.fixture(autouse=True)
+def hears_hangups() -> Iterator[None]:
+    """Undo what `nohup` does to everything below it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
@@ -79,7 +87,7 @@ def doze(scenario: object) -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_sweep_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_sweep, "run_one", doze)
+    monkeypatch.setattr(sim, "run_one", doze)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
     def interrupt() -> None:
@@ -90,7 +98,7 @@ def test_an_interrupted_sweep_leaves_no_process(monkeypatch: pytest.MonkeyPatch)
     threading.Thread(target=interrupt, daemon=True).start()
     scenarios: Sequence[Any] = [1, 2]
     with pytest.raises(SystemExit, match="143"):
-        sim_sweep.run_all(scenarios)
+        sim.run_all(scenarios)
     assert not active_children()
 
 

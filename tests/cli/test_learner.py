@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from echo.cli.learner import MAX_NOTICES, NoticeBoard, read_curve, report
+from echo.cli.node import MAX_NOTICES, NoticeBoard, read_curve, show_summary
 from echo.cli.output import LogFormatter
 from echo.config.load import parse_config, save_resolved
 
@@ -42,7 +42,7 @@ def test_the_report_is_printed_and_kept(tmp_path: Path) -> None:
     save_resolved(parse_config({}), tmp_path / "config.json")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = Console(file=StringIO(), width=100)
-    report(tmp_path, console, commands=["bin/echo-quickstart"])
+    show_summary(tmp_path, console, commands=["bin/echo-quickstart"])
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert (tmp_path / "summary.txt").read_text() == text
     assert "bin/echo-quickstart" in text
@@ -57,13 +57,13 @@ def test_a_report_without_a_terminal_does_not_wrap(tmp_path: Path) -> None:
     (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     save_resolved(parse_config({}), run_dir / "config.json")
     console = Console(file=StringIO())
-    report(run_dir, console)
+    show_summary(run_dir, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"{run_dir / 'metrics.jsonl'}\n" in text
     assert all(line == line.rstrip() for line in text.splitlines())
     assert (run_dir / "summary.txt").read_text() == text
     # A terminal wraps; the file that it leaves does not.
-    report(run_dir, Console(file=StringIO(), width=80, force_terminal=True))
+    show_summary(run_dir, Console(file=StringIO(), width=80, force_terminal=True))
     assert (run_dir / "summary.txt").read_text() == text
 
 

@@ -10,8 +10,8 @@ import echo.cli.main
 from echo import __version__
 from echo.cli import parsers
 from echo.cli.main import COMMANDS, find_command, main
-from echo.config.section import ROLES
-from echo.extras import install_command
+from echo.config.fields import ROLES
+from echo.core.extras import install_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,9 +28,19 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"echo-rl {__version__}\n"
 
 
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trian"]) == 2
-    assert "no command 'trian'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("quikstart", "did you mean quickstart?"),
+        ("nodes", "did you mean node?"),
+        ("--role", f"there are {', '.join(COMMANDS)}"),
+    ],
+)
+def test_an_unknown_command_is_refused(
+    name: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name]) == 2
+    assert capsys.readouterr().err == f"error: no command {name!r}; {remedy}\n"
 
 
 def test_every_command_exists() -> None:
@@ -57,7 +67,7 @@ for name in COMMANDS:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(f"echo-rl {__version__}\n") == len(COMMANDS)
-    assert all(f"usage: echo-{name} " in done.stdout for name in COMMANDS)
+    assert all(f"usage: echo-rl {name} " in done.stdout for name in COMMANDS)
 
 
 def test_roles_are_those_of_the_configuration() -> None:

@@ -15,9 +15,10 @@ import pytest
 from echo.cli.node import main
 from echo.cli.output import make_log
 from echo.config.load import load_config, save_resolved
-from echo.runtime.curve import CurveKeys, Join, KeyPair
-from echo.runtime.transport import with_key, without_key
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.net.curve import CurveKeys, KeyPair
+from echo.net.transport import with_key, without_key
+from echo.net.zmq import ZmqTransport
+from echo.runtime.identity import Join
 
 LEARNER = '[model]\nname = "nowhere"\n'
 JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}.{'f' * 22}"
@@ -68,7 +69,7 @@ def test_a_missing_model_is_named(config: Path, capsys: pytest.CaptureFixture[st
 def test_a_port_in_use_is_named_before_a_run_is_begun(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    from echo.engine.tiny_model import build_model, save_tiny_model
+    from echo.engine.model import build_model, save_tiny_model
 
     monkeypatch.setenv("ECHO_JOIN", JOIN)
     model = config.parent / "model"
@@ -227,8 +228,8 @@ def test_a_node_with_a_wrong_join_string_is_refused_after_three_tries(
 def test_warnings_of_the_transport_are_in_the_nodes_log(tmp_path: Path) -> None:
     path = tmp_path / "node.log"
     make_log("talkative", to_file=path, to_terminal=False)
-    logging.getLogger("echo.runtime.links").warning("refused")
-    logging.getLogger("echo.runtime.links").info("next attempt")
+    logging.getLogger("echo.net.zmq").warning("refused")
+    logging.getLogger("echo.net.zmq").info("next attempt")
     assert path.read_text().split()[1:] == ["WARNING", "refused"]
 
 

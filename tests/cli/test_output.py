@@ -7,7 +7,7 @@ import pytest
 
 from echo.cli.node import main
 from echo.cli.output import exit_code, fail, make_log
-from echo.errors import (
+from echo.core.errors import (
     ConfigError,
     DataError,
     EchoError,

@@ -1,4 +1,4 @@
-"""`echo-plan` from file to table, JSON and plot, and what it says where there is no plan."""
+"""`echo-rl plan` from file to table, JSON and plot, and what it says where there is no plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pytest
 
 from echo.cli.main import find_command
 from echo.cli.parsers import node_parser
-from echo.cli.plan import main, to_json
-from echo.cli.plan_text import _signed
+from echo.cli.plan import _signed, main, to_json
 from echo.config.load import load_config, parse_config
-from echo.planner.overlap import Resource
+from echo.fleet.overlap import Resource
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet-example.toml"
 
@@ -62,9 +61,9 @@ def test_filters_name_what_a_machine_needs(planned: tuple[Path, str]) -> None:
     assert {"driver_version", "disk_space", "cpu_ram", "inet_down"} <= terms.keys()
 
 
-def test_the_commands_are_ones_that_echo_node_takes(planned: tuple[Path, str]) -> None:
+def test_the_commands_are_ones_that_a_node_takes(planned: tuple[Path, str]) -> None:
     _, text = planned
-    commands = [shlex.split(line) for line in text.splitlines() if "bin/echo-node" in line]
+    commands = [shlex.split(line) for line in text.splitlines() if "bin/echo-rl node" in line]
     roles = [command[command.index("--role") + 1] for command in commands]
     assert roles[:2] == ["learner", "relay"]
     assert roles.count("worker") == 10
@@ -111,13 +110,13 @@ def test_the_hetero_plan_prints_commands_that_exist(
     commands = [line.strip() for line in text.splitlines() if "--role" in line]
     assert commands
     for command in commands:
-        program, *words = shlex.split(command)
-        assert program == "bin/echo-node"
+        program, name, *words = shlex.split(command)
+        assert (program, name) == ("bin/echo-rl", "node")
         arguments = node_parser().parse_args(words)
         config = load_config(arguments.config, arguments.set, arguments.role)
         assert config.engine.kind == "vllm"
     assert {line.split()[0] for line in text.splitlines() if line.startswith("    ")} == {
-        "bin/echo-node"
+        "bin/echo-rl"
     }
     record = json.loads((tmp_path / "hetero.json").read_text())
     assert record["train_s"] > 0

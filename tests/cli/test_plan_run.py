@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from echo.cli.plan import main
-from echo.cli.plan_run import calibrate, read_rates, run_report
-from echo.config.fleet import parse_fleet
-from echo.errors import ConfigError, DataError, StorageError
+from echo.cli.plan import calibrate, main, read_rates, run_report
+from echo.config.fleet_file import parse_fleet
+from echo.core.errors import ConfigError, DataError, StorageError
 from tests.config.test_fleet import changed
 
 

@@ -26,8 +26,8 @@ from echo.cli.quickstart import (
     wait_for,
 )
 from echo.config.load import load_config, parse_config
-from echo.extras import find_config
-from echo.runtime.curve import Join
+from echo.core.extras import find_config
+from echo.runtime.identity import Join
 
 PATIENT = """
 import signal, sys, time

@@ -1,4 +1,4 @@
-"""`echo-sim` from file to text, JSON, metrics and plot, and what it says of bad input."""
+"""`echo-rl sim` from file to text, JSON, metrics and plot, and what it says of bad input."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from echo.cli.scenario import load_scenario, read_tables
+from echo.cli.scenario import load_scenario
 from echo.cli.sim import main
-from echo.errors import ConfigError
+from echo.config.fleet_file import read_tables
+from echo.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = """

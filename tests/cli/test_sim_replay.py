@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from echo.cli.sim import main
-from echo.cli.sim_text import step_row
-from echo.protocol.actions import Action
-from echo.protocol.granting import RecordGrant, StoreGroup
+from echo.cli.sim import main, step_row
+from echo.leases.scheduler import RecordGrant, StoreGroup
 from echo.sim.learner import SimLearner
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
 from echo.sim.summary import Summary, summarise
+from echo.wire.actions import Action
 from tests.sim.scenarios import make_job, make_offer, make_scenario
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo.config.load import parse_config
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 SECRET = "s" * 22
 JOIN = f"tcp://10.0.0.5:7700#{'k' * 43}.{SECRET}.{'f' * 22}"

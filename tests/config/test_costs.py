@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo.config.load import parse_config
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

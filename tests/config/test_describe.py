@@ -6,11 +6,10 @@ import tomllib
 
 import pytest
 
-from echo.config.describe import dry_run_text, resolved_lines, schema_help
-from echo.config.leaves import every_leaf
-from echo.config.load import parse_config, resolved
+from echo.config.fields import ROLES, Role
+from echo.config.load import dry_run_text, parse_config, resolved, resolved_lines, schema_help
 from echo.config.memory import Machine, memory_budget
-from echo.config.section import ROLES, Role
+from echo.config.schema import every_leaf
 
 
 @pytest.mark.parametrize("role", [*ROLES, None])

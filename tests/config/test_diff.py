@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echo.config.diff import _SAFE, _UNSAFE, classify, diff_configs
-from echo.config.leaves import every_leaf, find_leaf, sections
-from echo.config.load import parse_config
+from echo.config.load import _SAFE, _UNSAFE, classify, diff_configs, parse_config
+from echo.config.schema import every_leaf, find_leaf, sections
 
 
 def test_equal_configurations_do_not_differ() -> None:

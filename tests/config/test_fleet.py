@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from echo.config.fleet import load_fleet, parse_fleet
-from echo.errors import ConfigError
+from echo.config.fleet_file import load_fleet, parse_fleet
+from echo.core.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet-example.toml"
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from echo.config.inherit import (
+from echo.config.load import (
     apply_inherited,
     check_inherited,
     inherited_settings,
+    keys_set_by_user,
+    parse_config,
 )
-from echo.config.leaves import find_leaf, inherited_keys
-from echo.config.load import keys_set_by_user, parse_config
-from echo.errors import ConfigError
+from echo.config.schema import find_leaf, inherited_keys
+from echo.core.errors import ConfigError
 
 LEARNER = ("profile=wan", "sampling.temperature=0.9", "task.options.digits=3", "run.seed=5")
 

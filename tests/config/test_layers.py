@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.config.layers import Setting, flatten, nearest, nest, read_layer, read_override
-from echo.config.leaves import every_leaf
+from echo.config.checks import Setting
+from echo.config.load import flatten, nest, read_layer, read_override
+from echo.config.schema import every_leaf
+from echo.core.errors import nearest
 
 VALUES = st.one_of(st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
 TABLES = st.recursive(

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.config.describe import dry_run_text
-from echo.config.diff import diff_configs
-from echo.config.leaves import every_leaf, kinds_of, leaves
 from echo.config.load import (
+    diff_configs,
+    dry_run_text,
     keys_set_by_user,
     load_config,
     load_resolved,
@@ -22,8 +21,8 @@ from echo.config.load import (
     resolved,
     save_resolved,
 )
-from echo.config.schema import Config
-from echo.errors import ConfigError
+from echo.config.schema import Config, every_leaf, kinds_of, leaves
+from echo.core.errors import ConfigError
 
 PATHS = sorted({leaf.path for leaf in every_leaf()})
 BROKEN = """

@@ -13,10 +13,10 @@ from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import BatchScores, LossInputs
 from echo.algo.losses import LOSSES, make_loss
 from echo.config import losses
+from echo.config.fields import OWN_KIND
 from echo.config.load import parse_config, resolved
-from echo.config.section import OWN_KIND
-from echo.errors import ConfigError
-from echo.runtime.trainer_setup import build_loss
+from echo.core.errors import ConfigError
+from echo.runtime.learner.setup import build_loss
 
 
 def section_of(*overrides: str) -> losses.LossSection:

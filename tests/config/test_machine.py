@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from echo.config.machine import read_machine, read_model_facts
-from echo.errors import DataError
+from echo.config.memory import read_machine, read_model_facts
+from echo.core.errors import DataError
 
 DIMENSIONS = {
     "num_hidden_layers": 2,

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.config import footprint
-from echo.config.footprint import Footprint, ModelFacts
+from echo.config import memory
+from echo.config.fields import Role
 from echo.config.load import parse_config
-from echo.config.memory import Budget, Machine, memory_budget
+from echo.config.memory import Budget, Footprint, Machine, ModelFacts, memory_budget
 from echo.config.schema import Config
-from echo.config.section import Role
-from echo.kernels.linear_logprob import linear_logprob
-from echo.protocol.delivery import MAX_UNACKED_GROUPS
+from echo.kernels.logprob import linear_logprob
+from echo.leases.outbox import MAX_UNACKED_GROUPS
 
 GIB = 2**30
 QWEN3_600M = ModelFacts(
@@ -248,4 +247,4 @@ def test_an_unknown_model_is_no_obstacle() -> None:
 
 def test_its_constants_are_those_of_what_it_describes() -> None:
     chunk = inspect.signature(linear_logprob).parameters["vocab_chunk"].default
-    assert (chunk, MAX_UNACKED_GROUPS) == (footprint.VOCAB_CHUNK, footprint.MAX_UNACKED_GROUPS)
+    assert (chunk, MAX_UNACKED_GROUPS) == (memory.VOCAB_CHUNK, memory.MAX_UNACKED_GROUPS)

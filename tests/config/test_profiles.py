@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.config.profiles import auto_publish_period, preset_publish_period
+from echo.config.schema import preset_publish_period
+from echo.fleet.overlap import auto_publish_period
 
 
 @pytest.mark.parametrize(("max_staleness", "period"), [(0, 1), (1, 1), (2, 1), (3, 2), (6, 5)])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from echo.config.leaves import every_leaf, show
 from echo.config.load import parse_config
-from echo.config.profiles import PROFILES
-from echo.errors import ConfigError
+from echo.config.schema import PROFILES, every_leaf, show
+from echo.core.errors import ConfigError
 
 
 def test_every_key_has_help_that_is_a_sentence() -> None:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.delta import blocks as blocks_module
-from echo.delta.blocks import (
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.weights import delta as blocks_module
+from echo.weights.delta import (
     CHANGES,
     DIFFERENCE,
     PLANES,
@@ -25,7 +26,6 @@ from echo.delta.blocks import (
     decode_block,
     encode_block,
 )
-from echo.errors import LocalProtocolError, RemoteProtocolError
 
 WORD_BYTES = st.sampled_from([1, 2, 4])
 

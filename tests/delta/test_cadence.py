@@ -1,12 +1,18 @@
-"""Anchors and deltas are made where they spare bytes."""
+"""Keyframes and deltas are made where they spare bytes."""
 
 from __future__ import annotations
 
 import pytest
 
-from echo.delta.cadence import MAX_STEPS, RETRY_AFTER, AnchorPlan
-from echo.delta.paths import Offer, cheapest_path, path_bytes
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.weights.schedule import (
+    MAX_STEPS,
+    RETRY_AFTER,
+    EncodedOffer,
+    KeyframeSchedule,
+    cheapest_path,
+    path_bytes,
+)
 
 FULL = 1_000_000
 
@@ -18,28 +24,28 @@ def v(step: int) -> PolicyVersion:
 class Learner:
     """Publishes versions as a plan says; nothing is ever forgotten."""
 
-    def __init__(self, delta_bytes: int, anchor_bytes: int = 2 * FULL // 3) -> None:
-        self.plan = AnchorPlan(FULL)
+    def __init__(self, delta_bytes: int, keyframe_bytes: int = 2 * FULL // 3) -> None:
+        self.plan = KeyframeSchedule(FULL)
         self.delta_bytes = delta_bytes
-        self.anchor_bytes = anchor_bytes
-        self.offers: list[Offer] = []
-        self.anchors: list[int] = []
+        self.keyframe_bytes = keyframe_bytes
+        self.offers: list[EncodedOffer] = []
+        self.keyframes: list[int] = []
         self.deltas: list[int] = []
 
-    def make(self, offer: Offer) -> None:
+    def make(self, offer: EncodedOffer) -> None:
         self.offers.append(offer)
         self.plan.made(offer)
 
     def publish(self, step: int) -> None:
         is_delta_due = step > 0 and self.plan.is_delta_due()
         self.offers = [offer for offer in self.offers if offer.kind != "full"]
-        self.make(Offer(v(step), None, "full", FULL))
+        self.make(EncodedOffer(v(step), None, "full", FULL))
         if is_delta_due:
-            self.make(Offer(v(step), v(step - 1), "delta", self.delta_bytes))
+            self.make(EncodedOffer(v(step), v(step - 1), "delta", self.delta_bytes))
             self.deltas.append(step)
-        if self.plan.is_anchor_due(self.offers, v(step)):
-            self.make(Offer(v(step), None, "anchor", self.anchor_bytes))
-            self.anchors.append(step)
+        if self.plan.is_keyframe_due(self.offers, v(step)):
+            self.make(EncodedOffer(v(step), None, "keyframe", self.keyframe_bytes))
+            self.keyframes.append(step)
 
     def late_joiner_pays(self, step: int) -> int:
         path = cheapest_path((), self.offers, v(step))
@@ -52,22 +58,22 @@ class Learner:
     [(116, MAX_STEPS), (37, 7), (10, 2), (2.8, 1)],
     ids=["lr 1e-6", "lr 5e-6", "large steps", "fp32"],
 )
-def test_anchors_follow_the_size_of_the_deltas(ratio: float, period: int) -> None:
+def test_keyframes_follow_the_size_of_the_deltas(ratio: float, period: int) -> None:
     learner = Learner(round(FULL / ratio))
     for step in range(40):
         learner.publish(step)
-        assert learner.late_joiner_pays(step) <= 1.25 * learner.anchor_bytes
+        assert learner.late_joiner_pays(step) <= 1.25 * learner.keyframe_bytes
         path = cheapest_path((), learner.offers, v(step))
         assert path is not None
         assert len(path) <= MAX_STEPS
-    assert learner.anchors == list(range(0, 40, period))
+    assert learner.keyframes == list(range(0, 40, period))
 
 
-def test_anchors_that_spare_nothing_are_made_once() -> None:
-    learner = Learner(FULL // 100, anchor_bytes=FULL)
+def test_keyframes_that_spare_nothing_are_made_once() -> None:
+    learner = Learner(FULL // 100, keyframe_bytes=FULL)
     for step in range(40):
         learner.publish(step)
-    assert learner.anchors == [0]
+    assert learner.keyframes == [0]
 
 
 def test_deltas_that_spare_little_are_tried_again_from_time_to_time() -> None:

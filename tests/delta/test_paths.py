@@ -10,36 +10,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.delta.paths import Offer, cheapest_path, path_bytes
-from echo.errors import RemoteProtocolError
-from echo.rollout import PolicyVersion
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.weights.schedule import EncodedOffer, cheapest_path, path_bytes
 
 
 def v(step: int) -> PolicyVersion:
     return PolicyVersion(1, step)
 
 
-def full(step: int, num_bytes: int) -> Offer:
-    return Offer(v(step), None, "full", num_bytes)
+def full(step: int, num_bytes: int) -> EncodedOffer:
+    return EncodedOffer(v(step), None, "full", num_bytes)
 
 
-def delta(base: int, step: int, num_bytes: int) -> Offer:
-    return Offer(v(step), v(base), "delta", num_bytes)
+def delta(base: int, step: int, num_bytes: int) -> EncodedOffer:
+    return EncodedOffer(v(step), v(base), "delta", num_bytes)
 
 
 VERSIONS = st.integers(0, 4).map(v)
 SIZES = st.integers(0, 6)
 OFFERS = st.lists(
     st.one_of(
-        st.builds(Offer, VERSIONS, st.none(), st.sampled_from(["full", "anchor"]), SIZES),
-        st.builds(Offer, VERSIONS, VERSIONS, st.just("delta"), SIZES),
+        st.builds(EncodedOffer, VERSIONS, st.none(), st.sampled_from(["full", "keyframe"]), SIZES),
+        st.builds(EncodedOffer, VERSIONS, VERSIONS, st.just("delta"), SIZES),
     ),
     max_size=6,
 )
 
 
 def every_cost(
-    held: set[PolicyVersion], offers: Sequence[Offer], target: PolicyVersion
+    held: set[PolicyVersion], offers: Sequence[EncodedOffer], target: PolicyVersion
 ) -> list[tuple[int, int]]:
     """Return (bytes, steps) of all orders of all selections of offers that lead to the target."""
     costs = []
@@ -54,7 +54,7 @@ def every_cost(
 
 @given(st.sets(VERSIONS, max_size=3), OFFERS, VERSIONS)
 def test_no_way_is_cheaper(
-    held: set[PolicyVersion], offers: list[Offer], target: PolicyVersion
+    held: set[PolicyVersion], offers: list[EncodedOffer], target: PolicyVersion
 ) -> None:
     path = cheapest_path(held, offers, target)
     costs = every_cost(held, offers, target)
@@ -69,19 +69,19 @@ def test_no_way_is_cheaper(
         assert (path_bytes(path), len(path)) == min(costs)
 
 
-def test_a_returning_node_takes_the_deltas_a_late_one_the_anchor() -> None:
-    anchor = Offer(v(3), None, "anchor", 60)
+def test_a_returning_node_takes_the_deltas_a_late_one_the_keyframe() -> None:
+    keyframe = EncodedOffer(v(3), None, "keyframe", 60)
     chain = [delta(step, step + 1, 2) for step in range(2, 6)]
-    offers = [full(6, 100), anchor, *chain]
+    offers = [full(6, 100), keyframe, *chain]
     assert cheapest_path([v(2)], offers, v(6)) == chain
     assert cheapest_path([v(4)], offers, v(6)) == chain[2:]
-    assert cheapest_path([], offers, v(6)) == [anchor, *chain[1:]]
-    assert cheapest_path([v(1)], offers, v(6)) == [anchor, *chain[1:]]
+    assert cheapest_path([], offers, v(6)) == [keyframe, *chain[1:]]
+    assert cheapest_path([v(1)], offers, v(6)) == [keyframe, *chain[1:]]
 
 
 def test_of_equal_bytes_the_fewest_steps_and_then_the_first_offer_win() -> None:
     long = [delta(0, 1, 1), delta(1, 2, 1)]
-    short = [delta(0, 2, 2), Offer(v(2), v(0), "delta", 2)]
+    short = [delta(0, 2, 2), EncodedOffer(v(2), v(0), "delta", 2)]
     path = cheapest_path([v(0)], [*long, *short], v(2))
     assert path is not None
     assert len(path) == 1
@@ -96,10 +96,10 @@ def test_a_version_that_nothing_leads_to_has_no_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "base", "num_bytes"), [("full", v(1), 1), ("delta", None, 1), ("anchor", None, -1)]
+    ("kind", "base", "num_bytes"), [("full", v(1), 1), ("delta", None, 1), ("keyframe", None, -1)]
 )
 def test_an_impossible_offer_is_refused(
-    kind: Literal["full", "anchor", "delta"], base: PolicyVersion | None, num_bytes: int
+    kind: Literal["full", "keyframe", "delta"], base: PolicyVersion | None, num_bytes: int
 ) -> None:
     with pytest.raises(RemoteProtocolError, match="impossible offer of v2"):
-        Offer(v(2), base, kind, num_bytes)
+        EncodedOffer(v(2), base, kind, num_bytes)

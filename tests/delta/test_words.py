@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echo.delta.words import word_bytes_of
-from echo.protocol.manifest import TensorSpec
+from echo.weights.delta import word_bytes_of
+from echo.weights.manifest import TensorSpec
 
 TENSORS = [
     TensorSpec("a", "bfloat16", (50,), 0, 100),

@@ -1,7 +1,7 @@
 """An independent reading of a run's ledger, written from its documented format alone.
 
 It imports nothing of echo on purpose: the code that keeps the promises must not be the code that
-checks them. The format is described at the top of echo/runtime/ledger.py. What is checked:
+checks them. The format is described at the top of echo/records/ledger.py. What is checked:
 
 * lineages are numbered 1, 2, ..., each forks off at a step that its predecessor made;
 * the surviving optimizer steps are 1, 2, ..., without gap or double, each of `groups_per_step`

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from echo.runtime.curve import load_or_create_keys, write_join
-from echo.runtime.join import ECHO_JOIN
+from echo.runtime.identity import ECHO_JOIN, load_or_create_keys, write_join
 from tests.e2e.audit import Audit, Record, audit, read_ledger
 from tests.e2e.fork_server import REPOSITORY, Fork, ForkServer
 

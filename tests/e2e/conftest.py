@@ -22,7 +22,7 @@ def forks() -> Iterator[ForkServer]:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the quickstart's model with random weights: enough for everything but learning."""
-    from echo.engine.tiny_model import build_model, save_tiny_model
+    from echo.engine.model import build_model, save_tiny_model
 
     directory = tmp_path_factory.mktemp("models") / "random"
     save_tiny_model(directory, build_model(seed=0))

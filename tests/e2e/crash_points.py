@@ -22,11 +22,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from echo.engine.trainer import Trainer
-from echo.protocol.codec import decode_envelope, decode_message
-from echo.protocol.messages import Announce
-from echo.runtime.ledger import Ledger
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.net.zmq import ZmqTransport
+from echo.records.ledger import Ledger
+from echo.train.trainer import Trainer
+from echo.wire.codec import decode_envelope, decode_message
+from echo.wire.messages import Announce
 
 Test = Callable[..., object]
 """Whether a call is the one to die at; it gets the arguments of the call."""

@@ -28,10 +28,10 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORTS = (
-    "echo.cli.learner",
     "echo.cli.node",
-    "echo.runtime.relay_setup",
-    "echo.runtime.worker_setup",
+    "echo.cli.node",
+    "echo.runtime.relay",
+    "echo.runtime.worker.setup",
     "tests.e2e.node",
     "transformers.models.qwen3.modeling_qwen3",
 )

@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         crash_points.install(own.crash_at)
     if own.protocol is not None:
-        from echo.protocol import codec
+        from echo.wire import messages
 
-        codec.PROTOCOL_VERSION = own.protocol
+        messages.PROTOCOL_VERSION = own.protocol
     if own.token_s:
         slow_down(own.token_s)
     return node(line)
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def slow_down(token_s: float) -> None:
     """Let the engine take its time for each token."""
-    from echo.runtime.engine_call import EngineCall
+    from echo.runtime.worker.sampling import EngineCall
 
     on_tokens = EngineCall.on_tokens
 

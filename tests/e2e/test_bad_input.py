@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.protocol.messages import PROTOCOL_VERSION
+from echo.wire.messages import PROTOCOL_VERSION
 from tests.e2e.audit import Audit
 from tests.e2e.cluster import Cluster, NodeProcess
 
@@ -88,7 +88,7 @@ def save_other_vocabulary(directory: Path) -> str:
     """Write a model with more token ids than the learner's; return its directory."""
     from transformers import Qwen3ForCausalLM
 
-    from echo.engine.tiny_model import build_config, build_tokenizer
+    from echo.engine.model import build_config, build_tokenizer
 
     config = build_config()
     config.vocab_size = 48

@@ -121,7 +121,7 @@ def restart(make_cluster: Callable[[], Cluster]) -> Restart:
     cluster.hold_from(MIDDLE)
     port = cluster.learner_address.rpartition(":")[2]
     via_relay = {"worker.connect": [cluster.relay_address]}
-    with_files = {"network.store_dir": str(cluster.directory / "arenas")}
+    with_files = {"network.store_dir": str(cluster.directory / "version_store")}
     learner = cluster.start(
         "learner", settings={"run.max_steps": MAX_STEPS, "learner.listen": f"tcp://0.0.0.0:{port}"}
     )

@@ -1,4 +1,4 @@
-"""README's page "Two machines", as it stands there, on machines that are network namespaces.
+"""docs/two-machines.md, as it stands there, on machines that are network namespaces.
 
 Learner, relay and worker have an address each and no way to anywhere else. The worker holds the
 checkout and the join string: its home and its current directory are new, and the learner's
@@ -24,8 +24,9 @@ from pathlib import Path
 
 import pytest
 
-from echo.runtime.join import ECHO_JOIN
-from tests.e2e.cluster import REPOSITORY, WITHIN_S, NodeProcess
+from echo.runtime.identity import ECHO_JOIN
+from tests.e2e.cluster import WITHIN_S, NodeProcess
+from tests.e2e.fork_server import REPOSITORY
 
 pytestmark = [
     pytest.mark.e2e,
@@ -35,6 +36,8 @@ pytestmark = [
         reason="network namespaces need root on Linux and the command ip",
     ),
 ]
+
+PAGE = (REPOSITORY / "docs" / "two-machines.md").read_text(encoding="utf-8")
 
 MACHINES = {"learner": "10.0.0.5", "relay": "10.0.0.6", "worker": "10.0.0.7"}
 """The first has the address that the configuration names."""
@@ -115,6 +118,7 @@ class Site:
         self._hide = "" if hidden is None else f"mount -t tmpfs none '{hidden}' && "
 
     def start(self, role: str, config: Path, join: str, **settings: object) -> NodeProcess:
+        assert f"\nbin/echo-node --role {role} --config configs/{config.name}\n" in PAGE
         program = self._checkout / "bin" / "echo-node"
         command = [str(program), "--role", role, "--config", str(config)]
         for key, value in settings.items():

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from echo.engine.engine import Completion, Engine, Request, Sampling
-from echo.engine.sampling import sampling_logprobs
-from echo.engine.version_fence import VersionError
-from echo.engine.weights import load_directory, publish_image, tensors_from_image
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
+from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError
+from echo.engine.hf.batch import sampling_logprobs
+from echo.engine.model import load_directory
+from echo.engine.weights import publish_image, tensors_from_image
 
 MakeTinyModel = Callable[..., Path]
 MakeEngine = Callable[..., Engine]

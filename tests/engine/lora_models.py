@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from echo.engine.lora import Lora
-from echo.engine.policy import Policy
 from echo.engine.weights import publish_image, tensors_from_image
+from echo.train.policy import Policy
 
 
 def adapted_policy(base_dir: Path, *, seed: int = 0, rank: int = 4) -> tuple[Policy, Lora]:

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from echo.engine.attribution import MismatchProbe
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Sampling
-from echo.engine.policy import frozen_policy
-from echo.engine.sampling import sampling_logprobs
-from echo.engine.trainer import Trainer
+from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.weights import Weights
-from echo.rollout import Group, PolicyVersion
+from echo.train.attribution import MismatchProbe
+from echo.train.policy import frozen_policy
+from echo.train.trainer import Trainer
 from tests.engine.test_trainer import (
     MakeTrainer,
     change_of,

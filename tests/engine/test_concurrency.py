@@ -11,13 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from echo.engine.concurrency import Concurrency, describe, is_out_of_memory
-from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.transformers_engine import TransformersEngine
-from echo.engine.wave import Wave
-from echo.engine.weights import load_directory
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
+from echo.engine.engine import (
+    Completion,
+    Concurrency,
+    Request,
+    Sampling,
+    describe_error,
+    is_out_of_memory,
+)
+from echo.engine.hf.batch import StaticBatch
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import load_directory
 
 HOW = Sampling(1.0, 1.0, 0, 16, (2, 9))
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
@@ -40,7 +46,7 @@ CPU = (
 )
 def test_the_ways_in_which_memory_runs_out_are_known(error: BaseException) -> None:
     assert is_out_of_memory(error)
-    assert is_out_of_memory(describe(error))
+    assert is_out_of_memory(describe_error(error))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("expected scalar type Float"), ValueError("room")])
@@ -174,11 +180,11 @@ def test_the_numbers_are_those_of_the_longest(
 
 
 def test_what_has_ended_takes_no_room_in_the_parts() -> None:
-    wave = Wave(equal_prompts()[:4], HOW, window=None)
+    batch = StaticBatch(equal_prompts()[:4], HOW, window=None)
     tokens = np.array([5, 2, 5, 5])
-    [ended] = wave.append(0, tokens, np.zeros(4, np.float32), PolicyVersion(1, 1))
+    [ended] = batch.append(0, tokens, np.zeros(4, np.float32), PolicyVersion(1, 1))
     assert ended == 1
-    parts = wave.parts(2)
+    parts = batch.parts(2)
     assert [part.num_rows for part in parts] == [part.num_running for part in parts] == [2, 1]
 
 

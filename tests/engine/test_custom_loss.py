@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from echo.algo.loss import LossNeeds, needs_of
-from echo.algo.ppo_losses import GrpoLoss
-from echo.engine.custom_loss import load_loss
-from echo.errors import ConfigError
+from echo.algo.losses import GrpoLoss
+from echo.core.errors import ConfigError
+from echo.train.trainer import load_loss
 from tests.algo.batches import doubles, gradient, make_inputs
 
 torch.set_num_threads(1)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echo.engine.device import free_gpu_bytes, pick_device, pick_dtype, set_num_threads
+from echo.engine.model import free_gpu_bytes, pick_device, pick_dtype, set_num_threads
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:1"])

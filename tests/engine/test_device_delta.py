@@ -12,11 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.delta.blocks import CHANGES, DIFFERENCE, UNCHANGED, decode_block, encode_block
-from echo.delta.words import word_bytes_of
-from echo.engine.device_delta import DeviceDelta
-from echo.errors import EngineError
-from echo.protocol.manifest import TensorSpec
+from echo.core.errors import EngineError
+from echo.engine.weights import DeviceDelta
+from echo.weights.delta import (
+    CHANGES,
+    DIFFERENCE,
+    UNCHANGED,
+    decode_block,
+    encode_block,
+    word_bytes_of,
+)
+from echo.weights.manifest import TensorSpec
 
 torch.set_num_threads(1)
 

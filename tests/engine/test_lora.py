@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echo.algo.ppo_losses import GrpoLoss
+from echo.algo.losses import GrpoLoss
+from echo.core.errors import ConfigError, DataError, EngineError
+from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import (
     ADAPTER_FILE,
     Lora,
@@ -20,10 +22,9 @@ from echo.engine.lora import (
     export_adapter,
     load_adapter,
 )
-from echo.engine.trainer import OptimizerSettings, Trainer
-from echo.engine.transformers_engine import TransformersEngine
-from echo.engine.weights import load_directory, save_safetensors
-from echo.errors import ConfigError, DataError, EngineError
+from echo.engine.model import load_directory
+from echo.engine.weights import save_safetensors
+from echo.train.trainer import OptimizerSettings, Trainer
 from tests.engine.engine_contract import (
     SAMPLINGS,
     TOLERANCE,

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from echo.engine.mailbox import Mailbox
+from echo.engine.hf.engine import Mailbox
 
 
 def test_a_job_is_done_at_once_where_nobody_holds_the_mailbox() -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, LossInputs, LossOutput
 from echo.algo.losses import make_loss
-from echo.engine.trainer import Trainer
-from echo.engine.trainer_batch import AdvantageSettings
+from echo.train.batch import AdvantageSettings
+from echo.train.trainer import Trainer
 from tests.engine.test_trainer import FAST, assert_close, gradients, make_groups
 from tests.engine.test_trainer_losses import stale_groups
 
@@ -86,7 +86,7 @@ def test_the_fused_operation_is_used_where_the_loss_has_that_form(
             calls.append(name)
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(f"echo.engine.policy.Policy.{name}", counted)
+        monkeypatch.setattr(f"echo.train.policy.Policy.{name}", counted)
     make_trainer(tiny_model_dir, FUSED["grpo"]).step(make_groups())
     assert calls == ["token_losses"]
     calls.clear()

@@ -13,10 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from echo.algo.batching import MicroBatch, Sample, collate
-from echo.engine.policy import Policy, frozen_policy
-from echo.errors import DataError, EngineError
-from echo.rollout import Rollout
+from echo.algo.batching import MicroBatch, TrainingRow, collate
+from echo.core.errors import DataError, EngineError
+from echo.core.rollout import Rollout
+from echo.train.policy import Policy, frozen_policy
 
 torch.set_num_threads(1)
 
@@ -36,7 +36,7 @@ def make_batch() -> MicroBatch:
             finish_reason="stop",
         )
         prompt_ids = np.array(prompt, dtype=np.int32)
-        samples.append(Sample(prompt_ids=prompt_ids, rollout=rollout, advantage=1.0))
+        samples.append(TrainingRow(prompt_ids=prompt_ids, rollout=rollout, advantage=1.0))
     return collate(samples)
 
 

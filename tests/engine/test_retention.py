@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from echo.engine.retention import VersionRetention
+from echo.core.errors import StorageError
+from echo.core.rollout import PolicyVersion
 from echo.engine.weights import Weights, publish_image
-from echo.errors import StorageError
-from echo.protocol.manifest import Manifest, build_manifest
-from echo.rollout import PolicyVersion
+from echo.train.attribution import VersionRetention
+from echo.weights.manifest import Manifest, build_manifest
 
 
 def publication(step: int, lineage: int = 1) -> tuple[Manifest, bytearray, Weights]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from echo.engine.engine import Sampling
-from echo.engine.sampling import draw_tokens, sampling_logprobs, uniform_at
+from echo.engine.hf.batch import draw_tokens, sampling_logprobs, uniform_at
 
 NUM_DRAWS = 20_000
 LOGITS = torch.randn(12, generator=torch.Generator().manual_seed(0)) * 1.5

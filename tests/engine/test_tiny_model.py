@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echo.engine.tiny_model import CHARACTERS, EOS_ID, PAD_ID, build_model, save_tiny_model
+from echo.engine.model import CHARACTERS, EOS_ID, PAD_ID, build_model, save_tiny_model
 from echo.tasks.tokenization import decode, encode_prompt, load_tokenizer
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
-from echo.algo.ppo_losses import GrpoLoss
-from echo.engine.trainer import OptimizerSettings, StepError, Trainer
-from echo.engine.trainer_batch import AdvantageSettings
-from echo.errors import DataError, StorageError
-from echo.rollout import Group, Rollout
+from echo.algo.losses import GrpoLoss
+from echo.core.errors import DataError, StorageError
+from echo.core.rollout import Group, Rollout
+from echo.train.batch import AdvantageSettings
+from echo.train.trainer import OptimizerSettings, StepError, Trainer
 
 torch.set_num_threads(1)
 

@@ -16,9 +16,9 @@ import torch
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput
 from echo.algo.losses import make_loss
-from echo.engine.trainer import Trainer
-from echo.engine.trainer_batch import AdvantageSettings
-from echo.rollout import Group
+from echo.core.rollout import Group
+from echo.train.batch import AdvantageSettings
+from echo.train.trainer import Trainer
 from tests.engine.test_trainer import (
     FAST,
     assert_close,

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from echo.core.errors import EngineError
 from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.sampling import sampling_logprobs
-from echo.engine.transformers_engine import TransformersEngine
-from echo.engine.weights import load_directory, publish_image, tensors_from_image
-from echo.errors import EngineError
+from echo.engine.hf.batch import sampling_logprobs
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import load_directory
+from echo.engine.weights import publish_image, tensors_from_image
 from tests.engine.engine_contract import (
     ENDLESS,
     LONG,
@@ -212,7 +213,7 @@ def test_no_requests_give_no_completions(engine: TransformersEngine) -> None:
     assert run(engine, [], sampling()) == []
 
 
-def test_a_small_memory_budget_makes_waves_and_changes_nothing(tiny_model_dir: Path) -> None:
+def test_a_small_memory_budget_makes_batches_and_changes_nothing(tiny_model_dir: Path) -> None:
     weights = 100_736 * 4
     one = 2 * 3 * 2 * 16 * 4 * (19 + 16) + 32 * 32  # 2 layers and the one being grown
     small = loaded(tiny_model_dir, memory_budget_bytes=weights + 3 * one + one // 2)

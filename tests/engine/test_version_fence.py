@@ -5,58 +5,63 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from echo.engine.version_fence import VersionError, VersionFence
-from echo.errors import EngineError
-from echo.rollout import PolicyVersion
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
+from echo.engine.engine import VersionBarrier, VersionError
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 
 @pytest.fixture
-def fence() -> VersionFence:
-    fence = VersionFence()
-    with fence.swap(V1):
+def barrier() -> VersionBarrier:
+    barrier = VersionBarrier()
+    with barrier.swap(V1):
         pass
-    return fence
+    return barrier
 
 
 def test_nothing_runs_before_something_is_installed() -> None:
-    with pytest.raises(EngineError, match="no weights are loaded"), VersionFence().request(V1, V1):
+    with (
+        pytest.raises(EngineError, match="no weights are loaded"),
+        VersionBarrier().request(V1, V1),
+    ):
         pass
 
 
-def test_a_swap_that_fails_counts_for_nothing(fence: VersionFence) -> None:
-    with pytest.raises(ValueError, match="no"), fence.swap(V2):
+def test_a_swap_that_fails_counts_for_nothing(barrier: VersionBarrier) -> None:
+    with pytest.raises(ValueError, match="no"), barrier.swap(V2):
         raise ValueError("no")
-    assert fence.installed == V1
-    with fence.swap(V2):
+    assert barrier.installed == V1
+    with barrier.swap(V2):
         pass
-    assert fence.installed == V2
+    assert barrier.installed == V2
 
 
-def test_a_swap_waits_for_an_exact_version_and_for_no_other_request(fence: VersionFence) -> None:
+def test_a_swap_waits_for_an_exact_version_and_for_no_other_request(
+    barrier: VersionBarrier,
+) -> None:
     swapped = threading.Event()
 
     def swap() -> None:
-        with fence.swap(V2):
+        with barrier.swap(V2):
             swapped.set()
 
     with ThreadPoolExecutor(1) as pool:
-        with fence.request(None, V1), fence.request(V1, None):
+        with barrier.request(None, V1), barrier.request(V1, None):
             pool.submit(swap)
             assert not swapped.wait(0.05)
         assert swapped.wait(120)
 
 
-def test_while_a_swap_waits_no_more_exact_ones_begin(fence: VersionFence) -> None:
+def test_while_a_swap_waits_no_more_exact_ones_begin(barrier: VersionBarrier) -> None:
     """Or a stream of them would keep the new version out for ever."""
 
     def ask() -> None:
-        with fence.request(None, V1):
+        with barrier.request(None, V1):
             pass
 
     with ThreadPoolExecutor(1) as pool:
-        with fence.swap(V2):
+        with barrier.swap(V2):
             asked = pool.submit(ask)
             assert not asked.done()
         with pytest.raises(VersionError, match="exactly v1 is wanted, v2 is installed"):

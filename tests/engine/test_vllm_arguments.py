@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from echo.engine import vllm_arguments
-from echo.engine.vllm_arguments import check_installation, kv_cache_bytes, make_arguments
-from echo.errors import EngineError
+from echo.core.errors import EngineError
+from echo.engine.vllm import arguments as vllm_arguments
+from echo.engine.vllm.arguments import check_installation, kv_cache_bytes, make_arguments
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -54,7 +54,7 @@ def test_either_build_will_do(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 def test_without_a_budget_a_cpu_gives_a_quarter_and_not_more_than_enough(
     monkeypatch: pytest.MonkeyPatch, free: int, expected: int
 ) -> None:
-    monkeypatch.setattr(vllm_arguments, "available_bytes", lambda device: free)
+    monkeypatch.setattr(vllm_arguments, "free_bytes", lambda device: free)
     assert kv_cache_bytes(None, 1 << 30, is_cpu=True) == expected
     assert kv_cache_bytes(None, 1 << 30, is_cpu=False) is None, "vLLM's own share"
 

@@ -17,10 +17,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 import torch
 from torch import Tensor
 
+from echo.core.errors import EngineError
 from echo.engine.engine import Sampling
-from echo.engine.vllm_engine import MAX_RESTARTS, VllmEngine
-from echo.engine.weights import load_directory
-from echo.errors import EngineError
+from echo.engine.model import load_directory
+from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from tests.engine.engine_contract import (
     ENDLESS,
     SLOW,
@@ -139,7 +139,7 @@ class TestTransactions(Models):
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """The head that vLLM 0.32 forgets on a CPU; of an untied model, a norm that is lost."""
-        vllm_transfer = importlib.import_module("echo.engine.vllm_transfer")
+        vllm_transfer = importlib.import_module("echo.engine.vllm.transfer")
         is_tied = "lm_head.weight" not in weights[1]
         read = vllm_transfer._read
 
@@ -236,7 +236,7 @@ class TestTransactions(Models):
         with pytest.raises(EngineError, match="vLLM died 4 times without a swap that worked"):
             engine.revive(engine.current()[0])
 
-    def test_a_group_larger_than_the_cache_runs_in_waves(
+    def test_a_group_larger_than_the_cache_runs_in_batches(
         self, model_dirs: list[Path], weights: list[Weights], shared_engine: VllmEngine
     ) -> None:
         shared_engine.close()

@@ -16,9 +16,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 import torch
 from transformers import AutoModelForCausalLM
 
-from echo.engine.vllm_arguments import Process
-from echo.engine.vllm_engine import VllmEngine
-from echo.engine.weights import load_directory
+from echo.engine.model import load_directory
+from echo.engine.vllm.arguments import Process
+from echo.engine.vllm.engine import VllmEngine
 from tests.engine.engine_contract import (
     ENDLESS,
     V1,

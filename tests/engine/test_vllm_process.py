@@ -16,11 +16,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 import torch
 from torch import Tensor
 
-from echo.engine.concurrency import is_out_of_memory
-from echo.engine.engine import Sampling
-from echo.engine.vllm_engine import VllmEngine
-from echo.engine.weights import load_directory
-from echo.errors import EngineError
+from echo.core.errors import EngineError
+from echo.engine.engine import Sampling, is_out_of_memory
+from echo.engine.model import load_directory
+from echo.engine.vllm.engine import VllmEngine
 from tests.engine.engine_contract import (
     ENDLESS,
     TOLERANCE,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from echo.engine import warmup
-from echo.engine.warmup import RECIPES, WarmModel, WarmupRecipe
-from echo.errors import ConfigError, EngineError, StorageError
+from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.tokenization import load_tokenizer
+from echo.train import warmup
+from echo.train.warmup import RECIPES, WarmModel, WarmupRecipe
 
 pytestmark = pytest.mark.slow
 

@@ -14,18 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.engine import weights
-from echo.engine.tiny_model import build_model
-from echo.engine.weights import (
-    ALIGNMENT_BYTES,
-    load_directory,
-    publish_image,
-    resolve_model,
-    save_hf,
-    tensors_from_image,
-)
-from echo.errors import ConfigError, DataError, EngineError, StorageError
-from echo.protocol.manifest import TensorSpec
+from echo.engine.model import build_model, load_directory, resolve_model
+from echo.engine.weights import ALIGNMENT_BYTES, publish_image, save_hf, tensors_from_image
+from echo.weights.manifest import TensorSpec
 
 MakeTinyModel = Callable[..., Path]
 

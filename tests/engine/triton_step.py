@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from echo.algo.losses import make_loss
-from echo.engine.tiny_model import build_model, save_tiny_model
-from echo.engine.trainer import OptimizerSettings, Trainer
+from echo.engine.model import build_model, save_tiny_model
 from echo.kernels import triton_kernels
 from echo.kernels.contract import BackendName
+from echo.train.trainer import OptimizerSettings, Trainer
 from tests.engine.test_trainer import gradients, make_groups
 
 DEVICE = "cpu" if triton_kernels.IS_INTERPRETED else "cuda"

@@ -1070,6 +1070,24 @@ class Names:
         )
 
 
+def _wrapped(paragraph: str) -> list[str]:
+    """Return the lines of a paragraph, filled anew if one is too long for a comment."""
+    lines = paragraph.strip("\n").splitlines()
+    if all(len(line) <= 98 for line in lines):
+        return lines
+    starts = [0, *(i for i, line in enumerate(lines) if i and line.lstrip()[:2] in ("* ", "- "))]
+    if len(starts) > 1:
+        ends = [*starts[1:], len(lines)]
+        parts = ["\n".join(lines[a:b]) for a, b in zip(starts, ends, strict=True)]
+        return [line for part in parts for line in _wrapped(part)]
+    first, *others = lines
+    indent = first[: len(first) - len(first.lstrip())]
+    hanging = others[0][: len(others[0]) - len(others[0].lstrip())] if others else indent
+    return textwrap.wrap(
+        " ".join(" ".join(lines).split()), 98, initial_indent=indent, subsequent_indent=hanging
+    )
+
+
 def _as(name: str, local: str) -> str:
     return name if name == local else f"{name} as {local}"
 
@@ -1260,12 +1278,13 @@ class Writer:
         for segment in source.segments:
             if segment.kind == "doc" and self._names.mains[source.key] == key:
                 text = edits.text(segment.start, segment.end).strip().strip('"').rstrip()
-        lines = f"--- from {source.stem}.py: {text}".splitlines()
-        out = []
-        for line in lines:
-            indent = line[: len(line) - len(line.lstrip())]
-            cut = textwrap.wrap(line, 97, subsequent_indent=indent) if len(line) > 97 else [line]
-            out += [f"# {one}".rstrip() for one in cut or [""]]
+        if not text:
+            return "\n\n\n"
+        title, _, rest = text.partition("\n\n")
+        title = " ".join(title.split()).removesuffix(".")
+        out = [f"# --- {title} ---"] if len(title) < 90 else [f"# {one}" for one in _wrapped(title)]
+        for paragraph in rest.split("\n\n") if rest.strip() else []:
+            out += ["#", *(f"# {one}".rstrip() for one in _wrapped(paragraph))]
         return "\n\n\n" + "\n".join(out) + "\n\n"
 
     def _deeper(self, text: str, part: Key, key: Key) -> str:

@@ -79,7 +79,7 @@ def test_parts_are_merged_in_order_with_their_comments_and_renamed() -> None:
     assert "def _check(lane: Stripe) -> Stripe:" in text
     assert "def _check_units() -> None:" in text, "two things have one name"
     assert text.startswith('"""Lanes of a link."""'), "the larger part has the word"
-    assert "# --- from protocol/units.py: Units." in text
+    assert "# --- Units ---" in text
     assert "import os" not in text, "nothing uses it"
     assert set(result.gone) == set(files)
     assert result.moved == {"echo/protocol/lanes.py": "echo/weights/link.py"}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from echo.kernels.backend import load_kernels
 from echo.kernels.contract import BackendName, PolicyTerms, RatioClip
-from echo.kernels.policy_coefficient import check_policy_rows
+from echo.kernels.logprob import check_policy_rows, load_kernels
 
 
 def policy_coefficient(

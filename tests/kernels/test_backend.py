@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from echo.kernels import torch_kernels
-from echo.kernels.backend import load_kernels
-from echo.kernels.linear_logprob import linear_logprob
+from echo.kernels.logprob import linear_logprob, load_kernels
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -22,7 +21,7 @@ SCRIPT = """
 import sys
 if {is_absent}: sys.modules["triton"] = None
 import torch
-from echo.kernels.linear_logprob import linear_logprob
+from echo.kernels.logprob import linear_logprob
 hidden = torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)
 ids = torch.zeros(2, dtype=torch.long)
 linear_logprob(hidden, torch.ones(5, 8, dtype=torch.bfloat16), ids)[0].sum().backward()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from echo.kernels.launch_configs import (
+from echo.kernels.triton_kernels import (
     FLOAT32,
     HOPPER,
     MAX_SPLITS,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echo.kernels.linear_logprob import IGNORE_INDEX, linear_logprob
 from echo.kernels.linear_logprob_reference import linear_logprob_reference
+from echo.kernels.logprob import IGNORE_INDEX, linear_logprob
 
 torch.set_num_threads(1)
 
@@ -297,7 +297,7 @@ def test_the_full_logit_matrix_never_exists() -> None:
 # VmHWM starts afresh with a program; ru_maxrss would begin at the size of the one that started it.
 MEMORY_SCRIPT = r"""
 import pathlib, re, torch
-from echo.kernels.linear_logprob import linear_logprob
+from echo.kernels.logprob import linear_logprob
 from echo.kernels.linear_logprob_reference import linear_logprob_reference
 torch.set_num_threads(1)
 def step(function, rows, vocab, **options):

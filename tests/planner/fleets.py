@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 
-from echo.planner.fleet import Fleet, Offer, Region
-from echo.planner.job import Job
+from echo.fleet.job import Job
+from echo.fleet.market import Offer, Region, RentedFleet
 
 JOB = Job(
     groups_per_step=8,
@@ -38,16 +38,16 @@ def make_offer(name: str, **changes: object) -> Offer:
     return Offer(**settings)  # type: ignore[arg-type]
 
 
-def make_fleet(*offers: Offer, uplink: float = 1e9, **region: object) -> Fleet:
+def make_fleet(*offers: Offer, uplink: float = 1e9, **region: object) -> RentedFleet:
     settings: dict[str, object] = {"name": "here", "bytes_per_s": 1e8, **region}
-    return Fleet(
+    return RentedFleet(
         offers=offers,
         regions={"here": Region(**settings)},  # type: ignore[arg-type]
         uplink_bytes_per_s=uplink,
     )
 
 
-def random_case(seed: int, *, num_offers: int = 4, most: int = 4) -> tuple[Fleet, Job]:
+def random_case(seed: int, *, num_offers: int = 4, most: int = 4) -> tuple[RentedFleet, Job]:
     """A fleet and a job, about half of them feasible."""
     rng = random.Random(seed)
     regions = {
@@ -94,4 +94,6 @@ def random_case(seed: int, *, num_offers: int = 4, most: int = 4) -> tuple[Fleet
         margin=rng.choice([0, 0.1]),
         budget_per_h=rng.choice([math.inf, 4.0 if most < 10 else 40.0]),
     )
-    return Fleet(offers=offers, regions=regions, uplink_bytes_per_s=rng.uniform(1e7, 2e8)), job
+    return RentedFleet(
+        offers=offers, regions=regions, uplink_bytes_per_s=rng.uniform(1e7, 2e8)
+    ), job

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from echo.planner.activation import MAX_OFFERS, Links, Roll, Worker, choose, gather
-from echo.planner.job import Job
+from echo.fleet.activation import MAX_OFFERS, Links, PricedWorker, Roll, choose, gather
+from echo.fleet.job import Job
 from tests.planner.workers import choose_by_brute_force, random_workers
 
 JOB = Job(
@@ -26,10 +26,10 @@ JOB = Job(
 """Needs 6.4 rollouts per second, with margin 7.04."""
 
 
-def worker(name: str, rate: float, price: float, **changes: Any) -> Worker:
+def worker(name: str, rate: float, price: float, **changes: Any) -> PricedWorker:
     """Return a worker that makes `rate` rollouts of 100 tokens per second."""
     given = {"tokens_per_s": 100 * rate, "concurrency": 1, "price_per_h": price} | changes
-    return Worker(name=name, **given)
+    return PricedWorker(name=name, **given)
 
 
 def instant(names: Any) -> float:

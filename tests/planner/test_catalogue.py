@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echo.planner.catalogue import GPUS, MODELS
+from echo.fleet.gpus import GPUS, MODELS
 
 
 def test_names_are_the_keys() -> None:

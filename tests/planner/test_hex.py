@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from echo.planner.catalogue import GPUS, MODELS
-from echo.planner.hex import Schedule, Scheduler
-from echo.planner.hex_train import Cluster, HexJob
+from echo.fleet.gpus import GPUS, MODELS
+from echo.fleet.hetero import Cluster, HexJob, HexScheduler, Schedule
 from tests.planner.test_hex_train import JOB
 
 
@@ -18,7 +17,7 @@ def cluster(**counts: int) -> Cluster:
     return Cluster(gpus={name: GPUS[name] for name in counts}, counts=counts)
 
 
-def try_all(scheduler: Scheduler) -> Schedule:
+def try_all(scheduler: HexScheduler) -> Schedule:
     """Return the best schedule of all divisions."""
     return min(map(scheduler.price, scheduler._divisions()), key=lambda s: s.rank)
 
@@ -38,13 +37,13 @@ def test_small_clusters_equal_brute_force(num_clusters: int) -> None:
         )
         if sum(counts.values()) == 0:
             continue
-        scheduler = Scheduler(cluster(**counts), job)
+        scheduler = HexScheduler(cluster(**counts), job)
         assert scheduler.find().step_s == try_all(scheduler).step_s, (counts, job)
 
 
 @pytest.mark.slow
 def test_three_types_equal_brute_force() -> None:
-    scheduler = Scheduler(
+    scheduler = HexScheduler(
         Cluster(
             gpus={name: GPUS[name] for name in ("A100-80GB", "H20", "H800")},
             counts={"A100-80GB": 3, "H20": 4, "H800": 3},
@@ -64,7 +63,7 @@ def test_three_types_equal_brute_force() -> None:
 )
 def test_56_gpus_take_few_tries(model: str) -> None:
     job = replace(JOB, model=MODELS[model], rollouts_per_step=8192, completion_tokens=8000)
-    scheduler = Scheduler(cluster(H800=24, H20=32), job)
+    scheduler = HexScheduler(cluster(H800=24, H20=32), job)
     tried, price = [], scheduler.price
 
     def note(counts: tuple[int, ...]) -> Schedule:
@@ -80,7 +79,7 @@ def test_56_gpus_take_few_tries(model: str) -> None:
 
 
 def test_every_gpu_is_used_once_and_the_sides_overlap() -> None:
-    schedule = Scheduler(cluster(H800=4, H20=4), JOB).find()
+    schedule = HexScheduler(cluster(H800=4, H20=4), JOB).find()
     assert schedule.step_s == max(schedule.train_s, schedule.rollout_s)
     training = sum(stage.num_gpus for stage in schedule.training.stages)
     generating = sum(
@@ -93,17 +92,17 @@ def test_every_gpu_is_used_once_and_the_sides_overlap() -> None:
 
 def test_the_update_crosses_the_slowest_link_or_takes_what_was_measured() -> None:
     # 7.62e9 x 2 bytes at 1.5 GB/s between types, 5 GB/s within one.
-    across = Scheduler(cluster(H800=4, H20=4), JOB).price((0, 4))
+    across = HexScheduler(cluster(H800=4, H20=4), JOB).price((0, 4))
     assert across.update_s == pytest.approx(15.24 / 1.5)
-    within = Scheduler(cluster(H800=8), JOB).price((4,))
+    within = HexScheduler(cluster(H800=8), JOB).price((4,))
     assert within.update_s == pytest.approx(15.24 / 5)
-    assert Scheduler(cluster(H800=8), JOB, update_s=7.0).price((4,)).update_s == 7.0
+    assert HexScheduler(cluster(H800=8), JOB, update_s=7.0).price((4,)).update_s == 7.0
 
 
 def test_a_cluster_too_small_has_no_schedule() -> None:
-    assert math.isinf(Scheduler(cluster(H800=1), JOB).find().step_s)
+    assert math.isinf(HexScheduler(cluster(H800=1), JOB).find().step_s)
 
 
 def test_bisection_alone_is_no_better_than_the_search() -> None:
-    scheduler = Scheduler(cluster(H800=8, H20=8), JOB)
+    scheduler = HexScheduler(cluster(H800=8, H20=8), JOB)
     assert scheduler.find().step_s <= scheduler.bisect().step_s

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from echo.planner.hex_rollout import Replica, RolloutPlan, choose_replicas, possible_replicas
+from echo.fleet.hetero import Replica, RolloutPlan, choose_replicas, possible_replicas
 from tests.planner.test_hex_train import CLUSTER, JOB
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.planner.catalogue import GPUS, MODELS
-from echo.planner.hex_train import (
+from echo.fleet.gpus import GPUS, MODELS, TRAIN_EFFICIENCY, train_flops
+from echo.fleet.hetero import (
     Cluster,
     HexJob,
     StagePlan,
@@ -18,7 +18,6 @@ from echo.planner.hex_train import (
     search_training,
     step_seconds,
 )
-from echo.planner.roofline import TRAIN_EFFICIENCY, train_flops
 
 CLUSTER = Cluster(gpus={name: GPUS[name] for name in ("H20", "H800")}, counts={"H20": 8, "H800": 8})
 JOB = HexJob(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.planner.job import Job
-from echo.planner.overlap import (
+from echo.fleet.job import Job
+from echo.fleet.overlap import (
     Resource,
     binding_resource,
     fits_window,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from echo.planner.overlap import Resource
-from echo.planner.plan import make_plan, outcome_of, pareto_front, sensitivities
+from echo.fleet.overlap import Resource
+from echo.fleet.provisioning import outcome_of, pareto_front, provision, sensitivities
 from tests.planner.fleets import JOB, make_fleet, make_offer, random_case
 
 
@@ -38,7 +38,7 @@ def test_no_node_no_step() -> None:
 
 
 def test_the_plan_of_a_small_fleet() -> None:
-    plan = make_plan(make_fleet(make_offer("any")), JOB, [1, 2])
+    plan = provision(make_fleet(make_offer("any")), JOB, [1, 2])
     assert plan is not None
     assert plan.outcome.counts == (7,)
     assert plan.required_overlapping == 6.4
@@ -48,7 +48,7 @@ def test_the_plan_of_a_small_fleet() -> None:
     assert plan.staleness_bounds is not None
     assert plan.staleness_bounds[0] == 2
     assert plan.unpaced_waste == pytest.approx(0.6 / 7)
-    assert make_plan(make_fleet(make_offer("any", count=1)), JOB, [1]) is None
+    assert provision(make_fleet(make_offer("any", count=1)), JOB, [1]) is None
 
 
 def test_one_node_fewer_costs_less_and_waits_more() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from echo.planner.remedies import refuse
-from echo.planner.selection import is_sufficient
+from echo.fleet.provisioning import refuse
+from echo.fleet.selection import is_sufficient
 from tests.planner.fleets import JOB, make_fleet, make_offer
 
 

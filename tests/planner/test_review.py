@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.planner.activation import Links
-from echo.planner.review import Question
+from echo.fleet.activation import Links, Question
 from tests.planner.test_activation import JOB, instant, worker
 
 WORKERS = tuple(worker(f"w{n}", 4.0, 1.0 + n / 10) for n in range(6))
@@ -23,7 +22,7 @@ def ask(**changes: Any) -> Question:
         "job": JOB,
         "links": Links(broadcast_s=instant),
         "active": ALL,
-        "settled": ALL,
+        "steady": ALL,
         "ready": ALL,
         "idle_share": 0.0,
         "min_saving": 0.05,
@@ -39,7 +38,7 @@ def test_the_worst_is_dropped_first_and_a_quarter_at_most() -> None:
     assert answer.choice.active == {"w0", "w1"}
     many = tuple(worker(f"w{n}", 4.0, 1.0 + n / 10) for n in range(8))
     names = frozenset(w.name for w in many)
-    answer = ask(workers=many, active=names, settled=names, ready=names).solve()
+    answer = ask(workers=many, active=names, steady=names, ready=names).solve()
     assert answer.active == names - {"w6", "w7"}
 
 
@@ -56,17 +55,17 @@ def test_step_by_step_the_cheapest_set_is_reached_and_kept() -> None:
 
 
 def test_nobody_is_dropped_before_its_dwell_is_over() -> None:
-    answer = ask(settled=frozenset()).solve()
+    answer = ask(steady=frozenset()).solve()
     assert answer.active == ALL
     assert not answer.cause
     assert answer.is_pending
-    assert ask(settled=frozenset({"w1", "w2"})).solve().active == ALL - {"w2"}
+    assert ask(steady=frozenset({"w1", "w2"})).solve().active == ALL - {"w2"}
 
 
 def test_half_the_margin_is_enough_for_what_is_active() -> None:
     # 6.4 are needed, 7.04 with the margin: 6.8 would not be chosen, and is kept.
     workers = (worker("a", 6.8, 1.0), worker("b", 4.0, 1.0))
-    question = ask(workers=workers, active=frozenset("a"), settled=frozenset("a"), idle_share=0.1)
+    question = ask(workers=workers, active=frozenset("a"), steady=frozenset("a"), idle_share=0.1)
     assert question.solve().active == frozenset("a")
     slower = replace(question, workers=(worker("a", 6.6, 1.0), worker("b", 4.0, 1.0)))
     assert slower.solve().active == frozenset("ab")
@@ -75,14 +74,14 @@ def test_half_the_margin_is_enough_for_what_is_active() -> None:
 
 def test_a_learner_that_does_not_wait_needs_nobody_more() -> None:
     workers = (worker("a", 5.0, 1.0), worker("b", 4.0, 1.0))
-    question = ask(workers=workers, active=frozenset("a"), settled=frozenset("a"), idle_share=0.01)
+    question = ask(workers=workers, active=frozenset("a"), steady=frozenset("a"), idle_share=0.01)
     assert question.solve().active == frozenset("a")
     assert replace(question, idle_share=0.2).solve().active == frozenset("ab")
 
 
 def test_a_replacement_is_activated_before_what_it_replaces_is_dropped() -> None:
     workers = (worker("dear", 8.0, 2.0), worker("cheap", 8.0, 1.0))
-    begin = ask(workers=workers, active=frozenset({"dear"}), settled=frozenset({"dear"}))
+    begin = ask(workers=workers, active=frozenset({"dear"}), steady=frozenset({"dear"}))
     both = begin.solve()
     assert both.active == {"dear", "cheap"}
     assert both.is_pending
@@ -99,14 +98,14 @@ def test_a_replacement_is_activated_before_what_it_replaces_is_dropped() -> None
 
 def test_a_small_saving_changes_nothing() -> None:
     workers = (worker("a", 8.0, 1.04), worker("b", 8.0, 1.0))
-    question = ask(workers=workers, active=frozenset("a"), settled=frozenset("a"))
+    question = ask(workers=workers, active=frozenset("a"), steady=frozenset("a"))
     assert question.solve().active == frozenset("a")
     assert replace(question, min_saving=0.01).solve().active == frozenset("ab")
 
 
 def test_a_budget_that_is_passed_does_not_wait_for_the_dwell() -> None:
     job = replace(JOB, budget_per_h=2.4)
-    answer = ask(job=job, settled=frozenset()).solve()
+    answer = ask(job=job, steady=frozenset()).solve()
     assert answer.active == {"w0", "w1"}
     assert answer.cause == "the budget per hour is passed"
     assert answer.after.cost_per_h <= 2.4
@@ -131,11 +130,11 @@ def test_equal_workers_are_not_exchanged_for_each_other() -> None:
     active = frozenset({"w0", "w1", "w2"})
     for _ in range(20):
         workers = tuple(worker(f"w{n}", 1.5 * rng.uniform(0.97, 1.03), 1.0) for n in range(5))
-        answer = ask(job=job, workers=workers, active=active, settled=active, idle_share=0.3)
+        answer = ask(job=job, workers=workers, active=active, steady=active, idle_share=0.3)
         assert answer.solve().active == active
     # One that is really better is taken in another's place.
     workers = (*(worker(f"w{n}", 1.5, 1.0) for n in range(3)), worker("fast", 2.5, 1.0))
-    answer = ask(job=job, workers=workers, active=active, settled=active, idle_share=0.3).solve()
+    answer = ask(job=job, workers=workers, active=active, steady=active, idle_share=0.3).solve()
     assert "fast" in answer.active
     assert answer.after.cost_per_h <= 3.5
 
@@ -147,7 +146,7 @@ def test_replacements_that_are_on_their_way_are_not_replaced() -> None:
     for _ in range(10):
         cheap = (worker(f"w{n}", 8.0, rng.uniform(0.99, 1.01)) for n in range(6))
         workers = (worker("dear", 8.0, 2.0), *cheap)
-        question = ask(workers=workers, active=active, settled=active, ready=frozenset({"dear"}))
+        question = ask(workers=workers, active=active, steady=active, ready=frozenset({"dear"}))
         active = question.solve().active
     assert len(active) == 2
 
@@ -156,5 +155,5 @@ def test_where_others_are_enough_and_the_active_ones_are_not_they_come_in() -> N
     workers = (worker("a", 6.5, 1.0), worker("b", 6.5, 1.3), worker("c", 8.0, 1.0))
     job = replace(JOB, budget_per_h=1.5)
     question = ask(workers=workers, job=job, active=frozenset("a"), idle_share=0.1)
-    question = replace(question, settled=frozenset("a"))
+    question = replace(question, steady=frozenset("a"))
     assert question.solve().active == frozenset("c")

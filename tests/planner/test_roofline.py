@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.planner.catalogue import GPUS, MODELS, Gpu, ModelShape
-from echo.planner.roofline import decode, train_flops, train_seconds
+from echo.fleet.gpus import GPUS, MODELS, Gpu, ModelShape, decode_rate, train_flops, train_seconds
 
 GPU = Gpu(
     name="plain",
@@ -30,7 +29,7 @@ def test_decoding_by_hand() -> None:
     # One step reads 2.0e9 + 242 x 2.0e7 = 6.84e9 bytes at 6e11 bytes/s: 11.4 ms; the arithmetic of
     # 242 x 2e9 at 6e13 takes 8.07 ms. A prompt takes 500 x 2e9 / 6e13 = 16.67 ms, once per 1000
     # tokens. One token: 11.4e-3 / 242 + 16.67e-6 = 63.8e-6 s.
-    found = decode(GPU, MODEL, prompt_tokens=500, completion_tokens=1000)
+    found = decode_rate(GPU, MODEL, prompt_tokens=500, completion_tokens=1000)
     assert found is not None
     assert found.concurrency == 242
     assert found.tokens_per_s == pytest.approx(1 / 63.8e-6, rel=2e-3)
@@ -38,11 +37,11 @@ def test_decoding_by_hand() -> None:
 
 def test_a_model_that_does_not_fit_has_no_rate() -> None:
     small = replace(GPU, memory_bytes=4 * 10**9)
-    assert decode(small, MODEL, prompt_tokens=500, completion_tokens=1000) is None
-    two = decode(small, MODEL, prompt_tokens=500, completion_tokens=1000, tensor_parallel=2)
+    assert decode_rate(small, MODEL, prompt_tokens=500, completion_tokens=1000) is None
+    two = decode_rate(small, MODEL, prompt_tokens=500, completion_tokens=1000, tensor_parallel=2)
     assert two is not None
     # One sequence of full length must fit as well: 4.853e9 / 20 kB = 242 650 tokens.
-    assert decode(GPU, MODEL, prompt_tokens=1, completion_tokens=9, max_tokens=250_000) is None
+    assert decode_rate(GPU, MODEL, prompt_tokens=1, completion_tokens=9, max_tokens=250_000) is None
 
 
 def test_training_by_hand() -> None:
@@ -72,11 +71,11 @@ def test_the_catalogue_is_in_its_units() -> None:
 )
 def test_a_better_gpu_is_never_slower(gpu: str, model: str, factor: float, tokens: float) -> None:
     plain = GPUS[gpu]
-    before = decode(plain, MODELS[model], prompt_tokens=100, completion_tokens=tokens)
+    before = decode_rate(plain, MODELS[model], prompt_tokens=100, completion_tokens=tokens)
     faster = replace(
         plain, flops_per_s=factor * plain.flops_per_s, bytes_per_s=factor * plain.bytes_per_s
     )
-    after = decode(faster, MODELS[model], prompt_tokens=100, completion_tokens=tokens)
+    after = decode_rate(faster, MODELS[model], prompt_tokens=100, completion_tokens=tokens)
     if before is None:
         assert after is None
     else:

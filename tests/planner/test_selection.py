@@ -7,19 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from echo.planner import selection, selection_milp
-from echo.planner.fleet import Fleet
-from echo.planner.job import Job
-from echo.planner.selection import (
+from echo.fleet import selection
+from echo.fleet.job import Job
+from echo.fleet.market import RentedFleet
+from echo.fleet.selection import (
+    OutOfTimeError,
     is_sufficient,
     select,
+    select_exactly,
     select_greedily,
 )
-from echo.planner.selection_milp import OutOfTimeError, select_exactly
 from tests.planner.fleets import JOB, make_fleet, make_offer, random_case
 
 
-def select_by_brute_force(fleet: Fleet, job: Job) -> tuple[int, ...] | None:
+def select_by_brute_force(fleet: RentedFleet, job: Job) -> tuple[int, ...] | None:
     """Return the cheapest sufficient set by trying every one."""
     choices = itertools.product(*(range(offer.count + 1) for offer in fleet.offers))
     sufficient = (counts for counts in choices if is_sufficient(fleet, job, counts))
@@ -127,7 +128,7 @@ def test_a_solver_out_of_time_is_followed_by_the_greedy_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(selection, "TIME_LIMIT_S", 0.0)
-    monkeypatch.setattr(selection_milp, "MAX_ROUNDS", 0)
+    monkeypatch.setattr(selection, "MAX_ROUNDS", 0)
     chosen = select(make_fleet(make_offer("any")), JOB)
     assert chosen is not None
     assert (chosen.counts, chosen.is_exact) == ((7,), False)

@@ -7,13 +7,13 @@ import math
 import random
 from collections.abc import Collection, Sequence
 
-from echo.planner.activation import Links, Roll, Worker
-from echo.planner.job import Job
+from echo.fleet.activation import Links, PricedWorker, Roll
+from echo.fleet.job import Job
 
 
 def random_workers(
     seed: int, *, most: int = 8, least: int = 1, groups: int | None = None
-) -> tuple[list[Worker], Job, Links]:
+) -> tuple[list[PricedWorker], Job, Links]:
     """Return workers of a few kinds or all different, and a job that about half of them can do.
 
     Args:
@@ -59,7 +59,7 @@ UPLINK = 1e9
 class Broadcast:
     """What a broadcast takes: the slowest downlink, one chain, all behind the learner's uplink."""
 
-    def __init__(self, workers: Sequence[Worker], job: Job) -> None:
+    def __init__(self, workers: Sequence[PricedWorker], job: Job) -> None:
         self.by_name = {worker.name: worker for worker in workers}
         self.version_bytes = job.version_bytes
 
@@ -70,8 +70,8 @@ class Broadcast:
         return max(self.version_bytes / slowest, num_copies * self.version_bytes / UPLINK)
 
 
-def _random_worker(rng: random.Random, name: str) -> Worker:
-    return Worker(
+def _random_worker(rng: random.Random, name: str) -> PricedWorker:
+    return PricedWorker(
         name=name,
         tokens_per_s=rng.uniform(300, 3000),
         concurrency=rng.randint(8, 64),
@@ -85,12 +85,14 @@ def _random_worker(rng: random.Random, name: str) -> Worker:
     )
 
 
-def _renamed(worker: Worker, name: str) -> Worker:
-    return Worker(**{f: getattr(worker, f) for f in Worker.__slots__ if f != "name"}, name=name)
+def _renamed(worker: PricedWorker, name: str) -> PricedWorker:
+    return PricedWorker(
+        **{f: getattr(worker, f) for f in PricedWorker.__slots__ if f != "name"}, name=name
+    )
 
 
 def choose_by_brute_force(
-    workers: Sequence[Worker], job: Job, links: Links
+    workers: Sequence[PricedWorker], job: Job, links: Links
 ) -> tuple[float, frozenset[str]] | None:
     """Return the cheapest sufficient set and its cost by trying every one; None without any."""
     roll = Roll(workers, links)

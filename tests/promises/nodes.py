@@ -26,25 +26,26 @@ import torch
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
+from echo.core.errors import EchoError, EngineError
+from echo.core.metrics import Snapshot
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
-from echo.engine.trainer import StepError, StepResult
-from echo.errors import EchoError, EngineError
-from echo.metrics import Snapshot
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import Fetch
-from echo.rollout import Group, PolicyVersion
-from echo.runtime import learner_setup, learner_state, relay_setup, worker_setup
-from echo.runtime.ledger import Ledger
+from echo.net.transport import PeerId, TransportOptions
+from echo.records.ledger import Ledger
+from echo.runtime import relay
+from echo.runtime.learner import setup
+from echo.runtime.learner.setup import PromptSource
 from echo.runtime.node import Node
-from echo.runtime.prompts import PromptSource
-from echo.runtime.sampling import PartialRules
-from echo.runtime.transport import PeerId, TransportOptions
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo.runtime.worker_parts import WorkerParts
+from echo.runtime.worker import setup as worker_setup
+from echo.runtime.worker.node import WorkerParts
+from echo.runtime.worker.sampling import PartialRules
 from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.network import Link, Network
 from echo.tasks.builtin import AdditionTask
 from echo.tasks.rewards import LaterHost
+from echo.train.trainer import StepError, StepResult
+from echo.wire.messages import FULL, Fetch
 from tests.e2e.audit import audit, read_ledger
 from tests.protocol.harness import message_of
 
@@ -154,7 +155,7 @@ class WatchedTransport(MemoryTransport):
 def num_held(broadcast: Any, fetch: Fetch) -> int:
     """Return how many of the chunks that are asked for are held."""
     is_full = fetch.form == FULL
-    held = broadcast.store if is_full else broadcast.parcels
+    held = broadcast.store if is_full else broadcast.encoded_versions
     item = held.get(fetch.version if is_full else (fetch.version, fetch.form))
     if item is None:
         return 0
@@ -453,15 +454,15 @@ class NodeWorld:
         transport = await self._transport(process, config.learner.listen)
         with ExitStack() as patches:
             for module, name, stub in (
-                (learner_state, "Ledger", ledger),
-                (learner_state, "build_trainer", lambda config, model, start, lora: StubTrainer(
+                (setup, "Ledger", ledger),
+                (setup, "build_trainer", lambda config, model, start, lora: StubTrainer(
                     process, start.checkpoint
                 )),
-                (learner_setup, "_export", lambda config, data, where, tensors: None),
+                (setup, "_export", lambda config, data, where, tensors: None),
             ):  # fmt: skip
                 patches.enter_context(mock.patch.object(module, name, stub))
             try:
-                return learner_setup.assemble_learner(
+                return setup.assemble_learner(
                     config,
                     data,
                     transport,
@@ -480,9 +481,7 @@ class NodeWorld:
         own = {"name": process.name, "listen": address, "connect": [ADDRESS.format(via)]}
         config = self._config("relay", sections, **own)
         transport = await self._transport(process, config.relay.listen)
-        node = relay_setup.assemble_relay(
-            config, transport, threads=process.threads, log=process.log
-        )
+        node = relay.assemble_relay(config, transport, threads=process.threads, log=process.log)
         self._write_inline(node)
         return node
 
@@ -500,7 +499,7 @@ class NodeWorld:
             return WorkerParts(
                 engine=process.engine,
                 host=LaterHost(),
-                player=None,
+                runner=None,
                 decode=str,
                 sampling=Sampling(1.0, 1.0, 0, 4, ()),
                 group_size=2,
@@ -524,7 +523,7 @@ class NodeWorld:
     @staticmethod
     def _write_inline(node: Any) -> None:
         """Have small files beside the versions written at once, in the loop."""
-        thread = getattr(node.arenas, "_thread", None)
+        thread = getattr(node.version_store, "_thread", None)
         if thread is not None:
             thread.close()
 

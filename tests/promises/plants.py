@@ -11,27 +11,26 @@ from typing import Any
 
 import pytest
 
-from echo import buffer
-from echo.buffer import StalenessBuffer
-from echo.protocol import granting, intake, joining, trust, writing
-from echo.protocol.actions import Stop
-from echo.protocol.codec import decode_envelope
-from echo.protocol.delivery import Outbox
-from echo.protocol.granting import Granting
-from echo.protocol.handover import Handover
-from echo.protocol.intake import Intake
-from echo.protocol.joining import Joining
-from echo.protocol.lanes import Lanes
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.leases import LeaseBook
-from echo.protocol.manifest import SignedManifest
-from echo.protocol.membership import Member, Roster
-from echo.protocol.messages import Ack
-from echo.protocol.node_session import NodeSession
-from echo.protocol.settled import SettledGroups
-from echo.protocol.transfer import HeapArenas, Transfer
-from echo.protocol.watchdog import Watchdog
-from echo.runtime import history
+from echo.core import buffer
+from echo.core.buffer import StalenessBuffer
+from echo.leases import scheduler
+from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
+from echo.leases.outbox import Outbox
+from echo.leases.partials import ShippedPartials
+from echo.leases.scheduler import Scheduler
+from echo.records import ledger
+from echo.roles import joining
+from echo.roles.joining import Joining
+from echo.roles.learner import Learner
+from echo.roles.members import Member, Roster
+from echo.roles.node import DialingRole
+from echo.weights import receiver, store
+from echo.weights.manifest import SignedManifest
+from echo.weights.receiver import StripeLinks, Watchdog
+from echo.weights.store import HeapStore, Transfer
+from echo.wire.actions import Stop
+from echo.wire.codec import decode_envelope
+from echo.wire.messages import Ack
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTS: dict[int, Plant] = {}
@@ -61,35 +60,35 @@ def ignore_age(patch: pytest.MonkeyPatch, module: Any) -> None:
 @plant(1)
 def train_on_tokens_of_any_age(patch: pytest.MonkeyPatch) -> None:
     """Lease by the learner's step, and check neither on arrival nor at consumption."""
-    ignore_age(patch, intake)
+    ignore_age(patch, scheduler)
     ignore_age(patch, buffer)
-    patch.setattr(granting, "most_promised", lambda **numbers: 10**9)
-    patch.setattr(granting, "oldest_version", lambda lineages, **numbers: None)
+    patch.setattr(scheduler, "most_promised", lambda **numbers: 10**9)
+    patch.setattr(scheduler, "oldest_version", lambda lineages, **numbers: None)
 
 
 @plant(2)
 def lease_by_the_learners_step(patch: pytest.MonkeyPatch) -> None:
     """Take the learner's step where the worker's version belongs."""
 
-    def limit(self: Granting, installed_step: int) -> int:
+    def limit(self: Scheduler, installed_step: int) -> int:
         settings = self.settings
         return (settings.max_staleness + self.step + 1) * settings.groups_per_step
 
-    patch.setattr(Granting, "_limit", limit)
-    patch.setattr(granting, "oldest_version", lambda lineages, **numbers: None)
+    patch.setattr(Scheduler, "_limit", limit)
+    patch.setattr(scheduler, "oldest_version", lambda lineages, **numbers: None)
 
 
 @plant(3)
 def accept_what_is_too_old(patch: pytest.MonkeyPatch) -> None:
     """Leave the age of a result to the buffer."""
-    ignore_age(patch, intake)
+    ignore_age(patch, scheduler)
 
 
 @plant(4)
 def publish_as_measured(patch: pytest.MonkeyPatch) -> None:
     """Let the period follow the broadcast, whatever the bound, and a learner that waits wait."""
-    from echo.planner.publish_pace import PublishPace
-    from echo.runtime.waiting import Waiting
+    from echo.runtime.learner.node import BatchWait
+    from echo.weights.schedule import PublishPace
 
     def is_due(self: PublishPace, step: int) -> bool:
         last = self._published_step
@@ -97,12 +96,12 @@ def publish_as_measured(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PublishPace, "is_due", is_due)
 
-    def look(self: Waiting, *, now: float) -> Any:
+    def look(self: BatchWait, *, now: float) -> Any:
         self.look_at = now + 0.5
         return ""
 
     patch.setattr(PublishPace, "limit", lambda self, max_staleness: None)
-    patch.setattr(Waiting, "look", look)
+    patch.setattr(BatchWait, "look", look)
 
 
 @plant(5)
@@ -114,7 +113,7 @@ def sample_with_what_is_there(patch: pytest.MonkeyPatch) -> None:
 @plant(6)
 def take_rollouts_of_an_abandoned_lineage(patch: pytest.MonkeyPatch) -> None:
     """Forget that a resume has undone steps."""
-    for module in (intake, buffer):
+    for module in (scheduler, buffer):
         find = module.find_fault  # type: ignore[attr-defined]
 
         def blind(*arguments: Any, find: Any = find, **named: Any) -> str | None:
@@ -127,43 +126,43 @@ def take_rollouts_of_an_abandoned_lineage(patch: pytest.MonkeyPatch) -> None:
 @plant(7)
 def grant_without_a_record(patch: pytest.MonkeyPatch) -> None:
     """Send leases that no record tells of."""
-    grant = Granting.grant
+    grant = Scheduler.grant
 
-    def unrecorded(self: Granting, *arguments: Any, **named: Any) -> Any:
+    def unrecorded(self: Scheduler, *arguments: Any, **named: Any) -> Any:
         _, leases = grant(self, *arguments, **named)
         return [], leases
 
-    patch.setattr(Granting, "grant", unrecorded)
+    patch.setattr(Scheduler, "grant", unrecorded)
 
 
 @plant(8)
 def acknowledge_on_arrival(patch: pytest.MonkeyPatch) -> None:
     """Acknowledge a group before the disk has it."""
-    deliver = Intake.on_deliver
+    deliver = Scheduler.on_deliver
 
-    def hasty(self: Intake, node_id: str, message: Any, *rest: Any, **named: Any) -> Any:
+    def hasty(self: Scheduler, node_id: str, message: Any, *rest: Any, **named: Any) -> Any:
         ack = Ack(group_id=message.group_id, attempt=message.attempt, outcome="accepted")
-        return [*self._to(node_id, ack), *deliver(self, node_id, message, *rest, **named)]
+        return [*self._routes.to(node_id, ack), *deliver(self, node_id, message, *rest, **named)]
 
-    patch.setattr(Intake, "on_deliver", hasty)
+    patch.setattr(Scheduler, "on_deliver", hasty)
 
 
 @plant(9)
 def take_the_newest_attempt_only(patch: pytest.MonkeyPatch) -> None:
     """Refuse a result whose attempt is not the newest granted."""
-    find = Intake._find_fault
+    find = Scheduler._find_fault
 
-    def strict(self: Intake, group: Any, message: Any, *rest: Any) -> str | None:
-        newest = self.granting.leases.newest_attempt(group.group_id)
+    def strict(self: Scheduler, group: Any, message: Any, *rest: Any) -> str | None:
+        newest = self.leases.newest_attempt(group.group_id)
         return "old_attempt" if message.attempt != newest else find(self, group, message, *rest)
 
-    patch.setattr(Intake, "_find_fault", strict)
+    patch.setattr(Scheduler, "_find_fault", strict)
 
 
 @plant(10)
 def let_losers_go_on(patch: pytest.MonkeyPatch) -> None:
     """Tell nobody that another was first."""
-    patch.setattr(Intake, "_cancel", lambda self, leases, first: [])
+    patch.setattr(Scheduler, "_cancel", lambda self, leases, first: [])
 
 
 @plant(11)
@@ -176,38 +175,39 @@ def keep_leases_for_ever(patch: pytest.MonkeyPatch) -> None:
 @plant(12)
 def lose_what_waits(patch: pytest.MonkeyPatch) -> None:
     """Forget, at a resume, the groups that were acknowledged and not yet trained."""
-    from echo.runtime import learner_state
+    from echo.runtime.learner import resume
+    from echo.runtime.learner.resume import recover as recover_recovery
 
-    recover = learner_state.recover
+    recover = recover_recovery
 
     def forgetful(*arguments: Any, **named: Any) -> Any:
         return dataclasses.replace(recover(*arguments, **named), buffered=[])
 
-    patch.setattr(learner_state, "recover", forgetful)
+    patch.setattr(resume, "recover", forgetful)
 
 
 @plant(13)
 def count_void_steps(patch: pytest.MonkeyPatch) -> None:
     """Take the steps after the checkpoint for done."""
-    patch.setattr(history, "is_surviving", lambda version, lineages: True)
+    patch.setattr(ledger, "is_surviving", lambda version, lineages: True)
 
 
 @plant(14)
 def forget_what_is_finished(patch: pytest.MonkeyPatch) -> None:
     """Take a second result of a group for a first one."""
-    patch.setattr(SettledGroups, "__contains__", lambda self, group: False)
+    patch.setattr(FinishedGroups, "__contains__", lambda self, group: False)
 
 
 @plant(15)
 def ignore_failures(patch: pytest.MonkeyPatch) -> None:
     """Give a group that cannot be made no end."""
-    patch.setattr(Intake, "on_failed", lambda self, node_id, message: [])
+    patch.setattr(Scheduler, "on_failed", lambda self, node_id, message: [])
 
 
 @plant(16)
 def try_the_same_batch_again(patch: pytest.MonkeyPatch) -> None:
     """Put all groups of a failed step back."""
-    from echo.runtime.learner import LearnerNode
+    from echo.runtime.learner.node import LearnerNode
 
     async def put_back(self: LearnerNode, groups: Any, error: Any) -> None:
         self._buffer.put_back(groups, num_taken=len(groups))
@@ -230,8 +230,8 @@ def lose_what_is_evicted(patch: pytest.MonkeyPatch) -> None:
 @plant(18)
 def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
     """Neither keep a second learner out, nor cut what is torn, nor hash a checkpoint."""
-    from echo.runtime import checkpoint
-    from echo.runtime.ledger import Ledger
+    from echo.records.ledger import Ledger
+    from echo.runtime.learner import checkpoint
 
     patch.setattr(Ledger, "_take_over", lambda self: None)
     patch.setattr(checkpoint, "_verify", lambda path, sums: None)
@@ -240,10 +240,11 @@ def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
 @plant(22)
 def say_installed(patch: pytest.MonkeyPatch) -> None:
     """Take a version that the engine refuses for installed."""
-    from echo.errors import EngineError
-    from echo.runtime import worker
+    from echo.core.errors import EngineError
+    from echo.runtime.worker import node
+    from echo.runtime.worker.node import install as install_worker_parts
 
-    install = worker.install
+    install = install_worker_parts
 
     def careless(*arguments: Any) -> str:
         try:
@@ -251,31 +252,30 @@ def say_installed(patch: pytest.MonkeyPatch) -> None:
         except EngineError:
             return ""
 
-    patch.setattr(worker, "install", careless)
+    patch.setattr(node, "install", careless)
 
 
 @plant(23)
 def begin_anew(patch: pytest.MonkeyPatch) -> None:
     """Find nothing right of what a killed process had fetched."""
-    from echo.runtime.arenas import ArenaStore
-    from echo.runtime.arenas_files import FileArenas
+    from echo.runtime.disk_store import DiskStore, MappedStore
 
     patch.setattr(
-        ArenaStore, "verify_held", lambda self, manifest, arena: bytearray(manifest.num_chunks)
+        MappedStore, "verify_held", lambda self, manifest, storage: bytearray(manifest.num_chunks)
     )
-    patch.setattr(FileArenas, "recover_parcels", lambda self: [])
+    patch.setattr(DiskStore, "recover_encoded", lambda self: [])
 
 
 @plant(19)
 def change_a_byte(patch: pytest.MonkeyPatch) -> None:
     """Write one byte of each chunk wrongly, after its hash was found right."""
-    write = HeapArenas.write
+    write = HeapStore.write
 
-    def careless(self: HeapArenas, place: memoryview, data: Any) -> None:
+    def careless(self: HeapStore, place: memoryview, data: Any) -> None:
         write(self, place, data)
         place[0] ^= 1
 
-    patch.setattr(HeapArenas, "write", careless)
+    patch.setattr(HeapStore, "write", careless)
 
 
 @plant(20)
@@ -295,7 +295,7 @@ def verify_nothing(patch: pytest.MonkeyPatch) -> None:
 
         __hash__ = bytes.__hash__
 
-    patch.setattr(writing, "blake3", Agreeing)
+    patch.setattr(receiver, "blake3", Agreeing)
 
 
 @plant(21)
@@ -305,22 +305,22 @@ def believe_every_signature(patch: pytest.MonkeyPatch) -> None:
     def trusting(frame: Any, **named: Any) -> Any:
         import msgspec
 
-        from echo.protocol.manifest import Manifest
+        from echo.weights.manifest import Manifest
 
         signed = msgspec.msgpack.decode(frame, type=SignedManifest)
         return signed, msgspec.msgpack.decode(signed.body, type=Manifest)
 
-    patch.setattr(trust, "verify", trusting)
+    patch.setattr(store, "verify", trusting)
 
 
 @plant(25)
 def stay_with_a_silent_way(patch: pytest.MonkeyPatch) -> None:
     """Keep to a relay over which nothing is heard of the learner any more."""
 
-    def loyal(self: NodeSession, now: float) -> Any:
+    def loyal(self: DialingRole, now: float) -> Any:
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
 
-    patch.setattr(NodeSession, "_expire_admitted", loyal)
+    patch.setattr(DialingRole, "_expire_admitted", loyal)
 
 
 @plant(26)
@@ -338,7 +338,7 @@ def ask_for_everything_again(patch: pytest.MonkeyPatch) -> None:
 @plant(27)
 def believe_announcements(patch: pytest.MonkeyPatch) -> None:
     """Take an announcement for a delivery, and silence for patience."""
-    patch.setattr(Lanes, "silent", lambda self, chunk_bytes, *, now: [])
+    patch.setattr(StripeLinks, "silent", lambda self, chunk_bytes, *, now: [])
     patch.setattr(Watchdog, "look", lambda self, *arguments, **named: ([], []))
 
 
@@ -371,27 +371,27 @@ def wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
 @plant(29)
 def say_that_it_waits(patch: pytest.MonkeyPatch) -> None:
     """Say how many groups are missing, and no more."""
-    from echo.runtime import progress
+    from echo.runtime.learner import report
 
-    patch.setattr(progress, "describe_wait", lambda session: "2 of 2 groups")
+    patch.setattr(report, "describe_wait", lambda session: "2 of 2 groups")
 
 
 @plant(30)
 def bound_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let the outbox grow, and grant without regard for what is promised."""
     patch.setattr(Outbox, "is_full", False)
-    patch.setattr(granting, "most_promised", lambda **numbers: 10**9)
+    patch.setattr(scheduler, "most_promised", lambda **numbers: 10**9)
 
 
 @plant(31)
 def wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Never give a learner up."""
-    expire = NodeSession._expire_joining
+    expire = DialingRole._expire_joining
 
-    def patient(self: NodeSession, now: float) -> Any:
+    def patient(self: DialingRole, now: float) -> Any:
         return [action for action in expire(self, now) if not isinstance(action, Stop)]
 
-    patch.setattr(NodeSession, "_expire_joining", patient)
+    patch.setattr(DialingRole, "_expire_joining", patient)
 
 
 @plant(33)
@@ -418,7 +418,7 @@ def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
     def eager(self: Roster, message: Any, *, now: float) -> str:
         verdict = hello(self, message, now=now)
         if member := self.nodes.get(message.node_id):
-            member.capacity = 3
+            member.worker.capacity = 3
         return verdict
 
     def everybody(self: Roster, role: str | None = None) -> list[Member]:
@@ -426,21 +426,21 @@ def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Roster, "hello", eager)
     patch.setattr(Roster, "active", everybody)
-    patch.setattr(Member, "is_able", lambda self, usable: True)
-    patch.setattr(Granting, "_bounds", lambda self, workers: {w.installed: 10**6 for w in workers})
+    patch.setattr(LeasedWorker, "is_able", lambda self, usable: True)
+    patch.setattr(Scheduler, "_bounds", lambda self, workers: {w.installed: 10**6 for w in workers})
 
 
 @plant(35)
 def know_one_address(patch: pytest.MonkeyPatch) -> None:
     """Try the first address only."""
-    addresses = NodeSession._addresses
-    patch.setattr(NodeSession, "_addresses", lambda self: addresses(self)[:1])
+    addresses = DialingRole._addresses
+    patch.setattr(DialingRole, "_addresses", lambda self: addresses(self)[:1])
 
 
 @plant(36)
 def keep_no_partials(patch: pytest.MonkeyPatch) -> None:
     """Forget what leaving workers have begun."""
-    patch.setattr(Handover, "put", lambda self, *arguments, **named: None)
+    patch.setattr(ShippedPartials, "put", lambda self, *arguments, **named: None)
 
 
 @plant(37)
@@ -459,9 +459,8 @@ def plan_for_those_on_standby(patch: pytest.MonkeyPatch) -> None:
 @plant(38)
 def compare_no_hashes(patch: pytest.MonkeyPatch) -> None:
     """Let every node in, whatever it has, and follow every run."""
-    from echo.protocol import reception
 
-    for module in (joining, reception):
+    for module in (joining, joining):
         if hasattr(module, "digest_mismatch"):
             patch.setattr(module, "digest_mismatch", lambda *, ours, theirs: None)
     patch.setattr(Joining, "_find_fault", lambda self, message: None)
@@ -474,9 +473,9 @@ def raise_at_garbage(patch: pytest.MonkeyPatch) -> None:
     def fragile(self: Any, peer: str, frames: Any, *, now: float) -> Any:
         return self._receive(peer, decode_envelope(frames), frames, now)
 
-    patch.setattr(NodeSession, "receive", fragile)
+    patch.setattr(DialingRole, "receive", fragile)
     patch.setattr(
-        LearnerSession,
+        Learner,
         "receive",
         lambda self, peer, frames, *, now: self._receive(
             peer, decode_envelope(frames), frames[1:], now

@@ -105,5 +105,5 @@ def test_23_a_node_killed_in_the_middle_of_a_version_asks_only_for_what_is_missi
     world.run_until(lambda: world.installed("r1") == (1, 0))
     assert world.requested_though_held("r1") == 0
     assert world.bytes_received("r1") <= (of - held + 1) * chunk_bytes
-    what = "v0 as anchor" if codec == "delta" else "v0"
+    what = "v0 as keyframe" if codec == "delta" else "v0"
     assert f"found {what}: {held} of {of} chunks are right" in world.notes("r1")

@@ -9,9 +9,9 @@ from tests.promises.conftest import MakeWorld
 pytestmark = pytest.mark.slow
 
 KINDS = [
-    "Greet", "Greeted", "Hello", "Welcome", "AssetRequest", "Asset", "Ready", "Admitted", "Plan",
-    "Subscribe", "Announce", "Fetch", "Chunk", "Credit", "Grant", "Deliver", "Ack", "Heartbeat",
-    "Pulse",
+    "Greet", "Greeted", "Hello", "Welcome", "AssetRequest", "Asset", "Ready", "Admitted",
+    "TopologyPlan", "Subscribe", "Announce", "Fetch", "Chunk", "Credit", "Grant", "Deliver", "Ack",
+    "Heartbeat", "Pulse",
 ]  # fmt: skip
 
 

@@ -44,8 +44,10 @@ def test_no_scenario_imports_the_product() -> None:
 
 def test_an_import_of_the_product_is_found(tmp_path: Path) -> None:
     path = tmp_path / "test_x.py"
-    path.write_text("import echo.buffer\nfrom tests.protocol.harness import Run\nimport json\n")
-    assert knows_product(path) == ["echo.buffer", "tests.protocol.harness"]
+    path.write_text(
+        "import echo.core.buffer\nfrom tests.protocol.harness import Run\nimport json\n"
+    )
+    assert knows_product(path) == ["echo.core.buffer", "tests.protocol.harness"]
 
 
 def test_every_promise_has_a_plant_and_every_plant_a_promise() -> None:

@@ -20,15 +20,13 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.errors import RefusedError, TransportError
-from echo.metrics import Counters
-from echo.protocol import codec
-from echo.protocol.actions import Send
-from echo.protocol.messages import Ack, Chunk, Deliver, Fetch
-from echo.protocol.partials import PartialRollout
-from echo.protocol.standby import set_standby
-from echo.rollout import PolicyVersion
+from echo.core.errors import RefusedError, TransportError
+from echo.core.metrics import Counters
+from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.sim.network import Link
+from echo.wire import codec
+from echo.wire.actions import Send
+from echo.wire.messages import Ack, Chunk, Deliver, Fetch
 from tests.protocol.harness import (
     KEY,
     LEARNER_ADDRESS,
@@ -126,7 +124,7 @@ class World:
 
     def sampling(self, worker: str) -> set[int]:
         """Return the groups that a rated engine samples."""
-        return {group for group, _ in self._run.engines[worker].session.drafts.running}
+        return {group for group, _ in self._run.engines[worker].session.partials.running}
 
     def _process(self, name: str) -> Process:
         """Return the newest process of that name, dead or alive."""
@@ -196,14 +194,14 @@ class World:
     def begin_partials(self, worker: str, group: int, lengths: Sequence[int]) -> None:
         """Let a worker's hung engine give a group up after so many tokens of each rollout."""
         process = self._process(worker)
-        held = process.session.drafts
-        [draft] = [held.running[key] for key in held.running if key[0] == group] or [
-            draft
-            for draft in held.take(9, group_size=2, installed=process.session.installed_version)
-            if draft.lease.group_id == group
+        held = process.session.partials
+        [partial] = [held.running[key] for key in held.running if key[0] == group] or [
+            partial
+            for partial in held.take(9, group_size=2, installed=process.session.installed_version)
+            if partial.lease.group_id == group
         ]
-        held.running[draft.key] = draft
-        draft.members = [
+        held.running[partial.key] = partial
+        partial.members = [
             PartialRollout().extended(
                 np.arange(3, 3 + length, dtype=np.int32),
                 np.full(length, -0.5, np.float32),
@@ -212,7 +210,7 @@ class World:
             )
             for length in lengths
         ]
-        process.session.park(draft)
+        process.session.park(partial)
         now = self._world.now
         self._world.perform(process, process.session.ship(interval_s=0, now=now))
 
@@ -235,7 +233,7 @@ class World:
         """Put exactly these workers on standby."""
         process = self._process(LEARNER)
         names = set(workers)
-        self._world.perform(process, set_standby(process.session, names, now=self._world.now))
+        self._world.perform(process, process.session.set_standby(names, now=self._world.now))
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -305,7 +303,7 @@ class World:
         images = self._process(node).session.broadcast.store
         whole = {version: image for version, image in images.items() if image.is_complete}
         return bool(whole) and all(
-            image.arena == make_image(version, num_chunks=self.num_chunks)
+            image.storage == make_image(version, num_chunks=self.num_chunks)
             for version, image in whole.items()
         )
 
@@ -371,7 +369,7 @@ class World:
 
     def outbox_bound(self, worker: str) -> int:
         """Return how many of them it may hold."""
-        bound: int = self._process(worker).session.outbox.max_parcels
+        bound: int = self._process(worker).session.outbox.max_deliveries
         return bound
 
     def capacity(self, worker: str) -> int:
@@ -389,10 +387,10 @@ class World:
 
     def partial_tokens(self, worker: str, group: int) -> list[list[int]]:
         """Return the tokens that a worker holds of each unfinished rollout of a group."""
-        drafts = self._process(worker).session.drafts
-        held = drafts.parked | drafts.running
-        [draft] = [held[key] for key in held if key[0] == group]
-        return [member.token_ids.tolist() for member in draft.members]
+        partials = self._process(worker).session.partials
+        held = partials.interrupted | partials.running
+        [partial] = [held[key] for key in held if key[0] == group]
+        return [member.token_ids.tolist() for member in partial.members]
 
     def audit(self) -> None:
         """Check staleness and exactly-once from the records alone; fail where they do not hold."""
@@ -457,7 +455,7 @@ class World:
 
     def _peer_of(self, worker: str) -> str:
         """Return the name of the link on which the learner hears a worker."""
-        peer: str = self._process(LEARNER).session._routes.get(worker) or "in0"
+        peer: str = self._process(LEARNER).session._routes.peer_of(worker) or "in0"
         return peer
 
     def publish_forged(self, *, run: str = "run", is_foreign: bool = False) -> None:

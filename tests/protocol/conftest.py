@@ -15,14 +15,14 @@ def hanging_run(tmp_path: Path) -> Run:
     worker = run.start_worker("w1")
     worker.on_action.__self__.is_hung = True
     run.world.run(3.0)
-    assert len(worker.session.drafts) == 3
+    assert len(worker.session.partials) == 3
     return run
 
 
 @pytest.fixture
 def hung_run(hanging_run: Run) -> Run:
     """The same, where it never begins one of them."""
-    drafts = hanging_run.world.process("w1").session.drafts
-    drafts.queue[0, 0] = drafts.running.pop((0, 0)).lease
-    assert sorted(group_id for group_id, _ in drafts.queue) == [0, 1, 2]
+    partials = hanging_run.world.process("w1").session.partials
+    partials.queue[0, 0] = partials.running.pop((0, 0)).lease
+    assert sorted(group_id for group_id, _ in partials.queue) == [0, 1, 2]
     return hanging_run

@@ -6,8 +6,8 @@ import math
 import random
 from collections.abc import Callable
 
-from echo.protocol.topology import Site, Topology
-from echo.protocol.topology_fleet import Fleet, survey
+from echo.weights.topology.plan import Topology
+from echo.weights.topology.sites import Site, Sites, survey
 
 MBIT = 125e3
 """Bytes per second."""
@@ -44,7 +44,7 @@ def flat(first: str, second: str) -> float:
     return 0.04
 
 
-def fleet_of(sites: list[Site], root: Site | None = None) -> Fleet:
+def fleet_of(sites: list[Site], root: Site | None = None) -> Sites:
     return survey(sites, learner=root or learner(), rtt_s=flat)
 
 

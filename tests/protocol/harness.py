@@ -8,6 +8,7 @@ is a list of records that survives its process, in the form of `ledger.jsonl`.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import json
@@ -21,26 +22,33 @@ import numpy as np
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.buffer import StalenessBuffer
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.codec import decode_envelope, decode_message
-from echo.protocol.delivery import Outbox
-from echo.protocol.granting import RecordCancel, RecordEnd, RecordGrant, RecordRefusal, StoreGroup
-from echo.protocol.joining import Configure, NodeSettings
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.leases import LeaseBook
-from echo.protocol.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
-from echo.protocol.messages import Lease
-from echo.protocol.node_session import NodeSession
-from echo.protocol.parcel import DecodeBlock
-from echo.protocol.reception import LearnerSettings
-from echo.protocol.relay_session import RelaySession
-from echo.protocol.worker_session import LeaseCancelled, LeasesChanged, WorkerSession
-from echo.protocol.writing import VersionArrived
-from echo.rollout import Group, Lineage, PolicyVersion, Rollout
-from echo.runtime.history import read_history
+from echo.core.buffer import StalenessBuffer
+from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
+from echo.leases.book import LeaseBook
+from echo.leases.outbox import Outbox
+from echo.leases.scheduler import (
+    LeaseSettings,
+    RecordCancel,
+    RecordEnd,
+    RecordGrant,
+    RecordRefusal,
+    StoreGroup,
+)
+from echo.records.ledger import read_state
+from echo.roles.joining import AdmissionSettings, Configure, NodeSettings
+from echo.roles.learner import Learner, LearnerSettings
+from echo.roles.node import DialingRole
+from echo.roles.relay import Relay
+from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
 from echo.sim.network import Link, Network
+from echo.weights.broadcast import Broadcast
+from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
+from echo.weights.receiver import VersionArrived
+from echo.weights.store import DecodeBlock
+from echo.weights.topology.sites import Site
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop
+from echo.wire.codec import decode_envelope, decode_message
+from echo.wire.messages import LEARNER_ID, Lease
 
 if TYPE_CHECKING:
     import pytest  # benchmarks use this file, too, where it may not be installed
@@ -209,7 +217,7 @@ class World:
                 self._tell_disconnected(process, peer, reason)
 
     def _tell_disconnected(self, process: Process, peer: str, reason: str) -> None:
-        if isinstance(process.session, LearnerSession):
+        if isinstance(process.session, Learner):
             self.perform(process, process.session.disconnected(peer, now=self.now))
         else:
             self.perform(process, process.session.disconnected(peer, reason, now=self.now))
@@ -369,7 +377,7 @@ class Run:
         self.checkpoint = (1, 0)
         self.is_training = True
         self.max_steps = 10**9
-        self.learner: LearnerSession | None = None
+        self.learner: Learner | None = None
         self._numbers_of_starts = itertools.count()
 
     def journal(self, kind: str, **fields: Any) -> None:
@@ -382,13 +390,13 @@ class Run:
         numbers = self.numbers
         if not self.records:
             lineages: tuple[Lineage, ...] = (Lineage(1, 0),)
-            step, next_group_id, settled, granted, waiting = 0, 0, set(), {}, {}
+            step, next_group_id, finished, granted, waiting = 0, 0, set(), {}, {}
         else:
             self.ledger.write_text("".join(json.dumps(r) + "\n" for r in self.records))
             lineage, step = self.checkpoint
-            history = read_history(self.ledger, lineage=lineage, step=step)
+            history = read_state(self.ledger, lineage=lineage, step=step)
             lineages = (*history.lineages, Lineage(history.lineages[-1].lineage + 1, step))
-            next_group_id, settled = history.next_group_id, history.settled
+            next_group_id, finished = history.next_group_id, history.finished
             granted, waiting = history.granted, history.waiting
         self.journal("lineage", lineage=lineages[-1].lineage, fork_step=lineages[-1].fork_step)
         buffer = StalenessBuffer(max_staleness=numbers.max_staleness, lineages=lineages)
@@ -400,7 +408,6 @@ class Run:
         settings: dict[str, Any] = {
             "run_id": "run",
             "key": KEY,
-            "advertise": LEARNER_ADDRESS,
             "max_staleness": numbers.max_staleness,
             "groups_per_step": numbers.groups_per_step,
             "group_size": numbers.group_size,
@@ -412,8 +419,18 @@ class Run:
             "assets": {"config.json": b"{}", "tokenizer.json": b"[1]"},
             "digests": {"model": "aaaa", "tokenizer": "bbbb"},
         }
-        session = LearnerSession(
-            LearnerSettings(**(settings | overrides)),
+        settings |= overrides
+
+        def of(record: type) -> dict[str, Any]:
+            names = {field.name for field in dataclasses.fields(record)}
+            return {name: value for name, value in settings.items() if name in names}
+
+        session = Learner(
+            LearnerSettings(
+                admission=AdmissionSettings(**of(AdmissionSettings)),
+                leases=LeaseSettings(**of(LeaseSettings)),
+                site=Site(LEARNER_ID, "learner", LEARNER_ADDRESS),
+            ),
             broadcast=make_broadcast("learner"),
             buffer=buffer,
             leases=leases,
@@ -421,7 +438,7 @@ class Run:
             lineages=lineages,
             step=step,
             next_group_id=next_group_id,
-            settled=settled,
+            finished=finished,
         )
         process = self.world.add(Process("learner", session, LEARNER_ADDRESS))
         process.on_action = lambda action: self._on_learner_action(process, action)
@@ -464,7 +481,7 @@ class Run:
             self.acked.append((group.group_id, group.worker_id))
             self.world.perform(process, process.session.stored(group.group_id, now=self.world.now))
 
-    def _discard_unusable(self, session: LearnerSession) -> None:
+    def _discard_unusable(self, session: Learner) -> None:
         for evicted in session.buffer.evict(step=session.step):
             self.journal("discarded", group=evicted.group.group_id, reason=evicted.reason)
 
@@ -532,7 +549,7 @@ class Run:
     ) -> Process:
         address = f"tcp://{name}:1"
         settings = self.node_settings(name, "relay", connect, advertise=address, **overrides)
-        session = RelaySession(settings, make_broadcast(name), now=self.world.now)
+        session = Relay(settings, make_broadcast(name), now=self.world.now)
         process = self.world.add(Process(name, session, address))
 
         def on_action(action: Action) -> None:
@@ -558,10 +575,10 @@ class Run:
     ) -> Process:
         overrides |= {"advertise": address, "digests": has or {}}
         settings = self.node_settings(name, "worker", connect, **overrides)
-        session = WorkerSession(
+        session = Worker(
             settings,
             make_broadcast(name),
-            Outbox(max_parcels=8, retry_s=1.0),
+            Outbox(max_deliveries=8, retry_s=1.0),
             now=self.world.now,
         )
         process = self.world.add(Process(name, session, address))
@@ -616,7 +633,7 @@ class SimEngine:
         self,
         run: Run,
         process: Process,
-        session: WorkerSession,
+        session: Worker,
         *,
         build_s: float,
         digests: dict[str, str],
@@ -652,8 +669,8 @@ class SimEngine:
 
     def _install(self, version: PolicyVersion) -> None:
         item = self.session.broadcast.store[version]
-        assert item.arena == make_image(version, num_chunks=self.run.numbers.num_chunks)
-        assert blake3(item.arena).digest() == item.manifest.image_hash
+        assert item.storage == make_image(version, num_chunks=self.run.numbers.num_chunks)
+        assert blake3(item.storage).digest() == item.manifest.image_hash
         if self.session.installed_version is None or version > self.session.installed_version:
             self.session.installed_version = version
             self.run.world.perform(self.process, self.session.heartbeat(now=self.run.world.now))
@@ -663,14 +680,14 @@ class SimEngine:
         if self._is_busy or self.session.installed_version is None:
             return
         size, now = self.run.numbers.group_size, self.run.world.now
-        drafts = self.session.take(1, group_size=size, now=now)
-        if drafts:
+        partials = self.session.take(1, group_size=size, now=now)
+        if partials:
             self._is_busy = True
             if self.is_hung:
                 return
             version = self.session.installed_version
             delay_s = self.run.numbers.sample_s
-            self.run.world.later(delay_s, lambda: self._sampled(drafts[0].lease, version))
+            self.run.world.later(delay_s, lambda: self._sampled(partials[0].lease, version))
 
     def _sampled(self, lease: Lease, version: PolicyVersion) -> None:
         if not self.process.is_alive:
@@ -700,7 +717,7 @@ def make_broadcast(node_id: str, **overrides: Any) -> Broadcast:
 
 def state_of(process: Process) -> str:
     session = process.session
-    assert isinstance(session, NodeSession)
+    assert isinstance(session, DialingRole)
     return session.state
 
 
@@ -713,11 +730,11 @@ def note_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the step of each version for which the way is planned in time."""
     ready: list[int] = []
 
-    def noting(session: LearnerSession, *, now: float) -> list[Action]:
+    def noting(session: Learner, *, now: float) -> list[Action]:
         newest = session.broadcast.newest_complete
         assert newest is None or newest.step < session.step, "that version is out already"
         ready.append(session.step)
         return []
 
-    monkeypatch.setattr(LearnerSession, "make_way", noting)
+    monkeypatch.setattr(Learner, "make_way", noting)
     return ready

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from echo.planner.review import Decision
-from echo.protocol.activation import Activation, ActivationSettings, StepTimes
-from echo.protocol.price import Price
+from echo.core.price import Price
+from echo.fleet.activation import ActivationDecision
+from echo.runtime.learner.cost import Activation, ActivationSettings, StepTimes
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run
 
 SETTINGS = {
@@ -35,7 +35,7 @@ class Play:
         self.activation = Activation(
             ActivationSettings(**SETTINGS | settings), now=self.run.world.now
         )
-        self.decisions: list[tuple[float, Decision]] = []
+        self.decisions: list[tuple[float, ActivationDecision]] = []
         self.waited_s = 0.0
         self.step_s = 5.0
         self._stepped_at = 0.0
@@ -46,7 +46,7 @@ class Play:
         return self.run.start_worker(name, connect=[LEARNER_ADDRESS], price=Price(per_h=price))
 
     def until(self, seconds: float) -> None:
-        """Let time pass as `runtime/activation.py` does it."""
+        """Let time pass as `runtime/learner/cost.py` does it."""
         world = self.run.world
         while world.now < seconds:
             world.run(world.now + 1.0)
@@ -82,7 +82,7 @@ class Play:
 def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1, 0.2])
     play.until(120.0)
-    assert [d.parked for _, d in play.decisions] == [("w1",), ("w3",)]
+    assert [d.interrupted for _, d in play.decisions] == [("w1",), ("w3",)]
     assert play.standby == ["w1", "w3"]
     # Not before their dwell is over, and with steps in between.
     assert play.decisions[0][0] >= 20.0
@@ -118,7 +118,7 @@ def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(tmp_pa
 def test_nobody_stands_by_for_a_worker_that_is_set_aside(tmp_path: Path) -> None:
     play = Play(tmp_path, [0.3, 0.1])
     play.until(10.0)
-    play.session.roster.nodes["w2"].is_set_aside = True  # and w1 would stand by, as above
+    play.session.roster.nodes["w2"].worker.is_set_aside = True  # and w1 would stand by, as above
     play.until(60.0)
     assert play.standby == []
 

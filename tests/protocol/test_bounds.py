@@ -9,10 +9,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol import messages, worker_session
-from echo.protocol.actions import HangUp, Note
-from echo.protocol.bounds import (
+from echo.core.bounds import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
     MAX_LEASE_BYTES,
@@ -21,7 +18,14 @@ from echo.protocol.bounds import (
     MIN_RATE,
     clamped_rate,
 )
-from echo.protocol.codec import (
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.leases.partials import MemberHeader
+from echo.leases.scheduler import StoreGroup
+from echo.roles import worker
+from echo.wire import messages
+from echo.wire.actions import HangUp, Note
+from echo.wire.codec import (
     Envelope,
     GroupHeader,
     decode_envelope,
@@ -30,10 +34,7 @@ from echo.protocol.codec import (
     encode,
     encode_group,
 )
-from echo.protocol.granting import StoreGroup
-from echo.protocol.messages import Deliver, Failed, Heartbeat, LeaseState, NodeStats
-from echo.protocol.partial_codec import MemberHeader
-from echo.rollout import PolicyVersion
+from echo.wire.messages import Deliver, Failed, Heartbeat, LeaseState, NodeStats
 from tests.protocol.harness import Run, make_group, make_lease, message_of
 from tests.protocol.schema import (
     extreme_messages,
@@ -212,10 +213,10 @@ def test_a_relay_drops_two_frames_that_are_too_large_together(fleet: Run) -> Non
 def test_a_group_that_no_message_holds_fails_with_its_reason(
     hung_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_session, "MAX_PAYLOAD_BYTES", 200)
+    monkeypatch.setattr(worker, "MAX_PAYLOAD_BYTES", 200)
     session = hung_run.world.process("w1").session
-    [draft] = session.take(1, group_size=2)
-    group = make_group(draft.lease.group_id, PolicyVersion(1, 0))
+    [partial] = session.take(1, group_size=2)
+    group = make_group(partial.lease.group_id, PolicyVersion(1, 0))
     [_, sent] = session.finished(group, now=3.0)
     failed = message_of(sent.frames)
     assert isinstance(failed, Failed)
@@ -225,9 +226,9 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
 
 
 def test_leases_with_long_prompts_travel_in_several_grants(hung_run: Run) -> None:
-    handover = hung_run.learner._granting.handover
+    shipped = hung_run.learner._scheduler.shipped
     lease = msgspec.structs.replace(make_lease(0, 0), prompt_ids=(10**6,) * (MAX_LEASE_BYTES // 11))
-    grants = [grant for grant, _ in handover.grants([lease] * 5)]
+    grants = [grant for grant, _ in shipped.grants([lease] * 5)]
     assert [len(grant.leases) for grant in grants] == [2, 2, 1]
     for grant in grants:
         encode(grant, source="learner", target="w1")
@@ -240,7 +241,7 @@ def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(fle
     session = fleet.learner
     assert session is not None
     frames = encode(messages.Goodbye(reason="x"), source="w1", target="learner")
-    peer = session._routes.get("w1")
+    peer = session._routes.peer_of("w1")
     assert session.leases.num_leases("w1")
     assert session.expel(peer, frames, now=fleet.world.now) == []
     assert "w1" not in session.roster.nodes
@@ -280,14 +281,15 @@ def test_leases_of_a_round_that_fails_are_not_out(
 ) -> None:
     session = hung_run.learner
     session.leases.drop_worker("w1")
-    granting, calls = session._granting, iter([None, None])
+    granting, calls = session._scheduler, iter([None, None])
+    workers = [member.worker for member in session.roster.active("worker")]
     enter = granting._enter
     monkeypatch.setattr(granting, "_enter", lambda *args: (next(calls), enter(*args)))
     with pytest.raises(StopIteration):
-        granting.grant(session.roster.active("worker"), now=3.0)
+        granting.grant(workers, now=3.0)
     assert session.leases.num_running == 0
     monkeypatch.setattr(granting, "_enter", enter)
-    _, granted = granting.grant(session.roster.active("worker"), now=3.1)
+    _, granted = granting.grant(workers, now=3.1)
     assert [lease.group_id for lease in granted["w1"]] == [0, 1, 2]
 
 

@@ -10,24 +10,16 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import LocalProtocolError, RemoteProtocolError
-from echo.protocol.actions import Note, Send
-from echo.protocol.broadcast import Broadcast, ParentFailed
-from echo.protocol.codec import decode_envelope, decode_message, encode
-from echo.protocol.manifest import encode_signed
-from echo.protocol.messages import (
-    Announce,
-    Chunk,
-    Credit,
-    Fetch,
-    Finish,
-    Gone,
-    Subscribe,
-    Waiting,
-)
-from echo.protocol.parcel import DecodeBlock
-from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import ParentFailed
+from echo.weights.manifest import encode_signed
+from echo.weights.receiver import VersionArrived
+from echo.weights.store import DecodeBlock
+from echo.wire.actions import Note, Send
+from echo.wire.codec import decode_envelope, decode_message, encode
+from echo.wire.messages import Announce, Chunk, Credit, Fetch, Finish, Gone, Subscribe, Waiting
 from tests.protocol.harness import (
     CHUNK_BYTES,
     PUBLIC_KEY,
@@ -113,7 +105,7 @@ class Mesh:
 
     def holds(self, name: str, version: PolicyVersion) -> bool:
         item = self.nodes[name].store.get(version)
-        return item is not None and item.is_complete and item.arena == make_image(version)
+        return item is not None and item.is_complete and item.storage == make_image(version)
 
 
 def chain(*names: str, **overrides: Any) -> Mesh:
@@ -589,7 +581,7 @@ def test_the_frames_of_a_chunk_are_views_of_the_store() -> None:
     [send] = node.receive("x", fetch, [], now=0.0)
     assert isinstance(send, Send)
     assert isinstance(send.frames[1], memoryview)
-    assert send.frames[1].obj is node.store[V1].arena
+    assert send.frames[1].obj is node.store[V1].storage
     assert send.frames[1].readonly
     assert decode_message(decode_envelope(encode(fetch, source="x"))) == fetch
 
@@ -707,7 +699,7 @@ def test_bytes_that_lie_here_already_are_not_transferred() -> None:
     mesh.settle()
     assert mesh.arrived == [("b", V1), ("c", V1)]
     assert not [m for source, _, m in mesh.log if source == "a" and isinstance(m, Chunk)]
-    assert bytes(mesh.nodes["c"].store[V1].arena) == bytes(image)
+    assert bytes(mesh.nodes["c"].store[V1].storage) == bytes(image)
 
 
 def test_an_offer_that_is_not_the_version_is_dropped_and_the_version_fetched() -> None:
@@ -717,7 +709,7 @@ def test_an_offer_that_is_not_the_version_is_dropped_and_the_version_fetched() -
     mesh.attach("b", "a")
     mesh.publish(1, 1)
     mesh.settle()
-    assert bytes(mesh.nodes["b"].store[V1].arena) == bytes(make_image(V1))
+    assert bytes(mesh.nodes["b"].store[V1].storage) == bytes(make_image(V1))
     mesh.publish(1, 2)  # the offer would fit now, but it was of the first version only
     mesh.settle()
     assert mesh.nodes["b"].bytes_received == len(make_image(V1)) + len(make_image(V2))

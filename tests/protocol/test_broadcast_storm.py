@@ -1,7 +1,7 @@
 """Whatever happens, every live node ends with the newest version, bit for bit.
 
 Random meshes of one to four lanes per node, each lane a link of its own; versions published as
-images, deltas and anchors, segment by segment; blocks decoded and chunks written late
+images, deltas and keyframes, segment by segment; blocks decoded and chunks written late
 and in any order; messages lost, repeated, swapped and damaged; links cut, parents changed, nodes
 ended and restarted.
 """
@@ -20,16 +20,16 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Note, Send, Work
-from echo.protocol.broadcast import Broadcast, ParentFailed
-from echo.protocol.manifest import FULL, Form
-from echo.protocol.messages import Chunk, Fetch, Gone, Segment
-from echo.protocol.parcel import DecodeBlock
-from echo.protocol.writing import VersionArrived, WriteChunk
-from echo.rollout import PolicyVersion
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import ParentFailed
+from echo.weights.receiver import VersionArrived, WriteChunk
+from echo.weights.store import DecodeBlock
+from echo.wire.actions import Note, Send, Work
+from echo.wire.messages import FULL, Chunk, Fetch, Form, Gone, Segment
+from tests.protocol.encoded_versions import Piece, coded, described, published, v, weights
 from tests.protocol.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
-from tests.protocol.parcels import Piece, coded, described, published, v, weights
 from tests.protocol.test_store import Rooms
 
 IMAGE_BYTES = 13 * CHUNK_BYTES + 100
@@ -44,7 +44,7 @@ def image_of(step: int) -> bytes:
 
 
 def pieces_of(step: int, base: int | None) -> tuple[Piece, ...]:
-    """Return the segments of a parcel, of one block each."""
+    """Return the segments of an encoded version, of one block each."""
     return coded(step, base, blocks_per_segment=1, num_bytes=IMAGE_BYTES)
 
 
@@ -89,7 +89,7 @@ class Net:
     def start(self, name: str) -> None:
         self.rooms[name] = Rooms()
         self.rooms[name].may_block = name in self.slow
-        node = make_broadcast(name, arenas=self.rooms[name], **self.overrides)
+        node = make_broadcast(name, version_store=self.rooms[name], **self.overrides)
         node.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
         self.nodes[name] = node
 
@@ -101,14 +101,14 @@ class Net:
             signed = left.live[version]
             assert signed is not None
             manifest = node.manifest(version, signed)
-            arena = left.arenas[version]
+            storage = left.version_store[version]
             has_chunk = bytearray(
-                blake3(arena[slice(*manifest.chunk_range(index))]).digest()
+                blake3(storage[slice(*manifest.chunk_range(index))]).digest()
                 == manifest.chunk_hash(index)
                 for index in range(manifest.num_chunks)
             )
-            rooms.live[version], rooms.arenas[version] = signed, arena
-            self.perform(name, node.recover(version, arena, has_chunk, now=self.now))
+            rooms.live[version], rooms.version_store[version] = signed, storage
+            self.perform(name, node.recover(version, storage, has_chunk, now=self.now))
         for version, journal in sorted(
             left.journals.items(), reverse=True, key=lambda each: each[0]
         ):
@@ -120,9 +120,9 @@ class Net:
             if records and chance.random() < 0.3:
                 place = chance.randrange(len(records))
                 records[place] = (records[place][0], bytes(reversed(records[place][1])))
-            parcel = node.rebuild(version, records)
-            parcel.journal = rooms.journals[version] = journal
-            self.perform(name, node.resume(parcel, now=self.now))
+            encoded = node.rebuild(version, records)
+            encoded.journal = rooms.journals[version] = journal
+            self.perform(name, node.resume(encoded, now=self.now))
 
     def stop(self, name: str) -> None:
         """End a node; its parents and children learn of it."""
@@ -176,7 +176,7 @@ class Net:
                     self.failed.append((name, action.peer))
                 case VersionArrived():
                     image = self.nodes[name].store[action.version]
-                    assert bytes(image.arena) == image_of(action.version.step)
+                    assert bytes(image.storage) == image_of(action.version.step)
                     self.arrived.append((name, action.version))
                 case Note():
                     pass
@@ -205,7 +205,7 @@ class Net:
         item = (
             node.store[fetch.version]
             if fetch.form == FULL
-            else node.parcels[fetch.version, fetch.form]
+            else node.encoded_versions[fetch.version, fetch.form]
         )
         held = item.has_chunk[fetch.lane :: fetch.num_lanes]
         assert all(not any(held[start:stop]) for start, stop in fetch.ranges)
@@ -245,7 +245,7 @@ class Net:
             self.perform(name, node.expire(now=self.now))
 
     def publish(self, step: int, base: int | None = None) -> list[Callable[[], None]]:
-        """Return what publishes a version, one call after the other: full, then as a parcel."""
+        """Return what publishes a version, one call after the other: full, then encoded."""
 
         def whole() -> None:
             if v(step) not in self.nodes[LEARNER].store:
@@ -270,21 +270,23 @@ class Net:
 
     def holds(self, name: str, step: int) -> bool:
         image = self.nodes[name].store.get(v(step))
-        return image is not None and image.is_complete and bytes(image.arena) == image_of(step)
+        return image is not None and image.is_complete and bytes(image.storage) == image_of(step)
 
     def check(self) -> None:
         """What must be so at any time."""
         for name, node in self.nodes.items():
             num_children = len(node.children)
             assert len(node.store) <= KEEP + 2 + num_children, sorted(node.store)
-            halves = [item for item, parcel in node.parcels.items() if parcel.is_half]
+            halves = [item for item, encoded in node.encoded_versions.items() if encoded.is_half]
             assert set(halves) <= {node.receiver.item}
             live = set(self.rooms[name].live)
             assert live <= {*node.store, *(version for version, _ in halves)}
             if name != LEARNER:
                 journals = self.rooms[name].journals
                 kept = {version for version, each in journals.items() if not each.is_removed}
-                assert kept == {version for version, form in node.parcels if form.base is None}
+                assert kept == {
+                    version for version, form in node.encoded_versions if form.base is None
+                }
             item = node.receiver.item
             assert item is None or node.receiver.store.get(item) is not None
             writing = sum(lane.writing_bytes for lane in node.receiver.lanes)
@@ -340,11 +342,11 @@ class Storm:
     def publish(self) -> None:
         self.code_all()
         self.step += 1
-        kind = self.chance.choice(["full", "delta", "delta", "both", "anchor"])
+        kind = self.chance.choice(["full", "delta", "delta", "both", "keyframe"])
         step, net = self.step, self.net
         if kind == "full" or step == 0:
             self.coding.extend(net.publish(step)[:1])
-        elif kind == "anchor":
+        elif kind == "keyframe":
             self.coding.extend(net.publish(step))
         else:
             self.coding.extend(net.publish(step, step - 1))
@@ -487,9 +489,9 @@ def test_where_a_parent_has_not_the_form_the_others_send_it_all() -> None:
         assert net.now == 0.0
     net.attach("b", "a")
     net.settle()
-    assert (v(1), Form("delta", v(0))) not in net.nodes["c"].parcels
+    assert (v(1), Form("delta", v(0))) not in net.nodes["c"].encoded_versions
     net.failed.clear()
-    net.nodes["c"].receiver.store.parcels.clear()
+    net.nodes["c"].receiver.store.encoded_versions.clear()
     net.set_num_lanes("d", ["a", "c"])
     net.settle()
     assert net.holds("d", 1)
@@ -513,16 +515,16 @@ def test_what_a_lost_parent_had_offered_is_not_asked_of_others() -> None:
         net.wait(0.5)
         net.queues[way].clear()
     assert ("c", way[0]) in net.failed
-    net.nodes["b"].receiver.store.parcels.clear()
+    net.nodes["b"].receiver.store.encoded_versions.clear()
     run([whole, *rest])
-    net.nodes[LEARNER].receiver.store.parcels.clear()
+    net.nodes[LEARNER].receiver.store.encoded_versions.clear()
     net.attach("c", LEARNER)
     net.settle()
     assert net.holds("c", 1)
     assert len([m for _, _, m in net.sent if isinstance(m, Gone)]) <= 1
 
 
-def test_a_block_of_a_parcel_that_was_dropped_counts_for_no_other() -> None:
+def test_a_block_of_an_encoded_that_was_dropped_counts_for_no_other() -> None:
     net = Net("a", "b")
     net.attach("b", "a")
     run(net.publish(0)[:1])
@@ -535,14 +537,14 @@ def test_a_block_of_a_parcel_that_was_dropped_counts_for_no_other() -> None:
     item = (stale.version, stale.form)
     link = net.link("b", 0) or ""
     net.deliver((link, "b"), (Gone(version=stale.version, form=stale.form), []))
-    assert item not in net.nodes["b"].parcels
+    assert item not in net.nodes["b"].encoded_versions
     net.perform("b", net.nodes["b"].resubscribe(now=0.0))
     while net.busy():
         net.deliver(net.busy()[0])
-    assert item in net.nodes["b"].parcels
-    parcel = net.nodes["b"].parcels[item]
+    assert item in net.nodes["b"].encoded_versions
+    encoded = net.nodes["b"].encoded_versions[item]
     mine = [
-        work for _, work in net.works if isinstance(work, DecodeBlock) and work.parcel is parcel
+        work for _, work in net.works if isinstance(work, DecodeBlock) and work.encoded is encoded
     ]
     assert len(mine) == len(pieces_of(1, 0))
     for work in mine[1:]:
@@ -565,11 +567,11 @@ def test_a_block_that_does_not_decode_has_the_version_fetched_in_another_form() 
     net.perform("b", net.nodes["b"].worked(work, "it is wrong", now=0.0))
     net.settle()
     assert net.holds("b", 1)
-    assert (v(1), work.form) not in net.nodes["b"].parcels
+    assert (v(1), work.form) not in net.nodes["b"].encoded_versions
     assert net.nodes["b"].deadline is None
 
 
-def test_an_image_that_lies_here_ends_the_fetch_of_its_parcel() -> None:
+def test_an_image_that_lies_here_ends_the_fetch_of_its_encoded() -> None:
     net = Net("a", "b")
     node = net.nodes["b"]
     node.offer(bytearray(image_of(0)), described(0, IMAGE_BYTES)[1].image_hash)
@@ -578,7 +580,7 @@ def test_an_image_that_lies_here_ends_the_fetch_of_its_parcel() -> None:
     net.attach("b", "a")
     for _ in range(6):
         net.deliver(net.busy()[0])
-    assert node.receiver.item == (v(0), Form("anchor"))
+    assert node.receiver.item == (v(0), Form("keyframe"))
     run([whole])
     net.settle()
     assert node.receiver.item is None
@@ -616,13 +618,13 @@ def test_a_delta_on_a_base_of_another_size_is_refused() -> None:
     run(net.publish(1, 0)[:2])
     link = net.link("b", 0) or ""
     node = net.nodes["b"]
-    while not node.parcels:
+    while not node.encoded_versions:
         net.deliver((link, "b") if net.queues[link, "b"] else (link, "a"))
     net.queues[link, "b"].clear()
     table, frame, _ = coded(1, 0, num_bytes=IMAGE_BYTES + CHUNK_BYTES)[0]
     message = Segment(version=v(1), form=Form("delta", v(0)), index=0)
     net.deliver((link, "b"), (message, [frame]))
-    assert not node.parcels
+    assert not node.encoded_versions
     net.perform("b", node.resubscribe(now=0.0))
     net.settle()
     assert table.image_bytes != IMAGE_BYTES

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from echo.errors import RemoteProtocolError
-from echo.protocol import messages
-from echo.protocol.bounds import MAX_HEADER_BYTES, MAX_NODE_ID_LENGTH
-from echo.protocol.codec import (
+from echo.core.bounds import MAX_HEADER_BYTES, MAX_NODE_ID_LENGTH
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import Group, Rollout
+from echo.wire import messages
+from echo.wire.codec import (
     MAX_HOPS,
     decode_envelope,
     decode_group,
@@ -23,7 +24,6 @@ from echo.protocol.codec import (
     forwarded,
     other_protocol,
 )
-from echo.rollout import Group, Rollout
 from tests.protocol.schema import instances
 
 fast = settings(suppress_health_check=[HealthCheck.too_slow])

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from echo.protocol.delivery import Outbox
-from echo.protocol.messages import Deliver
+from echo.leases.outbox import Outbox
+from echo.wire.messages import Deliver
 
 
 def fill(outbox: Outbox, *group_ids: int) -> None:
@@ -11,11 +11,11 @@ def fill(outbox: Outbox, *group_ids: int) -> None:
 
 
 def due(outbox: Outbox, now: float) -> list[int]:
-    return [parcel.message.group_id for parcel in outbox.take_due(now=now)]  # type: ignore[attr-defined]
+    return [encoded.message.group_id for encoded in outbox.take_due(now=now)]  # type: ignore[attr-defined]
 
 
-def test_parcels_are_sent_at_once_and_again_until_they_are_acknowledged() -> None:
-    outbox = Outbox(max_parcels=3, retry_s=5.0)
+def test_encoded_versions_are_sent_at_once_and_again_until_they_are_acknowledged() -> None:
+    outbox = Outbox(max_deliveries=3, retry_s=5.0)
     assert outbox.deadline is None
     fill(outbox, 4, 2)
     assert outbox.deadline == 0.0
@@ -30,7 +30,7 @@ def test_parcels_are_sent_at_once_and_again_until_they_are_acknowledged() -> Non
 
 
 def test_after_a_reconnection_everything_is_due() -> None:
-    outbox = Outbox(max_parcels=3, retry_s=5.0)
+    outbox = Outbox(max_deliveries=3, retry_s=5.0)
     fill(outbox, 1, 2)
     due(outbox, 1.0)
     outbox.resend_all()
@@ -38,7 +38,7 @@ def test_after_a_reconnection_everything_is_due() -> None:
 
 
 def test_it_is_full_at_its_bound_and_drops_nothing() -> None:
-    outbox = Outbox(max_parcels=2, retry_s=5.0)
+    outbox = Outbox(max_deliveries=2, retry_s=5.0)
     fill(outbox, 1)
     assert not outbox.is_full
     fill(outbox, 2, 3)
@@ -49,9 +49,9 @@ def test_it_is_full_at_its_bound_and_drops_nothing() -> None:
     assert not outbox.is_full
 
 
-def test_a_parcel_with_the_same_key_is_replaced() -> None:
-    outbox = Outbox(max_parcels=2, retry_s=5.0)
+def test_an_encoded_with_the_same_key_is_replaced() -> None:
+    outbox = Outbox(max_deliveries=2, retry_s=5.0)
     fill(outbox, 1, 1)
     assert len(outbox) == 1
-    [parcel] = outbox.take_due(now=0.0)
-    assert parcel.payload == (b"header", b"arrays")
+    [encoded] = outbox.take_due(now=0.0)
+    assert encoded.payload == (b"header", b"arrays")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.dispatch import Load, by_finish
+from echo.leases.dispatch import Load, by_finish
 from tests.protocol.unequal import Unequal
 
 
@@ -124,10 +124,10 @@ def test_whoever_would_be_done_first_is_given_the_first_group(
         for n, (speed, places, held, _) in enumerate(drawn)
     ]
     first = min(loads, key=lambda each: (each.finish_at, each.share, each.node_id))
-    has_room = first.has_room
+    has_space = first.has_space
     for each in loads:
         each.most_promised = each.most_soon = 1
-    assert by_finish(loads, num_promised=0) == ([first.node_id] if has_room else [])
+    assert by_finish(loads, num_promised=0) == ([first.node_id] if has_space else [])
 
 
 # --- on the real sessions, with virtual time ------------------------------------------------------
@@ -139,7 +139,7 @@ def equal_shares(loads: Sequence[Load], *, num_promised: int) -> list[str]:
     """Give each group to the worker with the smallest share of its places in use: what to beat."""
     given_to: list[str] = []
     while True:
-        able = [w for w in loads if w.has_room and w.most_promised > num_promised + len(given_to)]
+        able = [w for w in loads if w.has_space and w.most_promised > num_promised + len(given_to)]
         if not able:
             return given_to
         chosen = min(able, key=lambda each: (each.share, each.node_id))
@@ -159,7 +159,7 @@ def mean_step(
 ) -> float:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         if not by_speed:
-            patch.setattr("echo.protocol.granting.by_finish", equal_shares)
+            patch.setattr("echo.leases.scheduler.by_finish", equal_shares)
         run = Unequal(
             Path(directory),
             tail=1.0,

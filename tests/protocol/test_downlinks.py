@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.downlinks import downlink_limits
+from echo.weights.topology.sites import downlink_limits
 
 CHAIN = {"a": ["learner"], "b": ["a"], "c": ["b"]}
 

@@ -6,27 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.forecast import MAX_LENGTHS, Forecast, Lengths
-from echo.protocol.leases import LeaseRecord
-from echo.protocol.messages import LeaseState
+from echo.leases.book import LeaseRecord
+from echo.leases.dispatch import MAX_LENGTHS, FinishTimes, LengthHistory
+from echo.wire.messages import LeaseState
 
 
-def make_forecast() -> Forecast:
-    return Forecast(max_tokens=1000, group_size=4, heartbeat_s=1.0)
+def make_forecast() -> FinishTimes:
+    return FinishTimes(max_tokens=1000, group_size=4, heartbeat_s=1.0)
 
 
 def lease(worker: str = "w1", *, at: float = 0.0) -> LeaseRecord:
     return LeaseRecord(1, 0, worker, at, at)
 
 
-def beat(forecast: Forecast, record: LeaseRecord, *, now: float, tokens: int, ran: float) -> None:
+def beat(
+    forecast: FinishTimes, record: LeaseRecord, *, now: float, tokens: int, ran: float
+) -> None:
     state = LeaseState(group_id=1, attempt=0, num_tokens=tokens, running_s=ran)
     forecast.heard(record, state, now=now)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=600), st.floats(0, 1100))
 def test_the_rest_is_the_mean_of_what_is_longer(seen: list[int], num_tokens: float) -> None:
-    lengths = Lengths(max_tokens=1000)
+    lengths = LengthHistory(max_tokens=1000)
     for length in seen:
         lengths.add(length)
     longer = [length for length in seen[-MAX_LENGTHS:] if length > num_tokens]
@@ -37,15 +39,15 @@ def test_the_rest_is_the_mean_of_what_is_longer(seen: list[int], num_tokens: flo
 
 
 def test_the_rest_grows_with_a_heavy_tail() -> None:
-    lengths = Lengths(max_tokens=4096)
+    lengths = LengthHistory(max_tokens=4096)
     for length in [10] * 90 + [100] * 9 + [2000]:
         lengths.add(length)
     assert lengths.rest(0) < lengths.rest(10) < lengths.rest(100)
 
 
 def test_before_any_group_half_of_what_is_allowed_is_expected() -> None:
-    assert Lengths(max_tokens=1000).mean == 500
-    assert Lengths(max_tokens=1000).rest(2000) == 1
+    assert LengthHistory(max_tokens=1000).mean == 500
+    assert LengthHistory(max_tokens=1000).rest(2000) == 1
 
 
 def test_speeds_come_from_groups_and_the_newest_count_most() -> None:
@@ -100,7 +102,7 @@ def test_an_idle_worker_grows_more_hopeful_up_to_the_fastest() -> None:
     assert forecast.speed("slow", now=1e6) == pytest.approx(1.0), "it is working again"
 
 
-def known(*lengths: int, speed: float = 10.0) -> Forecast:
+def known(*lengths: int, speed: float = 10.0) -> FinishTimes:
     forecast = make_forecast()
     for length in lengths:
         forecast.made("w1", num_tokens=length, seconds=length / speed, now=0.0)

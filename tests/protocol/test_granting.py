@@ -8,42 +8,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.buffer import StalenessBuffer
-from echo.errors import DataError
-from echo.metrics import Counters
-from echo.protocol.actions import Note
-from echo.protocol.granting import MAX_ATTEMPTS, Granting, RecordEnd, RecordGrant
-from echo.protocol.leases import LeaseBook
-from echo.protocol.membership import Member
-from echo.protocol.messages import Heartbeat, Lease, LeaseState, NodeStats
-from echo.protocol.reception import LearnerSettings
-from echo.protocol.settled import SettledGroups
-from echo.rollout import Lineage, PolicyVersion
-from tests.protocol.harness import KEY, make_group, make_lease
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import DataError
+from echo.core.metrics import Counters
+from echo.core.rollout import Lineage, PolicyVersion
+from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
+from echo.leases.scheduler import MAX_ATTEMPTS, LeaseSettings, RecordEnd, RecordGrant, Scheduler
+from echo.wire.actions import Complaints, Note, Routes
+from echo.wire.messages import Heartbeat, Lease, LeaseState, NodeStats
+from tests.protocol.harness import make_group, make_lease
 
 LINEAGES = (Lineage(1, 0), Lineage(2, 3))
 
 
-def make_settings(**changes: Any) -> LearnerSettings:
+def make_settings(**changes: Any) -> LeaseSettings:
     settings: dict[str, Any] = {
-        "run_id": "run",
-        "key": KEY,
-        "advertise": "",
         "max_staleness": 1,
         "groups_per_step": 4,
         "group_size": 2,
         "max_completion_tokens": 100,
         "vocab_size": 10,
         "heartbeat_s": 1.0,
-        "dead_after_s": 4.0,
-        "settings": {},
-        "assets": {},
-        "digests": {},
     }
-    return LearnerSettings(**(settings | changes))
+    return LeaseSettings(**(settings | changes))
 
 
-def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Granting:
+def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Scheduler:
     settings: dict[str, Any] = {
         "leases": LeaseBook(timeout_s=10.0),
         "buffer": StalenessBuffer(max_staleness=1, lineages=LINEAGES),
@@ -51,15 +41,17 @@ def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: An
         "lineages": LINEAGES,
         "step": 3,
         "next_group_id": 12,
-        "settled": range(12),
-        "counters": Counters(),
+        "finished": range(12),
+        "counters": (counters := Counters()),
+        "routes": Routes(counters),
+        "complaints": Complaints(),
     }
-    return Granting(make_settings(**of), **(settings | changes))
+    return Scheduler(make_settings(**of), **(settings | changes))
 
 
-def make_worker(name: str, installed: tuple[int, int] | None, capacity: int = 8) -> Member:
+def make_worker(name: str, installed: tuple[int, int] | None, capacity: int = 8) -> LeasedWorker:
     version = None if installed is None else PolicyVersion(*installed)
-    return Member(name, "worker", "i", None, 0.0, True, version, capacity)
+    return LeasedWorker(name, version, capacity)
 
 
 def listing(*leases: tuple[int, int, int]) -> Heartbeat:
@@ -71,7 +63,7 @@ def listing(*leases: tuple[int, int, int]) -> Heartbeat:
     )
 
 
-def granted(granting: Granting, *workers: Member, now: float = 0.0) -> dict[str, list[int]]:
+def granted(granting: Scheduler, *workers: LeasedWorker, now: float = 0.0) -> dict[str, list[int]]:
     records, leases = granting.grant(workers, now=now)
     grants = [r for r in records if isinstance(r, RecordGrant)]
     assert sorted((r.worker_id, r.lease.group_id) for r in grants) == sorted(
@@ -133,7 +125,7 @@ def test_a_lease_names_the_exact_version_of_its_worker_where_groups_must_not_mix
     [record] = [r for r in granting.leases.worker_leases("w1") if r.group_id == 12]
     record.is_confirmed = True
 
-    def lost(member: Member) -> list[Lease]:
+    def lost(member: LeasedWorker) -> list[Lease]:
         return granting.reconcile(
             member, listing(), has_progress=False, resend_after_s=1.0, now=0.1
         )[0]
@@ -212,10 +204,10 @@ def test_the_worker_with_the_smaller_share_of_its_capacity_in_use_comes_first() 
     assert {name: len(groups) for name, groups in given.items()} == {"w1": 2, "w2": 4}
 
 
-def with_places(name: str, installed: tuple[int, int], num_places: int) -> Member:
+def with_places(name: str, installed: tuple[int, int], num_places: int) -> LeasedWorker:
     """Return a worker that holds eight groups and samples so many of them at one time."""
     worker = make_worker(name, installed)
-    worker.stats = NodeStats(num_places=num_places)
+    worker.num_places = num_places
     return worker
 
 
@@ -276,7 +268,7 @@ def test_returned_groups_are_granted_before_new_ones_and_settled_ones_never() ->
     for group_id in (12, 13, 14):
         granting.leases.return_group(group_id)
     granting.next_group_id = 15
-    granting.settled.add(13)
+    granting.finished.add(13)
     assert granted(granting, make_worker("w1", (2, 3), 3)) == {"w1": [12, 14, 15]}
 
 
@@ -310,9 +302,9 @@ def test_what_the_worker_lacks_is_sent_again_and_what_the_book_lacks_is_entered(
     assert reconcile(4.1, (12, 0, 0), (13, 0, 0), (25, 3, 9)) == ([], [])
     assert granting.leases.workers_of(25) == ["w1"]
     assert reconcile(4.2, (12, 0, 0), (13, 0, 0), (25, 3, 9), (4, 0, 0)) == ([], [(4, 0)])
-    assert (worker.num_strays, worker.is_stuck) == (1, False)  # 25 made progress
+    assert (worker.num_unknown, worker.is_stuck) == (1, False)  # 25 made progress
     assert reconcile(4.3, (12, 0, 0), (13, 0, 0), (25, 3, 9), (4, 0, 0)) == ([], [(4, 0)])
-    assert (worker.num_strays, worker.is_stuck) == (1, True)
+    assert (worker.num_unknown, worker.is_stuck) == (1, True)
 
 
 def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_gone() -> None:
@@ -323,7 +315,7 @@ def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_
     granting.reconcile(worker, beat, has_progress=False, resend_after_s=2.0, now=10.1)
     assert len(granting.leases._returned) == 2
     # 13 lies finished in its outbox; 12 still occupies its engine.
-    assert (worker.num_strays, worker.is_stuck) == (1, True)
+    assert (worker.num_unknown, worker.is_stuck) == (1, True)
     assert granted(granting, worker) == {}
     granting.reconcile(worker, beat, has_progress=True, resend_after_s=2.0, now=10.2)
     assert granted(granting, worker) == {"w1": [12]}
@@ -350,18 +342,18 @@ def test_progress_on_one_group_renews_those_that_wait_behind_it() -> None:
 
 @given(st.lists(st.integers(0, 40)), st.lists(st.integers(0, 40)))
 def test_settled_groups_are_a_set(first: list[int], second: list[int]) -> None:
-    settled, expected = SettledGroups(first), set(first)
+    finished, expected = FinishedGroups(first), set(first)
     for group_id in second:
-        settled.add(group_id)
+        finished.add(group_id)
         expected.add(group_id)
-    assert {group_id for group_id in range(-3, 50) if group_id in settled} == expected
-    assert len(settled._others) <= len(expected)
+    assert {group_id for group_id in range(-3, 50) if group_id in finished} == expected
+    assert len(finished._others) <= len(expected)
 
 
 def test_settled_groups_take_no_memory_once_they_are_contiguous() -> None:
-    settled = SettledGroups([3, 1, 0])
-    assert settled._others == {3}
-    settled.add(2)
-    assert settled._others == set()
-    assert 3 in settled
-    assert 4 not in settled
+    finished = FinishedGroups([3, 1, 0])
+    assert finished._others == {3}
+    finished.add(2)
+    assert finished._others == set()
+    assert 3 in finished
+    assert 4 not in finished

@@ -7,20 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.granting import RecordGrant
-from echo.protocol.hedging import Helper, Running, copies
-from echo.protocol.leases import LeaseRecord
+from echo.leases.book import LeaseRecord
+from echo.leases.dispatch import Helper, RunningGroup, hedges
+from echo.leases.scheduler import RecordGrant
 from tests.protocol.test_granting import make_granting, make_worker
 from tests.protocol.unequal import Unequal
 
 
-def running(group_id: int, *, done_at: float, num_tokens: float = 10.0) -> Running:
-    return Running(LeaseRecord(group_id, 0, "slow", 0.0, 0.0), done_at, num_tokens)
+def running(group_id: int, *, done_at: float, num_tokens: float = 10.0) -> RunningGroup:
+    return RunningGroup(LeaseRecord(group_id, 0, "slow", 0.0, 0.0), done_at, num_tokens)
 
 
-def chosen(groups: list[Running], *helpers: Helper, factor: float = 2.0) -> list[tuple[int, str]]:
+def chosen(
+    groups: list[RunningGroup], *helpers: Helper, factor: float = 2.0
+) -> list[tuple[int, str]]:
     return [
-        (record.group_id, name) for record, name in copies(groups, helpers, factor=factor, now=0.0)
+        (record.group_id, name) for record, name in hedges(groups, helpers, factor=factor, now=0.0)
     ]
 
 
@@ -145,7 +147,7 @@ def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow(tmp_path: Path)
     assert hedged.num_cancelled >= len(hedged.copies) - 1
     assert sum(engine.tokens_cancelled for engine in hedged.engines.values()) > 0
     for engine in hedged.engines.values():
-        assert not engine.session.drafts._unwanted
+        assert not engine.session.partials._unwanted
     assert hedged.figures()["wasted_share"] < 0.15
 
 
@@ -158,5 +160,5 @@ def test_the_loser_is_told_to_stop_and_journalled(tmp_path: Path) -> None:
     assert accepted["worker"] != record["worker"]
     run.world.run(run.world.now + 1.0)
     engine = run.engines[record["worker"]]
-    assert all(key[0] != record["group"] for key in engine.session.drafts.running)
+    assert all(key[0] != record["group"] for key in engine.session.partials.running)
     assert engine.session.counters["cancelled"] >= 1

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from blake3 import blake3
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.joining import INHERITED_FILES, Assets, describe_assets, digest_mismatch
+from echo.core.errors import RemoteProtocolError
+from echo.roles.joining import INHERITED_FILES, Assets, describe_assets, digest_mismatch
 from echo.tasks.tokenization import CONFIG_FILES, TEMPLATE_FILE, TOKENIZER_FILES
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1, 2]"}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.leases import LeaseBook, most_promised
+from echo.leases.book import LeaseBook, most_promised
 
 
 def admissible(**numbers: int) -> int:
@@ -16,7 +16,7 @@ def admissible(**numbers: int) -> int:
 
 
 def room(*, step: int, groups_per_step: int, num_buffered: int, num_running: int, **of: int) -> int:
-    """Return how many more groups are admitted, as `Granting` counts them."""
+    """Return how many more groups are admitted, as `Scheduler` counts them."""
     promised = step * groups_per_step + num_buffered + num_running
     return max(0, most_promised(groups_per_step=groups_per_step, **of) - promised)
 

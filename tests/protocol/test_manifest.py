@@ -9,8 +9,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.manifest import (
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.weights.manifest import (
     MAX_CHUNK_BYTES,
     Manifest,
     SignedManifest,
@@ -20,7 +21,6 @@ from echo.protocol.manifest import (
     sign,
     verify,
 )
-from echo.rollout import PolicyVersion
 from tests.protocol.harness import KEY, PUBLIC_KEY, make_version
 
 SIGNED, MANIFEST, IMAGE = make_version(1, 3, num_chunks=3)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from echo.protocol.membership import Roster
-from echo.protocol.messages import Heartbeat, Hello, NodeStats
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.roles.members import Roster
+from echo.wire.messages import Heartbeat, Hello, NodeStats
 
 
 @pytest.fixture

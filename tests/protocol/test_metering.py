@@ -6,27 +6,35 @@ from typing import Any
 
 import pytest
 
-from echo.protocol.membership import Member, Roster
-from echo.protocol.messages import NodeStats
-from echo.protocol.metering import Meter
-from echo.protocol.price import Price
+from echo.core.price import Price
+from echo.roles.members import Member, Roster
+from echo.runtime.learner.cost import CostMeter
+from echo.wire.messages import Hello, NodeStats
 
 HOUR = 3600.0
 
 
-def make(**changes: Any) -> Meter:
+def make(**changes: Any) -> CostMeter:
     given = {
         "learner_per_h": 2.0,
         "learner_per_gb": 0.0,
         "spent": 0.0,
         "now": 0.0,
     }
-    return Meter(**given | changes)
+    return CostMeter(**given | changes)
 
 
 def join(roster: Roster, name: str, per_h: float | None, *, per_gb: float = 0.0) -> Member:
-    price = Price(per_h=per_h, per_gb=per_gb)
-    roster.nodes[name] = Member(name, "worker", f"{name}-1", None, 0.0, price=price)
+    hello = Hello(
+        node_id=name,
+        role="worker",
+        incarnation=f"{name}-1",
+        echo_version="",
+        advertise=None,
+        digests={},
+        price=Price(per_h=per_h, per_gb=per_gb),
+    )
+    roster.nodes[name] = Member.of(hello, now=0.0)
     return roster.nodes[name]
 
 
@@ -40,7 +48,7 @@ def test_machines_count_from_joining_and_on_standby_too(roster: Roster) -> None:
     meter.update(roster, bytes_sent=0, now=HOUR)
     assert meter.total == pytest.approx(2.0)
     join(roster, "w1", 0.5)
-    join(roster, "w2", 0.3).is_standby = True
+    join(roster, "w2", 0.3).node.is_standby = True
     join(roster, "free", None)
     meter.update(roster, bytes_sent=0, now=HOUR)
     meter.update(roster, bytes_sent=0, now=2 * HOUR)
@@ -92,13 +100,13 @@ def test_a_new_start_of_a_released_name_counts_again(roster: Roster) -> None:
 def test_traffic_counts_by_what_nodes_report(roster: Roster) -> None:
     meter = make(learner_per_h=0.0, learner_per_gb=0.1)
     member = join(roster, "w", 0.0, per_gb=0.02)
-    member.stats = NodeStats(bytes_received=10**9, bytes_sent=10**9, tokens_sampled=10**9)
+    member.node.stats = NodeStats(bytes_received=10**9, bytes_sent=10**9, tokens_sampled=10**9)
     meter.update(roster, bytes_sent=2 * 10**9, now=60.0)
     # 2 GB of weights and 17 GB of rollouts at the worker, 2 GB at the learner.
     assert meter.total == pytest.approx(0.02 * 19 + 0.1 * 2)
     meter.update(roster, bytes_sent=2 * 10**9, now=120.0)
     assert meter.total == pytest.approx(0.02 * 19 + 0.1 * 2)
-    member.incarnation, member.stats = "w-2", NodeStats(bytes_received=5 * 10**8)
+    member.incarnation, member.node.stats = "w-2", NodeStats(bytes_received=5 * 10**8)
     meter.update(roster, bytes_sent=2 * 10**9, now=180.0)
     assert meter.total == pytest.approx(0.02 * 19.5 + 0.1 * 2)
     assert meter.bill().traffic_per_h > 0
@@ -115,7 +123,7 @@ def test_traffic_from_before_a_resume_is_not_counted_again(roster: Roster) -> No
     member = join(roster, "w", 0.0, per_gb=0.02)
     meter.update(roster, bytes_sent=0, now=1.0)
     for gigabytes in (400, 401):
-        member.stats = NodeStats(bytes_received=gigabytes * 10**9)
+        member.node.stats = NodeStats(bytes_received=gigabytes * 10**9)
         member.tokens_sampled = 0
         meter.update(roster, bytes_sent=0, now=float(gigabytes))
     assert meter.total == pytest.approx(7.5 + 0.02)

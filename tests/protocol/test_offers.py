@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.protocol.encoded_versions import IMAGE_BYTES, described, encoded_of, form_on, v, weights
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.manifest import FULL, Form
-from echo.protocol.messages import Announce, ParcelOffer
-from echo.protocol.offers import MAX_OFFERS, MAX_REFUSED, Offers
-from echo.protocol.store import ItemId, Store
-from echo.protocol.transfer import Transfer
-from tests.protocol.parcels import IMAGE_BYTES, described, form_on, parcel_of, v, weights
+from echo.core.errors import RemoteProtocolError
+from echo.weights.receiver import MAX_OFFERS, MAX_REFUSED, Offers
+from echo.weights.store import ItemStore, Transfer
+from echo.wire.messages import FULL, Announce, EncodedVersionOffer, Form, ItemId
 
-ANCHOR = Form("anchor")
+ANCHOR = Form("keyframe")
 
 
 def make(*held: int) -> Offers:
     """Return what a node without offers knows, which holds some versions whole."""
-    store = Store(keep_versions=9)
+    store = ItemStore(keep_versions=9)
     for step in held:
         signed, manifest = described(step)
         has_chunk = bytearray(b"\1") * manifest.num_chunks
@@ -29,14 +27,17 @@ def make(*held: int) -> Offers:
 
 
 def hear(
-    offers: Offers, *parcels: tuple[int, int | None, int], full: int | None = None, peer: str = "p"
+    offers: Offers,
+    *encoded_versions: tuple[int, int | None, int],
+    full: int | None = None,
+    peer: str = "p",
 ) -> None:
-    """Announce parcels (step, step of the base, bytes), and one image."""
+    """Announce encoded versions (step, step of the base, bytes), and one image."""
     message = Announce(
-        version=v(max([full or 0, *(step for step, _, _ in parcels)])),
+        version=v(max([full or 0, *(step for step, _, _ in encoded_versions)])),
         offers=tuple(
-            ParcelOffer(v(step), None if base is None else v(base), size)
-            for step, base, size in parcels
+            EncodedVersionOffer(v(step), None if base is None else v(base), size)
+            for step, base, size in encoded_versions
         ),
     )
     offers.hear(peer, message, None if full is None else described(full)[1])
@@ -52,7 +53,7 @@ def begin(offers: Offers, step: int, *, share: float) -> ItemId:
 
 
 @pytest.mark.parametrize(
-    ("held", "parcels", "full", "step"),
+    ("held", "encoded_versions", "full", "step"),
     [
         ((), [], 3, (v(3), FULL)),
         ((), [(3, None, 100)], 3, (v(3), ANCHOR)),
@@ -66,10 +67,10 @@ def begin(offers: Offers, step: int, *, share: float) -> ItemId:
     ],
 )
 def test_the_first_step_of_the_cheapest_path(
-    held: tuple[int, ...], parcels: Any, full: int | None, step: ItemId | None
+    held: tuple[int, ...], encoded_versions: Any, full: int | None, step: ItemId | None
 ) -> None:
     offers = make(*held)
-    hear(offers, *parcels, full=full)
+    hear(offers, *encoded_versions, full=full)
     assert offers.next_step(None) == step
 
 
@@ -94,7 +95,7 @@ def test_the_newest_that_can_be_reached_is_the_target() -> None:
 
 
 @pytest.mark.parametrize(
-    "parcels",
+    "encoded_versions",
     [
         [(5, 5, 1)],
         [(5, 6, 1), (6, 5, 1)],
@@ -103,10 +104,10 @@ def test_the_newest_that_can_be_reached_is_the_target() -> None:
         [(2, 1, 1), (4, 2, 1)],
     ],
 )
-def test_circles_and_ways_back_lead_nowhere(parcels: Any) -> None:
+def test_circles_and_ways_back_lead_nowhere(encoded_versions: Any) -> None:
     """A step below the newest version that is held would be taken again and again."""
     offers = make(3)
-    hear(offers, *parcels)
+    hear(offers, *encoded_versions)
     assert offers.next_step(None) is None
     assert offers.next_step((v(3), ANCHOR)) == (v(3), ANCHOR)
 
@@ -129,7 +130,7 @@ def test_a_negative_size_is_none() -> None:
 def test_too_many_offers_leave_everything_as_it_was() -> None:
     offers = make(1)
     hear(offers, (2, 1, 10))
-    with pytest.raises(RemoteProtocolError, match="1001 parcels"):
+    with pytest.raises(RemoteProtocolError, match="1001 encoded versions"):
         hear(offers, *((step, None, 1) for step in range(MAX_OFFERS + 1)))
     assert offers.next_step(None) == (v(2), form_on(1))
 
@@ -201,9 +202,9 @@ def test_what_is_not_here_any_more_may_always_be_left() -> None:
     assert offers.next_step((v(1), FULL)) == (v(2), FULL)
 
 
-def test_a_parcel_that_is_half_here_is_finished() -> None:
+def test_an_encoded_that_is_half_here_is_finished() -> None:
     offers = make(1)
-    parcel = offers._store.parcels[v(2), form_on(1)] = parcel_of(2, 1, num_pieces=1)
-    parcel.expected_bytes = 10_000
+    encoded = offers._store.encoded_versions[v(2), form_on(1)] = encoded_of(2, 1, num_pieces=1)
+    encoded.expected_bytes = 10_000
     hear(offers, (2, 1, 10_000), (3, 2, 10), (3, 1, 10))
     assert offers.next_step((v(2), form_on(1))) == (v(2), form_on(1))

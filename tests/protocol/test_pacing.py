@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.pacing import MANY_NODES, MAX_LINES, Deadlines, OncePerMinute, Paced, earliest
+from echo.core.timers import MANY_NODES, MAX_LINES, Deadlines, OncePerMinute, Paced, earliest
 
 
 def test_small_fleets_are_served_at_once() -> None:

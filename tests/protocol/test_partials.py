@@ -1,4 +1,4 @@
-"""Continued rollouts: what is kept, masked, dropped; and a whole life of drafts at random."""
+"""Continued rollouts: what is kept, masked, dropped; and a life of partial groups at random."""
 
 from __future__ import annotations
 
@@ -10,17 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.drafts import Drafts
-from echo.protocol.messages import Lease
-from echo.protocol.partial_codec import (
-    decode_drafts,
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import (
+    Group,
+    Lineage,
+    PartialRollout,
+    PolicyVersion,
+    StaleTokens,
+    find_fault,
+    trim_stale,
+)
+from echo.leases.partials import (
+    FreshPartials,
+    PartialGroup,
+    PartialGroups,
+    apply_staleness_policy,
+    decode_groups,
     decode_members,
-    encode_drafts,
+    encode_groups,
     encode_members,
 )
-from echo.protocol.partials import Draft, Freshened, PartialRollout, StaleTokens, freshen
-from echo.rollout import Group, Lineage, PolicyVersion, find_fault, trim_stale
+from echo.wire.messages import Lease
 
 FIRST = (Lineage(1, 0),)
 
@@ -49,8 +59,8 @@ def fresh(
     max_age: int = 2,
     installed: PolicyVersion | None = None,
     lineages: tuple[Lineage, ...] = FIRST,
-) -> Freshened:
-    return freshen(
+) -> FreshPartials:
+    return apply_staleness_policy(
         members,
         stale_tokens=stale_tokens,
         max_age=max_age,
@@ -60,7 +70,7 @@ def fresh(
     )
 
 
-def masks(result: Freshened) -> list[list[bool]]:
+def masks(result: FreshPartials) -> list[list[bool]]:
     return [member.completion_mask.tolist() for member in result.members]
 
 
@@ -119,18 +129,18 @@ def test_tokens_of_a_lineage_that_was_left_are_of_no_use() -> None:
 
 
 def test_each_segment_has_a_seed_of_its_own() -> None:
-    draft = Draft(lease(3), [PartialRollout(), PartialRollout()])
-    assert [draft.seed_of(0), draft.seed_of(1)] == [300, 301]
-    draft.members[0] = partial((1, 0))
-    second = draft.seed_of(0)
-    draft.members[0] = draft.members[0].extended(
+    partial_group = PartialGroup(lease(3), [PartialRollout(), PartialRollout()])
+    assert [partial_group.seed_of(0), partial_group.seed_of(1)] == [300, 301]
+    partial_group.members[0] = partial((1, 0))
+    second = partial_group.seed_of(0)
+    partial_group.members[0] = partial_group.members[0].extended(
         np.array([1], np.int32), np.array([0], np.float32), np.array([[1, 1]], np.int32),
         finish_reason="abort",
     )  # fmt: skip
-    third = draft.seed_of(0)
-    draft.members[0] = draft.members[0].anew()
+    third = partial_group.seed_of(0)
+    partial_group.members[0] = partial_group.members[0].anew()
     assert len({300, 301, second, third}) == 4
-    assert draft.seed_of(0) == third, "what begins anew must not repeat the first segment"
+    assert partial_group.seed_of(0) == third, "what begins anew must not repeat the first segment"
 
 
 # --- as bytes ------------------------------------------------------------------------------------
@@ -175,85 +185,86 @@ def test_no_bytes_do_harm(data: bytes) -> None:
             decode_members(bad)
 
 
-def test_a_file_of_drafts_belongs_to_its_run() -> None:
-    drafts = [Draft(lease(3), MEMBERS), Draft(lease(5, 2), [PartialRollout()])]
-    data = encode_drafts("run", drafts)
-    found = decode_drafts(data, run_id="run")
-    assert [draft.key for draft in found] == [(3, 0), (5, 2)]
+def test_a_file_of_partials_belongs_to_its_run() -> None:
+    partials = [PartialGroup(lease(3), MEMBERS), PartialGroup(lease(5, 2), [PartialRollout()])]
+    data = encode_groups("run", partials)
+    found = decode_groups(data, run_id="run")
+    assert [partial_group.key for partial_group in found] == [(3, 0), (5, 2)]
     assert found[0].lease == lease(3)
     assert_equal(found[0].members[1], MEMBERS[1])
-    assert decode_drafts(data, run_id="another") == []
+    assert decode_groups(data, run_id="another") == []
     with pytest.raises(RemoteProtocolError):
-        decode_drafts(data[:-5], run_id="run")
+        decode_groups(data[:-5], run_id="run")
 
 
-# --- a life of drafts ----------------------------------------------------------------------------
+# --- a life of partial groups
+# ----------------------------------------------------------------------------
 
 
 def test_begun_groups_go_first_oldest_first() -> None:
-    drafts = Drafts()
+    partials = PartialGroups()
     for group_id in (4, 2, 9):
-        drafts.add(lease(group_id))
-    taken = drafts.take(2, group_size=2)
-    assert [draft.lease.group_id for draft in taken] == [2, 4]
-    for draft in reversed(taken):
-        assert drafts.park(draft)
-    drafts.add(lease(1))
-    assert [d.lease.group_id for d in drafts.take(3, group_size=2)] == [2, 4, 1]
-    assert len(drafts) == 4
+        partials.add(lease(group_id))
+    taken = partials.take(2, group_size=2)
+    assert [partial_group.lease.group_id for partial_group in taken] == [2, 4]
+    for partial_group in reversed(taken):
+        assert partials.park(partial_group)
+    partials.add(lease(1))
+    assert [d.lease.group_id for d in partials.take(3, group_size=2)] == [2, 4, 1]
+    assert len(partials) == 4
 
 
 def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_over() -> None:
-    drafts = Drafts()
+    partials = PartialGroups()
     over, left = partial((1, 0), reason="stop"), partial((1, 0))
-    drafts.add(lease(1), [over, left, left])
-    drafts.add(lease(2), [over, over, over])
-    drafts.add(lease(4), [over, over, left])
-    drafts.add(lease(3))
+    partials.add(lease(1), [over, left, left])
+    partials.add(lease(2), [over, over, over])
+    partials.add(lease(4), [over, over, left])
+    partials.add(lease(3))
 
     def taken(room: int, *, size: int = 3) -> list[int]:
-        found = drafts.take(9, group_size=size, max_rollouts=room)
-        return [draft.lease.group_id for draft in found]
+        found = partials.take(9, group_size=size, max_rollouts=room)
+        return [partial_group.lease.group_id for partial_group in found]
 
     assert taken(1) == [], "the first needs two, and the third does not go before it"
-    assert taken(2) == [1, 2], "what is whole needs no room"
+    assert taken(2) == [1, 2], "what is whole needs no space"
     assert taken(3) == [4], "which leaves two places, and the fresh one needs three"
     assert taken(3) == [3]
-    drafts.add(lease(5), [over, left])
+    partials.add(lease(5), [over, left])
     assert taken(2) == [], "of another size: it begins anew, all of it"
     assert taken(3) == [5]
 
 
 def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> None:
-    drafts = Drafts()
+    partials = PartialGroups()
     for group_id in range(3):
-        drafts.add(lease(group_id))
-    running, parked = drafts.take(2, group_size=1)
-    parked.members = [partial((1, 0), (1, 0))]
-    drafts.park(parked)
-    assert [drafts.revoke((group_id, 0)) for group_id in (1, 2, 7)] == [2, 0, 0]
+        partials.add(lease(group_id))
+    running, interrupted = partials.take(2, group_size=1)
+    interrupted.members = [partial((1, 0), (1, 0))]
+    partials.park(interrupted)
+    assert [partials.revoke((group_id, 0)) for group_id in (1, 2, 7)] == [2, 0, 0]
     running.members = [partial((1, 0))]
-    assert [drafts.revoke((0, 0)), drafts.revoke((0, 0))] == [1, 0], "counted once"
-    assert not drafts.park(running)
-    assert not len(drafts)
-    drafts.add(lease(8), [partial((1, 0), reason="stop")])
-    [draft] = drafts.take(1, group_size=1)
-    drafts.revoke((8, 0))
-    assert not drafts.end(draft.key), "nobody wants its result"
+    assert [partials.revoke((0, 0)), partials.revoke((0, 0))] == [1, 0], "counted once"
+    assert not partials.park(running)
+    assert not len(partials)
+    partials.add(lease(8), [partial((1, 0), reason="stop")])
+    [partial_group] = partials.take(1, group_size=1)
+    partials.revoke((8, 0))
+    assert not partials.end(partial_group.key), "nobody wants its result"
 
 
 def test_only_news_is_shipped() -> None:
-    drafts = Drafts()
-    drafts.add(lease(0), [partial((1, 0))])
-    assert [d.key for d in drafts.take_due(interval_s=30, now=5.0)] == [(0, 0)]
-    assert drafts.take_due(interval_s=0, now=6.0) == []
-    drafts.parked[0, 0].members = [partial((1, 0), (1, 0))]
-    assert drafts.take_due(interval_s=30, now=34.0) == []
-    assert len(drafts.take_due(interval_s=30, now=35.0)) == 1
+    partials = PartialGroups()
+    partials.add(lease(0), [partial((1, 0))])
+    assert [d.key for d in partials.take_due(interval_s=30, now=5.0)] == [(0, 0)]
+    assert partials.take_due(interval_s=0, now=6.0) == []
+    partials.interrupted[0, 0].members = [partial((1, 0), (1, 0))]
+    assert partials.take_due(interval_s=30, now=34.0) == []
+    assert len(partials.take_due(interval_s=30, now=35.0)) == 1
 
 
 class Life:
-    """A learner's admission, a worker's drafts and an engine, one random event after the other."""
+    """Admission, a worker's partial groups and an engine, one random event after the other."""
 
     def __init__(self, seed: int, stale_tokens: StaleTokens) -> None:
         self.random = random.Random(seed)
@@ -261,8 +272,8 @@ class Life:
         self.max_staleness = self.random.randrange(4)
         self.step = self.next_id = 0
         self.installed = PolicyVersion(1, 0)
-        self.drafts = Drafts()
-        self.engine: list[Draft] = []
+        self.partials = PartialGroups()
+        self.engine: list[PartialGroup] = []
         self.open: set[int] = set()
         self.delivered: list[Group] = []
         self.sampled: dict[tuple[int, int], list[int]] = {}
@@ -270,46 +281,48 @@ class Life:
 
     def grant(self) -> None:
         if len(self.open) < 6:
-            self.drafts.add(lease(self.next_id))
+            self.partials.add(lease(self.next_id))
             self.open.add(self.next_id)
             self.next_id += 1
 
     def take(self) -> None:
-        waiting = sorted(self.drafts.parked)
-        taken = self.drafts.take(self.random.randrange(1, 4), group_size=2)
-        assert [draft.key for draft in taken][: len(waiting)] == waiting[: len(taken)]
-        for draft in taken:
-            draft.members = freshen(
-                draft.members,
+        waiting = sorted(self.partials.interrupted)
+        taken = self.partials.take(self.random.randrange(1, 4), group_size=2)
+        assert [partial_group.key for partial_group in taken][: len(waiting)] == waiting[
+            : len(taken)
+        ]
+        for partial_group in taken:
+            partial_group.members = apply_staleness_policy(
+                partial_group.members,
                 stale_tokens=self.stale_tokens,
                 max_age=self.max_staleness,
                 step=self.step,
                 installed=self.installed,
                 lineages=FIRST,
             ).members
-            self.check(draft)
+            self.check(partial_group)
         self.engine += taken
 
-    def check(self, draft: Draft) -> None:
+    def check(self, partial_group: PartialGroup) -> None:
         """Whatever goes into the engine can be trained on now, and is what was sampled."""
-        for index, member in enumerate(draft.members):
+        for index, member in enumerate(partial_group.members):
             old = member.policy_versions[member.completion_mask, 1] < self.step - self.max_staleness
             assert not old.any()
-            history = self.sampled.get((draft.lease.group_id, index), [])
+            history = self.sampled.get((partial_group.lease.group_id, index), [])
             ids = member.token_ids.tolist()
             assert ids == history[len(history) - len(ids) :], "a token was lost or repeated"
 
     def sample(self) -> None:
-        for draft in self.engine:
+        for partial_group in self.engine:
             index = self.random.randrange(2)
-            if draft.members[index].is_finished:
+            if partial_group.members[index].is_finished:
                 continue
             self.serial += 1
-            history = self.sampled.setdefault((draft.lease.group_id, index), [])
-            if not draft.members[index].num_tokens:
+            history = self.sampled.setdefault((partial_group.lease.group_id, index), [])
+            if not partial_group.members[index].num_tokens:
                 history.clear()
             history.append(self.serial)
-            draft.members[index] = draft.members[index].extended(
+            partial_group.members[index] = partial_group.members[index].extended(
                 np.array([self.serial], np.int32),
                 np.array([-1], np.float32),
                 np.array([[1, self.installed.step]], np.int32),
@@ -318,18 +331,18 @@ class Life:
 
     def stop(self) -> None:
         """End the call: whole groups are delivered, others parked."""
-        for draft in self.engine:
-            if draft.is_whole:
-                self.deliver(draft)
+        for partial_group in self.engine:
+            if partial_group.is_whole:
+                self.deliver(partial_group)
             else:
-                self.drafts.park(draft)
+                self.partials.park(partial_group)
         self.engine = []
 
-    def deliver(self, draft: Draft) -> None:
-        assert self.drafts.end(draft.key)
-        rollouts = [m.rollout(1.0, stale_tokens=self.stale_tokens) for m in draft.members]
+    def deliver(self, partial_group: PartialGroup) -> None:
+        assert self.partials.end(partial_group.key)
+        rollouts = [m.rollout(1.0, stale_tokens=self.stale_tokens) for m in partial_group.members]
         group = Group(
-            group_id=draft.lease.group_id, attempt=0, worker_id="w",
+            group_id=partial_group.lease.group_id, attempt=0, worker_id="w",
             prompt_ids=np.array([1, 2], np.int32), rollouts=tuple(rollouts),
         )  # fmt: skip
         bound = {"step": self.step, "max_staleness": self.max_staleness}
@@ -338,16 +351,16 @@ class Life:
             self.open.remove(group.group_id)
             self.delivered.append(group)
         else:
-            self.drafts.add(lease(group.group_id))  # refused, and granted again
+            self.partials.add(lease(group.group_id))  # refused, and granted again
 
     def crash(self) -> None:
         """Lose the process: what was saved comes back, the rest is granted again."""
-        saved = encode_drafts("run", self.drafts.begun())
-        self.drafts, self.engine = Drafts(), []
-        self.drafts.restore(decode_drafts(saved, run_id="run"))
+        saved = encode_groups("run", self.partials.begun())
+        self.partials, self.engine = PartialGroups(), []
+        self.partials.restore(decode_groups(saved, run_id="run"))
         for group_id in self.open:
-            if (group_id, 0) not in self.drafts:
-                self.drafts.add(lease(group_id))
+            if (group_id, 0) not in self.partials:
+                self.partials.add(lease(group_id))
 
     def train(self) -> None:
         self.step += 1
@@ -362,12 +375,12 @@ class Life:
             self.random.choice(events)()
             held = {group_id for group_id, _ in self.keys()}
             assert held == self.open, "a lease was lost, or is counted and not held"
-            states = self.drafts.states()
+            states = self.partials.states()
             assert {(s.group_id, s.attempt) for s in states} == set(self.keys())
-            assert len(states) == len(self.drafts) == len(self.open)
+            assert len(states) == len(self.partials) == len(self.open)
 
     def keys(self) -> list[tuple[int, int]]:
-        return [*self.drafts.queue, *self.drafts.running, *self.drafts.parked]
+        return [*self.partials.queue, *self.partials.running, *self.partials.interrupted]
 
 
 @pytest.mark.slow

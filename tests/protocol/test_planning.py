@@ -8,48 +8,55 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.protocol.encoded_versions import v
 
-from echo.protocol import planning as planning_module
-from echo.protocol.actions import Action, Note
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.membership import Member
-from echo.protocol.messages import LEARNER_ID, Hello, NodeStats, Plan
-from echo.protocol.planning import BUSY_GAIN, MIN_GAIN, REPLAN_S, WORTHWHILE_S, Planning
-from echo.protocol.topology import Site, Topology, plan_topology
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.roles.learner import Learner
+from echo.weights.broadcast import Broadcast
+from echo.weights.topology import plan as planning_module
+from echo.weights.topology.plan import (
+    BUSY_GAIN,
+    MIN_GAIN,
+    REPLAN_S,
+    WORTHWHILE_S,
+    Planner,
+    Topology,
+    plan_topology,
+)
+from echo.weights.topology.sites import PlannedNode, Site
+from echo.wire.actions import Action, Note
+from echo.wire.messages import LEARNER_ID, Hello, NodeStats, TopologyPlan
 from tests.protocol.harness import CHUNK_BYTES, Run, make_version
-from tests.protocol.parcels import v
 
 MB = 1e6
 LEARNER = Site(LEARNER_ID, "learner", "tcp://l:1", region="here")
 
 
-def make(payload_bytes: int = 1 << 30) -> Planning:
-    planning = Planning(learner=LEARNER, chunk_bytes=1 << 20)
+def make(payload_bytes: int = 1 << 30) -> Planner:
+    planning = Planner(learner=LEARNER, chunk_bytes=1 << 20)
     planning.payload_bytes = payload_bytes
     return planning
 
 
 def member(
     name: str, *, role: str = "worker", is_listening: bool = True, region: str = "", **stats: Any
-) -> Member:
+) -> PlannedNode:
     address = f"tcp://{name}:1" if is_listening else None
     given = {"uplink_bytes_per_s": 100 * MB} | stats
-    return Member(name, role, "i", address, 0.0, stats=NodeStats(**given), region=region)
+    return PlannedNode(name, role, address, region, stats=NodeStats(**given))
 
 
 def plan(
-    planning: Planning,
-    *members: Member,
+    planning: Planner,
+    *members: PlannedNode,
     now: float = 0.0,
     uplink: float | None = 100 * MB,
     is_between: bool = False,
-) -> dict[str, Plan]:
+) -> dict[str, TopologyPlan]:
     return planning.plan(members, uplink_bytes_per_s=uplink, now=now, is_between=is_between)
 
 
-def first_parents(plans: dict[str, Plan]) -> dict[str, set[str]]:
+def first_parents(plans: dict[str, TopologyPlan]) -> dict[str, set[str]]:
     return {name: {stripe[0][0] for stripe in each.stripes} for name, each in plans.items()}
 
 
@@ -141,7 +148,7 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
 ) -> None:
     run = Run(tmp_path)
     session = run.start_learner().session
-    assert isinstance(session, LearnerSession)
+    assert isinstance(session, Learner)
     for name in ("w0", "w1", "w2"):
         run.start_relay(name)
     run.world.run(3.0)
@@ -150,7 +157,7 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
     calls: list[bool] = []
     made = planning.plan
 
-    def noting(*args: Any, is_between: bool = False, **kwargs: Any) -> dict[str, Plan]:
+    def noting(*args: Any, is_between: bool = False, **kwargs: Any) -> dict[str, TopologyPlan]:
         calls.append(is_between)
         return made(*args, is_between=is_between, **kwargs)
 
@@ -169,7 +176,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     run.is_training = False
     process = run.start_learner()
     session = process.session
-    assert isinstance(session, LearnerSession)
+    assert isinstance(session, Learner)
     first = run.start_worker("w0")
     run.world.run_until(lambda: session.leases.num_running > 0, within_s=10.0)
     run.world.kill(first, is_silent=True)
@@ -189,7 +196,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     calls: list[int] = []
     made, grants = session.planning.plan, session.grant
 
-    def noting(members: Sequence[Member], **kwargs: Any) -> dict[str, Plan]:
+    def noting(members: Sequence[PlannedNode], **kwargs: Any) -> dict[str, TopologyPlan]:
         calls.append(len(members))
         return made(members, **kwargs)
 
@@ -202,7 +209,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
 
     session.planning.plan = noting  # type: ignore[method-assign]
     session.grant = counting  # type: ignore[method-assign]
-    actions = session.expire(now=now + session.settings.dead_after_s + 0.5)
+    actions = session.expire(now=now + session.settings.admission.dead_after_s + 0.5)
     notes = [action.text for action in actions if isinstance(action, Note)]
     [told] = [text for text in notes if "silent for" in text]
     assert told.startswith("w0, w1, w2, 137 others are silent for ")
@@ -230,7 +237,7 @@ def test_a_run_plans_for_the_versions_that_it_has_published(tmp_path: Path) -> N
     run.start_relay("r")
     run.world.run(3.0)
     session = learner.session
-    assert isinstance(session, LearnerSession)
+    assert isinstance(session, Learner)
     payload = session.broadcast.payload
     assert payload is not None
     assert session.planning.payload_bytes == payload.num_bytes
@@ -282,7 +289,7 @@ def test_a_new_host_has_a_small_fleet_planned_afresh() -> None:
 
 def test_where_nobody_is_told_the_learners_address_relays_come_first() -> None:
     """Who reaches the learner through a relay cannot take weights from it."""
-    planning = Planning(learner=Site(LEARNER_ID, "learner", ""), chunk_bytes=1 << 20)
+    planning = Planner(learner=Site(LEARNER_ID, "learner", ""), chunk_bytes=1 << 20)
     slow = {"uplink_bytes_per_s": MB}
     plans = plan(planning, member("w1"), member("r1", role="relay", **slow))
     assert first_parents(plans) == {"r1": {LEARNER_ID}, "w1": {"r1"}}

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from echo.protocol.actions import Send
-from echo.protocol.messages import Probe, ProbeAck
-from echo.protocol.probing import FIRST_BYTES, MAX_PROBE_BYTES, MAX_PROBES, Probing, acknowledge
-from echo.protocol.rates import UplinkEstimate
+from echo.weights.link import (
+    FIRST_BYTES,
+    MAX_PROBE_BYTES,
+    MAX_PROBES,
+    UplinkEstimate,
+    UplinkProbe,
+    acknowledge,
+)
+from echo.wire.actions import Send
+from echo.wire.messages import Probe, ProbeAck
 from tests.protocol.harness import message_of
 
 GIB = 1 << 30
 
 
-def make_probing() -> tuple[Probing, UplinkEstimate]:
+def make_probing() -> tuple[UplinkProbe, UplinkEstimate]:
     uplink = UplinkEstimate()
-    return Probing(uplink, node_id="w1"), uplink
+    return UplinkProbe(uplink, node_id="w1"), uplink
 
 
-def run_link(probing: Probing, rate: float, *, rtt_s: float = 0.04) -> list[tuple[int, float]]:
+def run_link(probing: UplinkProbe, rate: float, *, rtt_s: float = 0.04) -> list[tuple[int, float]]:
     """Carry a probe over a link; return (bytes, seconds in its queue) of each message."""
     sent, now = [], 0.0
     actions = probing.begin("up", payload_bytes=GIB, now=now)

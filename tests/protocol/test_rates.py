@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.rates import (
+from echo.weights.link import (
     LOOP_S,
     MOST_BYTES_PER_S,
     UPLINK_SAMPLE_S,

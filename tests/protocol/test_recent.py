@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from echo.protocol.recent import RecentMap
+from echo.core.timers import RecentMap
 
 
 def test_the_entry_written_longest_ago_is_forgotten() -> None:

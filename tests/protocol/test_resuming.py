@@ -1,4 +1,4 @@
-"""An anchor that a killed process has left is resumed; nothing right is asked for again."""
+"""A keyframe that a killed process has left is resumed; nothing right is asked for again."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ import random
 from typing import Any
 
 import pytest
+from tests.protocol.encoded_versions import coded, form_on, published, v, weights
 
-from echo.protocol.actions import Note
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import Announce, Fetch, Subscribe
-from echo.protocol.resuming import Record, rebuild
-from echo.protocol.trust import Trust
+from echo.weights.store import SavedChunk, TrustedManifests, rebuild
+from echo.wire.actions import Note
+from echo.wire.messages import FULL, Announce, Fetch, Subscribe
 from tests.protocol.harness import PUBLIC_KEY, make_broadcast, message_of
-from tests.protocol.parcels import coded, form_on, published, v, weights
 from tests.protocol.test_store import Pages, Rooms
 
 
-def trust(run_id: str = "run") -> Trust:
-    made = Trust()
+def trust(run_id: str = "run") -> TrustedManifests:
+    made = TrustedManifests()
     made.set(public_key=PUBLIC_KEY, run_id=run_id, max_image_bytes=1 << 20)
     return made
 
 
-def records_of(step: int, base: int | None = None) -> list[Record]:
-    """Return the journal of a parcel that came whole, segment by segment."""
-    records: list[Record] = []
+def records_of(step: int, base: int | None = None) -> list[SavedChunk]:
+    """Return the journal of an encoded version that came whole, segment by segment."""
+    records: list[SavedChunk] = []
     num_chunks = 0
     for table, frame, payload in coded(step, base):
         records.append((None, frame))
@@ -37,14 +35,14 @@ def records_of(step: int, base: int | None = None) -> list[Record]:
     return records
 
 
-def held(parcel: Any) -> list[int]:
-    return [index for index, is_held in enumerate(parcel.has_chunk) if is_held]
+def held(encoded: Any) -> list[int]:
+    return [index for index, is_held in enumerate(encoded.has_chunk) if is_held]
 
 
 def node(*steps: int) -> tuple[Any, Rooms]:
-    """Return a node that holds versions whole, and its arenas."""
+    """Return a node that holds versions whole, and its version stores."""
     rooms = Rooms()
-    broadcast = make_broadcast("b", arenas=rooms)
+    broadcast = make_broadcast("b", version_store=rooms)
     broadcast.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
     for step in steps:
         broadcast.publish(*published(step), now=0.0)
@@ -53,9 +51,9 @@ def node(*steps: int) -> tuple[Any, Rooms]:
 
 def left(step: int, num_records: int | None = None) -> Any:
     """Return what is rebuilt of the first records of a journal."""
-    parcel = rebuild(v(step), records_of(step)[:num_records], trust())
-    parcel.journal = Pages()
-    return parcel
+    encoded = rebuild(v(step), records_of(step)[:num_records], trust())
+    encoded.journal = Pages()
+    return encoded
 
 
 # --- what is believed ----------------------------------------------------------------------------
@@ -66,27 +64,27 @@ def test_what_was_verified_before_is_right_again_in_whatever_order_it_came() -> 
     tables = [record for record in records if record[0] is None]
     chunks = [record for record in records if record[0] is not None]
     random.Random(3).shuffle(chunks)
-    parcel = rebuild(v(1), [*tables, *chunks[:5]], trust())
-    assert parcel.frames == [frame for _, frame in tables]
-    assert held(parcel) == sorted(index for index, _ in chunks[:5] if index is not None)
-    assert parcel.num_held == 5
-    for index in held(parcel):
-        assert bytes(parcel.chunk(index)) == dict(chunks)[index]
+    encoded = rebuild(v(1), [*tables, *chunks[:5]], trust())
+    assert encoded.frames == [frame for _, frame in tables]
+    assert held(encoded) == sorted(index for index, _ in chunks[:5] if index is not None)
+    assert encoded.num_held == 5
+    for index in held(encoded):
+        assert bytes(encoded.chunk(index)) == dict(chunks)[index]
 
 
 def test_wrong_chunks_are_not_held_and_right_ones_behind_them_are() -> None:
     (table, first, second, third, *_) = records_of(1, None)
     assert first[0] is not None
-    wrong: list[Record] = [
+    wrong: list[SavedChunk] = [
         (first[0], bytes(reversed(first[1]))),
         (second[0], second[1][:-1]),
         (10_000, second[1]),
         (third[0], first[1]),
     ]
-    parcel = rebuild(v(1), [table, *wrong, third, third, first], trust())
-    assert held(parcel) == [0, 2]
-    assert parcel.num_held == 2
-    assert [bytes(parcel.chunk(index)) for index in (0, 2)] == [first[1], third[1]]
+    encoded = rebuild(v(1), [table, *wrong, third, third, first], trust())
+    assert held(encoded) == [0, 2]
+    assert encoded.num_held == 2
+    assert [bytes(encoded.chunk(index)) for index in (0, 2)] == [first[1], third[1]]
 
 
 def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> None:
@@ -95,9 +93,9 @@ def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> Non
     bad = [*records]
     bad[where[1]] = (None, bytes(reversed(records[where[1]][1])))
     remaining = iter(bad)
-    parcel = rebuild(v(1), remaining, trust())
-    assert parcel.num_segments == 1
-    assert held(parcel) == list(range(where[1] - 1))
+    encoded = rebuild(v(1), remaining, trust())
+    assert encoded.num_segments == 1
+    assert held(encoded) == list(range(where[1] - 1))
     assert len(list(remaining)) == len(records) - where[1] - 1
 
 
@@ -105,44 +103,44 @@ def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> Non
     ("step", "base", "run_id"), [(2, None, "run"), (1, 0, "run"), (1, None, "another")]
 )
 def test_the_name_of_a_file_is_not_believed(step: int, base: int | None, run_id: str) -> None:
-    parcel = rebuild(v(step), records_of(1, base), trust(run_id))
-    assert parcel.num_segments == 0
+    encoded = rebuild(v(step), records_of(1, base), trust(run_id))
+    assert encoded.num_segments == 0
 
 
 # --- what becomes of it --------------------------------------------------------------------------
 
 
-def test_half_an_anchor_is_decoded_and_the_rest_is_asked_for() -> None:
+def test_half_a_keyframe_is_decoded_and_the_rest_is_asked_for() -> None:
     broadcast, _ = node()
-    parcel = left(1, 8)
-    num_held = parcel.num_held
-    works = broadcast.resume(parcel, now=0.0)
+    encoded = left(1, 8)
+    num_held = encoded.num_held
+    works = broadcast.resume(encoded, now=0.0)
     assert works, "some blocks can be decoded already"
     for work in works:
         assert work.run() == ""
         broadcast.worked(work, "", now=0.0)
-    assert broadcast.progress() == (v(1), num_held, parcel.num_chunks)
+    assert broadcast.progress() == (v(1), num_held, encoded.num_chunks)
     asked = [message_of(action.frames) for action in broadcast.set_parent("a", now=0.0)]
     (fetch,) = [message for message in asked if isinstance(message, Fetch)]
     assert fetch.form == form_on(None)
-    assert fetch.num_segments == parcel.num_segments
+    assert fetch.num_segments == encoded.num_segments
     assert fetch.ranges[0][0] == num_held
     # The rest comes, and is written down behind what was left.
     for index, data in records_of(1)[8:]:
         if index is None:
-            table = broadcast.receiver.trust.segment(parcel, data)
-            broadcast.receiver.store.add_segment(parcel, table, data)
+            table = broadcast.receiver.trust.segment(encoded, data)
+            broadcast.receiver.store.add_segment(encoded, table, data)
         else:
-            parcel.hold(index, data)
-            for work in broadcast.receiver.store.decodable(parcel, index):
+            encoded.hold(index, data)
+            for work in broadcast.receiver.store.decodable(encoded, index):
                 assert work.run() == ""
                 broadcast.worked(work, "", now=0.0)
-    assert parcel.journal.records == records_of(1)[8:]
+    assert encoded.journal.records == records_of(1)[8:]
     assert broadcast.newest_complete == v(1)
-    assert bytes(broadcast.store[v(1)].arena) == weights(1)
+    assert bytes(broadcast.store[v(1)].storage) == weights(1)
 
 
-def test_a_whole_anchor_whose_image_was_not_done_is_decoded_without_a_parent() -> None:
+def test_a_whole_keyframe_whose_image_was_not_done_is_decoded_without_a_parent() -> None:
     broadcast, _ = node(0)
     for work in broadcast.resume(left(1), now=0.0):
         broadcast.worked(work, work.run(), now=0.0)
@@ -150,11 +148,11 @@ def test_a_whole_anchor_whose_image_was_not_done_is_decoded_without_a_parent() -
     assert broadcast.fetching is None
 
 
-def test_whole_anchors_of_versions_that_are_here_are_served_again() -> None:
+def test_whole_keyframes_of_versions_that_are_here_are_served_again() -> None:
     broadcast, _ = node(1, 2)
     for step in (2, 1):
         assert broadcast.resume(left(step), now=0.0) == []
-    assert set(broadcast.parcels) == {(v(2), form_on(None)), (v(1), form_on(None))}
+    assert set(broadcast.encoded_versions) == {(v(2), form_on(None)), (v(1), form_on(None))}
     assert broadcast.fetching is None
     answers = broadcast.receive("c", Subscribe(newest=None), [], now=0.0)
     (announce,) = [message_of(action.frames) for action in answers]
@@ -172,11 +170,11 @@ def test_whole_anchors_of_versions_that_are_here_are_served_again() -> None:
 )
 def test_what_is_of_no_use_is_removed(num_records: int, here: list[int]) -> None:
     broadcast, rooms = node(*here)
-    parcel = left(1, num_records)
-    (note,) = broadcast.resume(parcel, now=0.0)
+    encoded = left(1, num_records)
+    (note,) = broadcast.resume(encoded, now=0.0)
     assert isinstance(note, Note)
-    assert parcel.journal.is_removed
-    assert broadcast.parcels == {}
+    assert encoded.journal.is_removed
+    assert broadcast.encoded_versions == {}
     assert rooms.live == {}
 
 
@@ -185,7 +183,7 @@ def test_one_is_gone_on_with_the_newest() -> None:
     newer, older = left(3, 8), left(2, 8)
     broadcast.resume(newer, now=0.0)
     broadcast.resume(older, now=0.0)
-    assert list(broadcast.parcels) == [(v(3), form_on(None))]
+    assert list(broadcast.encoded_versions) == [(v(3), form_on(None))]
     assert older.journal.is_removed
     assert not newer.journal.is_removed
 
@@ -194,20 +192,20 @@ def test_an_image_that_is_half_here_goes_on_in_full() -> None:
     broadcast, rooms = node()
     signed, manifest, _ = published(1)
     broadcast.receiver.trust.manifests[v(1)] = signed, manifest
-    arena = rooms.create(v(1), b"", manifest.num_bytes)
-    broadcast.recover(v(1), arena, bytearray(manifest.num_chunks), now=0.0)
-    parcel = left(1, 8)
-    broadcast.resume(parcel, now=0.0)
-    assert parcel.journal.is_removed
+    storage = rooms.create(v(1), b"", manifest.num_bytes)
+    broadcast.recover(v(1), storage, bytearray(manifest.num_chunks), now=0.0)
+    encoded = left(1, 8)
+    broadcast.resume(encoded, now=0.0)
+    assert encoded.journal.is_removed
     assert broadcast.receiver.store.get((v(1), FULL)) is not None
 
 
 def test_without_room_for_the_image_it_is_removed() -> None:
     broadcast, rooms = node(0)
     rooms.is_full = True
-    parcel = left(1, 8)
-    (note,) = broadcast.resume(parcel, now=0.0)
+    encoded = left(1, 8)
+    (note,) = broadcast.resume(encoded, now=0.0)
     assert isinstance(note, Note)
-    assert "no room" in note.text
-    assert parcel.journal.is_removed
+    assert "no space" in note.text
+    assert encoded.journal.is_removed
     assert broadcast.fetching is None

@@ -5,21 +5,20 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from tests.protocol.encoded_versions import v
 
-from echo.errors import StorageError
-from echo.protocol.actions import Note
-from echo.protocol.manifest import FULL, Form
-from echo.protocol.messages import Announce, ParcelOffer
-from echo.protocol.room import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S, Room
-from echo.rollout import PolicyVersion
-from tests.protocol.parcels import v
+from echo.core.errors import StorageError
+from echo.core.rollout import PolicyVersion
+from echo.weights.receiver import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S, SpaceRetry
+from echo.wire.actions import Note
+from echo.wire.messages import FULL, Announce, EncodedVersionOffer, Form
 from tests.protocol.test_broadcast_storm import Net, run
 
 FULL_DISK = StorageError("the disk is full")
 
 
 def test_the_pause_doubles_up_to_a_minute_and_the_note_comes_once() -> None:
-    room, now, pauses = Room(), 100.0, []
+    room, now, pauses = SpaceRetry(), 100.0, []
     notes = []
     for _ in range(9):
         notes += room.lacks(FULL_DISK, now=now)
@@ -36,7 +35,7 @@ def test_the_pause_doubles_up_to_a_minute_and_the_note_comes_once() -> None:
 
 
 def test_after_it_was_found_everything_begins_anew() -> None:
-    room = Room()
+    room = SpaceRetry()
     for now in (0.0, 1.0, 2.0):
         room.lacks(FULL_DISK, now=now)
     room.found()
@@ -47,7 +46,7 @@ def test_after_it_was_found_everything_begins_anew() -> None:
 
 
 def test_a_release_is_a_chance_only_if_something_lacks_room() -> None:
-    room = Room()
+    room = SpaceRetry()
     room.released(now=1.0)
     assert room.retry_at is None
     for now in (0.0, 1.0, 3.0):
@@ -75,7 +74,7 @@ class Notes(Net):
 
 
 def full_node(*, base: int | None) -> Notes:
-    """Return a net whose node b holds v0 and has no room for v1, published in full or as delta."""
+    """Return a net whose node b holds v0 and has no space for v1, published in full or as delta."""
     net = Notes("a", "b")
     net.attach("b", "a")
     run(net.publish(0)[:1])
@@ -154,6 +153,6 @@ def test_nothing_to_try_is_nothing_to_wait_for() -> None:
     net.wait(FIRST_PAUSE_S)
     assert node.deadline is None
     assert node.receiver.store.get((v(1), FULL)) is None
-    message = Announce(version=v(1), offers=(ParcelOffer(v(1), v(0), 1),))
+    message = Announce(version=v(1), offers=(EncodedVersionOffer(v(1), v(0), 1),))
     net.deliver((link, "b"), (message, []))
     assert node.receiver.item == (v(1), Form("delta", v(0)))

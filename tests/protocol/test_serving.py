@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests.protocol.encoded_versions import coded, described, encoded_of, form_on, v, weights
 
-from echo.errors import RemoteProtocolError
-from echo.protocol.actions import Action, Send
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import (
+from echo.core.errors import RemoteProtocolError
+from echo.weights.link import RISE_S
+from echo.weights.sender import FORGET_STALLS, MAX_LEAD_CHUNKS, PIN_STALLS, WAITING_PERIOD_S, Sender
+from echo.weights.store import EncodedVersion, ItemStore, Transfer
+from echo.wire.actions import Action, Send
+from echo.wire.messages import (
+    FULL,
     OPEN_END,
     Announce,
     Chunk,
@@ -22,31 +26,19 @@ from echo.protocol.messages import (
     Subscribe,
     Waiting,
 )
-from echo.protocol.parcel import Parcel
-from echo.protocol.rates import RISE_S
-from echo.protocol.serving import (
-    FORGET_STALLS,
-    MAX_LEAD_CHUNKS,
-    PIN_STALLS,
-    WAITING_PERIOD_S,
-    Serving,
-)
-from echo.protocol.store import Store
-from echo.protocol.transfer import Transfer
 from tests.protocol.harness import CHUNK_BYTES, message_of
-from tests.protocol.parcels import coded, described, form_on, parcel_of, v, weights
 
 NUM_CHUNKS = 41
 WINDOW = 1 << 20
 
 
-def make(*, num_held: int = NUM_CHUNKS) -> Serving:
+def make(*, num_held: int = NUM_CHUNKS) -> Sender:
     """Return a node that holds the first chunks of v1, with no children."""
-    store = Store(keep_versions=2)
+    store = ItemStore(keep_versions=2)
     signed, manifest = described(1)
     held = bytearray(b"\1") * num_held + bytearray(NUM_CHUNKS - num_held)
     store.images[v(1)] = Transfer(signed, manifest, memoryview(weights(1)), held, num_held)
-    return Serving(store, node_id="a", stall_s=0.5)
+    return Sender(store, node_id="a", stall_s=0.5)
 
 
 def say(actions: Sequence[Action]) -> list[tuple[str, Any]]:
@@ -58,17 +50,17 @@ def chunks(actions: Sequence[Action], peer: str) -> list[int]:
     return [m.index for to, m in say(actions) if to == peer and isinstance(m, Chunk)]
 
 
-def fetch(serving: Serving, peer: str, *, now: float = 0.0, **fields: Any) -> list[Action]:
+def fetch(serving: Sender, peer: str, *, now: float = 0.0, **fields: Any) -> list[Action]:
     given: dict[str, Any] = {"version": v(1), "ranges": ((0, NUM_CHUNKS),), "credit_bytes": WINDOW}
     return serving.receive(peer, Fetch(**(given | fields)), now)
 
 
-def credit(serving: Serving, peer: str, num_chunks: int, now: float) -> list[Action]:
+def credit(serving: Sender, peer: str, num_chunks: int, now: float) -> list[Action]:
     message = Credit(version=v(1), credit_bytes=num_chunks * CHUNK_BYTES)
     return serving.receive(peer, message, now)
 
 
-def hold(serving: Serving, index: int, now: float = 0.0) -> list[Action]:
+def hold(serving: Sender, index: int, now: float = 0.0) -> list[Action]:
     """Let a chunk of v1 arrive."""
     image = serving.store.images[v(1)]
     image.has_chunk[index] = 1
@@ -76,7 +68,7 @@ def hold(serving: Serving, index: int, now: float = 0.0) -> list[Action]:
     return serving.forward((v(1), FULL), index, now)
 
 
-def acknowledge(serving: Serving, peer: str, num_chunks: int, now: float, *, more: int = 0) -> None:
+def acknowledge(serving: Sender, peer: str, num_chunks: int, now: float, *, more: int = 0) -> None:
     """Have a child say that so many chunks have come, and that so many more may."""
     given = {"credit_bytes": more * CHUNK_BYTES, "taken_bytes": num_chunks * CHUNK_BYTES}
     serving.receive(peer, Credit(version=v(1), **given), now)
@@ -194,8 +186,8 @@ def test_ranges_are_places_of_the_lane() -> None:
 def test_an_impossible_fetch_changes_nothing(form: str, fields: Any, match: str) -> None:
     serving = make(num_held=0)
     if form != "full":
-        parcel = parcel_of(2, 1, num_pieces=1 if form == "open" else None)
-        serving.store.parcels[v(2), form_on(1)] = parcel
+        encoded = encoded_of(2, 1, num_pieces=1 if form == "open" else None)
+        serving.store.encoded_versions[v(2), form_on(1)] = encoded
         fields = fields | {"version": v(2), "form": form_on(1)}
     fetch(serving, "c")
     with pytest.raises(RemoteProtocolError, match=match):
@@ -203,12 +195,12 @@ def test_an_impossible_fetch_changes_nothing(form: str, fields: Any, match: str)
     assert chunks(hold(serving, 0), "c") == [0]
 
 
-def test_an_image_and_a_whole_parcel_have_an_end() -> None:
+def test_an_image_and_a_whole_encoded_have_an_end() -> None:
     serving = make()
     with pytest.raises(RemoteProtocolError, match="bad ranges"):
         fetch(serving, "c", ranges=((0, OPEN_END),))
-    parcel = serving.store.parcels[v(2), form_on(1)] = parcel_of(2, 1)
-    beyond = ((0, parcel.num_chunks + 1),)
+    encoded = serving.store.encoded_versions[v(2), form_on(1)] = encoded_of(2, 1)
+    beyond = ((0, encoded.num_chunks + 1),)
     with pytest.raises(RemoteProtocolError, match="bad ranges"):
         fetch(serving, "c", version=v(2), form=form_on(1), ranges=beyond)
 
@@ -275,7 +267,7 @@ def test_one_of_a_third_of_the_rate_is_not_waited_for_after_five_seconds() -> No
     assert lead[-1] > 2 * MAX_LEAD_CHUNKS
 
 
-def take_for(serving: Serving, seconds: float, *, now: float, every: dict[str, int]) -> list[int]:
+def take_for(serving: Sender, seconds: float, *, now: float, every: dict[str, int]) -> list[int]:
     """Let each child take a chunk every so many ticks, without end; count what they are sent."""
     num_sent = dict.fromkeys(every, 0)
     for tick in range(1, int(seconds / 0.25) + 1):
@@ -369,7 +361,7 @@ def test_a_sibling_that_leaves_sets_the_others_free() -> None:
 
 def test_what_siblings_of_another_item_take_does_not_matter() -> None:
     serving = make()
-    serving.store.parcels[v(2), form_on(1)] = parcel_of(2, 1)
+    serving.store.encoded_versions[v(2), form_on(1)] = encoded_of(2, 1)
     fetch(serving, "slow", version=v(2), form=form_on(1), ranges=((0, 4),), credit_bytes=1)
     assert len(chunks(fetch(serving, "fast"), "fast")) == NUM_CHUNKS
 
@@ -423,17 +415,17 @@ def test_one_that_asked_for_what_is_not_known_yet_is_told_so_until_it_is() -> No
     assert say(fetch(serving, "c", version=v(2))) == [("c", waiting(2))]
     for tick in range(1, 5):
         assert say(serving.expire(0.21 * tick)) == [("c", waiting(2))]
-    parcel = serving.store.parcels[v(2), form_on(1)] = parcel_of(2, 1)
+    encoded = serving.store.encoded_versions[v(2), form_on(1)] = encoded_of(2, 1)
     # It turns out to be known in another form only.
     assert say(serving.expire(2.0)) == [("c", Gone(version=v(2)))]
     assert serving.deadline is None
-    ranges = ((0, parcel.num_chunks),)
+    ranges = ((0, encoded.num_chunks),)
     sent = fetch(serving, "c", version=v(2), form=form_on(1), ranges=ranges, now=2.0)
-    assert len(chunks(sent, "c")) == parcel.num_chunks
+    assert len(chunks(sent, "c")) == encoded.num_chunks
 
 
 def test_a_subscriber_is_answered_even_with_nothing() -> None:
-    serving = Serving(Store(keep_versions=1), node_id="a", stall_s=0.5)
+    serving = Sender(ItemStore(keep_versions=1), node_id="a", stall_s=0.5)
     told = say(serving.receive("c", Subscribe(newest=None), 0.0))
     assert told == [("c", Waiting(version=None))]
 
@@ -443,7 +435,7 @@ def test_a_child_that_needs_not_answer_is_not_forgotten() -> None:
     serving.receive("c", Subscribe(newest=v(0)), 0.0)
     fetch(serving, "c")
     # Another form of the version that it has taken meanwhile.
-    serving.store.parcels[v(1), form_on(None)] = parcel_of(1, None)
+    serving.store.encoded_versions[v(1), form_on(None)] = encoded_of(1, None)
     assert isinstance(say(serving.announce(now=1.0))[0][1], Announce)
     serving.forget_silent(1000.0)
     assert "c" in serving.children
@@ -479,39 +471,40 @@ def test_a_child_that_does_not_react_to_what_is_announced_is_forgotten() -> None
     assert sorted(serving.children) == ["alive"]
 
 
-# --- parcels -------------------------------------------------------------------------------------
+# --- encoded versions
+# -------------------------------------------------------------------------------------
 
 
-def grown(serving: Serving, pieces: slice) -> tuple[Parcel, list[Action]]:
+def grown(serving: Sender, pieces: slice) -> tuple[EncodedVersion, list[Action]]:
     """Add segments of v2 as a delta to what the node has of it."""
     item = (v(2), form_on(1))
-    parcel = serving.store.parcels.setdefault(item, Parcel(*item))
+    encoded = serving.store.encoded_versions.setdefault(item, EncodedVersion(*item))
     actions = []
     for table, frame, payload in coded(2, 1)[pieces]:
-        parcel.add(table, frame, payload)
+        encoded.add(table, frame, payload)
         actions += serving.extend(item, 0.0)
-    return parcel, actions
+    return encoded, actions
 
 
 def test_an_open_fetch_takes_each_segment_as_it_comes() -> None:
     serving = make()
-    parcel, _ = grown(serving, slice(0, 1))
+    encoded, _ = grown(serving, slice(0, 1))
     fields = {"version": v(2), "form": form_on(1), "ranges": ((0, OPEN_END),)}
     actions = fetch(serving, "c", **fields)
     _, more = grown(serving, slice(1, None))
     actions += more
-    assert sorted(chunks(actions, "c")) == list(range(parcel.num_chunks))
+    assert sorted(chunks(actions, "c")) == list(range(encoded.num_chunks))
     segments = [m.index for _, m in say(actions) if isinstance(m, Segment)]
-    assert segments == list(range(parcel.num_segments))
+    assert segments == list(range(encoded.num_segments))
     kinds = [type(m) for _, m in say(actions) if isinstance(m, Segment | Chunk)]
     assert kinds[0] is Segment
     assert serving.children["c"].fetching is None
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 3])
-def test_a_child_that_knows_more_of_a_parcel_gets_only_what_it_asked_for(num_lanes: int) -> None:
+def test_a_child_that_knows_more_of_an_encoded_gets_only_what_it_asked_for(num_lanes: int) -> None:
     """As after a restart of this node."""
-    whole = parcel_of(2, 1)
+    whole = encoded_of(2, 1)
     end = whole.num_chunks
     for known, asked in (
         (2, ((end // num_lanes - 2, OPEN_END),)),

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo.errors import RefusedError, TransportError
-from echo.protocol import codec
-from echo.protocol.actions import Action, Send, Stop
-from echo.protocol.codec import encode
-from echo.protocol.messages import (
+from echo.core.errors import RefusedError, TransportError
+from echo.core.rollout import PolicyVersion
+from echo.weights.sender import SLOW_AFTER_S, WAITING_PERIOD_S
+from echo.wire import codec
+from echo.wire.actions import Action, Send, Stop
+from echo.wire.codec import encode
+from echo.wire.messages import (
     Ack,
     Chunk,
     Deliver,
@@ -26,8 +28,6 @@ from echo.protocol.messages import (
     Rehello,
     Waiting,
 )
-from echo.protocol.serving import SLOW_AFTER_S, WAITING_PERIOD_S
-from echo.rollout import PolicyVersion
 from tests.protocol.harness import (
     LEARNER_ADDRESS,
     Process,
@@ -79,7 +79,7 @@ def test_weights_go_from_learner_to_relay_to_worker_to_worker(tmp_path: Path) ->
     assert second.session.stats().parent == "w1"
     newest = second.session.installed_version
     assert newest is not None
-    assert second.session.broadcast.store[newest].arena == make_image(newest)
+    assert second.session.broadcast.store[newest].storage == make_image(newest)
     # The learner's uplink carries each version once, but for what moved at the start.
     per_version = len(make_image(newest))
     num_published = len(of_kind(run, "trained")) + 1
@@ -494,7 +494,7 @@ def test_a_hung_engine_loses_its_leases_and_is_given_no_more(tmp_path: Path) -> 
     assert learner.session.leases.num_leases("w1") == 3
     run.start_worker("w2")
     run.world.run(40.0)
-    assert len(hung.session.drafts.running) == 1
+    assert len(hung.session.partials.running) == 1
     assert learner.session.leases.num_leases("w1") == 0
     assert learner.session.counters["leases_expired"] == 3
     lines = [note for note in learner.notes if "expired" in note]
@@ -509,8 +509,8 @@ def test_leases_that_wait_behind_a_long_group_do_not_expire(tmp_path: Path) -> N
     worker = run.start_worker("w1")
 
     def report(num_tokens: int) -> None:
-        for draft in worker.session.drafts.running.values():
-            draft.num_progress = num_tokens
+        for partial in worker.session.partials.running.values():
+            partial.num_progress = num_tokens
         run.world.later(0.5, lambda: report(num_tokens + 1))
 
     report(1)
@@ -546,7 +546,7 @@ def test_a_worker_believes_the_learner_only_on_its_control_link(tmp_path: Path) 
     run = Run(tmp_path)
     _, relay, [worker] = start_all(run)
     run.world.run(5.0)
-    finish = codec.encode(Finish(reason="ha"), source="learner", target="w1")
+    finish = encode(Finish(reason="ha"), source="learner", target="w1")
     actions = worker.session.receive("in99", finish, now=5.0)
     assert "Finish that did not come from the learner's side" in actions[0].text
     actions = relay.session.receive("in99", finish, now=5.0)
@@ -559,7 +559,7 @@ def test_a_message_for_another_node_is_refused_by_who_does_not_relay(tmp_path: P
     run = Run(tmp_path)
     learner, _, [worker] = start_all(run)
     run.world.run(3.0)
-    stray = codec.encode(Finish(reason="x"), source="learner", target="w9")
+    stray = encode(Finish(reason="x"), source="learner", target="w9")
     for process in (learner, worker):
         [note] = process.session.receive("in99", stray, now=3.0)
         assert "w9" in note.text
@@ -570,12 +570,12 @@ def test_a_relay_without_route_or_uplink_drops_and_counts(tmp_path: Path) -> Non
     learner, relay, _ = start_all(run, workers=0)
     run.world.run(3.0)
     control = relay.session._control.peer
-    down = codec.encode(Finish(reason="x"), source="learner", target="w9")
+    down = encode(Finish(reason="x"), source="learner", target="w9")
     assert relay.session.receive(control, down, now=3.0) == []
     assert relay.session.counters["dropped/no_route"] == 1
     run.world.kill(learner)
     run.world.run(4.0)
-    up = codec.encode(Finish(reason="x"), source="w9", target="learner")
+    up = encode(Finish(reason="x"), source="w9", target="learner")
     assert relay.session.receive("in98", up, now=4.0) == []
     assert relay.session.counters["dropped/no_uplink"] == 1
 
@@ -587,7 +587,7 @@ def deliver(run: Run, group_id: int, **changes: Any) -> tuple[Any, list[Any]]:
     group = changes.pop("group", None) or make_group(group_id, PolicyVersion(1, 0))
     header, arrays = codec.encode_group(group)
     arrays = changes.pop("arrays", arrays)
-    frames = codec.encode(Deliver(**label), (header, arrays), source="w1", target="learner")
+    frames = encode(Deliver(**label), (header, arrays), source="w1", target="learner")
     actions = learner.session.receive("in0", frames, now=run.world.now)
     messages = [message_of(a.frames) for a in actions if isinstance(a, Send)]
     acks = [message for message in messages if isinstance(message, Ack)]
@@ -639,10 +639,10 @@ def test_mixed_versions_are_refused_where_a_lease_names_one(hung_run: Run) -> No
     first = make_group(0, PolicyVersion(1, 0)).rollouts[0].policy_versions.copy()
     first[-1] = 1, 1
     group = change(make_group(0, PolicyVersion(1, 0)), policy_versions=first)
-    settings = learner._intake.settings
-    learner._intake.settings = dataclasses.replace(settings, exact_version=True)
+    settings = learner._scheduler.settings
+    learner._scheduler.settings = dataclasses.replace(settings, exact_version=True)
     assert deliver(hung_run, 0, group=group)[0].reason == "mixed_versions"
-    learner._intake.settings = settings
+    learner._scheduler.settings = settings
     # Elsewhere only that the learner has not published it yet is wrong with it.
     assert deliver(hung_run, 0, group=group)[0].reason == "version_from_the_future"
 
@@ -688,20 +688,20 @@ def test_an_acknowledgement_takes_a_lease_from_the_queue(hung_run: Run) -> None:
     worker = hung_run.world.process("w1")
     ack = Ack(group_id=1, attempt=0, outcome="duplicate")
     control = worker.session._control.peer
-    worker.session.receive(control, codec.encode(ack, source="learner", target="w1"), now=3.0)
-    assert sorted(group_id for group_id, _ in worker.session.drafts.queue) == [0, 2]
+    worker.session.receive(control, encode(ack, source="learner", target="w1"), now=3.0)
+    assert sorted(group_id for group_id, _ in worker.session.partials.queue) == [0, 2]
 
 
 def test_a_full_outbox_stops_leases_until_it_is_acknowledged(hung_run: Run) -> None:
     worker = hung_run.world.process("w1")
     session = worker.session
-    session.outbox.max_parcels = 1
-    [draft] = session.take(1, group_size=2)
-    session.finished(make_group(draft.lease.group_id, PolicyVersion(1, 0)), now=3.0)
+    session.outbox.max_deliveries = 1
+    [partial] = session.take(1, group_size=2)
+    session.finished(make_group(partial.lease.group_id, PolicyVersion(1, 0)), now=3.0)
     assert session.outbox.is_full
     assert session.capacity() == 0
     assert session.take(1, group_size=2) == []
-    ack = codec.encode(Ack(group_id=0, attempt=0, outcome="accepted"), source="l", target="w1")
+    ack = encode(Ack(group_id=0, attempt=0, outcome="accepted"), source="l", target="w1")
     actions = session.receive(session._control.peer, ack, now=3.1)
     assert isinstance(message_of(actions[-1].frames), Heartbeat)
     assert session.capacity() == 3
@@ -709,20 +709,20 @@ def test_a_full_outbox_stops_leases_until_it_is_acknowledged(hung_run: Run) -> N
 
 def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones(hung_run: Run) -> None:
     session = hung_run.world.process("w1").session
-    drafts = session.take(2, group_size=2)
-    drafts[1].num_progress = 7
-    session.park(drafts[1])
+    partials = session.take(2, group_size=2)
+    partials[1].num_progress = 7
+    session.park(partials[1])
     states = {state.group_id: state for state in session.lease_states()}
     assert [states[i].num_tokens for i in range(3)] == [0, 7, 0]
     assert [states[i].is_waiting for i in range(3)] == [False, True, True]
-    assert [draft.lease.group_id for draft in session.take(3, group_size=2)] == [1, 2]
+    assert [partial.lease.group_id for partial in session.take(3, group_size=2)] == [1, 2]
 
 
 def test_a_node_that_is_not_known_is_told_to_say_hello(tmp_path: Path) -> None:
     run = Run(tmp_path)
     learner = run.start_learner()
     beat = Heartbeat(installed=None, capacity=0, leases=(), stats=NodeStats())
-    frames = codec.encode(beat, source="w7", target="learner")
+    frames = encode(beat, source="w7", target="learner")
     [answer] = learner.session.receive("in0", frames, now=0.0)
     assert type(message_of(answer.frames)).__name__ == "Rehello"
 
@@ -732,7 +732,7 @@ def test_the_ready_of_a_process_that_was_replaced_does_not_admit_it(tmp_path: Pa
     learner = run.start_learner()
     run.start_worker("w1")
     run.world.run(3.0)
-    ready = codec.encode(Ready(incarnation="older", digests={}), source="w1", target="learner")
+    ready = encode(Ready(incarnation="older", digests={}), source="w1", target="learner")
     [answer] = learner.session.receive("in9", ready, now=3.0)
     assert isinstance(message_of(answer.frames), Rehello)
 
@@ -745,7 +745,7 @@ def test_a_node_that_was_forgotten_while_it_waited_says_hello_again(tmp_path: Pa
     run.world.run(2.0)
     assert state_of(worker) == "readying"
     learner.session.roster.nodes.clear()
-    rehello = codec.encode(Rehello(), source="learner", target="w1")
+    rehello = encode(Rehello(), source="learner", target="w1")
     [answer] = worker.session.receive(worker.session._control.peer, rehello, now=2.0)
     assert isinstance(message_of(answer.frames), Hello)
     assert state_of(worker) == "joining"

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.protocol.messages import Plan
-from echo.protocol.standby import set_standby
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.wire.messages import TopologyPlan
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run, message_of
 
 
@@ -24,7 +23,7 @@ def start(tmp_path: Path, *, workers: int = 2) -> tuple[Run, Process, list[Proce
 
 
 def park(run: Run, learner: Process, *names: str) -> None:
-    run.world.perform(learner, set_standby(learner.session, names, now=run.world.now))
+    run.world.perform(learner, learner.session.set_standby(names, now=run.world.now))
 
 
 def num_granted(run: Run, worker: str) -> int:
@@ -88,15 +87,15 @@ def test_the_children_of_a_worker_that_is_put_on_standby_get_other_parents(tmp_p
 @pytest.mark.slow
 def test_a_lost_plan_is_repeated_until_the_worker_stands_by(tmp_path: Path) -> None:
     run, learner, [_, w2] = start(tmp_path)
-    lost: list[Plan] = []
+    lost: list[TopologyPlan] = []
 
     def drop(source: str, target: str, frames: list[bytes]) -> bool:
         if source != "learner" or target != "w2" or len(lost) >= 3:
             return False
         message = message_of(frames)
-        if isinstance(message, Plan):
+        if isinstance(message, TopologyPlan):
             lost.append(message)
-        return isinstance(message, Plan)
+        return isinstance(message, TopologyPlan)
 
     run.world.drop = drop
     park(run, learner, "w2")

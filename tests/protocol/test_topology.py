@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.topology import Site, Topology, plan_parents, plan_topology
-from echo.protocol.topology_fluid import fluid_rate
+from echo.weights.topology.plan import Topology, plan_parents, plan_topology
+from echo.weights.topology.sites import Site
+from echo.weights.topology.throughput import fluid_rate
 from tests.protocol.fleets import MBIT, check, depth, draw, flat, fleet_of, learner, site, trees_of
 
 LEARNER = ("learner", "tcp://l:1")

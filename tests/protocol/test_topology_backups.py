@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from echo.protocol.topology_backups import MAX_PARENTS, with_backups
+from echo.weights.topology.plan import MAX_PARENTS, with_backups
 from tests.protocol.fleets import fleet_of, site
 
 #            learner

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from echo.protocol.topology_fleet import ASSUMED_BYTES_PER_S, Site
+from echo.weights.topology.sites import ASSUMED_BYTES_PER_S, Site
 from tests.protocol.fleets import MBIT, fleet_of, learner, site
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.protocol.topology_fleet import Fleet
-from echo.protocol.topology_fluid import HOP_WORK_S, Trees, fluid_rate, forecast
-from echo.protocol.topology_trees import chain, star, stripe_trees
+from echo.weights.topology.sites import Sites
+from echo.weights.topology.throughput import HOP_WORK_S, Trees, fluid_rate, throughput_of
+from echo.weights.topology.trees import chain, star, stripe_trees
 from tests.protocol.fleets import MBIT, draw, fleet_of, learner, site
 
 SIZE, CHUNK = 128 << 20, 1 << 20
@@ -20,22 +20,22 @@ UPLINK = 100 * MBIT
 LATENCY_S = 0.02 + HOP_WORK_S
 
 
-def rate_of(fleet: Fleet, trees: Trees) -> float:
+def rate_of(fleet: Sites, trees: Trees) -> float:
     """Return what the slowest receiver gets, be it a straggler."""
     everybody = dataclasses.replace(fleet, stragglers=frozenset())
-    found = forecast(everybody, trees, payload_bytes=SIZE, chunk_bytes=CHUNK)
+    found = throughput_of(everybody, trees, payload_bytes=SIZE, chunk_bytes=CHUNK)
     return found.rate_bytes_per_s
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 30])
 def test_star_and_chain_follow_their_formulas(num_nodes: int) -> None:
     fleet = fleet_of([site(f"n{i}") for i in range(num_nodes)], learner(100))
-    found = forecast(fleet, star(fleet), payload_bytes=SIZE, chunk_bytes=CHUNK)
+    found = throughput_of(fleet, star(fleet), payload_bytes=SIZE, chunk_bytes=CHUNK)
     assert found.predicted_s == pytest.approx(num_nodes * SIZE / UPLINK + LATENCY_S)
     assert (found.learner_copies, found.rate_bytes_per_s) == (num_nodes, UPLINK / num_nodes)
     line = chain(fleet)
     assert line is not None
-    found = forecast(fleet, line, payload_bytes=SIZE, chunk_bytes=CHUNK)
+    found = throughput_of(fleet, line, payload_bytes=SIZE, chunk_bytes=CHUNK)
     expected = SIZE / UPLINK + (num_nodes - 1) * (CHUNK / UPLINK + LATENCY_S) + LATENCY_S
     assert found.predicted_s == pytest.approx(expected)
     assert (found.learner_copies, found.rate_bytes_per_s) == (1, UPLINK)
@@ -46,7 +46,7 @@ def test_stripes_need_the_time_of_one_copy_and_a_logarithm_of_hops(num_stripes: 
     fleet = fleet_of([site(f"n{i}") for i in range(64)], learner(100))
     trees = stripe_trees(fleet, num_stripes, does_spare_learner=True)
     assert trees is not None
-    found = forecast(fleet, trees, payload_bytes=SIZE, chunk_bytes=CHUNK)
+    found = throughput_of(fleet, trees, payload_bytes=SIZE, chunk_bytes=CHUNK)
     hops = 1 + math.ceil(math.log(64, num_stripes))
     formula = SIZE / UPLINK + hops * (num_stripes * CHUNK / UPLINK + LATENCY_S)
     assert SIZE / UPLINK < found.predicted_s <= formula * 1.01
@@ -67,7 +67,7 @@ def test_a_receiver_gets_no_more_than_its_downlink() -> None:
 def test_links_between_regions_are_counted_and_priced() -> None:
     nodes = [site("a", region="eu", price_per_gb=0.1), site("b", region="us")]
     fleet = fleet_of(nodes, learner(region="us"))
-    found = forecast(fleet, [[-1, 0, 1]], payload_bytes=SIZE, chunk_bytes=CHUNK)
+    found = throughput_of(fleet, [[-1, 0, 1]], payload_bytes=SIZE, chunk_bytes=CHUNK)
     assert (found.crossings, found.egress_gb_price) == (2.0, 0.1)
 
 

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from echo.protocol.topology_backups import Parents, with_backups
-from echo.protocol.topology_fleet import Site
-from echo.protocol.topology_keep import patched
+from echo.weights.topology.plan import Parents, patched, with_backups
+from echo.weights.topology.sites import Site
 from tests.protocol.fleets import MBIT, fleet_of, site
 
 NODES = [site(f"n{i}", 200) for i in range(1, 8)]

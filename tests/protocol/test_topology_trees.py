@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from echo.protocol.topology_fluid import forecast, num_children, order
-from echo.protocol.topology_trees import chain, dealt_slots, stripe_trees
+from echo.weights.topology.throughput import num_children, order, throughput_of
+from echo.weights.topology.trees import chain, dealt_slots, stripe_trees
 from tests.protocol.fleets import MBIT, draw, fleet_of, learner, site
 
 
@@ -39,7 +39,7 @@ def test_equal_nodes_are_interior_in_one_stripe(num_stripes: int) -> None:
     interior = [set(tree) - {-1, 0} for tree in trees]
     assert sum(map(len, interior)) == len(set.union(*interior))
     assert num_children(trees)[0] == num_stripes
-    found = forecast(fleet, trees, payload_bytes=1 << 30, chunk_bytes=1 << 20)
+    found = throughput_of(fleet, trees, payload_bytes=1 << 30, chunk_bytes=1 << 20)
     assert found.rate_bytes_per_s == pytest.approx(100 * MBIT)
 
 

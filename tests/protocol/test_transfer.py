@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.protocol.manifest import build_manifest, sign
-from echo.protocol.transfer import Transfer, new_arena
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.weights.manifest import build_manifest, sign
+from echo.weights.store import Transfer, allocate
 
 IMAGE = bytes(range(256)) * 10
 CHUNK_BYTES = 1024
@@ -22,12 +22,12 @@ def make_transfer() -> Transfer:
         chunk_bytes=CHUNK_BYTES,
     )
     signed = sign(manifest, Ed25519PrivateKey.generate())
-    return Transfer(signed, manifest, new_arena(len(IMAGE)), bytearray(manifest.num_chunks))
+    return Transfer(signed, manifest, allocate(len(IMAGE)), bytearray(manifest.num_chunks))
 
 
-def test_a_new_arena_fills_chunk_by_chunk_whatever_their_order_and_their_type() -> None:
+def test_a_new_storage_fills_chunk_by_chunk_whatever_their_order_and_their_type() -> None:
     transfer = make_transfer()
-    assert len(transfer.arena) == len(IMAGE)
+    assert len(transfer.storage) == len(IMAGE)
     assert transfer.missing() == ((0, 3),)
     transfer.hold(2, bytearray(IMAGE[2048:]))  # shorter than the others
     transfer.hold(0, memoryview(IMAGE)[:1024])
@@ -35,7 +35,7 @@ def test_a_new_arena_fills_chunk_by_chunk_whatever_their_order_and_their_type() 
     assert not transfer.is_complete
     transfer.hold(1, IMAGE[1024:2048])
     assert transfer.is_complete
-    assert transfer.arena == IMAGE
+    assert transfer.storage == IMAGE
 
 
 def test_a_chunk_is_a_view_that_nobody_can_write_to() -> None:
@@ -44,5 +44,5 @@ def test_a_chunk_is_a_view_that_nobody_can_write_to() -> None:
     chunk = transfer.chunk(1)
     assert chunk.readonly
     assert chunk == IMAGE[1024:2048]
-    transfer.arena[1024] ^= 0xFF
+    transfer.storage[1024] ^= 0xFF
     assert chunk != IMAGE[1024:2048]  # the same memory

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.errors import RefusedError
-from echo.protocol.codec import decode_envelope, decode_message, encode
-from echo.protocol.messages import Welcome
-from echo.protocol.trust import (
+from echo.core.errors import RefusedError
+from echo.core.rollout import Lineage
+from echo.weights.store import (
     FINGERPRINT_BYTES,
     fingerprint,
     show_fingerprint,
     sign_welcome,
     welcome_fault,
 )
-from echo.rollout import Lineage
+from echo.wire.codec import decode_envelope, decode_message, encode
+from echo.wire.messages import Welcome
 from tests.protocol.harness import KEY, PUBLIC_KEY, Process, Run
 
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from echo.protocol.usefulness import ALONE_S, AWAY_S, Usefulness
+from echo.leases.dispatch import ALONE_S, AWAY_S, Usefulness
 
 B = 4
 MAX_BARREN = 20 * B
 
 
 def make() -> Usefulness:
-    return Usefulness(max_barren_groups=MAX_BARREN, groups_per_step=B)
+    return Usefulness(max_zero_signal_groups=MAX_BARREN, groups_per_step=B)
 
 
 def play(
@@ -106,7 +106,7 @@ def test_one_worker_does_not_end_the_run_between_useful_groups_of_others() -> No
     assert counts.is_calm
 
 
-def test_where_the_others_agree_the_run_is_barren() -> None:
+def test_where_the_others_agree_the_run_is_zero_signal() -> None:
     counts, able = make(), {"fast": True, "slow": True}
     for _ in range(MAX_BARREN):
         counts.delivered("fast", is_useful=False, now=0.0)

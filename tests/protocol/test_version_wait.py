@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from echo.protocol.leases import most_promised, oldest_step
-from echo.protocol.messages import Lease
-from echo.protocol.version_wait import VersionWait
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.leases.book import most_promised, oldest_step
+from echo.roles.worker import VersionWait
+from echo.wire.messages import Lease
 from tests.protocol.harness import Process, Run, make_lease
 
 NEWER = PolicyVersion(1, 7)
@@ -54,23 +54,23 @@ def worker(hung_run: Run) -> Process:
 
 
 def test_leases_say_which_version_they_were_granted_for(worker: Process) -> None:
-    queue = worker.session.drafts.queue
+    queue = worker.session.partials.queue
     assert {lease.min_version for lease in queue.values()} == {PolicyVersion(1, 0)}
 
 
 def test_older_weights_sample_nothing_of_it_and_newer_ones_do(worker: Process) -> None:
     session = worker.session
-    session.drafts.queue = {
+    session.partials.queue = {
         (n, 0): asking(n, version) for n, version in enumerate([NEWER, None, PolicyVersion(1, 0)])
     }
     assert session.installed_version == PolicyVersion(1, 0)
-    assert [draft.lease.group_id for draft in session.take(9, group_size=2)] == [1, 2]
+    assert [partial.lease.group_id for partial in session.take(9, group_size=2)] == [1, 2]
     session.installed_version = None
     assert session.take(9, group_size=2) == []
     session.installed_version = PolicyVersion(1, 8)
-    [draft] = session.take(9, group_size=2)
+    [partial] = session.take(9, group_size=2)
     # One that was begun waits, too.
-    session.park(draft)
+    session.park(partial)
     session.installed_version = PolicyVersion(1, 6)
     assert session.take(9, group_size=2) == []
 
@@ -78,13 +78,13 @@ def test_older_weights_sample_nothing_of_it_and_newer_ones_do(worker: Process) -
 def test_what_has_waited_in_vain_goes_to_another_worker(worker: Process) -> None:
     run, session = worker.on_action.__self__.run, worker.session
     learner = run.world.process("learner").session
-    session.drafts.queue = {key: asking(key[0]) for key in session.drafts.queue}
+    session.partials.queue = {key: asking(key[0]) for key in session.partials.queue}
     session.version_wait.max_s = 2.0
     session.max_groups = 0  # so that it is not the one that gets them again
     run.world.run(4.0)
-    assert len(session.drafts.queue) == 3
+    assert len(session.partials.queue) == 3
     run.world.run(7.0)
-    assert not session.drafts.queue
+    assert not session.partials.queue
     assert not len(session.outbox)
     assert session.counters["engine/version_refused"] == 3
     assert learner.counters["leases_given_back"] == 3
@@ -94,7 +94,7 @@ def test_what_has_waited_in_vain_goes_to_another_worker(worker: Process) -> None
     run.world.run(12.0)
     assert learner.counters["accepted"] >= 3
     assert not any(name.startswith("discarded/") for name in learner.counters.as_dict())
-    assert all(group_id in learner._granting.settled for group_id in range(3))
+    assert all(group_id in learner._scheduler.finished for group_id in range(3))
 
 
 OLD, HERE, NEXT = (PolicyVersion(1, step) for step in (0, 1, 2))
@@ -106,12 +106,12 @@ def wanting(group_id: int, version: PolicyVersion) -> Lease:
 
 def test_an_exact_version_is_sampled_by_that_one_alone(worker: Process) -> None:
     session = worker.session
-    session.drafts.queue = {(n, 0): wanting(n, v) for n, v in enumerate([OLD, HERE, NEXT])}
+    session.partials.queue = {(n, 0): wanting(n, v) for n, v in enumerate([OLD, HERE, NEXT])}
     session.installed_version = HERE
-    assert [draft.lease.group_id for draft in session.take(9, group_size=2)] == [1]
-    assert [lease.group_id for lease in session.drafts.awaiting(HERE)] == [2]
-    assert [lease.group_id for lease in session.drafts.outrun(HERE)] == [0]
-    assert session.drafts.outrun(None) == []
+    assert [partial.lease.group_id for partial in session.take(9, group_size=2)] == [1]
+    assert [lease.group_id for lease in session.partials.awaiting(HERE)] == [2]
+    assert [lease.group_id for lease in session.partials.superseded(HERE)] == [0]
+    assert session.partials.superseded(None) == []
     session.installed_version = None
     assert session.take(9, group_size=2) == []
 
@@ -119,15 +119,15 @@ def test_an_exact_version_is_sampled_by_that_one_alone(worker: Process) -> None:
 def test_a_new_version_gives_back_at_once_what_wants_the_one_before(worker: Process) -> None:
     run, session = worker.on_action.__self__.run, worker.session
     learner = run.world.process("learner").session
-    session.drafts.queue = {(n, 0): wanting(n, HERE) for n in range(3)}
+    session.partials.queue = {(n, 0): wanting(n, HERE) for n in range(3)}
     session.installed_version = HERE
-    [begun, parked] = session.take(2, group_size=2)
-    session.park(parked)
+    [begun, interrupted] = session.take(2, group_size=2)
+    session.park(interrupted)
     run.world.perform(worker, session.on_installed(NEXT, now=run.world.now))
     # What is in the engine is its affair, which keeps the new version out meanwhile.
-    assert list(session.drafts.running) == [begun.key]
-    assert not session.drafts.queue
-    assert not session.drafts.parked
+    assert list(session.partials.running) == [begun.key]
+    assert not session.partials.queue
+    assert not session.partials.interrupted
     assert session.counters["engine/version_refused"] == 2
     assert any("exactly v1 is wanted, v2 is installed" in note for note in worker.notes)
     run.world.run(run.world.now + 2.0)
@@ -135,9 +135,9 @@ def test_a_new_version_gives_back_at_once_what_wants_the_one_before(worker: Proc
     assert learner.counters["leases_given_back"] == 2
     assert not any(name.startswith("discarded/") for name in learner.counters.as_dict())
     # Where the engine was faster than the word of it, that is found out when it refuses.
-    given_back = session.outrun(begun.lease, "v2 is installed", now=run.world.now)
+    given_back = session.superseded(begun.lease, "v2 is installed", now=run.world.now)
     run.world.perform(worker, given_back)
-    assert not session.drafts.running
+    assert not session.partials.running
     run.world.run(run.world.now + 2.0)
     assert learner.counters["leases_given_back"] == 3
     # It happens with each version, so that the operator of the learner is not told.
@@ -146,7 +146,7 @@ def test_a_new_version_gives_back_at_once_what_wants_the_one_before(worker: Proc
 
 def test_an_exact_version_that_does_not_come_is_given_back_like_any_other(worker: Process) -> None:
     run, session = worker.on_action.__self__.run, worker.session
-    session.drafts.queue = {(0, 0): wanting(0, NEWER)}
+    session.partials.queue = {(0, 0): wanting(0, NEWER)}
     session.version_wait.max_s = 2.0
     run.world.run(7.0)
     assert session.counters["engine/version_refused"] == 1

@@ -6,11 +6,19 @@ The liar is no node: it is a link over which a test says what it likes.
 from __future__ import annotations
 
 import pytest
+from tests.protocol.encoded_versions import v
 
-from echo.protocol.manifest import Form
-from echo.protocol.messages import Announce, Chunk, Fetch, Message, ParcelOffer, Segment, Waiting
-from echo.protocol.watchdog import WAIT_STALLS
-from tests.protocol.parcels import v
+from echo.weights.receiver import WAIT_STALLS
+from echo.wire.messages import (
+    Announce,
+    Chunk,
+    EncodedVersionOffer,
+    Fetch,
+    Form,
+    Message,
+    Segment,
+    Waiting,
+)
 from tests.protocol.test_broadcast_storm import Net, pieces_of, right_chunks, run
 
 STALL_S = 0.5
@@ -29,7 +37,7 @@ class Liar:
 
     def announce(self, step: int | None = None) -> None:
         version = v(self.step if step is None else step)
-        self.say(Announce(version=version, offers=(ParcelOffer(version, v(0), 1),)))
+        self.say(Announce(version=version, offers=(EncodedVersionOffer(version, v(0), 1),)))
 
     def wait(self) -> None:
         self.say(Waiting(version=v(self.step), form=DELTA))
@@ -117,7 +125,7 @@ def test_a_liar_that_proves_its_offer_and_brings_no_chunk_is_left_too() -> None:
     net.settle()
     liar.say(Segment(version=v(1), form=DELTA, index=0), first[1])
     net.settle()
-    assert net.nodes["b"].parcels[v(1), DELTA].num_segments == 1
+    assert net.nodes["b"].encoded_versions[v(1), DELTA].num_segments == 1
     go_on(net, liar, until_s=BOUND_S)
     assert net.holds("b", 1)
     asked = [m for name, link, m in net.sent if isinstance(m, Fetch) and "-a" in link]
@@ -192,7 +200,7 @@ def test_a_pause_before_an_item_does_not_count_for_it() -> None:
     net.nodes["b"].receiver.offers.refuse((v(1), DELTA))
     net.nodes["b"].receiver.end()
     net.wait(100.0)
-    liar.say(Announce(version=v(2), offers=(ParcelOffer(v(2), v(0), 1),)))
+    liar.say(Announce(version=v(2), offers=(EncodedVersionOffer(v(2), v(0), 1),)))
     net.settle()
     assert net.nodes["b"].receiver.item == (v(2), DELTA)
     liar.say(Waiting(version=v(2), form=DELTA))

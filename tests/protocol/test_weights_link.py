@@ -4,32 +4,25 @@ from typing import Any
 
 import pytest
 
-from echo.protocol.actions import Dial, HangUp, Note
-from echo.protocol.broadcast import ParentFailed
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import Plan
-from echo.protocol.weights_link import (
-    QUARANTINE_S,
-    REDIVIDE_AFTER_S,
-    LaneLink,
-    Uplink,
-    WeightsLinks,
-)
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.weights.link import Connection, ParentFailed
+from echo.weights.parents import QUARANTINE_S, REDIVIDE_AFTER_S, Parents, StripeParents
+from echo.wire.actions import Dial, HangUp, Note
+from echo.wire.messages import FULL, TopologyPlan
 from tests.protocol.harness import PUBLIC_KEY, make_broadcast
 
 LEARNER, R1, R2 = ("learner", "tcp://l:1"), ("r1", "tcp://r1:1"), ("r2", "tcp://r2:1")
 
 
-class WeightsLink(WeightsLinks):
+class WeightsLink(Parents):
     """One lane, with the links that a plan gives it at hand."""
 
     @property
-    def lane(self) -> LaneLink:
+    def lane(self) -> StripeParents:
         return self._lanes[0]
 
     @property
-    def next(self) -> Uplink | None:
+    def next(self) -> Connection | None:
         return self.lane.next
 
 
@@ -47,9 +40,11 @@ def link() -> WeightsLink:
 
 
 def follow(
-    link: WeightsLinks, *parents: tuple[str, str], epoch: int = 1, now: float = 0.0, **rest: Any
+    link: Parents, *parents: tuple[str, str], epoch: int = 1, now: float = 0.0, **rest: Any
 ) -> list[Any]:
-    return link.on_plan(Plan(epoch=epoch, stripes=(parents,)), control=rest.get("control"), now=now)
+    return link.on_plan(
+        TopologyPlan(epoch=epoch, stripes=(parents,)), control=rest.get("control"), now=now
+    )
 
 
 def answer(link: WeightsLink, node_id: str, *, now: float = 0.0) -> list[Any]:
@@ -126,7 +121,7 @@ def test_a_parent_that_does_not_answer_is_given_up_after_three_seconds(link: Wei
 
 def test_without_an_address_the_parent_is_where_this_node_reached_it(link: WeightsLink) -> None:
     anywhere = ("learner", "")
-    control = Uplink("tcp://found:1", peer="out0", node_id="learner")
+    control = Connection("tcp://found:1", peer="out0", node_id="learner")
     assert dialled(follow(link, anywhere, control=control)) == ["tcp://found:1"]
     other = make_links()
     assert follow(other, anywhere) == []
@@ -284,7 +279,7 @@ def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
 
 def test_every_stripe_has_its_parents_and_every_socket_is_a_link() -> None:
     link = make_links(sockets_per_link=3)
-    plan = Plan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
+    plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
     actions = link.on_plan(plan, control=None, now=0.0)
     assert dialled(actions) == ["tcp://r1:1", "tcp://r2:1", "tcp://r1:1", "tcp://r2:1"]
     assert len(link.broadcast.receiver.lanes) == 4
@@ -303,12 +298,12 @@ def test_every_stripe_has_its_parents_and_every_socket_is_a_link() -> None:
 
 def test_stripes_are_as_good_as_several_sockets() -> None:
     link = make_links(sockets_per_link=2)
-    plan = Plan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
+    plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
     assert dialled(link.on_plan(plan, control=None, now=0.0)) == ["tcp://r1:1", "tcp://r2:1"]
 
 
 def test_a_plan_with_fewer_stripes_hangs_up_the_rest(link: WeightsLink) -> None:
-    plan = Plan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
+    plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
     for number, address in enumerate(dialled(link.on_plan(plan, control=None, now=0.0))):
         link.dialled(address, f"peer{number}")
     actions = follow(link, R1, LEARNER, epoch=2)
@@ -323,7 +318,7 @@ def test_a_plan_with_other_stripes_waits_for_the_end_of_a_fetch_but_not_for_long
     answer(link, "r1")
     stand_by(link, "learner")
     link.broadcast.receiver.item = (PolicyVersion(1, 1), FULL)
-    plan = Plan(epoch=2, stripes=((R1, LEARNER), (R2, LEARNER)))
+    plan = TopologyPlan(epoch=2, stripes=((R1, LEARNER), (R2, LEARNER)))
     assert link.on_plan(plan, control=None, now=1.0) == []
     assert link.on_plan(plan, control=None, now=3.0) == []
     assert link.deadline == 1.0 + REDIVIDE_AFTER_S

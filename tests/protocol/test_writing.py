@@ -6,16 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from tests.protocol.encoded_versions import v
 
-from echo.protocol import lanes
-from echo.protocol.actions import Note, Send
-from echo.protocol.broadcast import ParentFailed
-from echo.protocol.lanes import MAX_BAD_CHUNKS
-from echo.protocol.manifest import FULL
-from echo.protocol.messages import Chunk, Credit, Fetch
-from echo.protocol.writing import WRONG_HASH, WriteChunk
+from echo.weights import link as lanes
+from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed
+from echo.weights.receiver import WRONG_HASH, WriteChunk
+from echo.wire.actions import Note, Send
+from echo.wire.messages import FULL, Chunk, Credit, Fetch
 from tests.protocol.harness import CHUNK_BYTES, message_of
-from tests.protocol.parcels import v
 from tests.protocol.test_broadcast_storm import IMAGE_BYTES, Net, image_of
 
 WINDOW_CHUNKS = 4
@@ -213,14 +211,14 @@ def test_wrong_chunks_are_never_written_and_end_their_parent() -> None:
         for message, payload in net.queues[way]
     )
     net.deliver_all()
-    node, before = net.nodes["b"], bytes(net.nodes["b"].store[v(0)].arena)
+    node, before = net.nodes["b"], bytes(net.nodes["b"].store[v(0)].storage)
     for number in range(1, MAX_BAD_CHUNKS + 1):
         work = net.writes[0]
         assert work.run() == WRONG_HASH
         net.decode()
         assert node.num_bad_chunks == number
     assert [(each.peer, each.is_corrupt) for each in net.failures] == [(link, True)]
-    assert bytes(node.store[v(0)].arena) == before
+    assert bytes(node.store[v(0)].storage) == before
     # The last of its chunks is found to be wrong when another parent has been asked already.
     net.attach("b", "a")
     while net.writes:
@@ -310,4 +308,4 @@ def test_an_image_is_bit_for_bit_in_whatever_order_it_is_written() -> None:
     while net.writes:
         net.decode(len(net.works) - 1)
         net.deliver_all()
-    assert bytes(net.nodes["b"].store[v(0)].arena) == image_of(0)
+    assert bytes(net.nodes["b"].store[v(0)].storage) == image_of(0)

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo.protocol.actions import Action
-from echo.protocol.delivery import Outbox
-from echo.protocol.granting import RecordCancel, RecordGrant
-from echo.protocol.joining import Configure
-from echo.protocol.messages import Lease
-from echo.protocol.worker_session import Key, LeaseCancelled, LeasesChanged, WorkerSession
-from echo.protocol.writing import VersionArrived
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
+from echo.leases.outbox import Outbox
+from echo.leases.partials import LeaseKey
+from echo.leases.scheduler import RecordCancel, RecordGrant
+from echo.roles.joining import Configure
+from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
+from echo.weights.receiver import VersionArrived
+from echo.wire.actions import Action
+from echo.wire.messages import Lease
 from tests.protocol.harness import LEARNER_ADDRESS, Process, Run, make_broadcast, make_group
 
 MEDIAN_TOKENS, MAX_TOKENS = 60, 1200
@@ -47,11 +48,11 @@ class RatedEngine:
     """A worker's own work, at its speed."""
 
     def __init__(
-        self, run: Unequal, process: Process, session: WorkerSession, *, speed: float, places: int
+        self, run: Unequal, process: Process, session: Worker, *, speed: float, places: int
     ) -> None:
         self.run, self.process, self.session = run, process, session
         self.speed, self.num_places = speed, places
-        self.sampling: dict[Key, Sampling] = {}
+        self.sampling: dict[LeaseKey, Sampling] = {}
         self.busy_s = 0.0
         """Seconds of its places in use."""
         self.tokens_cancelled = 0.0
@@ -95,8 +96,8 @@ class RatedEngine:
         now = self.run.world.now
         self._advance()
         room, size = self.num_places - len(self.sampling), self.run.numbers.group_size
-        for draft in self.session.take(room, group_size=size, now=now):
-            lease = draft.lease
+        for partial in self.session.take(room, group_size=size, now=now):
+            lease = partial.lease
             num_tokens = self.run.length(lease)
             slowdown = self.run.slowdown(self.process.name, lease)
             sampling = Sampling(lease, version, num_tokens, slowdown, now)
@@ -121,18 +122,18 @@ class RatedEngine:
         if rests:
             self.run.world.later(max(0.0, min(rests)), lambda turn=self._turn: self._look(turn))
 
-    def _end(self, key: Key) -> Sampling | None:
+    def _end(self, key: LeaseKey) -> Sampling | None:
         self._advance()
         sampling = self.sampling.pop(key, None)
         if sampling is not None:
             self.busy_s += self.run.world.now - sampling.began_at
         return sampling
 
-    def _stop(self, key: Key) -> None:
+    def _stop(self, key: LeaseKey) -> None:
         sampling = self._end(key)
         if sampling is not None:
             self.tokens_cancelled += sampling.num_sampled
-            self.session.drafts.end(key)
+            self.session.partials.end(key)
             self._sample()
 
     def _look(self, turn: int) -> None:
@@ -145,7 +146,7 @@ class RatedEngine:
                 self._sampled(key)
         self._sample()
 
-    def _sampled(self, key: Key) -> None:
+    def _sampled(self, key: LeaseKey) -> None:
         sampling = self._end(key)
         assert sampling is not None
         lease, session, now = sampling.lease, self.session, self.run.world.now
@@ -235,8 +236,8 @@ class Unequal(Run):
 
     def _start_rated(self, name: str, speed: float, places: int) -> None:
         settings = self.node_settings(name, "worker", (LEARNER_ADDRESS,))
-        outbox = Outbox(max_parcels=64, retry_s=1.0)
-        session = WorkerSession(settings, make_broadcast(name), outbox, now=self.world.now)
+        outbox = Outbox(max_deliveries=64, retry_s=1.0)
+        session = Worker(settings, make_broadcast(name), outbox, now=self.world.now)
         process = self.world.add(Process(name, session, None))
         engine = RatedEngine(self, process, session, speed=speed, places=places)
         self.engines[name] = engine

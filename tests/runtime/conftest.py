@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from echo.engine.tiny_model import build_model, save_tiny_model
+from echo.engine.model import build_model, save_tiny_model
 from echo.runtime.transport_memory import MemoryNetwork
 from tests.runtime.harness import Play, Run
 

@@ -1,8 +1,8 @@
 """A learner that publishes synthetic weights, and relays that take them, in one process.
 
-Sessions, nodes, coder and arenas are the real ones. The transport is the memory network or ZeroMQ
-with CURVE on loopback, behind an `Uplink` that each node has of its own: it has a rate, it can be
-cut, and it can falsify what it sends.
+Sessions, nodes, coder and version stores are the real ones. The transport is the memory network or
+ZeroMQ with CURVE on loopback, behind an `Uplink` that each node has of its own: it has a rate, it
+can be cut, and it can falsify what it sends.
 """
 
 from __future__ import annotations
@@ -21,25 +21,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from bench.publishing import ForcedPlanning, publishing_session
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.protocol import lanes
-from echo.protocol.actions import Action
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.learner_session import LearnerSession
-from echo.protocol.manifest import FULL, TensorSpec, build_manifest, sign
-from echo.protocol.messages import LEARNER_ID, Chunk, Fetch
-from echo.protocol.relay_session import RelaySession
-from echo.protocol.trust import fingerprint
-from echo.rollout import PolicyVersion
-from echo.runtime import wiring
-from echo.runtime.arenas import ArenaStore
-from echo.runtime.curve import SECRET_BYTES, CurveKeys, Join, KeyPair
-from echo.runtime.identity import Identity
-from echo.runtime.join import node_keys
-from echo.runtime.node import Node
-from echo.runtime.parcels import Coder, Parcels
-from echo.runtime.publication import Publication
-from echo.runtime.relay import RelayNode
-from echo.runtime.transport import (
+from echo.core.rollout import PolicyVersion
+from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
+from echo.net.transport import (
     PeerId,
     Received,
     Transport,
@@ -47,13 +31,27 @@ from echo.runtime.transport import (
     TransportOptions,
     TransportStats,
 )
+from echo.roles.learner import Learner
+from echo.roles.relay import Relay as RelaySession
+from echo.runtime import node as wiring
+from echo.runtime.disk_store import MappedStore
+from echo.runtime.identity import Identity, Join, node_keys
+from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
+from echo.runtime.node import Node
+from echo.runtime.relay import RelayNode
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.network import Link, Network
+from echo.weights import link
+from echo.weights.broadcast import Broadcast
+from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.store import fingerprint
+from echo.wire.actions import Action
+from echo.wire.messages import FULL, LEARNER_ID, Chunk, Fetch
 from tests.protocol.harness import message_of
 
 CHUNK_BYTES = 128 << 10
 IMAGE_BYTES = 6 << 20
-"""A block and a half; large enough for codec "auto" to make parcels."""
+"""A block and a half; large enough for codec "auto" to make encoded versions."""
 NUM_CHUNKS = IMAGE_BYTES // CHUNK_BYTES
 PACE = 6 * IMAGE_BYTES / 10
 """Bytes per second of an uplink at which an image takes some 1.7 s: it has a middle."""
@@ -120,9 +118,9 @@ class Uplink(Transport):
     def _num_held(self, fetch: Fetch) -> int:
         """Return how many of the chunks that are asked for are held."""
         assert self.broadcast is not None
-        images, parcels = self.broadcast.store, self.broadcast.parcels
+        images, encoded_versions = self.broadcast.store, self.broadcast.encoded_versions
         is_full = fetch.form == FULL
-        item = images[fetch.version] if is_full else parcels[fetch.version, fetch.form]
+        item = images[fetch.version] if is_full else encoded_versions[fetch.version, fetch.form]
         has_chunk = item.has_chunk[fetch.lane :: fetch.num_lanes]
         return sum(sum(has_chunk[start:stop]) for start, stop in fetch.ranges)
 
@@ -147,9 +145,9 @@ class Uplink(Transport):
 class Publisher(Node):
     """A learner without a model."""
 
-    session: LearnerSession
+    session: Learner
 
-    def __init__(self, session: LearnerSession, transport: Transport) -> None:
+    def __init__(self, session: Learner, transport: Transport) -> None:
         super().__init__(session, transport, log=logging.getLogger("fleet.learner"))
         self.session = session
 
@@ -228,7 +226,7 @@ class Fleet:
             planning = ForcedPlanning(self.session.planning, kind, self._num_stripes)
             self.session.planning = planning
         node = Publisher(self.session, self.uplink)
-        self.parcels = Parcels(
+        self.encoded_versions = VersionEncoder(
             self.session.broadcast,
             self._coder,
             codec=self._codec,
@@ -256,13 +254,13 @@ class Fleet:
 
     # --- relays ----------------------------------------------------------------------------------
 
-    async def join(self, *names: str, arenas: ArenaStore | None = None) -> None:
+    async def join(self, *names: str, version_store: MappedStore | None = None) -> None:
         """Start relays, one after the other, and wait until each follows the plan."""
         for name in names:
-            await self.begin(name, arenas=arenas)
+            await self.begin(name, version_store=version_store)
             await self.until(self.is_planned, f"{name} follows the plan")
 
-    async def begin(self, name: str, *, arenas: ArenaStore | None = None) -> Relay:
+    async def begin(self, name: str, *, version_store: MappedStore | None = None) -> Relay:
         """Start a relay."""
         config = self._config()
         keys = node_keys(config, "relay") if self._kind == "zmq" else None
@@ -271,12 +269,14 @@ class Fleet:
             config, "relay", node_id=name, advertise=uplink.listen_address, max_image_bytes=1 << 30
         )
         patience = {"heartbeat_s": PATIENCE_S} if self._is_patient else {}  # what it is made of
-        broadcast = wiring.make_broadcast(name, config.network.model_copy(update=patience), arenas)
+        broadcast = wiring.make_broadcast(
+            name, config.network.model_copy(update=patience), version_store
+        )
         session = RelaySession(settings, broadcast, now=asyncio.get_running_loop().time())
         session._weights.retry_preferred_s = NETWORK["dead_after_s"]
         uplink.broadcast = broadcast
         log = logging.getLogger(f"fleet.{name}")
-        node = RelayNode(session, uplink, arenas=arenas, log=log)
+        node = RelayNode(session, uplink, version_store=version_store, log=log)
         relay = Relay(node, uplink, asyncio.create_task(node.run()))
         self._tasks.append(relay.task)
         self.relays[name] = relay
@@ -300,7 +300,7 @@ class Fleet:
         """Return whether all relays take weights from the parents that they were given."""
         members = {member.node_id: member for member in self.session.roster.members()}
         return members.keys() == self.relays.keys() and all(
-            (plan := members[name].plan) is not None and relay.parent == plan.first_parents
+            (plan := members[name].node.plan) is not None and relay.parent == plan.first_parents
             for name, relay in self.relays.items()
         )
 
@@ -329,9 +329,9 @@ class Fleet:
             )
             self.published.append(image)
             signed = sign(manifest, self._identity.key)
-            await self.parcels.publish(Publication(signed, manifest, image))
+            await self.encoded_versions.publish(Publication(signed, manifest, image))
             if arrive:
-                await self.parcels.wait()
+                await self.encoded_versions.wait()
                 await self.arrived()
 
     async def arrived(self, *names: str) -> None:
@@ -343,7 +343,7 @@ class Fleet:
             f"{', '.join(relays)} have {newest}",
         )
         for name, relay in relays.items():
-            held = relay.broadcast.store[newest].arena
+            held = relay.broadcast.store[newest].storage
             assert held == self.published[-1], f"{name} has other bytes"
             assert relay.uplink.num_needless == 0, f"{name} requested what it held"
 
@@ -399,5 +399,5 @@ def play(
 
     with pytest.MonkeyPatch.context() as patch:
         if is_patient:
-            patch.setattr(lanes, "MIN_PATIENCE_S", PATIENCE_S)
+            patch.setattr(link, "MIN_PATIENCE_S", PATIENCE_S)
         asyncio.run(main())

@@ -13,17 +13,15 @@ from typing import Any
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.metrics import Snapshot
-from echo.runtime.data_plane import load_data
-from echo.runtime.learner import LearnerNode
-from echo.runtime.learner_setup import assemble_learner
+from echo.core.metrics import Snapshot
+from echo.net.transport import TransportOptions
+from echo.runtime.learner.node import LearnerNode
+from echo.runtime.learner.setup import assemble_learner, load_data
 from echo.runtime.node import Node
-from echo.runtime.relay import RelayNode
-from echo.runtime.relay_setup import assemble_relay
-from echo.runtime.transport import TransportOptions
+from echo.runtime.relay import RelayNode, assemble_relay
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo.runtime.worker import WorkerNode
-from echo.runtime.worker_setup import assemble_worker
+from echo.runtime.worker.node import WorkerNode
+from echo.runtime.worker.setup import assemble_worker
 
 Play = Callable[..., None]
 """Plays a scenario, a coroutine function of a `Run`, within `limit_s` seconds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from echo.algo.loss import LossInputs, LossOutput
-from echo.algo.ppo_losses import GrpoLoss
+from echo.algo.losses import GrpoLoss
 
 
 def failing(inputs: LossInputs, *, above: float = 2.0, how: str = "raise") -> LossOutput:

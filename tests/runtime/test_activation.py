@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from echo.metrics import Snapshot
-from echo.runtime.activation import spent_before
-from echo.runtime.learner import LearnerNode
+from echo.core.metrics import Snapshot
+from echo.runtime.learner.cost import spent_before
+from echo.runtime.learner.node import LearnerNode
 from tests.runtime.harness import Play, Run, ends, running
 
 
@@ -70,7 +70,7 @@ def test_workers_that_are_not_needed_stand_by_and_the_costs_are_told(play: Play)
             row, snapshot = with_two_on_standby(run)
         first, *later = run.ledger("activation")
         # Which of the two comes first hangs on whose rate is known first.
-        assert {name for row in (first, *later) for name in row["parked"]} == {"w2", "w3"}
+        assert {name for row in (first, *later) for name in row["interrupted"]} == {"w2", "w3"}
         assert first["after"]["cost_per_h"] < first["before"]["cost_per_h"]
         assert first["after"]["rate"] > first["after"]["required"] > 0
         # They bill on, on standby or not.

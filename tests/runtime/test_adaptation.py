@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from echo.algo.staleness_control import ControlSettings
-from echo.buffer import StalenessBuffer
+from echo.algo.corrections import ControlSettings
 from echo.config.load import parse_config
-from echo.rollout import Lineage
-from echo.runtime.adaptation import make_adaptation
-from echo.runtime.ledger import Ledger
-from echo.runtime.publication import PublishPace
+from echo.core.buffer import StalenessBuffer
+from echo.core.rollout import Lineage
+from echo.records.ledger import Ledger
+from echo.runtime.learner.node import make_adaptation
+from echo.weights.schedule import PublishPace
 from tests.runtime.harness import Play, Run, read_jsonl, running
 
 GOOD = {"ess": 0.99, "mismatch_kl": 0.0, "clip_ratio/mean": 0.0}
@@ -52,7 +52,7 @@ MakeParts = Callable[..., Parts]
 def quick(patch: pytest.MonkeyPatch, **limits: float) -> None:
     """Let the controller decide within the steps of a test."""
     settings = partial(ControlSettings, **limits)
-    patch.setattr("echo.runtime.adaptation.ControlSettings", settings)
+    patch.setattr("echo.runtime.learner.node.ControlSettings", settings)
 
 
 @pytest.fixture

@@ -29,15 +29,14 @@ from openai import (
     NotFoundError,
 )
 
-from echo.algo.ppo_losses import GrpoLoss
+from echo.algo.losses import GrpoLoss
 from echo.cli.output import exit_code
-from echo.engine.trainer import OptimizerSettings, Trainer
-from echo.errors import ConfigError, TransportError
-from echo.rollout import Group
-from echo.runtime import agent_http
-from echo.runtime.agent_http import Endpoint
-from echo.runtime.agent_worker import TOKEN_VARIABLE
-from echo.runtime.agents import SEGMENT_TOKENS, StoppingError
+from echo.core.errors import ConfigError, TransportError
+from echo.core.rollout import Group
+from echo.runtime.agents import endpoint
+from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
+from echo.runtime.agents.sessions import SEGMENT_TOKENS, StoppingError
+from echo.train.trainer import OptimizerSettings, Trainer
 from tests.runtime.harness import Play, Run, running
 
 torch.set_num_threads(1)
@@ -192,9 +191,9 @@ def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, templat
 
 
 @pytest.mark.slow
-def test_the_agent_of_the_readme_works(play: Play, template: str, tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    [code] = [c for c in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "OpenAI" in c]
+def test_the_agent_of_the_documentation_works(play: Play, template: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training-agents.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "agent.py").write_text(code, encoding="utf-8")
 
     async def scenario(run: Run) -> None:
@@ -468,7 +467,7 @@ async def endpoint_of(agents: Any) -> AsyncIterator[int]:
 
 
 def test_nobody_without_the_token_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_http, "TOKEN_S", 0.05)
+    monkeypatch.setattr(endpoint, "TOKEN_S", 0.05)
 
     async def main() -> None:
         async with endpoint_of(Untouched()) as port:
@@ -489,7 +488,7 @@ def test_nobody_without_the_token_stays_connected(monkeypatch: pytest.MonkeyPatc
 
 
 def test_too_many_without_the_token_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_http, "MAX_UNKNOWN", 2)
+    monkeypatch.setattr(endpoint, "MAX_UNKNOWN", 2)
 
     async def main() -> None:
         async with endpoint_of(Untouched()) as port:

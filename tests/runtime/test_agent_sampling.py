@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.transformers_engine import TransformersEngine
-from echo.engine.version_fence import VersionError
-from echo.engine.weights import load_directory
-from echo.rollout import PolicyVersion
-from echo.runtime.agent_sampling import ANY_VERSION, Bounds, CallSampler
+from echo.core.rollout import PolicyVersion
+from echo.engine.engine import Completion, Request, Sampling, VersionError
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import load_directory
+from echo.runtime.agents.sessions import ANY_VERSION, CallBounds, CallSampler
 from echo.runtime.threads import ThreadPools
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
@@ -22,7 +21,12 @@ HOW = Sampling(1.0, 1.0, 0, 4, ())
 def test_each_request_is_sampled_within_its_own_bounds(tiny_model_dir: Path) -> None:
     engine = TransformersEngine(tiny_model_dir, num_threads=1)
     engine.load(load_directory(tiny_model_dir, "float32"), V1)
-    wanted = [ANY_VERSION, Bounds(exact_version=V1), Bounds(min_version=V2), Bounds(V1, V2)]
+    wanted = [
+        ANY_VERSION,
+        CallBounds(exact_version=V1),
+        CallBounds(min_version=V2),
+        CallBounds(V1, V2),
+    ]
 
     async def main() -> list[Completion | BaseException]:
         threads = ThreadPools()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion
-from echo.protocol.messages import Lease
-from echo.rollout import PolicyVersion
-from echo.runtime.agent_sessions import (
-    MAX_ATTEMPTS,
+from echo.runtime.agents.sessions import (
+    MAX_EPISODE_ATTEMPTS,
     Episodes,
-    Outcome,
     Session,
     SessionError,
+    SessionOutcome,
     Turn,
-    make_group,
+    group_of,
 )
+from echo.wire.messages import Lease
 
 
 def lease_of(group_id: int, attempt: int = 0) -> Lease:
@@ -84,11 +84,11 @@ def test_a_session_without_calls_or_with_one_running_is_not_rewarded(episodes: E
 def test_an_abandoned_episode_is_given_out_again_but_not_for_ever(episodes: Episodes) -> None:
     episodes.add(lease_of(3), now=0)
     other = begin(episodes)
-    for attempt in range(MAX_ATTEMPTS):
+    for attempt in range(MAX_EPISODE_ATTEMPTS):
         session = begin(episodes)
         assert session.member == 1
         is_free_again = episodes.abandon(session)
-        assert is_free_again == (attempt < MAX_ATTEMPTS - 1)
+        assert is_free_again == (attempt < MAX_EPISODE_ATTEMPTS - 1)
     assert not episodes.leases
     with pytest.raises(SessionError):
         episodes.find(other.session_id, now=0)
@@ -122,7 +122,7 @@ def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:
     assert session.best is session.turns[-1], "of equals the last"
 
     other = turn_of([1, 5, 4], [2])
-    group = make_group(lease_of(3), "w1", [Outcome(second, 1.0), Outcome(other, 0.0)])
+    group = group_of(lease_of(3), "w1", [SessionOutcome(second, 1.0), SessionOutcome(other, 0.0)])
     assert group.prompt_ids.tolist() == [1, 5]
     long, short = group.rollouts
     assert long.token_ids.tolist() == [8, 9, 6, 7]
@@ -135,13 +135,16 @@ def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:
 
 
 def test_contexts_that_share_nothing_make_no_group() -> None:
-    outcomes = [Outcome(turn_of([1], [8]), 1.0), Outcome(turn_of([2], [8]), 0.0)]
+    outcomes = [SessionOutcome(turn_of([1], [8]), 1.0), SessionOutcome(turn_of([2], [8]), 0.0)]
     with pytest.raises(SessionError, match="do not begin with the same token"):
-        make_group(lease_of(3), "w1", outcomes)
+        group_of(lease_of(3), "w1", outcomes)
 
 
 def test_one_context_may_be_the_beginning_of_another() -> None:
-    outcomes = [Outcome(turn_of([1, 2], [8]), 1.0), Outcome(turn_of([1, 2, 3], [8]), 0.0)]
-    group = make_group(lease_of(3), "w1", outcomes)
+    outcomes = [
+        SessionOutcome(turn_of([1, 2], [8]), 1.0),
+        SessionOutcome(turn_of([1, 2, 3], [8]), 0.0),
+    ]
+    group = group_of(lease_of(3), "w1", outcomes)
     assert group.prompt_ids.tolist() == [1, 2]
     assert [r.completion_mask.tolist() for r in group.rollouts] == [[True], [False, True]]

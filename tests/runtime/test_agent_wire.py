@@ -7,19 +7,18 @@ import json
 import numpy as np
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion
-from echo.rollout import PolicyVersion
-from echo.runtime.agent_sessions import Turn
-from echo.runtime.agent_wire import (
-    Answer,
+from echo.runtime.agents.endpoint import (
     Body,
     BodyError,
+    ChatAnswer,
     ChatBody,
     TextBody,
     options_of,
     read_body,
 )
-from echo.tasks.dialogue import Dialogue
+from echo.runtime.agents.sessions import Dialogue, Turn
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -41,10 +40,10 @@ def turn_of(text: str) -> Turn:
     return Turn(np.array([1], np.int32), completion, "", None)
 
 
-def answer_of(**fields: object) -> Answer:
+def answer_of(**fields: object) -> ChatAnswer:
     body = read({"messages": [{"role": "user", "content": "?"}], **fields})
     dialogue = Dialogue(Letters(), stop_ids=[], chat_template_kwargs={})
-    return Answer(body, dialogue, model="m", call_id="1")
+    return ChatAnswer(body, dialogue, model="m", call_id="1")
 
 
 def read(fields: dict[str, object], kind: type[ChatBody] | type[TextBody] = ChatBody) -> Body:
@@ -81,7 +80,7 @@ def test_without_tools_the_same_is_text(fields: dict[str, object]) -> None:
 def test_logprobs_of_text_have_offsets() -> None:
     body = read({"prompt": "1", "logprobs": 0}, TextBody)
     dialogue = Dialogue(Letters(), stop_ids=[], chat_template_kwargs={})
-    [choice] = Answer(body, dialogue, model="m", call_id="1").whole(turn_of("abc"))["choices"]
+    [choice] = ChatAnswer(body, dialogue, model="m", call_id="1").whole(turn_of("abc"))["choices"]
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 

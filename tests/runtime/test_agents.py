@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from echo.engine.version_fence import VersionError
-from echo.metrics import Counters
-from echo.rollout import PolicyVersion
-from echo.runtime.agent_sampling import Bounds
-from echo.runtime.agents import Agents, CallOptions
+from echo.core.metrics import Counters
+from echo.core.rollout import PolicyVersion
+from echo.engine.engine import VersionError
+from echo.runtime.agents.sessions import Agents, CallBounds, CallOptions
 from echo.runtime.threads import ThreadPools
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
@@ -30,8 +29,10 @@ def make_agents(clock: Any) -> Agents:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("bounds", [Bounds(min_version=V2), Bounds(exact_version=V2)])
-def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(bounds: Bounds) -> None:
+@pytest.mark.parametrize("bounds", [CallBounds(min_version=V2), CallBounds(exact_version=V2)])
+def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(
+    bounds: CallBounds,
+) -> None:
     async def main() -> None:
         agents = make_agents(lambda: 0.0)  # its patience never ends
         options = CallOptions(bounds=bounds, version_wait_s=60.0)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from echo.rollout import PolicyVersion
-from echo.runtime.arenas import MemoryArenas
+from echo.core.rollout import PolicyVersion
+from echo.runtime.disk_store import MemoryStore
 from tests.runtime.fleet import IMAGE_BYTES, Fleet, play
 
 
@@ -13,7 +13,7 @@ def test_a_node_behind_one_without_room_finds_another_parent(
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("a")
-        await fleet.join("b", arenas=MemoryArenas(2 * IMAGE_BYTES))
+        await fleet.join("b", version_store=MemoryStore(2 * IMAGE_BYTES))
         await fleet.join("c")
         await fleet.publish(2)
         await fleet.publish(arrive=False)

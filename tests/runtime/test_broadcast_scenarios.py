@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from echo.runtime.arenas import MemoryArenas
+from echo.runtime.disk_store import MemoryStore
 from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NUM_CHUNKS, Fleet, play
 
 pytestmark = [
@@ -23,9 +23,9 @@ def test_a_chain_of_four_passes_versions_on(kind: str) -> None:
         await fleet.join("a", "b", "c", "d")
         assert [relay.parent for relay in fleet.relays.values()] == ["learner", "a", "b", "c"]
         await fleet.publish(3)
-        # The first version in full or as an anchor, the others as deltas, each once to a.
+        # The first version in full or as a keyframe, the others as deltas, each once to a.
         assert fleet.session.broadcast.bytes_sent < 1.3 * IMAGE_BYTES
-        assert len(fleet.parcels.coded_bytes) == 2
+        assert len(fleet.encoded_versions.coded_bytes) == 2
         for relay in fleet.relays.values():
             assert relay.broadcast.bytes_received < 1.3 * IMAGE_BYTES
             assert relay.broadcast.num_duplicate_chunks == 0
@@ -99,7 +99,7 @@ def test_who_sends_wrong_bytes_serves_nobody_any_more(kind: str) -> None:
             assert relay.node.session.stats().suspects == (liar,)
 
         def is_leaf() -> bool:
-            plans = [member.plan for member in fleet.session.roster.members()]
+            plans = [member.node.plan for member in fleet.session.roster.members()]
             return all(liar != name for plan in plans for name, _ in chain(*plan.stripes))
 
         await fleet.until(is_leaf, "the plan knows it")
@@ -109,7 +109,7 @@ def test_who_sends_wrong_bytes_serves_nobody_any_more(kind: str) -> None:
     play(kind, scenario, num_stripes=0)
 
 
-def test_a_late_joiner_takes_an_anchor_and_deltas(kind: str) -> None:
+def test_a_late_joiner_takes_a_keyframe_and_deltas(kind: str) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.publish(3)
         # From the learner, and from a relay that has come to it in the same way.
@@ -118,7 +118,7 @@ def test_a_late_joiner_takes_an_anchor_and_deltas(kind: str) -> None:
             await fleet.arrived()
             late = fleet.relays[name].broadcast
             assert late.bytes_received < 0.85 * IMAGE_BYTES
-            assert {form.kind for _, form in late.parcels} >= {"anchor", "delta"}
+            assert {form.kind for _, form in late.encoded_versions} >= {"keyframe", "delta"}
         await fleet.publish()
 
     play(kind, scenario)
@@ -166,9 +166,9 @@ def test_a_node_without_room_keeps_what_it_has_and_goes_on_later(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
-        arenas = MemoryArenas(2 * IMAGE_BYTES)
+        version_store = MemoryStore(2 * IMAGE_BYTES)
         await fleet.join("a")
-        await fleet.join("b", arenas=arenas)
+        await fleet.join("b", version_store=version_store)
         await fleet.publish(2)
         await fleet.publish(arrive=False)
         await fleet.arrived("a")
@@ -176,8 +176,8 @@ def test_a_node_without_room_keeps_what_it_has_and_goes_on_later(
         assert "network.store_bytes" in caplog.text
         full = fleet.relays["b"].broadcast
         assert full.newest_complete.step == 1
-        assert full.store[full.newest_complete].arena == fleet.published[1]
-        arenas.limit_bytes *= 2
+        assert full.store[full.newest_complete].storage == fleet.published[1]
+        version_store.limit_bytes *= 2
         await fleet.publish()
 
     play(kind, scenario)

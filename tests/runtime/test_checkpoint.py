@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from echo.errors import StorageError
-from echo.runtime.checkpoint import (
+from echo.core.errors import StorageError
+from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
     Checkpoints,
     drop_later,

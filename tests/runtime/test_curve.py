@@ -7,17 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import ConfigError, StorageError
-from echo.protocol.trust import fingerprint
-from echo.runtime.curve import (
-    CurveKeys,
-    Join,
-    KeyPair,
-    load_or_create_keys,
-    write_join,
-)
-from echo.runtime.identity import load_or_create_identity
-from echo.runtime.transport import parse_key, with_key, without_key
+from echo.core.errors import ConfigError, StorageError
+from echo.net.curve import CurveKeys, KeyPair
+from echo.net.transport import parse_key, with_key, without_key
+from echo.runtime.identity import Join, load_or_create_identity, load_or_create_keys, write_join
+from echo.weights.store import fingerprint
 
 LEARNER, RELAY = "tcp://10.0.0.5:7700", "tcp://10.0.0.6:7701"
 SECRET, PRINT = bytes(range(16)), bytes(range(16, 32))
@@ -25,6 +19,10 @@ SECRET, PRINT = bytes(range(16)), bytes(range(16, 32))
 
 def join(address: str = LEARNER, key: bytes = b"k" * 32) -> Join:
     return Join(with_key(address, key), SECRET, PRINT)
+
+
+def of_node(role: str, how: Join, *more: str) -> CurveKeys:
+    return CurveKeys.of_node(role, how.secret, *more, how.address)
 
 
 @given(*(st.binary(min_size=size, max_size=size) for size in (32, 16, 16)))
@@ -54,7 +52,7 @@ def test_a_join_string_of_the_old_form_says_where_the_new_one_is() -> None:
 
 
 def test_no_secret_is_shown() -> None:
-    keys = CurveKeys.of_node("relay", join())
+    keys = of_node("relay", join())
     for item in (join(), keys, keys.server):
         assert repr(SECRET) not in repr(item)
         assert repr(keys.client.secret) not in repr(item)
@@ -63,22 +61,22 @@ def test_no_secret_is_shown() -> None:
 
 def test_all_of_a_run_dial_with_one_key_and_others_with_another() -> None:
     learner = CurveKeys.of_learner(KeyPair.of(b"s" * 32), SECRET)
-    worker, relay = (CurveKeys.of_node(role, join()) for role in ("worker", "relay"))
+    worker, relay = (of_node(role, join()) for role in ("worker", "relay"))
     assert learner.client == worker.client == relay.client
-    stranger = CurveKeys.of_node("worker", Join(join().address, bytes(16), PRINT))
+    stranger = CurveKeys.of_node("worker", bytes(16), join().address)
     assert stranger.client.public != worker.client.public
 
 
 def test_server_keys_differ_but_for_those_of_relays() -> None:
-    workers = {CurveKeys.of_node("worker", join()).server.public for _ in range(3)}
-    relays = {CurveKeys.of_node("relay", join()).server.public for _ in range(3)}
+    workers = {of_node("worker", join()).server.public for _ in range(3)}
+    relays = {of_node("relay", join()).server.public for _ in range(3)}
     assert len(workers) == 3
-    assert relays == {CurveKeys.of_node("worker", join()).relay_key}
+    assert relays == {of_node("worker", join()).relay_key}
     assert not workers & relays
 
 
 def test_which_key_an_address_has() -> None:
-    keys = CurveKeys.of_node("worker", join(key=b"k" * 32), with_key(RELAY, b"r" * 32), RELAY)
+    keys = of_node("worker", join(key=b"k" * 32), with_key(RELAY, b"r" * 32), RELAY)
     relay = keys.relay_key
     assert keys.server_keys(LEARNER) == (b"k" * 32,)
     assert keys.server_keys(with_key(LEARNER, b"x" * 32)) == (b"x" * 32,)

@@ -17,8 +17,8 @@ from bench.delays import (
     delay_groups,
     delay_installs,
 )
-from echo.buffer import StalenessBuffer
-from echo.rollout import Group, Lineage, Rollout
+from echo.core.buffer import StalenessBuffer
+from echo.core.rollout import Group, Lineage, Rollout
 from tests.runtime.harness import Play, Run, ends, read_jsonl, running
 
 

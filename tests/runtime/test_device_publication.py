@@ -1,4 +1,4 @@
-"""Versions made on the device of the weights are those made on the host, parcels included."""
+"""Versions made on the device of the weights are those made on the host, encoded ones too."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from echo.config.load import parse_config
-from echo.engine.device_delta import DeviceDelta
-from echo.engine.version_images import VersionImages
-from echo.engine.weights import Weights
-from echo.protocol.broadcast import Broadcast, Transfer
-from echo.rollout import PolicyVersion
-from echo.runtime import parcels
-from echo.runtime.parcels import Coder, Segment
-from echo.runtime.publication import Publication, make_images, make_publication
+from echo.core.rollout import PolicyVersion
+from echo.engine.weights import DeviceDelta, VersionImages, Weights
+from echo.runtime.learner import publish as encoded_versions
+from echo.runtime.learner.publish import (
+    CodedSegment,
+    Coder,
+    Publication,
+    make_images,
+    make_publication,
+)
+from echo.weights.broadcast import Broadcast
+from echo.weights.store import Transfer
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 CHUNK_BYTES = 1 << 16
@@ -78,11 +82,11 @@ def transfer_of(publication: Publication) -> Transfer:
     return broadcast.store[publication.manifest.version]
 
 
-def parcel(
+def encoded(
     coder: Coder, publication: Publication, base: Publication | None
 ) -> Sequence[tuple[bytes, bytes]]:
     transfer = None if base is None else transfer_of(base)
-    made: list[Segment] = list(coder.segments(publication, transfer))
+    made: list[CodedSegment] = list(coder.segments(publication, transfer))
     return [(segment.frame, bytes(segment.payload)) for segment in made]
 
 
@@ -101,17 +105,17 @@ def compare(device: str, dtype: str, share: float, scale: float) -> list[bool]:
         assert expected.coded is None
         are_coded.append(made.coded is not None)
         if published:
-            parcels_made = parcel(coder, made, published[-1])
-            assert parcels_made == parcel(coder, expected, published[-1])
+            encoded_versions_made = encoded(coder, made, published[-1])
+            assert encoded_versions_made == encoded(coder, expected, published[-1])
             with mock.patch.object(coder, "_pool") as pool:  # nothing is coded twice
                 if are_coded[-1]:
-                    assert parcel(coder, made, published[-1]) == parcels_made
+                    assert encoded(coder, made, published[-1]) == encoded_versions_made
                 pool.submit.assert_not_called()
             # Against other bases it is coded as ever.
-            assert parcel(coder, made, published[0]) == parcel(coder, expected, published[0])
+            assert encoded(coder, made, published[0]) == encoded(coder, expected, published[0])
         published.append(made)
         learner.step(share, scale)
-    assert parcel(coder, published[-1], None)
+    assert encoded(coder, published[-1], None)
     coder.close()
     return are_coded
 
@@ -131,7 +135,7 @@ def compare(device: str, dtype: str, share: float, scale: float) -> list[bool]:
 def test_the_device_makes_what_the_host_makes(
     dtype: str, share: float, scale: float, coded: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parcels, "SEGMENT_BYTES", BLOCK_BYTES)  # several segments
+    monkeypatch.setattr(encoded_versions, "SEGMENT_BYTES", BLOCK_BYTES)  # several segments
     assert compare("cpu", dtype, share, scale) == coded
 
 

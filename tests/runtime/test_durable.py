@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.runtime.durable import sync_path, write_file
+from echo.records.files import sync_path, write_file
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:

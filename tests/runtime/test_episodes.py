@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from echo.core.rollout import PolicyVersion, Rollout
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
-from echo.rollout import PolicyVersion, Rollout
-from echo.runtime.episodes import EpisodePlayer, Opening
+from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import Example
@@ -103,7 +103,7 @@ Play = Callable[..., tuple[list[list[Rollout] | RewardError], Script, Counting, 
 
 @pytest.fixture
 def play() -> Iterator[Play]:
-    players: list[EpisodePlayer] = []
+    runners: list[EpisodeRunner] = []
 
     def play(
         lines: Callable[[int, int], str],
@@ -114,14 +114,14 @@ def play() -> Iterator[Play]:
     ) -> tuple[list[list[Rollout] | RewardError], Script, Counting, InlineHost]:
         engine, task = Script(lines), Counting()
         host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
-        player = EpisodePlayer(
+        runner = EpisodeRunner(
             engine,
             host,
             encode_turn=lambda messages: [ord(c) for m in messages for c in f"<{m['content']}>"],
             decode=lambda ids: "".join(chr(i) for i in ids if i != STOP),
             max_turns=max_turns,
         )
-        players.append(player)
+        runners.append(runner)
         openings = [
             Opening(
                 name=f"{number}.0",
@@ -131,7 +131,7 @@ def play() -> Iterator[Play]:
             )
             for number, size in enumerate(sizes)
         ]
-        results = player.play(
+        results = runner.play(
             openings,
             SAMPLING,
             should_stop=lambda: False,
@@ -141,8 +141,8 @@ def play() -> Iterator[Play]:
         return results, engine, task, host
 
     yield play
-    for player in players:
-        player.close()
+    for runner in runners:
+        runner.close()
 
 
 def text_of(rollout: Rollout) -> str:
@@ -184,7 +184,7 @@ def test_an_environment_that_never_ends_is_ended_and_counted(play: Play) -> None
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("more", "more|"),  # what is said has no room
+        ("more", "more|"),  # what is said has no space
         ("x" * 50, "x" * 30),  # the turn itself is cut off
     ],
 )

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
-from echo.rollout import PolicyVersion
-from echo.runtime.evaluation import Evaluations, Evaluator
+from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
 

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from echo.runtime.learner import LearnerNode
+from echo.runtime.learner.node import LearnerNode
 from tests.runtime.harness import RELAY, Play, Run, running
 
 PATIENCE_S = 600.0
@@ -20,26 +20,26 @@ def be_patient(learner: LearnerNode) -> None:
     learner.transport.options = dataclasses.replace(options, max_redial_s=PATIENCE_S)
 
 
-def cut_before_farewell(run: Run, learner: LearnerNode, name: str, other: str) -> None:
+def cut_before_shutdown(run: Run, learner: LearnerNode, name: str, other: str) -> None:
     """Let a link fail at the moment when the end of the run is about to be told."""
-    say = learner._farewell.say
+    say = learner._shutdown.say
 
     async def cut_and_say(reason: str) -> None:
         run.network.cut(name, other)
         await say(reason)
 
-    learner._farewell.say = cut_and_say  # type: ignore[method-assign]
+    learner._shutdown.say = cut_and_say  # type: ignore[method-assign]
 
 
-def forget_before_farewell(learner: LearnerNode, name: str) -> None:
+def forget_before_shutdown(learner: LearnerNode, name: str) -> None:
     """Let a node have been silent for long when the end of the run is about to be told."""
-    say = learner._farewell.say
+    say = learner._shutdown.say
 
     async def forget_and_say(reason: str) -> None:
         learner.session.roster.nodes[name].heard_at -= 5 * PATIENCE_S
         await say(reason)
 
-    learner._farewell.say = forget_and_say  # type: ignore[method-assign]
+    learner._shutdown.say = forget_and_say  # type: ignore[method-assign]
 
 
 async def until_over(learner: LearnerNode) -> None:
@@ -63,8 +63,8 @@ def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(pla
             assert not learning.done()
             async with running(await run.worker("w2")) as (working,):
                 assert await working == "the run is finished"
-            assert learner._farewell._return_s > 2 * PATIENCE_S, "a node may dial in vain once"
-            learner._farewell._missing_until = -math.inf  # nobody else is missing
+            assert learner._shutdown._return_s > 2 * PATIENCE_S, "a node may dial in vain once"
+            learner._shutdown._missing_until = -math.inf  # nobody else is missing
             assert await learning == "finished"
 
     play(scenario)
@@ -76,7 +76,7 @@ def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(play: P
         network = {"dead_after_s": PATIENCE_S, "reconnect_for_s": PATIENCE_S}
         learner = await run.learner(network=network)
         be_patient(learner)
-        cut_before_farewell(run, learner, "w1", "learner")
+        cut_before_shutdown(run, learner, "w1", "learner")
         worker = await run.worker("w1", network=network)
         async with running(learner, worker) as (learning, working):
             await until_over(learner)
@@ -94,7 +94,7 @@ def test_a_worker_that_is_cut_off_from_its_relay_hears_of_it_when_it_is_back(pla
         network = {"dead_after_s": PATIENCE_S, "reconnect_for_s": PATIENCE_S}
         learner = await run.learner(network=network)
         be_patient(learner)
-        cut_before_farewell(run, learner, "w1", "relay")
+        cut_before_shutdown(run, learner, "w1", "relay")
         relay = await run.relay(network=network)
         worker = await run.worker("w1", network=network, worker={"connect": [RELAY]})
         async with running(learner, relay, worker) as (learning, relaying, working):
@@ -118,7 +118,7 @@ def test_a_node_that_died_long_ago_is_not_waited_for(play: Play) -> None:
             nodes = learner.session.roster.nodes
             assert await learner.wait_until(lambda: "relay" in nodes, within_s=60)
             relaying.cancel()
-            forget_before_farewell(learner, "relay")
+            forget_before_shutdown(learner, "relay")
             async with running(await run.worker("w1")):
                 assert await learning == "finished"
 
@@ -139,7 +139,7 @@ def test_relays_are_told_though_a_worker_never_comes_back(play: Play) -> None:
         ):
             assert await learner.wait_until(lambda: {"relay", "w1"} <= nodes.keys(), within_s=60)
             dying.cancel()
-            forget_before_farewell(learner, "w1")
+            forget_before_shutdown(learner, "w1")
             learner.session.is_granting = True
             async with running(await run.worker("w2")):
                 assert await learning == "finished"

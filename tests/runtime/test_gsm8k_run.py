@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.protocol.granting import StoreGroup
-from echo.rollout import Group
+from echo.core.rollout import Group
+from echo.leases.scheduler import StoreGroup
 from echo.runtime.transport_memory import MemoryNetwork
 from echo.tasks.builtin import Gsm8kTask
 from echo.tasks.rewards import Limits, PoolHost

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.errors import StorageError
-from echo.runtime.curve import load_or_create_keys
-from echo.runtime.identity import load_or_create_identity
+from echo.core.errors import StorageError
+from echo.runtime.identity import load_or_create_identity, load_or_create_keys
 
 
 def test_a_run_keeps_its_id_and_key(tmp_path: Path) -> None:

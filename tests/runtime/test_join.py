@@ -6,18 +6,18 @@ import pytest
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.errors import ConfigError
-from echo.protocol.trust import fingerprint
-from echo.runtime.curve import Join
-from echo.runtime.identity import load_or_create_signing_key
-from echo.runtime.join import (
+from echo.core.errors import ConfigError
+from echo.net.transport import with_key
+from echo.runtime.identity import (
+    Join,
     dial_addresses,
     find_join,
     join_address,
+    load_or_create_signing_key,
     node_keys,
     signing_fingerprint,
 )
-from echo.runtime.transport import with_key
+from echo.weights.store import fingerprint
 
 LEARNER = Join(with_key("tcp://10.0.0.5:7700", b"k" * 32), b"a" * 16, b"f" * 16)
 OTHER = Join(with_key("tcp://10.0.0.6:7700", b"o" * 32), b"b" * 16, b"g" * 16)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.runtime.kernel import KernelFacts, advise, read_facts
+from echo.net.zmq import KernelFacts, advise
+from echo.runtime.node import read_kernel
 
 MIB = 1 << 20
 REPOSITORY = Path(__file__).parents[2]
@@ -58,13 +59,13 @@ def test_nothing_is_said_where_nothing_is_wrong_or_known(given: KernelFacts) -> 
 
 
 def test_facts_come_from_files_and_missing_ones_are_unknown(tmp_path: Path) -> None:
-    assert read_facts(tmp_path / "none") == KernelFacts()
+    assert read_kernel(tmp_path / "none") == KernelFacts()
     (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
     (tmp_path / "tcp_rmem").write_text("nonsense\n")
     (tmp_path / "tcp_slow_start_after_idle").write_text("0\n")
     (tmp_path / "tcp_congestion_control").write_text("cubic\n")
     (tmp_path / "tcp_available_congestion_control").write_text("reno cubic\n")
-    found = read_facts(tmp_path)
+    found = read_kernel(tmp_path)
     assert found.max_send_buffer_bytes == 4 * MIB
     assert found.max_receive_buffer_bytes is None
     assert found.slow_start_after_idle is False
@@ -74,7 +75,7 @@ def test_facts_come_from_files_and_missing_ones_are_unknown(tmp_path: Path) -> N
 
 @pytest.mark.skipif(not Path("/proc/sys/net/ipv4/tcp_wmem").exists(), reason="no Linux /proc here")
 def test_this_kernel_can_be_read() -> None:
-    found = read_facts()
+    found = read_kernel()
     assert found.max_send_buffer_bytes
     assert advise(found).num_sockets_per_link >= 1
 
@@ -82,7 +83,7 @@ def test_this_kernel_can_be_read() -> None:
 def test_a_process_keeps_what_it_has_freed_once_told() -> None:
     script = """
 import resource
-from echo.runtime.kernel import tune_malloc
+from echo.net.zmq import tune_malloc
 import sys, ctypes
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

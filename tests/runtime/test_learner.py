@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from echo.engine.trainer import StepError
-from echo.errors import ConfigError, DataError, StorageError
-from echo.protocol.actions import Action
-from echo.protocol.drafts import Draft
-from echo.rollout import Group
-from echo.runtime.checkpoint import find_whole
-from echo.runtime.learner import LearnerNode
-from echo.runtime.worker_parts import WorkerParts
+from echo.core.errors import ConfigError, DataError, StorageError
+from echo.core.rollout import Group
+from echo.leases.partials import PartialGroup
+from echo.runtime.learner.checkpoint import find_whole
+from echo.runtime.learner.node import LearnerNode
+from echo.runtime.worker.node import WorkerParts
 from echo.sim.network import Link
 from echo.tasks.rewards import TaskHost
+from echo.train.trainer import StepError
+from echo.wire.actions import Action
 from tests.protocol.harness import note_ways
 from tests.runtime.harness import LEARNER, RELAY, Play, Run, ends, read_jsonl, running
 
@@ -155,19 +155,19 @@ def test_a_fast_worker_with_equal_rewards_ends_no_run_that_others_work_for(
         finished, at_once, deliver = bad.session.finished, bad._deliver, honest._deliver
         members = learner.session.roster.nodes
 
-        async def once_both_are_here(parts: WorkerParts, draft: Draft) -> None:
+        async def once_both_are_here(parts: WorkerParts, partial: PartialGroup) -> None:
             await learner.wait_until(
                 lambda: "honest" in members and members["honest"].capacity > 0, within_s=60
             )
-            await at_once(parts, draft)
+            await at_once(parts, partial)
 
         def equal(group: Group, *, now: float) -> list[Action]:
             rollouts = tuple(replace(rollout, reward=1.0) for rollout in group.rollouts)
             return finished(replace(group, rollouts=rollouts), now=now)
 
-        async def late(parts: WorkerParts, draft: Draft) -> None:
+        async def late(parts: WorkerParts, partial: PartialGroup) -> None:
             await asyncio.sleep(0.5)
-            await deliver(parts, draft)
+            await deliver(parts, partial)
 
         monkeypatch.setattr(bad.session, "finished", equal)
         monkeypatch.setattr(bad, "_deliver", once_both_are_here)

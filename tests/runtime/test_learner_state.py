@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.runtime.learner_state import trims_stale
+from echo.runtime.learner.resume import trims_stale
 from echo.runtime.transport_memory import MemoryNetwork
 from tests.runtime.harness import Run
 

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo.errors import StorageError
-from echo.protocol.codec import encode_group
-from echo.rollout import Group, Lineage, PolicyVersion, Rollout, trim_stale
-from echo.runtime import ledger as ledger_module
-from echo.runtime.history import History, SpoolPlace, read_history, read_records
-from echo.runtime.ledger import Ledger
+from echo.core.errors import StorageError
+from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout, trim_stale
+from echo.records import ledger as ledger_module
+from echo.records.ledger import Ledger, LedgerState, SpoolPlace, read_records, read_state
+from echo.wire.codec import encode_group
 
 V0 = PolicyVersion(1, 0)
 OPEN: list[Ledger] = []
@@ -80,8 +79,8 @@ def begin(run_dir: Path, **numbers: Any) -> Ledger:
     return ledger
 
 
-def history(run_dir: Path, *, lineage: int = 1, step: int = 0) -> History:
-    return read_history(run_dir / "ledger.jsonl", lineage=lineage, step=step)
+def history(run_dir: Path, *, lineage: int = 1, step: int = 0) -> LedgerState:
+    return read_state(run_dir / "ledger.jsonl", lineage=lineage, step=step)
 
 
 # --- records -------------------------------------------------------------------------------------
@@ -201,7 +200,7 @@ def test_a_record_of_a_later_release_is_passed_over(tmp_path: Path) -> None:
     ledger = begin(tmp_path)
     ledger.append("praised", group=0)
     ledger.close()
-    assert history(tmp_path) == History(lineages=(Lineage(1, 0),))
+    assert history(tmp_path) == LedgerState(lineages=(Lineage(1, 0),))
 
 
 # --- what is left to do --------------------------------------------------------------------------
@@ -257,7 +256,7 @@ def test_groups_are_settled_waiting_or_granted(tmp_path: Path) -> None:
     )
     found = history(tmp_path, step=1)
     assert found.next_group_id == 6
-    assert found.settled == {0, 1, 2, 5}
+    assert found.finished == {0, 1, 2, 5}
     assert found.waiting == {1: place(1)}
     assert found.granted == {3: 2, 4: 1}
     assert found.staleness_tokens == {0: 10, 1: 1}
@@ -271,7 +270,7 @@ def test_steps_after_the_checkpoint_are_void_and_their_groups_wait_again(tmp_pat
     assert sorted(history(tmp_path, step=4).waiting) == []
     found = history(tmp_path, step=2)
     assert sorted(found.waiting) == [2, 3]
-    assert found.settled == {0, 1, 2, 3}
+    assert found.finished == {0, 1, 2, 3}
     assert found.staleness_tokens == {0: 20, 1: 3}
 
 
@@ -371,7 +370,7 @@ def test_a_flipped_bit_anywhere_in_a_stored_group_is_noticed(tmp_path: Path) -> 
 def test_a_file_is_deleted_when_all_its_groups_are_final(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "SPOOL_FILE_BYTES", 1)
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
     ledger = begin(tmp_path)
     groups = [make_group(i) for i in range(5)]
     store(ledger, *groups)
@@ -390,7 +389,7 @@ def test_a_file_is_deleted_when_all_its_groups_are_final(
 def test_room_in_the_spool_is_bounded_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "SPOOL_FILE_BYTES", 1)
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
     size = 4 + sum(map(len, encode_group(make_group(0))))
     ledger = begin(tmp_path, spool_bytes=2 * size)
     store(ledger, make_group(0), make_group(1))
@@ -410,7 +409,7 @@ def test_room_in_the_spool_is_bounded_and_comes_back(
 def test_after_a_restart_files_in_which_nothing_waits_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "SPOOL_FILE_BYTES", 1)
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
     ledger = begin(tmp_path)
     store(ledger, make_group(0), make_group(1))
     ledger.close()
@@ -429,7 +428,7 @@ import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.runtime.test_ledger import begin, make_group, store
-from echo.errors import StorageError
+from echo.core.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 ledger = begin(Path({run_dir!r}))
 store(ledger, make_group(0))

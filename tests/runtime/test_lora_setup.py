@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from echo.config.inherit import apply_inherited, inherited_settings
-from echo.config.load import parse_config
+from echo.config.load import apply_inherited, inherited_settings, parse_config
 from echo.config.schema import Config
-from echo.engine.lora import export_adapter
-from echo.errors import ConfigError, DataError
-from echo.rollout import Lineage
-from echo.runtime.lora_setup import (
+from echo.core.errors import ConfigError, DataError
+from echo.core.rollout import Lineage
+from echo.engine.lora import (
     base_settings,
+    export_adapter,
     initial_adapter,
     learner_lora,
     worker_lora,
 )
-from echo.runtime.recovery import StartingPoint
-from echo.runtime.trainer_setup import build_trainer
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.setup import build_trainer
 from tests.engine.lora_models import adapted_policy, published
 from tests.engine.test_trainer import make_group
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from echo.errors import StorageError
-from echo.protocol.actions import Action, Dial, HangUp, Note, Send, Stop, Work
-from echo.protocol.codec import Frame, encode
-from echo.protocol.messages import Goodbye
-from echo.protocol.parcel import DecodeBlock
-from echo.protocol.worker_session import LeasesChanged
+from echo.core.errors import StorageError
+from echo.roles.worker import LeasesChanged
 from echo.runtime.node import Node, Topics
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.clock import InlineThreads, run_virtual
+from echo.weights.store import DecodeBlock
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
+from echo.wire.codec import Frame, encode
+from echo.wire.messages import Goodbye
 
 
 class Script:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from echo.algo.group_stats import GroupStats
-from echo.metrics import LearningCurve
-from echo.rollout import Group
-from echo.runtime.progress import IDLE_WINDOW_STEPS, RATE_WINDOW_S, Progress, describe_wait
+from echo.algo.diagnostics import GroupStats
+from echo.core.metrics import LearningCurve
+from echo.core.rollout import Group
+from echo.runtime.learner.report import IDLE_WINDOW_STEPS, RATE_WINDOW_S, Progress, describe_wait
 from tests.runtime.harness import Play, Run, running
 from tests.runtime.test_recovery import make_group
 
@@ -59,16 +59,16 @@ def test_groups_that_did_not_count_are_part_of_the_rewards_of_their_step() -> No
         assert rewards == expected
 
 
-def test_a_useful_group_ends_a_barren_stretch() -> None:
+def test_a_useful_group_ends_a_zero_signal_stretch() -> None:
     progress = Progress(staleness_tokens={}, now=0.0)
     progress.left_out(rewarded(0, 0, 0), "zero_variance", now=1.0)
     progress.left_out(rewarded(1, 0, 0), "zero_variance", now=1.0)
-    assert progress.barren.num_groups == 2
-    assert "choose easier prompts" in progress.describe_barren(3)
+    assert progress.zero_signal.num_groups == 2
+    assert "choose easier prompts" in progress.describe_zero_signal(3)
     progress.accepted(rewarded(2, 0, 1), now=1.0)
-    assert progress.barren.num_groups == 0
+    assert progress.zero_signal.num_groups == 0
     progress.left_out(rewarded(3, 1, 1), "zero_variance", now=1.0)
-    assert "the task is solved, and the run ends at step 3" in progress.describe_barren(3)
+    assert "the task is solved, and the run ends at step 3" in progress.describe_zero_signal(3)
 
 
 def test_only_recent_groups_count_for_the_rate() -> None:

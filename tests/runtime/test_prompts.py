@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from echo.errors import DataError
-from echo.runtime.prompts import CACHED_LEASES, PromptSource
+from echo.core.errors import DataError
+from echo.runtime.learner.setup import CACHED_LEASES, PromptSource
 from echo.tasks.task import Example, Task
 
 

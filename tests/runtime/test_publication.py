@@ -12,12 +12,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from bench.delays import DelayInjector, DelaySettings, delay_installs
-from echo.engine.trainer import StepResult
-from echo.engine.version_images import VersionImages
-from echo.engine.weights import tensors_from_image
-from echo.protocol.manifest import verify
-from echo.rollout import Group, PolicyVersion
-from echo.runtime.publication import MAX_PENDING, PublishPace, make_publication
+from echo.core.rollout import Group, PolicyVersion
+from echo.engine.weights import VersionImages, tensors_from_image
+from echo.runtime.learner.publish import make_publication
+from echo.train.trainer import StepResult
+from echo.weights.manifest import verify
+from echo.weights.schedule import MAX_PENDING, PublishPace
 from tests.runtime.harness import Play, Run, running
 
 

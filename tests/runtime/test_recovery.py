@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from echo.engine import trainer_state
-from echo.engine.trainer_state import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
-from echo.errors import ConfigError, StorageError
-from echo.protocol.codec import encode_group
-from echo.rollout import Group, Lineage, Rollout
-from echo.runtime.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
-from echo.runtime.history import read_history
-from echo.runtime.ledger import Ledger
-from echo.runtime.recovery import StartingPoint, begin, enter, recover
+from echo.core.errors import ConfigError, StorageError
+from echo.core.rollout import Group, Lineage, Rollout
+from echo.records.ledger import Ledger, read_state
+from echo.runtime.learner.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
+from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
+from echo.train import trainer
+from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
+from echo.wire.codec import encode_group
 
 
 def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:
@@ -41,7 +40,7 @@ def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:
 
 def write_state(directory: Path) -> None:
     tensors = {"layer": torch.arange(4.0)}
-    trainer_state.save(
+    trainer.save(
         directory, weights=tensors, moments=tensors, counters={}, device=torch.device("cpu")
     )
 
@@ -114,7 +113,7 @@ def test_what_was_trained_after_the_checkpoint_waits_again(run_dir: Path) -> Non
     # Sampled by weights that are gone.
     assert start.ends == {3: "abandoned_version"}
     assert start.open_attempts == {4: 2}
-    assert start.settled == {0, 1, 2, 3, 5}
+    assert start.finished == {0, 1, 2, 3, 5}
     assert start.next_group_id == 6
     assert start.staleness_tokens == {0: 4}
 
@@ -216,7 +215,7 @@ def test_without_a_whole_checkpoint_nothing_is_written(run_dir: Path) -> None:
 
 def test_a_flipped_bit_in_a_stored_group_ends_that_group(run_dir: Path) -> None:
     with opened(run_dir) as ledger:
-        _, offset, length, _ = read_history(ledger.path, lineage=1, step=1).waiting[1]
+        _, offset, length, _ = read_state(ledger.path, lineage=1, step=1).waiting[1]
     # In the last number of its log-probabilities: nothing else about it would look wrong.
     flip_a_bit(run_dir / "spool" / "000001.bin", offset + length - 1)
     start = resume(run_dir)

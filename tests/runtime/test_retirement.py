@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from echo.config.load import parse_config
-from echo.runtime.retirement import Terms, release, terms_of
+from echo.roles.worker import ReleaseTerms
+from echo.runtime.worker.release import release, terms_of
 from tests.runtime.harness import Play, Run, running
 from tests.runtime.test_activation import slow_learner, until
 
 LOG = logging.getLogger("test.retirement")
-AT_ONCE = Terms(standby_s=0.0, learner_gone_s=0.0)
+AT_ONCE = ReleaseTerms(standby_s=0.0, learner_gone_s=0.0)
 
 
 def run_release(command: str, *, timeout_s: float = 30.0) -> bool:
@@ -64,7 +65,7 @@ def reason(*, now: float, **facts: float) -> str | None:
     session: Any = Session()
     for name, value in facts.items():
         setattr(session, name, value)
-    return Terms(standby_s=60.0, learner_gone_s=30.0).reason_to_leave(session, now=now)
+    return ReleaseTerms(standby_s=60.0, learner_gone_s=30.0).reason_to_leave(session, now=now)
 
 
 def test_the_terms() -> None:
@@ -73,18 +74,18 @@ def test_the_terms() -> None:
     assert "on standby for" in str(reason(now=130.0, standby_since=70.0))
     assert "without the learner for" in str(reason(now=130.0))
     session: Any = Session()
-    endless = Terms(standby_s=None, learner_gone_s=None)
+    endless = ReleaseTerms(standby_s=None, learner_gone_s=None)
     assert endless.reason_to_leave(session, now=1e6) is None
 
 
 @pytest.mark.parametrize(("after_s", "gone_s"), [(60, 60), (1, 10), (7200, 300)])
 def test_a_short_silence_is_no_reason_and_giving_up_comes_later(after_s: int, gone_s: int) -> None:
     config = parse_config({}, [f"worker.release_after_s={after_s}"])
-    assert terms_of(config) == Terms(standby_s=after_s, learner_gone_s=gone_s)
+    assert terms_of(config) == ReleaseTerms(standby_s=after_s, learner_gone_s=gone_s)
 
 
 @pytest.mark.slow
-def test_a_parked_worker_gives_its_machine_back_and_its_cost_ends(
+def test_an_interrupted_worker_gives_its_machine_back_and_its_cost_ends(
     play: Play, tmp_path: Path
 ) -> None:
     async def scenario(run: Run) -> None:

@@ -15,16 +15,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.version_fence import VersionError
-from echo.protocol.drafts import Drafts
-from echo.protocol.messages import Lease
-from echo.protocol.partial_codec import decode_drafts
-from echo.protocol.partials import Draft, PartialRollout
-from echo.rollout import Lineage, PolicyVersion
-from echo.runtime.engine_call import EngineCall
-from echo.runtime.sampling import PartialRules, RolloutLoop
+from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
+from echo.engine.engine import Completion, Request, Sampling, VersionError
+from echo.leases.partials import PartialGroup, PartialGroups, decode_groups
 from echo.runtime.threads import ThreadPools
+from echo.runtime.worker.sampling import EngineCall, PartialRules, RolloutLoop
+from echo.wire.messages import Lease
 from tests.e2e.audit import audit
 from tests.runtime.harness import Play, Run, ends, running
 
@@ -95,13 +91,13 @@ class FakeSession:
     """The part of a worker's session that sampling touches."""
 
     def __init__(self, group_ids: Sequence[int]) -> None:
-        self.drafts = Drafts()
+        self.partials = PartialGroups()
         for group_id in group_ids:
-            self.drafts.add(lease(group_id))
+            self.partials.add(lease(group_id))
         self.installed_version: PolicyVersion | None = PolicyVersion(1, 0)
         self.learner_step = 0
         self.lineages = (Lineage(1, 0),)
-        self.partials: Counter[str] = Counter()
+        self.partial_counts: Counter[str] = Counter()
         self.tokens_sampled = 0
         self.shipped: list[tuple[int, ...]] = []
 
@@ -112,21 +108,21 @@ class FakeSession:
 
     def take(
         self, max_groups: int, *, group_size: int, max_rollouts: int, now: float
-    ) -> list[Draft]:
-        return self.drafts.take(
+    ) -> list[PartialGroup]:
+        return self.partials.take(
             max_groups,
             group_size=group_size,
             max_rollouts=max_rollouts,
             installed=self.installed_version,
         )
 
-    def park(self, draft: Draft) -> None:
-        self.drafts.park(draft)
+    def park(self, partial: PartialGroup) -> None:
+        self.partials.park(partial)
 
     def ship(self, *, interval_s: float, now: float) -> list[Any]:
-        due = self.drafts.take_due(interval_s=interval_s, now=now)
+        due = self.partials.take_due(interval_s=interval_s, now=now)
         if due:
-            self.shipped.append(tuple(draft.num_tokens for draft in due))
+            self.shipped.append(tuple(partial.num_tokens for partial in due))
         return []
 
 
@@ -144,7 +140,7 @@ class Loop:
     ) -> None:
         self.engine = ScriptedEngine(lengths, is_continuous=is_continuous)
         self.session = FakeSession(sorted(lengths))
-        self.delivered: list[Draft] = []
+        self.delivered: list[PartialGroup] = []
         self.refused: list[tuple[int, str]] = []
         self.wake = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
@@ -154,7 +150,7 @@ class Loop:
         self.rollouts = RolloutLoop(
             self.session, self.engine, SAMPLING,  # type: ignore[arg-type]
             rules=PartialRules(**rules), group_size=2, groups_per_batch=groups_per_batch,
-            path=self.path, admit=lambda draft: True, refuse=self._refuse, deliver=self._deliver,
+            path=self.path, admit=lambda partial: True, refuse=self._refuse, deliver=self._deliver,
             wake=self.wake.set,
             perform=lambda actions: None, spawn=self._spawn, threads=self.threads, clock=clock,
             has_ended=lambda: False, log=logging.getLogger("test"),
@@ -166,12 +162,12 @@ class Loop:
 
     def _refuse(self, leases: Sequence[Lease], why: str) -> None:
         for given_back in leases:
-            self.session.drafts.end((given_back.group_id, given_back.attempt))
+            self.session.partials.end((given_back.group_id, given_back.attempt))
             self.refused.append((given_back.group_id, why))
 
-    def _deliver(self, draft: Draft) -> None:
-        self.delivered.append(draft)
-        self.session.drafts.end(draft.key)
+    def _deliver(self, partial: PartialGroup) -> None:
+        self.delivered.append(partial)
+        self.session.partials.end(partial.key)
         self.wake.set()
 
     async def run(self, *, until: Callable[[], bool] | None = None) -> None:
@@ -211,11 +207,11 @@ def test_a_batch_is_stopped_at_its_target_and_the_rest_goes_on_first(tmp_path: P
         assert {before for _, before, _ in second[:2]} == {3}
         seeds = {seed for name, _, seed in first + second if name == "0.0.1"}
         assert len(seeds) == 2
-        for draft in loop.delivered:
-            for index, member in enumerate(draft.members):
-                length = LENGTHS[draft.lease.group_id][index]
+        for partial in loop.delivered:
+            for index, member in enumerate(partial.members):
+                length = LENGTHS[partial.lease.group_id][index]
                 assert member.token_ids.tolist() == list(range(length)), "each token once"
-        counts = loop.session.partials
+        counts = loop.session.partial_counts
         assert counts["resumed"] >= 2
         assert counts["wasted_tokens"] == 0
 
@@ -230,7 +226,7 @@ def test_without_over_submission_a_batch_is_waited_for(tmp_path: Path) -> None:
         assert len(loop.engine.calls) == 2
         # Whole groups do not wait for the others of their batch.
         assert [d.lease.group_id for d in loop.delivered[:2]] == [1, 3]
-        assert loop.session.partials["parked"] == 0
+        assert loop.session.partial_counts["interrupted"] == 0
 
     asyncio.run(scenario())
 
@@ -254,7 +250,7 @@ def test_an_engine_that_takes_requests_at_any_time_gets_more_than_it_holds(tmp_p
         assert (loop.rollouts.num_places, loop.rollouts.max_groups) == (3, 5), "and two that wait"
         for _ in range(2):
             loop.rollouts.sample_more()
-            assert len(loop.session.drafts.running) == 3
+            assert len(loop.session.partials.running) == 3
         await loop.run()
         await loop.close()
         assert len(loop.engine.calls) == len(LENGTHS), "one call for each, none stopped"
@@ -283,21 +279,21 @@ def test_a_call_ends_after_a_while_and_what_it_has_is_shipped_and_saved(tmp_path
         assert len(loop.engine.calls) >= 2
         assert loop.session.shipped == sorted(loop.session.shipped)
         assert len(loop.session.shipped) >= 2
-        [draft] = decode_drafts(loop.path.read_bytes(), run_id="run")
-        assert draft.num_tokens > 0
-        assert draft.members[0].token_ids.tolist() == list(range(draft.num_tokens // 2))
+        [partial] = decode_groups(loop.path.read_bytes(), run_id="run")
+        assert partial.num_tokens > 0
+        assert partial.members[0].token_ids.tolist() == list(range(partial.num_tokens // 2))
 
     asyncio.run(scenario())
 
 
-def test_what_is_held_is_parked_and_goes_on_when_it_is_released(tmp_path: Path) -> None:
+def test_what_is_held_is_interrupted_and_goes_on_when_it_is_released(tmp_path: Path) -> None:
     async def scenario() -> None:
         loop = Loop(tmp_path, {0: (1 << 30, 3)}, groups_per_batch=1)
         await loop.turns(4)
         await loop.rollouts.hold()
-        [draft] = loop.session.drafts.parked.values()
-        assert draft.members[1].is_finished
-        loop.engine.lengths[0] = (draft.num_tokens + 5, 3)
+        [partial] = loop.session.partials.interrupted.values()
+        assert partial.members[1].is_finished
+        loop.engine.lengths[0] = (partial.num_tokens + 5, 3)
         loop.rollouts.sample_more()
         assert not loop.rollouts.is_busy
         loop.rollouts.release()
@@ -317,7 +313,7 @@ def test_a_damaged_file_is_dropped_and_a_full_disk_survived(
         await loop.turns(4)
         await loop.rollouts.leave()
         loop.path.parent.mkdir()
-        loop.path.write_bytes(b"not a file of drafts")
+        loop.path.write_bytes(b"not a file of partial groups")
         await loop.rollouts.recover()
         await loop.close()
 
@@ -369,8 +365,8 @@ def test_a_run_with_over_submission_keeps_its_promises(play: Play) -> None:
         worker = await run.worker("w1", worker={"max_concurrent_rollouts": 8})
         async with running(learner, worker) as (learning, _):
             assert await learning == "finished"
-        counts = worker.session.partials
-        assert counts["parked"] > 0
+        counts = worker.session.partial_counts
+        assert counts["interrupted"] > 0
         assert counts["resumed"] > 0
         assert any(len(record["versions"]) > 1 for record in run.ledger("accepted"))
         check(run)
@@ -403,19 +399,19 @@ def test_a_worker_told_to_stop_hands_over_what_another_then_finishes(
         learner = await run.learner(run={"max_steps": 6}, **LONG)
         first = await run.worker("w1", worker={"max_concurrent_rollouts": 8})
         async with running(learner, first) as (learning, leaving):
-            tokens = first.session.drafts
+            tokens = first.session.partials
             assert await learner.wait_until(
                 lambda: sum(d.num_progress for d in tokens.running.values()) > 40, within_s=60
             )
             first.interrupt()
             assert await leaving == "interrupted"
-            handover = learner.session._granting.handover
-            assert len(handover)
+            shipped = learner.session._scheduler.shipped
+            assert len(shipped)
             slow.set()
             second = await run.worker("w2")
             async with running(second):
                 assert await learning == "finished"
-            assert second.session.partials["resumed"] > 0
+            assert second.session.partial_counts["resumed"] > 0
             assert learner.session.counters["partials/handed_over"] > 0
         check(run)
 
@@ -436,14 +432,14 @@ def test_a_killed_worker_goes_on_where_its_file_says(play: Play, slow: threading
             again = await run.worker("w1")
             async with running(again):
                 assert await learning == "finished"
-            assert again.session.partials["resumed_tokens"] > 0
+            assert again.session.partial_counts["resumed_tokens"] > 0
         check(run)
 
     play(scenario)
 
 
 def want_exactly(loop: Loop, version: PolicyVersion) -> None:
-    queue = loop.session.drafts.queue
+    queue = loop.session.partials.queue
     for key, each in queue.items():
         queue[key] = msgspec.structs.replace(each, exact_version=version)
 
@@ -493,7 +489,7 @@ def test_an_engine_with_newer_weights_refuses_an_exact_version(
 def test_what_others_have_sampled_under_another_version_begins_anew(tmp_path: Path) -> None:
     async def scenario() -> None:
         loop = Loop(tmp_path, {0: (9, 9)}, groups_per_batch=1)
-        drafts = loop.session.drafts
+        partials = loop.session.partials
         newer = PolicyVersion(1, 1)
         begun = [
             PartialRollout().extended(
@@ -502,13 +498,13 @@ def test_what_others_have_sampled_under_another_version_begins_anew(tmp_path: Pa
             )
             for step in (0, 1)
         ]  # fmt: skip
-        drafts.queue.clear()
-        drafts.add(msgspec.structs.replace(lease(0), exact_version=newer), begun)
+        partials.queue.clear()
+        partials.add(msgspec.structs.replace(lease(0), exact_version=newer), begun)
         loop.session.installed_version = loop.engine.installed = newer
         await loop.run()
         await loop.close()
         [call] = loop.engine.calls
         assert [(name, num_before) for name, num_before, _ in call] == [("0.0.0", 0), ("0.0.1", 3)]
-        assert loop.session.partials["wasted_tokens"] == 3
+        assert loop.session.partial_counts["wasted_tokens"] == 3
 
     asyncio.run(scenario())

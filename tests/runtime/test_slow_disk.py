@@ -1,6 +1,7 @@
 """A disk slower than the link: the node goes on as before, and only its own versions come late.
 
-Nodes, sessions, ZeroMQ with CURVE and file arenas are the real ones; below them `write` waits.
+Nodes, sessions, ZeroMQ with CURVE and file version stores are the real ones; below them `write`
+waits.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from bench.publishing import ForcedPlanning
-from echo.protocol.codec import Frame
-from echo.runtime.arenas_files import FileArenas
+from echo.runtime.disk_store import DiskStore
+from echo.wire.codec import Frame
 from tests.runtime.fleet import IMAGE_BYTES, NUM_CHUNKS, Fleet, play
 
 pytestmark = pytest.mark.slow
@@ -26,8 +27,8 @@ HANGS_S = 30.0
 """After which a disk that stands still goes on, so that a loop that waits for it fails its test."""
 
 
-class SlowArenas(FileArenas):
-    """Arenas on a disk that takes its time."""
+class SlowStore(DiskStore):
+    """Version stores on a disk that takes its time."""
 
     def write(self, place: memoryview, data: Frame) -> None:
         time.sleep(WRITE_S)
@@ -65,7 +66,7 @@ def starred(scenario: Callable[[Fleet], Awaitable[None]]) -> Callable[[Fleet], A
 
 def test_a_version_comes_at_the_pace_of_the_disk(tmp_path: Path) -> None:
     async def scenario(fleet: Fleet) -> None:
-        await fleet.join("slow", arenas=SlowArenas(tmp_path, LIMIT))
+        await fleet.join("slow", version_store=SlowStore(tmp_path, LIMIT))
         await fleet.join("fast")
         pulse = Pulse()
         begun_at = time.monotonic()

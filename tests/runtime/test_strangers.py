@@ -15,13 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from echo.protocol.codec import encode
-from echo.protocol.messages import Greet
-from echo.runtime import zmq_channel
-from echo.runtime.kernel import descriptor_limit, raise_descriptor_limit
-from echo.runtime.links import RESERVED_DESCRIPTORS, Strangers
-from echo.runtime.transport import Connected, Received, TransportOptions, parse_address
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.net import zmq
+from echo.net.transport import Connected, Received, TransportOptions, parse_address
+from echo.net.zmq import (
+    RESERVED_DESCRIPTORS,
+    Strangers,
+    ZmqTransport,
+    descriptor_limit,
+    raise_descriptor_limit,
+)
+from echo.wire.codec import encode
+from echo.wire.messages import Greet
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -213,9 +217,9 @@ def test_a_node_survives_more_strangers_than_it_may_have_files(
 BINDING = """
 import asyncio, logging, sys
 from echo.config.load import parse_config
-from echo.runtime import wiring
-from echo.runtime.learner_setup import build_learner
-from echo.runtime.worker_setup import build_worker
+from echo.runtime import node as wiring
+from echo.runtime.learner.node.setup import build_learner
+from echo.runtime.worker.node.setup import build_worker
 
 class Binds(Exception):
     pass
@@ -262,7 +266,7 @@ def test_the_code_of_the_model_is_imported_before_strangers_can_connect(
 def test_newcomers_wait_where_many_have_come_within_a_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("echo.runtime.links.MAX_ACCEPTED_PER_S", 20)
+    monkeypatch.setattr("echo.net.zmq.MAX_ACCEPTED_PER_S", 20)
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
@@ -304,7 +308,7 @@ def test_newcomers_wait_where_many_have_come_within_a_second(
 def test_who_connects_and_leaves_all_the_time_does_not_hold_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(zmq_channel, "NEWS_PER_TURN", 4)
+    monkeypatch.setattr(zmq, "NEWS_PER_TURN", 4)
 
     async def scenario() -> None:
         listener = ZmqTransport("tcp://127.0.0.1:0")
@@ -312,7 +316,7 @@ def test_who_connects_and_leaves_all_the_time_does_not_hold_the_loop(
         heard, turn = Counter[int](), 0
         assert listener._listener is not None
         channel = listener._listener.channel
-        assert isinstance(channel, zmq_channel.ZmqChannel)
+        assert isinstance(channel, zmq.ZmqChannel)
         channel._on_news = lambda *_: heard.update([turn])
         where = parse_address(str(listener.listen_address))
         for _ in range(20):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from echo.protocol.granting import StoreGroup
-from echo.rollout import Group
-from echo.runtime import task_setup, worker
-from echo.runtime.data_plane import load_data
+from echo.core.rollout import Group
+from echo.leases.scheduler import StoreGroup
+from echo.runtime.learner.setup import load_data
+from echo.runtime.worker import node, setup
 from echo.tasks.rewards import RewardError
 from echo.tasks.tokenization import load_tokenizer
 from tests.runtime.harness import Play, Run, ends, running
@@ -96,7 +96,7 @@ def test_with_rewards_at_the_learner_no_answer_leaves_it(
         def refuse(*_: object) -> None:
             raise AssertionError("a worker needs no task")
 
-        monkeypatch.setattr(task_setup, "load_task", refuse)
+        monkeypatch.setattr(setup, "load_task", refuse)
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
         check(run)
@@ -162,7 +162,7 @@ def test_a_hanging_reward_is_named_as_such_and_not_as_an_expired_lease(
     where: str,
 ) -> None:
     write_task("broken_task", BROKEN)
-    monkeypatch.setattr(worker, "TICK_S", 0.05)
+    monkeypatch.setattr(node, "TICK_S", 0.05)
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(

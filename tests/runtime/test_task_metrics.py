@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.runtime.task_metrics import TaskMetrics
+from echo.runtime.learner.report import TaskMetrics
 
 
 def test_totals_become_differences_over_all_workers() -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from echo.algo.reference import ReferenceKlLoss
+from echo.algo.losses import ReferenceKlLoss
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.engine.tiny_model import build_model, save_tiny_model
-from echo.engine.trainer import Trainer
-from echo.errors import DataError
-from echo.rollout import Lineage
-from echo.runtime.recovery import StartingPoint
-from echo.runtime.trainer_setup import build_loss, build_trainer
+from echo.core.errors import DataError
+from echo.core.rollout import Lineage
+from echo.engine.model import build_model, save_tiny_model
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.setup import build_loss, build_trainer
+from echo.train.trainer import Trainer
 from tests.engine.test_trainer import make_group
 
 START = StartingPoint(lineages=(Lineage(1, 0),))

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
-from echo.errors import TransportError
-from echo.runtime.curve import CurveKeys, Join
-from echo.runtime.transport import (
+from echo.core.errors import TransportError
+from echo.net.curve import CurveKeys
+from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
     Disconnected,
@@ -22,8 +22,9 @@ from echo.runtime.transport import (
     TransportOptions,
     parse_address,
 )
+from echo.net.zmq import ZmqTransport
+from echo.runtime.identity import Join
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo.runtime.transport_zmq import ZmqTransport
 
 LISTEN = "tcp://127.0.0.1:0"
 OPTIONS = TransportOptions(
@@ -88,7 +89,7 @@ class World:
 
     def _keys(self) -> CurveKeys | None:
         join = Join("tcp://learner:1", bytes(16), bytes(16))
-        return CurveKeys.of_node("relay", join) if self._is_encrypted else None
+        return CurveKeys.of_node("relay", join.secret, join.address) if self._is_encrypted else None
 
     async def pair(self, options: TransportOptions = OPTIONS) -> tuple[Node, Node, str, str]:
         """Return listener, dialler, the dialler's id there, and the listener's id here."""

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from echo.errors import TransportError
-from echo.runtime.curve import CurveKeys, Join, KeyPair
-from echo.runtime.transport import (
+from echo.core.errors import TransportError
+from echo.net.curve import CurveKeys, KeyPair
+from echo.net.transport import (
     Connected,
     Disconnected,
     Received,
@@ -27,7 +27,7 @@ from echo.runtime.transport import (
     with_key,
     without_key,
 )
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.net.zmq import ZmqTransport
 
 OPTIONS = TransportOptions(
     # Nobody is found dead because of a busy machine: no heartbeat is missed while a test may run.
@@ -40,7 +40,6 @@ OPTIONS = TransportOptions(
 )
 ANY_PORT = "tcp://127.0.0.1:0"
 SECRET = b"s" * 16
-PRINT = b"f" * 16
 SERVER = KeyPair.of(b"k" * 32)
 LEARNER = CurveKeys.of_learner(SERVER, SECRET)
 
@@ -75,7 +74,7 @@ async def opened(
 def worker(address: str = "tcp://elsewhere:1", secret: bytes = SECRET) -> CurveKeys:
     """Return a worker's keys whose join string has the address, or one that nobody knows."""
     key = parse_key(address) or SERVER.public
-    return CurveKeys.of_node("worker", Join(with_key(address, key), secret, PRINT))
+    return CurveKeys.of_node("worker", secret, with_key(address, key))
 
 
 async def greet(listener: ZmqTransport, dialler: ZmqTransport, address: str) -> None:
@@ -142,7 +141,7 @@ def test_an_address_without_a_key_is_of_a_relay_or_a_known_listener(run: Run) ->
             async with opened(None, keys) as dialler:
                 await greet(listener, dialler, address)
 
-    relay = CurveKeys.of_node("relay", Join(with_key("tcp://a:1", SERVER.public), SECRET, PRINT))
+    relay = CurveKeys.of_node("relay", SECRET, with_key("tcp://a:1", SERVER.public))
     for listens in (LEARNER, relay):
         for port_is_known in (True, False):
             run(scenario(listens, port_is_known))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from echo.runtime.transport import Connected, Disconnected, Received, TransportOptions
+from echo.net.transport import Connected, Disconnected, Received, TransportOptions
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.network import Link
 

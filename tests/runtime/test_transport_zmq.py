@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from echo.errors import TransportError
-from echo.runtime import links
-from echo.runtime.transport import Connected, Disconnected, Received, TransportOptions
-from echo.runtime.transport_zmq import ZmqTransport
+from echo.core.errors import TransportError
+from echo.net import zmq
+from echo.net.transport import Connected, Disconnected, Received, TransportOptions
+from echo.net.zmq import ZmqTransport
 
 OPTIONS = TransportOptions(
     max_message_bytes=1 << 20,
@@ -96,8 +96,8 @@ def child_process(transport: ZmqTransport, then: str) -> subprocess.Popen[bytes]
     """Start a process that dials, says hello, and then does something."""
     script = f"""
         import asyncio, time
-        from echo.runtime.transport import TransportOptions
-        from echo.runtime.transport_zmq import ZmqTransport
+        from echo.net.transport import TransportOptions
+        from echo.net.zmq import ZmqTransport
         async def main():
             transport = ZmqTransport(None, TransportOptions(max_unread_messages=8))
             await transport.start()
@@ -370,7 +370,7 @@ def test_why_nobody_is_reached_is_told_apart(run: Run, monkeypatch: pytest.Monke
                     (OSError(113, "No route to host"), "cannot be reached: No route to host"),
                 ):
                     with monkeypatch.context() as patch:
-                        patch.setattr(links, "look_at", raising(error))
+                        patch.setattr(zmq, "look_at", raising(error))
                         assert text in (await first_failure(dialler, closed))[0]
             server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
             tunnel = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -395,8 +395,8 @@ def test_large_frames_are_not_copied_and_arrive_intact(run: Run) -> None:
             await one(dialler)
             assert dialler.send(up, [b"hello"])
             child = await hello(listener)
-            arena = memoryview(os.urandom(16 << 18))
-            chunks = [arena[i << 18 : (i + 1) << 18] for i in range(16)]
+            storage = memoryview(os.urandom(16 << 18))
+            chunks = [storage[i << 18 : (i + 1) << 18] for i in range(16)]
             taken: list[memoryview] = []
             for index in range(64):
                 # Refused while the thread that hears what libzmq has sent did not get its turn.

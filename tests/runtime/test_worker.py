@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from echo.cli.output import exit_code
+from echo.core.errors import ConfigError, EngineError
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED
-from echo.engine.transformers_engine import TransformersEngine
-from echo.errors import ConfigError, EngineError
-from echo.protocol.granting import Granting
-from echo.protocol.messages import Lease
-from echo.rollout import PolicyVersion
+from echo.engine.hf.engine import TransformersEngine
+from echo.leases.scheduler import Scheduler
+from echo.wire.messages import Lease
 from tests.runtime.harness import Play, Run, ends, read_jsonl, running
 
 TASK = """
@@ -136,7 +136,7 @@ def test_a_version_that_all_workers_refuse_is_tried_again(
         load(engine, tensors, version)
 
     monkeypatch.setattr(TransformersEngine, "load", load_the_second_time)
-    monkeypatch.setattr("echo.runtime.worker.INSTALL_AGAIN_S", 0.1)
+    monkeypatch.setattr("echo.runtime.worker.node.INSTALL_AGAIN_S", 0.1)
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(run={"max_steps": 4}, sync={"max_staleness": 0})
@@ -202,9 +202,9 @@ def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
     play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The learner asks twice for weights that nobody has, and then for those that there are."""
-    oldest, wanted = Granting._oldest_version, [PolicyVersion(1, 99)] * 2
+    oldest, wanted = Scheduler._oldest_version, [PolicyVersion(1, 99)] * 2
     monkeypatch.setattr(
-        Granting,
+        Scheduler,
         "_oldest_version",
         lambda granting, number: wanted.pop() if wanted else oldest(granting, number),
     )
@@ -236,7 +236,7 @@ def test_a_worker_says_that_it_waits_for_newer_weights(play: Play) -> None:
         session.installed_version = PolicyVersion(1, 1)
         assert worker._waiting_for() == "waiting for leases"
         lease = Lease(group_id=0, attempt=0, seed=0, prompt_ids=(1,), example={})
-        session.drafts.add(msgspec.structs.replace(lease, min_version=PolicyVersion(1, 2)))
+        session.partials.add(msgspec.structs.replace(lease, min_version=PolicyVersion(1, 2)))
         assert worker._waiting_for() == "waiting for newer weights"
         session.installed_version = PolicyVersion(1, 2)
         assert worker._waiting_for() == "waiting for leases"
@@ -278,7 +278,7 @@ def test_an_interrupted_worker_delivers_and_says_goodbye(
             assert await learner.wait_until(lambda: learner.session.step >= 2, within_s=60)
             worker.interrupt()
             assert await working == "interrupted"
-            assert not worker.session.drafts.running
+            assert not worker.session.partials.running
             assert not len(worker.session.outbox)
             assert await learner.wait_until(lambda: not learner.session.roster.nodes, within_s=60)
             assert learner.session.leases.num_leases("w1") == 0

@@ -11,19 +11,20 @@ import pytest
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.config.inherit import inherited_settings
-from echo.config.load import parse_config
-from echo.errors import ConfigError, RefusedError
-from echo.protocol.actions import Action, Send
-from echo.protocol.codec import decode_envelope, decode_message, encode
-from echo.protocol.messages import LEARNER_ID, Asset, AssetRequest, Welcome
-from echo.protocol.relay_session import RelaySession
-from echo.protocol.trust import sign_welcome
-from echo.runtime import relay_setup, worker_setup
-from echo.runtime.curve import load_or_create_keys, write_join
-from echo.runtime.task_setup import code_settings
-from echo.runtime.worker_setup import build_parts, own_model
+from echo.config.load import inherited_settings, parse_config
+from echo.core.errors import ConfigError, RefusedError
+from echo.engine import model
+from echo.engine.model import own_model
+from echo.roles.relay import Relay
+from echo.runtime import relay
+from echo.runtime.episodes import code_settings
+from echo.runtime.identity import load_or_create_keys, write_join
+from echo.runtime.worker.setup import build_parts
 from echo.tasks.tokenization import asset_files
+from echo.weights.store import sign_welcome
+from echo.wire.actions import Action, Send
+from echo.wire.codec import decode_envelope, decode_message, encode
+from echo.wire.messages import LEARNER_ID, Asset, AssetRequest, Welcome
 from tests.runtime.harness import RELAY, Play, Run, running
 
 EVIL = b"""
@@ -40,7 +41,7 @@ def correct(completion):
 # --- a relay that is anybody ----------------------------------------------------------------------
 
 
-class PosingRelay(RelaySession):
+class PosingRelay(Relay):
     """Sends a Python file along, and names it as the reward function."""
 
     directory = Path()
@@ -77,7 +78,7 @@ def test_a_relay_cannot_have_a_worker_run_its_code(
     has_own_key: bool,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(relay_setup, "RelaySession", PosingRelay)
+    monkeypatch.setattr(relay, "Relay", PosingRelay)
     key = Ed25519PrivateKey.generate() if has_own_key else None
     monkeypatch.setattr(PosingRelay, "own_key", key)
 
@@ -144,9 +145,7 @@ def test_a_model_of_the_shared_file_is_the_learners_unless_it_is_here_or_set_her
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(
-        worker_setup, "resolve_model", lambda name, *_: asked.append(name) or Path(name)
-    )
+    monkeypatch.setattr(model, "resolve_model", lambda name, *_: asked.append(name) or Path(name))
     hub_id = {"model": {"name": "Qwen/Qwen3-0.6B"}}
     for table in (hub_id, {"model": {"name": "/no/such/model"}}, {}):
         assert own_model(parse_config(table, source="two-machines.toml")) is None

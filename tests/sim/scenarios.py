@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from echo.planner.fleet import Fleet, Offer, Region
-from echo.planner.job import Job
+from echo.fleet.job import Job
+from echo.fleet.market import Offer, Region, RentedFleet
 from echo.sim.records import History
 from echo.sim.scenario import Scenario, Settings
 from echo.sim.simulation import Simulation
@@ -57,7 +57,7 @@ def make_scenario(
     numbers = {"num_steps": 8, "chunks_per_version": 8, "setup_s": 1.0, "join_within_s": 1.0}
     return Scenario(
         name="test",
-        fleet=Fleet(offers=offers, regions=known, uplink_bytes_per_s=100 * MB),
+        fleet=RentedFleet(offers=offers, regions=known, uplink_bytes_per_s=100 * MB),
         job=job or make_job(),
         counts=[offer.count for offer in offers],
         settings=Settings(**(numbers | settings)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.protocol.metering import Meter
+from echo.runtime.learner.cost import CostMeter
 from echo.sim.activating import spent_before
 
 
@@ -12,5 +12,5 @@ from echo.sim.activating import spent_before
 def test_machines_bill_while_the_learner_is_away_as_long_as_lost_ones_count(
     away_s: float, expected: float
 ) -> None:
-    meter = Meter(learner_per_h=4.0, learner_per_gb=0.0, spent=10.0, now=0.0)
+    meter = CostMeter(learner_per_h=4.0, learner_per_gb=0.0, spent=10.0, now=0.0)
     assert spent_before(meter, away_s=away_s) == pytest.approx(expected)

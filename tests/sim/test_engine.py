@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from echo.protocol.messages import Lease
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
 from echo.sim.engine import EngineModel
 from echo.sim.lengths import GroupLength, LogNormalLengths, RecordedLengths
+from echo.wire.messages import Lease
 
 V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from echo.protocol.messages import Lease
-from echo.rollout import Group, Lineage, PolicyVersion
+from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.sim.journal import Journal
 from echo.sim.worker import make_group
+from echo.wire.messages import Lease
 
 
 def group(group_id: int, step: int, *, lineage: int = 1) -> Group:
@@ -28,7 +28,7 @@ def test_a_crash_undoes_the_steps_after_the_checkpoint_and_keeps_their_groups() 
     assert start.lineages == (Lineage(1, 0), Lineage(2, 2))
     assert (start.step, start.next_group_id) == (2, 6)
     # Two were trained for good, two wait: one of a step that is void, one that was never taken.
-    assert start.settled == (0, 1, 2, 3)
+    assert start.finished == (0, 1, 2, 3)
     assert list(start.buffered) == groups[2:]
     assert start.open_attempts == {4: 2, 5: 1}
     assert start.ends == ()
@@ -57,5 +57,5 @@ def test_what_ended_stays_so() -> None:
     journal.ended(0)
     journal.ended(1)
     start = journal.recover()
-    assert (start.settled, start.buffered, start.open_attempts) == ((0, 1), (), {})
+    assert (start.finished, start.buffered, start.open_attempts) == ((0, 1), (), {})
     assert journal.recover().lineages == (Lineage(1, 0), Lineage(2, 0), Lineage(3, 0))

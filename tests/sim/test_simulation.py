@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.planner.fleet import Region
-from echo.planner.overlap import predict
+from echo.fleet.market import Region
+from echo.fleet.overlap import predict
 from echo.sim.records import History
 from echo.sim.scenario import ActivationRule, Fault, PriceChange
 from echo.sim.simulation import Simulation
@@ -246,7 +246,7 @@ def test_weights_take_their_true_size_on_the_links_whatever_the_grain() -> None:
 def test_images_are_held_once_for_all_nodes_and_let_go() -> None:
     simulation = Simulation(make_scenario(num_steps=10))
     simulation.run()
-    assert len(simulation.arenas) <= 4
+    assert len(simulation.version_store) <= 4
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_workers_that_are_not_needed_stand_by_all_the_dear_ones(
     assert summary.num_standby >= 2
     standby: set[str] = set()
     for _, made in history.decisions:
-        standby = (standby - set(made.activated)) | set(made.parked)
+        standby = (standby - set(made.activated)) | set(made.interrupted)
     assert len(standby) == summary.num_standby
     assert standby >= {"dear-1", "dear-2"}
     assert summary.idle_share < 0.1
@@ -343,7 +343,7 @@ def test_workers_that_are_not_needed_stand_by_all_the_dear_ones(
 
 
 @pytest.mark.slow
-def test_a_worker_that_was_parked_for_long_gives_its_machine_back(
+def test_a_worker_that_was_interrupted_for_long_gives_its_machine_back(
     crowd: tuple[Summary, History],
 ) -> None:
     scenario = crowded()

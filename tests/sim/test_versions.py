@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.protocol.broadcast import Broadcast
-from echo.protocol.manifest import Form
-from echo.rollout import PolicyVersion
+from echo.core.rollout import PolicyVersion
 from echo.sim.versions import CHUNK_BYTES, Versions
+from echo.weights.broadcast import Broadcast
+from echo.wire.messages import Form
 
 MB = 1e6
 
@@ -30,8 +30,8 @@ def test_without_deltas_each_version_is_an_image_of_so_many_chunks() -> None:
     versions.publish(broadcast, PolicyVersion(1, 1), now=1.0)
     image = broadcast.store[PolicyVersion(1, 1)]
     assert (image.num_chunks, image.num_bytes * versions.scale) == (8, 80 * MB)
-    assert bytes(image.arena) != bytes(broadcast.store[PolicyVersion(1, 0)].arena)
-    assert not broadcast.parcels
+    assert bytes(image.storage) != bytes(broadcast.store[PolicyVersion(1, 0)].storage)
+    assert not broadcast.encoded_versions
 
 
 @pytest.mark.parametrize("ratio", [2, 30, 100])
@@ -41,7 +41,7 @@ def test_a_delta_has_so_many_chunks_and_the_image_its_own_size(ratio: int) -> No
     for step in range(3):
         versions.publish(broadcast, PolicyVersion(1, step), now=float(step))
     newest = PolicyVersion(1, 2)
-    delta = broadcast.parcels[newest, Form("delta", PolicyVersion(1, 1))]
+    delta = broadcast.encoded_versions[newest, Form("delta", PolicyVersion(1, 1))]
     assert delta.num_bytes * versions.scale == pytest.approx(80 * MB, rel=0.05)
     assert delta.num_chunks in (7, 8, 9)
     image = broadcast.store[newest]

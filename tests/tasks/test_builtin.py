@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import ConfigError, DataError
-from echo.extras import install_command
+from echo.core.errors import ConfigError, DataError
+from echo.core.extras import install_command
 from echo.tasks.builtin import AdditionTask, CountdownTask, Gsm8kTask, add_in_columns, evaluate
 from echo.tasks.task import Example
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from echo.errors import ConfigError, DataError
-from echo.extras import install_command
+from echo.core.errors import ConfigError, DataError
+from echo.core.extras import install_command
 from echo.tasks.dataset import (
     CYCLE,
     NO_PATH,

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from echo.errors import DataError
-from echo.tasks.dialogue import Dialogue
+from echo.core.errors import DataError
+from echo.runtime.agents.sessions import Dialogue
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}<eos>{% endfor %}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from echo.errors import ConfigError
+from echo.core.errors import ConfigError
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.dataset import RowsTask
 from echo.tasks.task import (

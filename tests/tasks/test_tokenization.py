@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.engine.tiny_model import build_model, build_tokenizer, save_tiny_model
-from echo.errors import DataError
+from echo.core.errors import DataError
+from echo.engine.model import build_model, build_tokenizer, save_tiny_model
 from echo.tasks.tokenization import (
     asset_files,
     decode,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from echo.errors import ConfigError
-from echo.extras import install_command
+from echo.core.errors import ConfigError
+from echo.core.extras import install_command
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import Limits, PoolHost, RewardError
 from echo.tasks.task import load_task

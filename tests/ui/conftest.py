@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echo.metrics import NodeView, Snapshot
+from echo.core.metrics import NodeView, Snapshot
 from echo.ui.sinks import MetricsWriter
 
 MakeSnapshot = Callable[..., Snapshot]

@@ -1,28 +1,20 @@
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from rich.text import Text
 
-from echo.ui.charts import (
-    Curve,
-    Marks,
-    bar,
-    clean,
-    fit,
-    line_chart,
-    progress,
-    sparkline,
-    value_range,
-)
+from echo.ui.live import Curve, InAscii, Marks, clean, fit, line_chart, to_ascii, value_range
 
 any_float = st.floats(allow_nan=True, allow_infinity=True)
 
 
-def chart(points: list[tuple[float, float]], *, ascii_only: bool) -> list[str]:
+def chart(points: list[tuple[float, float]]) -> list[str]:
     rows = line_chart(
         [Curve(points, "cyan")],
         [],
@@ -30,13 +22,12 @@ def chart(points: list[tuple[float, float]], *, ascii_only: bool) -> list[str]:
         height=5,
         x_range=(0, 10),
         y_range=(0, 1),
-        ascii_only=ascii_only,
     )
     return [row.plain for row in rows]
 
 
 def test_rising_line_goes_from_the_lower_left_to_the_upper_right() -> None:
-    rows = chart([(0, 0.0), (10, 1.0)], ascii_only=False)
+    rows = chart([(0, 0.0), (10, 1.0)])
     plots = [row.split("│")[1] for row in rows[:-1]]
     assert plots[-1].strip("⠀ ")
     assert plots[-1][0] != " "
@@ -48,16 +39,9 @@ def test_rising_line_goes_from_the_lower_left_to_the_upper_right() -> None:
 
 
 def test_line_is_drawn_without_gaps() -> None:
-    rows = chart([(0, 0.0), (5, 1.0), (10, 0.0)], ascii_only=False)
+    rows = chart([(0, 0.0), (5, 1.0), (10, 0.0)])
     plots = [row.split("│")[1] for row in rows[:-1]]
     assert all(any(row[column] != " " for row in plots) for column in range(len(plots[0])))
-
-
-def test_ascii_chart_is_ascii_and_uses_three_heights_per_row() -> None:
-    rows = chart([(0, 0.0), (10, 1.0)], ascii_only=True)
-    assert all(row.isascii() for row in rows)
-    drawn = set("".join(row.split("|")[1] for row in rows[:-1]))
-    assert drawn == set(" '-.")
 
 
 def test_marks_lie_over_the_curve() -> None:
@@ -68,7 +52,6 @@ def test_marks_lie_over_the_curve() -> None:
         height=4,
         x_range=(0, 10),
         y_range=(0, 1),
-        ascii_only=False,
     )
     assert rows[0].plain.endswith("●")
     assert rows[2].plain.split("│")[1].startswith("●")
@@ -79,10 +62,9 @@ def test_marks_lie_over_the_curve() -> None:
     st.lists(st.tuples(st.floats(0, 100), any_float), max_size=50),
     st.integers(0, 120),
     st.integers(0, 20),
-    st.booleans(),
 )
 def test_chart_always_has_the_size_asked_for(
-    points: list[tuple[float, float]], width: int, height: int, ascii_only: bool
+    points: list[tuple[float, float]], width: int, height: int
 ) -> None:
     rows = line_chart(
         [Curve(points, "cyan")],
@@ -91,31 +73,8 @@ def test_chart_always_has_the_size_asked_for(
         height=height,
         x_range=(0, 100),
         y_range=value_range([y for _, y in points]),
-        ascii_only=ascii_only,
     )
     assert [row.cell_len for row in rows] == [width] * height
-
-
-def test_bar_fills_its_share_and_never_hides_a_small_one() -> None:
-    assert bar(0.0, 8, ascii_only=False) == ""
-    assert bar(0.5, 8, ascii_only=False) == "████"
-    assert bar(1.0, 8, ascii_only=False) == "████████"
-    assert bar(0.001, 8, ascii_only=False) == "▏"
-    assert bar(0.001, 8, ascii_only=True) == "#"
-    assert bar(math.nan, 8, ascii_only=False) == ""
-
-
-def test_progress_reaches_the_end_only_when_done() -> None:
-    assert progress(0.999, 10, ascii_only=True).plain == "#########."
-    assert progress(1.0, 10, ascii_only=True).plain == "#" * 10
-    assert progress(7.0, 4, ascii_only=False).plain == "━━━━"
-
-
-def test_sparkline_spans_its_own_range() -> None:
-    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8, ascii_only=False) == "▁▂▃▄▅▆▇█"
-    assert sparkline([5, 5], 8, ascii_only=False) == "▁▁"
-    assert sparkline([], 8, ascii_only=False) == ""
-    assert len(sparkline(list(range(1000)), 20, ascii_only=True)) == 20
 
 
 @pytest.mark.parametrize(
@@ -135,7 +94,18 @@ def test_value_range(values: list[float], expected: tuple[float, float]) -> None
 
 def test_clean_leaves_nothing_that_a_terminal_obeys() -> None:
     assert clean("a\x1b[31mb\nc\x07") == "a [31mb c "
-    assert clean("wörker", ascii_only=True) == "w?rker"
+
+
+def test_what_is_drawn_in_ascii_is_as_wide() -> None:
+    assert to_ascii("ab│⠉⣿ ● ◆ █▌ ◂ S …") == "ab|** o x ## < S ~"
+    assert to_ascii("wörker 中文 ✓") == "w?rker ???? ?"
+
+
+def test_in_ascii_escapes_and_styles_stay() -> None:
+    console = Console(file=io.StringIO(), width=20, color_system="standard", force_terminal=True)
+    with console.capture() as capture:
+        console.print(InAscii(Text("●", "red")))
+    assert capture.get() == "\x1b[31mo\x1b[0m\n"
 
 
 def test_fit_counts_wide_characters_as_two() -> None:
@@ -146,8 +116,6 @@ def test_fit_counts_wide_characters_as_two() -> None:
 
 @pytest.mark.parametrize("height", range(4, 20))
 def test_the_axis_begins_at_its_lowest_value(height: int) -> None:
-    rows = line_chart(
-        [], [], width=40, height=height, x_range=(0, 1), y_range=(0.0, 0.1), ascii_only=False
-    )
+    rows = line_chart([], [], width=40, height=height, x_range=(0, 1), y_range=(0.0, 0.1))
     labels = [row.plain.split("│")[0].strip() for row in rows if "│" in row.plain]
     assert (labels[0], labels[-1]) == ("0.1", "0")

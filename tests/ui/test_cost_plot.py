@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.errors import StorageError
-from echo.ui.cost_plot import CostPoint, cost_plot
+from echo.core.errors import StorageError
+from echo.ui.plots import CostPoint, cost_plot
 
 FRONT = [CostPoint("7 any", 0.0, 9.0, 1.0), CostPoint("4 any", 0.4, 6.0, 1.2)]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from echo.ui.learning import learning_facts
-from echo.ui.summary import as_text, summarise
+from echo.ui.summary import as_text, learning_facts, summarise
 
 
 def facts(*rows: dict[str, Any], num_last: int = 2) -> dict[str, str]:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.segment import Segment
 
-from echo.metrics import NodeView
-from echo.ui import sections
-from echo.ui.live import LiveView, _newest_whole, render
+from echo.core.metrics import NodeView
+from echo.ui import live
+from echo.ui.live import LiveView, _newest_whole, render_live
 
 
 def lines_of(view: object, width: int, encoding: str = "utf-8") -> list[str]:
@@ -47,7 +48,7 @@ def terminal_console(terminal: Terminal, width: int = 80, height: int = 24) -> C
 
 def test_everything_worth_knowing_is_on_the_screen(make_snapshot) -> None:
     snapshot = make_snapshot(waiting_for="5 groups; 5 on w2")
-    text = "\n".join(lines_of(render(snapshot, 100, height=30, eta_s=30.0), 100))
+    text = "\n".join(lines_of(render_live(snapshot, 100, height=30, eta_s=30.0), 100))
     for expected in (
         "echo quickstart",
         "step 7/10   1:10 elapsed   ETA 0:30",
@@ -68,21 +69,16 @@ def test_everything_worth_knowing_is_on_the_screen(make_snapshot) -> None:
 
 
 def test_a_terminal_of_80_by_24_shows_every_part(make_snapshot) -> None:
-    rows = lines_of(render(make_snapshot(), 80, height=24), 80)
+    rows = lines_of(render_live(make_snapshot(), 80, height=24), 80)
     assert len(rows) <= 24
     starts = {row.split(" ", 1)[0] for row in rows}
     assert {"echo", "reward", "groups", "weights", "learner", "node", "refused", "·"} <= starts
 
 
-def test_ascii_view_is_ascii(make_snapshot) -> None:
-    snapshot = make_snapshot(run_name="naïve", notices=("w→r",))
-    assert all(row.isascii() for row in lines_of(render(snapshot, 80, ascii_only=True), 80))
-
-
 def test_names_from_the_network_cannot_steer_the_terminal(make_snapshot) -> None:
     evil = NodeView(node_id="w\x1b[2J", role="worker", state="gen\x1b]0;x\x07", parent="[bold]")
     snapshot = make_snapshot(nodes=(evil,), notices=("\x1b[31mred",), waiting_for="\x1bc")
-    text = "\n".join(lines_of(render(snapshot, 120), 120))
+    text = "\n".join(lines_of(render_live(snapshot, 120), 120))
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[bold]" in text
@@ -94,7 +90,7 @@ def test_a_command_in_a_notice_is_shown_whole(make_snapshot, width: int, height:
     path = f"/home/somebody/echo/runs/two-machines{'-with-a-long-name' * 3}/keys/join"
     notice = f"12:00:01 others join with the line in {path}: {command}"
     snapshot = make_snapshot(notices=("an older one " * 20, notice))
-    rows = lines_of(render(snapshot, width, height=height), width)
+    rows = lines_of(render_live(snapshot, width, height=height), width)
     assert len(rows) <= height
     shown = "".join(row.rstrip() for row in rows).replace(" ", "")
     assert f"·{notice}".replace(" ", "") in shown
@@ -103,7 +99,7 @@ def test_a_command_in_a_notice_is_shown_whole(make_snapshot, width: int, height:
 
 
 def test_older_notices_are_left_out_as_a_whole(make_snapshot) -> None:
-    told = sections.notices(["old " * 30, "new " * 30], 60, ascii_only=True)
+    told = live.notices(["old " * 30, "new " * 30], 60)
     assert [len(rows) for rows in told] == [3, 3]
     for num_rows, expected in [(6, 6), (5, 3), (3, 3), (2, 2), (0, 0)]:
         shown = _newest_whole(told, num_rows)
@@ -120,10 +116,9 @@ def test_older_notices_are_left_out_as_a_whole(make_snapshot) -> None:
     max_staleness=st.integers(0, 70),
     rewards=st.lists(st.floats(), max_size=12),
     name=st.text(max_size=30),
-    ascii_only=st.booleans(),
 )
 def test_any_size_and_content_can_be_drawn(
-    make_snapshot, width, height, num_nodes, step, max_staleness, rewards, name, ascii_only
+    make_snapshot, width, height, num_nodes, step, max_staleness, rewards, name
 ) -> None:
     nodes = [NodeView(node_id=name + str(i), role="worker", state=name) for i in range(num_nodes)]
     snapshot = make_snapshot(
@@ -135,16 +130,18 @@ def test_any_size_and_content_can_be_drawn(
         waiting_for=name,
         notices=(name,) * 8,
     )
-    view = render(snapshot, width, height=height, ascii_only=ascii_only)
-    assert len(view.renderables) <= height
-    assert all(row.cell_len <= width for row in view.renderables)  # type: ignore[union-attr]
+    view = render_live(snapshot, width, height=height)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    rows = console.render_lines(view, pad=False)
+    assert len(rows) <= height
+    assert all(Segment.get_line_length(row) <= width for row in rows)
 
 
 def test_first_snapshot_of_a_run_can_be_drawn(make_snapshot) -> None:
     snapshot = make_snapshot(
         step=0, max_steps=0, nodes=(), reward_history=(), eval_history=(), staleness_tokens={}
     )
-    assert "reward -" in "\n".join(lines_of(render(snapshot, 60), 60))
+    assert "reward -" in "\n".join(lines_of(render_live(snapshot, 60), 60))
 
 
 def test_live_view_draws_and_gives_the_terminal_back(make_snapshot) -> None:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from echo.ui.pace import Pace, clock
+from echo.ui.live import RemainingTime, clock
 
 
 def test_eta_follows_the_pace_of_the_last_steps(make_snapshot) -> None:
-    pace = Pace()
+    pace = RemainingTime()
     for step, at in ((5, 100.0), (6, 110.0), (7, 120.0)):
         pace.observe(make_snapshot(step=step, elapsed_s=at, max_steps=10))
     assert pace.eta_s(make_snapshot(step=7, elapsed_s=120.0, max_steps=10)) == 30.0
@@ -15,7 +15,7 @@ def test_eta_follows_the_pace_of_the_last_steps(make_snapshot) -> None:
 
 
 def test_eta_of_a_resumed_run_ignores_the_steps_made_before(make_snapshot) -> None:
-    pace = Pace()
+    pace = RemainingTime()
     pace.observe(make_snapshot(step=80, elapsed_s=0.0, max_steps=100))
     assert pace.eta_s(make_snapshot(step=80, elapsed_s=5.0, max_steps=100)) is None
     pace.observe(make_snapshot(step=81, elapsed_s=10.0, max_steps=100))
@@ -23,7 +23,7 @@ def test_eta_of_a_resumed_run_ignores_the_steps_made_before(make_snapshot) -> No
 
 
 def test_eta_starts_anew_when_steps_are_made_again(make_snapshot) -> None:
-    pace = Pace()
+    pace = RemainingTime()
     pace.observe(make_snapshot(step=8, elapsed_s=10.0))
     pace.observe(make_snapshot(step=9, elapsed_s=20.0))
     pace.observe(make_snapshot(step=5, elapsed_s=30.0))

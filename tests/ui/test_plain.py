@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from echo.ui.plain import PlainLog
+from echo.ui.live import PlainLog
 from tests.ui.test_sections import COST
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.errors import ConfigError, DataError, StorageError
+from echo.core.errors import ConfigError, DataError, StorageError
 from echo.ui import plots
 
 pytest.importorskip("matplotlib")

@@ -2,23 +2,23 @@ from __future__ import annotations
 
 import pytest
 
-from echo.metrics import CostView, NodeView
-from echo.ui import sections
+from echo.core.metrics import CostView, NodeView
+from echo.ui import live
 
 
 def test_staleness_bins_mark_the_bound_and_keep_every_token() -> None:
-    assert sections.staleness_bins({0: 5, 1: 3}, 3, 8) == [
+    assert live.staleness_bins({0: 5, 1: 3}, 3, 8) == [
         ("0", 5, False),
         ("1", 3, False),
         ("2", 0, False),
         ("3", 0, True),
     ]
-    grouped = sections.staleness_bins(dict.fromkeys(range(12), 1), 11, 4)
+    grouped = live.staleness_bins(dict.fromkeys(range(12), 1), 11, 4)
     assert grouped == [("0-2", 3, False), ("3-5", 3, False), ("6-8", 3, False), ("9-11", 3, True)]
 
 
 def test_tokens_beyond_the_bound_get_a_bin_of_their_own() -> None:
-    assert sections.staleness_bins({1: 4, 5: 1}, 1, 8)[-1] == (">1", 1, False)
+    assert live.staleness_bins({1: 4, 5: 1}, 1, 8)[-1] == (">1", 1, False)
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,11 @@ def test_tokens_beyond_the_bound_get_a_bin_of_their_own() -> None:
     [(0, "0"), (999, "999"), (999.9, "1k"), (12345, "12.3k"), (4.56e6, "4.56M"), (2e10, "20G")],
 )
 def test_short_count(value: float, text: str) -> None:
-    assert sections.short_count(value) == text
+    assert live.short_count(value) == text
 
 
 def test_node_table_shows_every_column_where_there_is_room(make_snapshot) -> None:
-    rows = [
-        row.plain for row in sections.node_table(make_snapshot().nodes, 100, 9, ascii_only=True)
-    ]
+    rows = [row.plain for row in live.node_table(make_snapshot().nodes, 100, 9)]
     assert rows[0].split() == [
         "node", "role", "version", "stale", "tok/s", "bytes/s", "leases", "state", "parent", "seen",
     ]  # fmt: skip
@@ -43,7 +41,7 @@ def test_node_table_shows_every_column_where_there_is_room(make_snapshot) -> Non
 
 
 def test_node_table_drops_the_least_telling_columns_first(make_snapshot) -> None:
-    heading = sections.node_table(make_snapshot().nodes, 45, 9, ascii_only=True)[0].plain.split()
+    heading = live.node_table(make_snapshot().nodes, 45, 9)[0].plain.split()
     assert "seen" not in heading
     assert {"node", "version", "state"} <= set(heading)
 
@@ -51,7 +49,7 @@ def test_node_table_drops_the_least_telling_columns_first(make_snapshot) -> None
 def test_node_table_keeps_nodes_in_trouble_and_sums_up_the_rest() -> None:
     nodes = [NodeView(node_id=f"w{i}", role="worker", state="generating") for i in range(30)]
     nodes[20] = NodeView(node_id="w20", role="worker", state="lost")
-    rows = [row.plain.strip() for row in sections.node_table(nodes, 100, 5, ascii_only=True)]
+    rows = [row.plain.strip() for row in live.node_table(nodes, 100, 5)]
     assert len(rows) == 5
     assert [row.split()[0] for row in rows[1:4]] == ["w0", "w1", "w20"]
     assert rows[4] == "and 27 more: 27 generating"
@@ -59,13 +57,13 @@ def test_node_table_keeps_nodes_in_trouble_and_sums_up_the_rest() -> None:
 
 def test_rewards_that_failed_stand_before_the_pass_rates(make_snapshot) -> None:
     snapshot = make_snapshot(eval_errors={5: 12})
-    title, *_ = sections.reward_chart(snapshot, 100, 8, ascii_only=True)
-    assert "12 rewards failed   held-out o 0.61" in title.plain
+    title, *_ = live.reward_chart(snapshot, 100, 8)
+    assert "12 rewards failed   held-out ● 0.61" in title.plain
 
 
 def test_long_waits_wrap_and_end_visibly_cut(make_snapshot) -> None:
     snapshot = make_snapshot(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
-    rows = sections.status(snapshot, 60, num_wait_rows=2, ascii_only=True)
+    rows = live.status(snapshot, 60, num_wait_rows=2)
     assert len(rows) == 4
     assert rows[2].plain.startswith("learner  idle 12% (run 25%)   waits for 12 groups; 9 on")
     assert rows[3].plain.rstrip().endswith("...")
@@ -85,8 +83,8 @@ COST = CostView(
 
 
 def test_costs_have_a_row_and_the_last_decision_another(make_snapshot) -> None:
-    without = sections.status(make_snapshot(), 120, num_wait_rows=1, ascii_only=True)
-    rows = sections.status(make_snapshot(cost=COST), 140, num_wait_rows=1, ascii_only=True)
+    without = live.status(make_snapshot(), 120, num_wait_rows=1)
+    rows = live.status(make_snapshot(cost=COST), 140, num_wait_rows=1)
     assert [row.plain.rstrip() for row in rows[len(without) :]] == [
         "cost     $16.20/h   $3.46 so far of $20.00   $1.25 per million tokens   "
         "1 active, 2 on standby   $14.00/h for machines on standby",
@@ -95,5 +93,5 @@ def test_costs_have_a_row_and_the_last_decision_another(make_snapshot) -> None:
 
 
 def test_in_a_narrow_view_what_it_costs_goes_first(make_snapshot) -> None:
-    row = sections.status(make_snapshot(cost=COST), 60, num_wait_rows=1, ascii_only=True)[-2]
+    row = live.status(make_snapshot(cost=COST), 60, num_wait_rows=1)[-2]
     assert row.plain.rstrip() == "cost     $16.20/h   $3.46 so far of $20.00"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.errors import ConfigError, StorageError
-from echo.extras import install_command
-from echo.ui.records import read_metrics
+from echo.core.errors import ConfigError, StorageError
+from echo.core.extras import install_command
+from echo.records.run_files import read_metrics
 from echo.ui.sinks import MetricsWriter, drop_torn_line
 
 

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from echo.metrics import WorkerView
-from echo.ui import status_line
-from echo.ui.status_line import StatusLine, WorkerStatus, show_status
+from echo.core.metrics import WorkerView
+from echo.ui import live
+from echo.ui.live import StatusLine, WorkerStatus, show_status
 
 
 class Terminal(io.StringIO):
@@ -63,8 +63,8 @@ def test_a_worker_tells_its_status_on_a_terminal_or_in_its_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_terminal: bool
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(status_line, "REFRESH_S", 0.001)
-    monkeypatch.setattr(status_line, "LOG_S", 0.002)
+    monkeypatch.setattr(live, "REFRESH_S", 0.001)
+    monkeypatch.setattr(live, "LOG_S", 0.002)
     stream = Terminal() if is_terminal else io.StringIO()
     line = StatusLine(stream)
     asked = iter(range(20))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.errors import DataError, StorageError
+from echo.core.errors import DataError, StorageError
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, summarise
 
@@ -43,7 +43,7 @@ def test_text_says_what_a_user_asks(make_run) -> None:
         "held-out, greedy    0.300  0.930  +0.630  steps 0, 10",
         "training reward     0.150  0.400  +0.250  5 steps each",
         "mean 0.25, at most 1, bound 2 (from the ledger)",
-        "75.0%  300 tokens",
+        "75.0% 300 tokens",
         "10 trained, 1 discarded (1 stale)",
         "400 accepted, 40 per second",
         "10 KiB",

@@ -1,0 +1,188 @@
+"""Whether the completions that are trained on are as long as those that are sampled.
+
+Short completions are finished first. Where groups are trained as they come, and all the more where
+long ones are put off for a later step (active partial rollouts), each batch is biased towards short
+ones. They are put off, not lost, so over a whole run the two distributions agree but for what is
+discarded; what remains is that long completions are trained later, on older tokens.
+
+The two samples compared: the groups trained last, in the order of training; and a cohort without
+such a choice, the newest groups **in the order in which they were granted**, as far as every group
+before them has come to its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from echo.core.rollout import Group
+
+WINDOW = 256
+"""Groups in each of the two samples, at most."""
+MIN_GROUPS = 8
+"""Groups below which nothing is said."""
+
+
+class LengthBias:
+    """The lengths of what was delivered and of what was trained."""
+
+    def __init__(self, *, window: int = WINDOW) -> None:
+        """Start without groups."""
+        self.window = window
+        self._delivered: dict[int, tuple[int, ...]] = {}
+        self._trained: deque[tuple[int, ...]] = deque(maxlen=window)
+
+    def delivered(self, group: Group) -> None:
+        """Note a group that a worker has finished, whatever becomes of it."""
+        self._delivered[group.group_id] = _lengths(group)
+
+    def trained(self, groups: Iterable[Group]) -> None:
+        """Note the groups of a step."""
+        self._trained.extend(_lengths(group) for group in groups)
+
+    def metrics(self, *, oldest_open: int | None) -> dict[str, float]:
+        """Compare the two samples; empty while there is too little of either.
+
+        Args:
+            oldest_open: the first group that has been granted and has not ended; None for none.
+
+        Returns:
+            `lengths/{trained,sampled}/{mean,p90}` in tokens; `lengths/bias`, the difference of the
+            means as a share of the sampled one; `lengths/ks`, the largest distance between the two
+            cumulative distributions, 0 to 1.
+        """
+        ids = [i for i in sorted(self._delivered) if oldest_open is None or i < oldest_open]
+        for group_id in ids[: -self.window]:
+            del self._delivered[group_id]
+        cohort = [self._delivered[group_id] for group_id in ids[-self.window :]]
+        if min(len(cohort), len(self._trained)) < MIN_GROUPS:
+            return {}
+        sampled, trained = _flat(cohort), _flat(self._trained)
+        return {
+            "lengths/trained/mean": float(trained.mean()),
+            "lengths/trained/p90": float(np.quantile(trained, 0.9)),
+            "lengths/sampled/mean": float(sampled.mean()),
+            "lengths/sampled/p90": float(np.quantile(sampled, 0.9)),
+            "lengths/bias": float(trained.mean() / sampled.mean() - 1),
+            "lengths/ks": _distance(trained, sampled),
+        }
+
+
+def _lengths(group: Group) -> tuple[int, ...]:
+    return tuple(rollout.num_tokens for rollout in group.rollouts)
+
+
+def _flat(groups: Iterable[tuple[int, ...]]) -> npt.NDArray[np.int64]:
+    return np.sort(np.fromiter((n for lengths in groups for n in lengths), np.int64))
+
+
+def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
+    """Return the Kolmogorov-Smirnov distance of two sorted samples."""
+    points = np.concatenate([a, b])
+    below_a = np.searchsorted(a, points, side="right") / len(a)
+    below_b = np.searchsorted(b, points, side="right") / len(b)
+    return float(np.abs(below_a - below_b).max())
+
+
+# What can be said of groups without a model: rewards, lengths, and which of them teach anything
+#
+# Sums, not groups, are kept, so that the groups which did not count towards a step can be told
+# together with those which did: a mean reward over useful groups only would never reach 1.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStats:
+    """Sums over groups; empty by default."""
+
+    num_groups: int = 0
+    num_rollouts: int = 0
+    reward_sum: float = 0.0
+    reward_square_sum: float = 0.0
+    num_tokens: int = 0
+    num_cut_off: int = 0
+    """Completions that ran into the token limit."""
+    num_all_right: int = 0
+    """Groups with equal rewards above 0."""
+    num_all_wrong: int = 0
+    """Groups with equal rewards of 0 or less."""
+    num_mixed: int = 0
+    """Groups that several policy versions sampled."""
+
+    @classmethod
+    def of(cls, groups: Iterable[Group]) -> Self:
+        """Return the sums over `groups`."""
+        total = cls()
+        for group in groups:
+            rewards = group.rewards
+            is_equal = min(rewards) == max(rewards)
+            total += cls(
+                num_groups=1,
+                num_rollouts=len(rewards),
+                reward_sum=math.fsum(rewards),
+                reward_square_sum=math.fsum(reward * reward for reward in rewards),
+                num_tokens=group.num_tokens,
+                num_cut_off=sum(rollout.finish_reason == "length" for rollout in group.rollouts),
+                num_all_right=int(is_equal and rewards[0] > 0),
+                num_all_wrong=int(is_equal and rewards[0] <= 0),
+                num_mixed=int(len(group.versions) > 1),
+            )
+        return total
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            **{
+                field.name: getattr(self, field.name) + getattr(other, field.name)
+                for field in fields(self)
+            }
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return rewards, lengths and shares of groups under the field's names; empty for none."""
+        if not self.num_groups:
+            return {}
+        mean = self.reward_sum / self.num_rollouts
+        variance = self.reward_square_sum / self.num_rollouts - mean * mean
+        num_useful = self.num_groups - self.num_all_right - self.num_all_wrong
+        return {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(max(0.0, variance)),
+            "completions/mean_length": self.num_tokens / self.num_rollouts,
+            "completions/clipped_ratio": self.num_cut_off / self.num_rollouts,
+            "groups/all_right": self.num_all_right / self.num_groups,
+            "groups/all_wrong": self.num_all_wrong / self.num_groups,
+            "groups/useful": num_useful / self.num_groups,
+            "groups/mixed": self.num_mixed / self.num_groups,
+        }
+
+
+# --- How far the policy that sampled is from the policy being trained, in four numbers ---
+
+
+def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:
+    """Return the statistics of the importance ratio r = pi / mu over a batch of tokens.
+
+    is_ratio/mean and is_ratio/max of r; ess = (sum r)^2 / (N sum r^2), the share of the tokens that
+    an on-policy sample of equal worth would have, 1 when all ratios are equal; mismatch_kl =
+    mean(r - 1 - log r), an unbiased and never negative estimate of KL(mu || pi) in nats per token.
+
+    Args:
+        learner_logprobs: [N] nats under the policy being trained; N >= 1.
+        sampler_logprobs: [N] nats under the policy that sampled.
+    Source: the estimator k3 of J. Schulman, "Approximating KL Divergence" (2020); Kish's effective
+    sample size.
+    """
+    log_ratio = (learner_logprobs.detach() - sampler_logprobs).double()
+    ratio = log_ratio.exp()
+    return {
+        "is_ratio/mean": float(ratio.mean()),
+        "is_ratio/max": float(ratio.max()),
+        "ess": float(ratio.mean().square() / ratio.square().mean()),
+        "mismatch_kl": float((log_ratio.expm1() - log_ratio).mean()),
+    }

@@ -1,0 +1,865 @@
+"""From fleet files to what the planner takes, or everything that is wrong with them.
+
+A fleet and a job may share one file or stand in two; each table stands in one of them. Every bad
+row is named by its table, its number from 1 and what it calls itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from echo.config.fields import Bytes, Seconds
+from echo.config.schema import show
+from echo.core.errors import ConfigError, nearest
+from echo.fleet.gpus import (
+    BYTES_PER_WEIGHT,
+    GPUS,
+    MODELS,
+    Gpu,
+    ModelShape,
+    decode_rate,
+    train_seconds,
+)
+from echo.fleet.job import Job
+from echo.fleet.market import Offer, Region, RentedFleet
+
+# --- Every key of a fleet file: what can be rented, and the job to rent it for ---
+#
+# Rates are in Mbit/s and prices in $ per hour or per GB (10^9 bytes), as marketplaces quote them.
+
+
+Positive = Annotated[float, Field(gt=0)]
+Amount = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Row(BaseModel):
+    """What all tables of a fleet file have in common."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class JobRow(Row):
+    """The run to plan for."""
+
+    model: Name
+    """Model by name: one of the catalogue's or of [[models]]."""
+    groups_per_step: Count
+    """Groups per optimizer step."""
+    group_size: Annotated[int, Field(ge=2)]
+    """Rollouts per group."""
+    useful_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the groups whose rewards are not all equal; the others are not trained on."""
+    prompt_tokens: Positive = 512.0
+    """Mean length of a prompt."""
+    completion_tokens: Positive
+    """Mean length of a completion."""
+    max_completion_tokens: Positive
+    """Longest completion."""
+    completion_spread: Amount = 0.5
+    """Standard deviation of the length over its mean."""
+    max_staleness: Annotated[int, Field(ge=0)] = 6
+    """Inclusive bound S on staleness, optimizer steps."""
+    publish_period: Literal["auto"] | Count = "auto"
+    """Optimizer steps between two publications; "auto" is the smallest with a sufficient fleet."""
+    version_bytes: Annotated[Bytes, Field(gt=0)] | None = None
+    """Bytes of one publication, such as a delta's; all weights in bfloat16 if left out."""
+    chunk_bytes: Annotated[Bytes, Field(gt=0)] = 1 << 20
+    """Bytes of the unit on the wire."""
+    has_pausing_workers: bool = False
+    """Whether workers stop generating while new weights arrive."""
+    margin: Amount = 0.1
+    """Share by which the fleet is to exceed the required rate."""
+    rate_spread: Amount = 0.1
+    """Standard deviation over mean of the time in which the fleet makes one batch."""
+    budget_per_h: Positive | None = None
+    """$ per hour for nodes and traffic, without the learner; no limit if left out."""
+
+
+class LearnerRow(Row):
+    """The learner's machine."""
+
+    gpu: Name
+    """GPU by name."""
+    num_gpus: Count = 1
+    """GPUs that train together."""
+    train_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """Measured seconds of one optimizer step; an estimate if left out."""
+    price_per_h: Amount
+    """$ per hour for the whole machine."""
+    uplink_mbit_per_s: Positive
+    """What it can send."""
+    address: Name = "tcp://LEARNER:7700"
+    """Where nodes reach it; stands in the printed commands."""
+
+
+class RelayRow(Row):
+    """A relay that stands in a region."""
+
+    mbit_per_s: Positive
+    """Its uplink."""
+    price_per_h: Amount
+    """$ per hour."""
+    address: Name = "tcp://RELAY:7701"
+    """Where the region's workers reach it."""
+
+
+class RegionRow(Row):
+    """A place, and the path to it from the learner."""
+
+    name: Name
+    """What offers call it."""
+    mbit_per_s: Positive | None = None
+    """Rate of one stream from the learner; without it there is no path."""
+    latency_s: Seconds = 0.0
+    """One way."""
+    price_per_gb: Amount = 0.0
+    """$ per GB that leaves the learner for it."""
+    relay: RelayRow | None = None
+    """The relay there, if there is one."""
+
+
+class OfferRow(Row):
+    """Nodes of one kind that can be rented."""
+
+    name: Name | None = None
+    """What the nodes are called; the GPU's name if left out."""
+    gpu: Name
+    """GPU by name."""
+    num_gpus: Count = 1
+    """GPUs of one node, used together."""
+    region: Name
+    """One of [[regions]]."""
+    count: Count
+    """How many can be had."""
+    price_per_h: Amount
+    """$ per hour for one node; 0 for one's own."""
+    price_per_gb: Amount = 0.0
+    """$ per GB in and out of a node."""
+    down_mbit_per_s: Positive
+    """Downlink of one node."""
+    up_mbit_per_s: Positive
+    """Uplink of one node."""
+    can_listen: bool = False
+    """Whether others can dial it, so that it passes weights on."""
+    tokens_per_s: Positive | None = None
+    """Measured completion tokens per second of one node; an estimate if left out."""
+    concurrency: Count | None = None
+    """Rollouts side by side on one node; needed with tokens_per_s."""
+    losses_per_h: Amount = 0.0
+    """How often one such node is taken away, as a spot machine is."""
+    restart_s: Seconds = 300.0
+    """Until a lost node is replaced."""
+
+
+class GpuRow(Row):
+    """A GPU that the catalogue lacks, or that is to replace the one of that name."""
+
+    name: Name
+    """What offers call it."""
+    tflops: Positive
+    """Dense bfloat16 peak, 10^12 operations per second."""
+    gb_per_s: Positive
+    """Memory bandwidth."""
+    memory_gib: Count
+    """Memory."""
+    link_gb_per_s: Positive = 25.0
+    """To its neighbours in one machine."""
+    price_per_h: Amount
+    """Typical $ per hour; an offer far from it gets a notice, unless one of both is 0."""
+
+
+class ModelRow(Row):
+    """A model that the catalogue lacks."""
+
+    name: Name
+    """What the job calls it."""
+    num_params: Positive
+    """Parameters."""
+    num_layers: Count
+    """Transformer layers."""
+    hidden_size: Count
+    """Width."""
+    num_kv_heads: Count
+    """Heads of keys and values."""
+    head_dim: Count = 128
+    """Width of a head."""
+
+
+TABLES: dict[str, type[Row]] = {"job": JobRow, "learner": LearnerRow}
+"""Tables that stand once."""
+LISTS: dict[str, type[Row]] = {
+    "regions": RegionRow,
+    "offers": OfferRow,
+    "gpus": GpuRow,
+    "models": ModelRow,
+}
+"""Tables that repeat."""
+
+
+# --- The rows of fleet files, each checked on its own against the schema ---
+#
+# A bad row is named by its table, its number from 1 and what it calls itself. The rules that join
+# several rows (fleet.py) look at bad ones, too, so that all problems are found in one pass.
+
+
+AnyRow = TypeVar("AnyRow", bound=BaseModel)
+
+
+@dataclass(slots=True)
+class Rows:
+    """The valid rows of all files, and the problems of the others."""
+
+    tables: dict[str, Row] = field(default_factory=dict)
+    lists: dict[str, list[tuple[str, Row]]] = field(default_factory=dict)
+    """Rows with the words that name each in a message."""
+    bad: dict[str, list[tuple[str, Row]]] = field(default_factory=dict)
+    """Rows that are not valid, as they stand, what is missing as None; nothing is built of them."""
+    problems: list[str] = field(default_factory=list)
+    seen: dict[str, str] = field(default_factory=dict)
+    """Table -> the file it stands in."""
+
+    def every(self, name: str) -> list[tuple[str, Row]]:
+        """Return the rows of a list or table, good and bad."""
+        table = [("", self.tables[name])] if name in self.tables else []
+        return [*table, *self.lists.get(name, []), *self.bad.get(name, [])]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except OSError as error:
+        remedy = "configs/fleet-example.toml is one to start from"
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {remedy}") from error
+
+
+def read_file(rows: Rows, table: Mapping[str, Any], source: str) -> None:
+    """Add the rows of one file to `rows`, and what is wrong with them."""
+    for name, value in table.items():
+        is_list = name in LISTS
+        if name not in TABLES and not is_list:
+            near = nearest(name, [*TABLES, *LISTS])
+            hint = f"did you mean {near}?" if near else f"there are {', '.join((*TABLES, *LISTS))}"
+            rows.problems.append(f"{source}: [{name}]: unknown table; {hint}")
+        elif name in rows.seen:
+            rows.problems.append(f"{source}: [{name}] stands in {rows.seen[name]} too; keep one")
+        elif not isinstance(value, list if is_list else dict):
+            wanted = f"[[{name}]], a list of tables" if is_list else f"[{name}], one table"
+            rows.problems.append(f"{source}: {name} must be written {wanted}")
+        else:
+            rows.seen[name] = source
+            _read_rows(rows, name, value, source)
+
+
+def _read_rows(rows: Rows, name: str, value: Any, source: str) -> None:
+    if name in TABLES:
+        where = f"{source}: [{name}]"
+        row = check_row(rows, TABLES[name], value, where)
+        if row is not None:
+            rows.tables[name] = row
+        else:
+            _keep_bad(rows, name, TABLES[name], value, where)
+        return
+    rows.lists[name] = []
+    for number, item in enumerate(value, 1):
+        where = place_of(item, source, name, number)
+        row = check_row(rows, LISTS[name], item, where)
+        if row is not None:
+            rows.lists[name].append((where, row))
+        elif isinstance(item, dict):
+            _keep_bad(rows, name, LISTS[name], item, where)
+
+
+def _keep_bad(rows: Rows, name: str, kind: type[Row], value: Mapping[str, Any], where: str) -> None:
+    required = {key: None for key, info in kind.model_fields.items() if info.is_required()}
+    known = {key: item for key, item in value.items() if key in kind.model_fields}
+    rows.bad.setdefault(name, []).append((where, kind.model_construct(**required | known)))
+
+
+def place_of(item: object, source: str, name: str, number: int) -> str:
+    """Return the words for a row of a list: its table, its number from 1, what it calls itself."""
+    keys = [key for key in ("name", "gpu", "region") if isinstance(item, dict) and key in item]
+    named = f" ({', '.join(str(item[key]) for key in keys)})" if isinstance(item, dict) else ""
+    return f"{source}: {name}[{number}]{named if keys else ''}"
+
+
+def check_row(rows: Rows, kind: type[AnyRow], value: object, where: str) -> AnyRow | None:
+    """Return a row if it is valid; otherwise note what is wrong with it."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        said: dict[str, str] = {}
+        for detail in error.errors():
+            key = ".".join(str(part) for part in detail["loc"] if not _is_branch(part))
+            said.setdefault(key, _say(kind, key, detail))
+        rows.problems.extend(f"{where}: {text}" for text in said.values())
+        return None
+
+
+def _is_branch(part: object) -> bool:
+    """Tell whether a part of pydantic's path names a member of a union, not a key."""
+    return isinstance(part, str) and ("[" in part or part in ("int", "float"))
+
+
+def _say(kind: type[BaseModel], key: str, detail: Mapping[str, Any]) -> str:
+    name = key.rpartition(".")[2]
+    info = kind.model_fields.get(name)
+    meaning = f" ({info.description.rstrip('.')})" if info and info.description else ""
+    if detail["type"] == "missing":
+        return f"{key}: missing{meaning}"
+    if detail["type"] == "extra_forbidden":
+        near = nearest(name, kind.model_fields)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(kind.model_fields)}"
+        return f"{key}: unknown key; {hint}"
+    own_words = detail.get("ctx", {}).get("error")
+    text = str(own_words) if own_words else str(detail["msg"]).removeprefix("Input should be ")
+    return f"{key} = {show(detail['input'])}: must be {text}{meaning}"
+
+
+def is_known(rows: Rows, where: str, name: object, known: Mapping[str, Any]) -> bool:
+    """Tell whether `name` is among `known`, and note a problem with the nearest match if not."""
+    if not isinstance(name, str):
+        return False  # which has been noted
+    if name in known:
+        return True
+    by_fold = {_fold(other): other for other in known}
+    near = nearest(_fold(name), by_fold)
+    listed = ", ".join(known) or "none"
+    hint = f"did you mean {show(by_fold[near])}?" if near else f"known are {listed}"
+    rows.problems.append(f"{where} = {show(name)}: unknown; {hint}")
+    return False
+
+
+def _fold(name: str) -> str:
+    """Drop what spellings of one product differ in."""
+    return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia")
+
+
+MBIT = 1e6 / 8
+"""Bytes per second of one Mbit/s."""
+ODD_PRICE_FACTOR = 3.0
+"""An offer this much above or below the typical price gets a notice: a slip, or the wrong unit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRequest:
+    """What a fleet file asks to be planned."""
+
+    fleet: RentedFleet
+    job: Job
+    periods: tuple[int, ...]
+    """Publish periods to try, in order."""
+    model: ModelShape
+    gpus: Mapping[str, Gpu]
+    """The catalogue with the file's own rows."""
+    learner: LearnerRow
+    job_row: JobRow
+    offers: tuple[OfferRow, ...]
+    """The rows behind `fleet.offers`, in the same order."""
+    regions: Mapping[str, RegionRow]
+    notices: tuple[str, ...]
+    """What was estimated or left out, for the reader."""
+
+
+def load_fleet(paths: Sequence[Path]) -> FleetRequest:
+    """Read fleet and job from one or several TOML files.
+
+    Raises:
+        ConfigError: listing every problem found, each with its row.
+    """
+    rows = Rows()
+    unreadable: list[str] = []
+    for path in paths:
+        try:
+            read_file(rows, read_toml(path), path.name)
+        except ConfigError as error:
+            unreadable.append(str(error))
+    if unreadable:  # what the other files lack may stand in these
+        raise ConfigError(report([*unreadable, *rows.problems]))
+    return _build(rows, ", ".join(path.name for path in paths))
+
+
+def parse_fleet(table: Mapping[str, Any], source: str = "fleet.toml") -> FleetRequest:
+    """Check a fleet that is already read.
+
+    Raises:
+        ConfigError: as `load_fleet`.
+    """
+    rows = Rows()
+    read_file(rows, table, source)
+    return _build(rows, source)
+
+
+def _build(rows: Rows, source: str) -> FleetRequest:
+    """Return the request, after the rules that join several rows."""
+    problems = rows.problems
+    for name in TABLES:
+        if name not in rows.seen:
+            problems.append(f"{source}: [{name}] is missing")
+    gpus, models = _catalogues(rows)
+    regions = _regions(rows)
+    _check_offers(rows, gpus, regions, source)
+    for _, row in rows.every("job"):
+        _check_job(rows, cast("JobRow", row), models, source)
+    for _, row in rows.every("learner"):
+        is_known(rows, f"{source}: [learner]: gpu", cast("LearnerRow", row).gpu, gpus)
+    if problems:
+        raise ConfigError(report(problems))
+    job_row = cast("JobRow", rows.tables["job"])
+    learner = cast("LearnerRow", rows.tables["learner"])
+    return _request(rows, job_row, learner, gpus, models[job_row.model], regions)
+
+
+def _catalogues(rows: Rows) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
+    gpus, models = dict(GPUS), dict(MODELS)
+    for _, row in rows.lists.get("gpus", []):
+        assert isinstance(row, GpuRow)
+        gpus[row.name] = Gpu(
+            name=row.name,
+            flops_per_s=row.tflops * 1e12,
+            bytes_per_s=row.gb_per_s * 1e9,
+            memory_bytes=row.memory_gib << 30,
+            price_per_h=row.price_per_h,
+            link_bytes_per_s=row.link_gb_per_s * 1e9,
+        )
+    for _, row in rows.lists.get("models", []):
+        assert isinstance(row, ModelRow)
+        models[row.name] = ModelShape(**row.model_dump())
+    # A bad row is known by its name all the same: whoever names it is right.
+    for name, known in (("gpus", gpus), ("models", models)):
+        stand_in: Any = next(iter(known.values()))
+        for _, bad in rows.bad.get(name, []):
+            known.setdefault(cast("GpuRow | ModelRow", bad).name, stand_in)
+    return gpus, models
+
+
+def _regions(rows: Rows) -> dict[str, RegionRow]:
+    found: dict[str, RegionRow] = {}
+    for where, row in rows.every("regions"):
+        assert isinstance(row, RegionRow)
+        if row.name in found:
+            rows.problems.append(f"{where}: a second region called {show(row.name)}; rename one")
+        found[row.name] = row
+    return found
+
+
+def _check_offers(
+    rows: Rows, gpus: Mapping[str, Gpu], regions: Mapping[str, RegionRow], source: str
+) -> None:
+    if not rows.every("offers") and not any("offers[" in text for text in rows.problems):
+        rows.problems.append(
+            f"{source}: the fleet is empty; describe what can be rented in one [[offers]] per kind"
+        )
+    names: dict[str, str] = {}
+    for where, row in rows.every("offers"):
+        assert isinstance(row, OfferRow)
+        is_known(rows, f"{where}: gpu", row.gpu, gpus)
+        if is_known(rows, f"{where}: region", row.region, regions):
+            if regions[row.region].mbit_per_s is None:
+                rows.problems.append(
+                    f"{where}: region {show(row.region)} has no path from the learner; give "
+                    "mbit_per_s in its row of [[regions]]"
+                )
+        elif not regions:
+            rows.problems.append(f"{where}: there are no [[regions]]; add one with its mbit_per_s")
+        if (row.tokens_per_s is None) != (row.concurrency is None):
+            rows.problems.append(
+                f"{where}: tokens_per_s and concurrency were measured together; give both or none"
+            )
+        name = f"{row.name or row.gpu} in {row.region}"
+        if name in names:
+            rows.problems.append(f"{where}: a second offer of {name}; give each a name of its own")
+        names[name] = where
+
+
+def _check_job(rows: Rows, job: JobRow, models: Mapping[str, ModelShape], source: str) -> None:
+    is_known(rows, f"{source}: [job]: model", job.model, models)
+    if _are_numbers(job.completion_tokens, job.max_completion_tokens) and (
+        job.completion_tokens > job.max_completion_tokens
+    ):
+        rows.problems.append(
+            f"{source}: [job]: completion_tokens = {job.completion_tokens:g} is a mean and cannot "
+            f"exceed max_completion_tokens = {job.max_completion_tokens:g}"
+        )
+    if (
+        job.publish_period != "auto"
+        and _are_numbers(job.publish_period, job.max_staleness)
+        and job.publish_period > job.max_staleness + 1
+    ):
+        rows.problems.append(
+            f"{source}: [job]: publish_period = {job.publish_period} with max_staleness = "
+            f"{job.max_staleness}: beyond max_staleness + 1 the learner would wait for rollouts "
+            f"that only its next version allows; lower it to {job.max_staleness + 1} or less"
+        )
+    offers = [row for _, row in rows.every("offers") if isinstance(row, OfferRow)]
+    prices = [row.price_per_h for row in offers]
+    cheapest = min((price for price in prices if _are_numbers(price)), default=0.0)
+    if (
+        job.budget_per_h is not None
+        and _are_numbers(job.budget_per_h)
+        and job.budget_per_h < cheapest
+    ):
+        rows.problems.append(
+            f"{source}: [job]: budget_per_h = {job.budget_per_h:g} does not pay for a single node; "
+            f"the cheapest costs {cheapest:g}"
+        )
+
+
+def _are_numbers(*values: object) -> bool:
+    """Tell whether values can be compared; those of a bad row may be anything."""
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+
+def _request(
+    rows: Rows,
+    job_row: JobRow,
+    learner: LearnerRow,
+    gpus: Mapping[str, Gpu],
+    model: ModelShape,
+    regions: Mapping[str, RegionRow],
+) -> FleetRequest:
+    notices: list[str] = []
+    kept: list[OfferRow] = []
+    offers: list[Offer] = []
+    for _, row in rows.lists["offers"]:
+        assert isinstance(row, OfferRow)
+        offer = _offer(row, job_row, gpus[row.gpu], model, notices)
+        if offer is not None:
+            kept.append(row)
+            offers.append(offer)
+    if not offers:
+        raise ConfigError("no node on offer can run the model:\n  " + "\n  ".join(notices))
+    job = _job(job_row, learner, gpus[learner.gpu], model, notices)
+    fixed = job_row.publish_period
+    return FleetRequest(
+        fleet=RentedFleet(
+            offers=tuple(offers),
+            regions={name: _region(row) for name, row in regions.items()},
+            uplink_bytes_per_s=learner.uplink_mbit_per_s * MBIT,
+        ),
+        job=job,
+        periods=tuple(range(1, job.max_staleness + 2)) if fixed == "auto" else (fixed,),
+        model=model,
+        gpus=gpus,
+        learner=learner,
+        job_row=job_row,
+        offers=tuple(kept),
+        regions=regions,
+        notices=tuple(notices),
+    )
+
+
+def _region(row: RegionRow) -> Region:
+    return Region(
+        name=row.name,
+        # A region without a path has no offers: that was checked.
+        bytes_per_s=(row.mbit_per_s or math.inf) * MBIT,
+        latency_s=row.latency_s,
+        price_per_gb=row.price_per_gb,
+        relay_bytes_per_s=row.relay.mbit_per_s * MBIT if row.relay else None,
+        relay_price_per_h=row.relay.price_per_h if row.relay else 0.0,
+    )
+
+
+def _offer(
+    row: OfferRow, job: JobRow, gpu: Gpu, model: ModelShape, notices: list[str]
+) -> Offer | None:
+    name = row.name or row.gpu
+    typical = row.num_gpus * gpu.price_per_h
+    has_price = row.price_per_h > 0 and typical > 0
+    if has_price and not 1 / ODD_PRICE_FACTOR <= row.price_per_h / typical <= ODD_PRICE_FACTOR:
+        notices.append(
+            f"{name} in {row.region}: ${row.price_per_h:g}/h is far from the ${typical:.2f}/h that "
+            f"{row.num_gpus} x {row.gpu} typically cost; is it per hour and node?"
+        )
+    tokens_per_s, concurrency = row.tokens_per_s, row.concurrency
+    if tokens_per_s is None or concurrency is None:
+        estimate = decode_rate(
+            gpu,
+            model,
+            prompt_tokens=job.prompt_tokens,
+            completion_tokens=job.completion_tokens,
+            tensor_parallel=row.num_gpus,
+            max_tokens=job.prompt_tokens + job.max_completion_tokens,
+        )
+        if estimate is None:
+            notices.append(
+                f"{name} in {row.region}: left out, {row.num_gpus} x {gpu.memory_bytes >> 30} GiB "
+                f"do not hold {model.name} and one sequence of full length"
+            )
+            return None
+        tokens_per_s, concurrency = estimate.tokens_per_s, estimate.concurrency
+        notices.append(f"{name} in {row.region}: {tokens_per_s:.0f} tokens/s is an estimate")
+    return Offer(
+        name=name,
+        region=row.region,
+        count=row.count,
+        price_per_h=row.price_per_h,
+        tokens_per_s=tokens_per_s,
+        concurrency=concurrency,
+        down_bytes_per_s=row.down_mbit_per_s * MBIT,
+        up_bytes_per_s=row.up_mbit_per_s * MBIT,
+        can_listen=row.can_listen,
+        price_per_gb=row.price_per_gb,
+        losses_per_h=row.losses_per_h,
+        restart_s=row.restart_s,
+    )
+
+
+def _job(row: JobRow, learner: LearnerRow, gpu: Gpu, model: ModelShape, notices: list[str]) -> Job:
+    train_s = learner.train_s
+    if train_s is None:
+        mean_tokens = row.prompt_tokens + row.completion_tokens
+        train_s = train_seconds(
+            gpu,
+            model,
+            num_gpus=learner.num_gpus,
+            num_tokens=row.groups_per_step * row.group_size * mean_tokens,
+            mean_tokens=mean_tokens,
+        )
+        notices.append(f"learner: {train_s:.3g} s per step is an estimate")
+    return Job(
+        **row.model_dump(
+            exclude={
+                "model",
+                "prompt_tokens",
+                "publish_period",
+                "version_bytes",
+                "budget_per_h",
+                "chunk_bytes",
+            }
+        ),
+        publish_period=1 if row.publish_period == "auto" else row.publish_period,
+        train_s=train_s,
+        version_bytes=row.version_bytes or model.num_params * BYTES_PER_WEIGHT,
+        chunk_bytes=row.chunk_bytes,
+        learner_price_per_h=learner.price_per_h,
+        budget_per_h=math.inf if row.budget_per_h is None else row.budget_per_h,
+    )
+
+
+def report(problems: Iterable[str]) -> str:
+    """Return all problems of a file as one message."""
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        return unique[0]
+    return "\n  ".join([f"the fleet has {len(unique)} problems:", *unique])
+
+
+Table = Mapping[str, Any]
+
+
+def read_tables(paths: Sequence[Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the tables of one or several TOML files, with settings from the command line.
+
+    Args:
+        paths: the files; a table stands in one of them.
+        overrides: "table.key=value" or "list.name.key=value", the value in TOML or plain text.
+
+    Raises:
+        ConfigError: if a file cannot be read, a table stands twice, or an override names nothing.
+    """
+    tables: dict[str, Any] = {}
+    for path in paths:
+        for name, value in read_toml(path).items():
+            if name in tables:
+                raise ConfigError(f"{path.name}: [{name}] stands in another file, too; keep one")
+            tables[name] = value
+    for text in overrides:
+        override(tables, *split_override(text))
+    return tables
+
+
+def split_override(text: str) -> tuple[str, str]:
+    """Return key and value of "key=value".
+
+    Raises:
+        ConfigError: if it is not of that form.
+    """
+    key, mark, value = text.partition("=")
+    if not mark or len(key.split(".")) not in (2, 3):
+        raise ConfigError(
+            f"--set {text}: write table.key=value or, for lists, list.name.key=value, for example "
+            "job.max_staleness=4 or offers.fra-4090.count=3"
+        )
+    return key.strip(), value.strip()
+
+
+def override(tables: dict[str, Any], key: str, value: str) -> None:
+    """Set one value.
+
+    Raises:
+        ConfigError: if the key names a row that is not there.
+    """
+    parsed = _parse(value)
+    table, *path = key.split(".")
+    if len(path) == 1:
+        tables[table] = dict(tables.get(table, {})) | {path[0]: parsed}
+        return
+    if table == "sim":  # sim.rent.OFFER
+        rows = dict(tables.get("sim", {}))
+        rows[path[0]] = dict(rows.get(path[0], {})) | {path[1]: parsed}
+        tables["sim"] = rows
+        return
+    rows = copy.deepcopy(tables.get(table, []))
+    named = [row for row in rows if isinstance(row, dict) and path[0] in _names(row)]
+    if len(named) != 1:
+        raise ConfigError(f"{key}: there is no row of [[{table}]] called {path[0]!r}")
+    named[0][path[1]] = parsed
+    tables[table] = rows
+
+
+def _names(row: Table) -> tuple[Any, ...]:
+    return row.get("name"), row.get("gpu"), row.get("region")
+
+
+def _parse(value: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+
+
+def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:
+    """Return the nodes by offer and the publish period of a plan.json of `echo-rl plan`.
+
+    Raises:
+        ConfigError: if it cannot be read or is not a plan for this fleet.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        rent = {row["offer"]: int(row["count"]) for row in record["rent"]}
+        period = int(record["job"]["publish_period"])
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: is not a plan.json as echo-rl plan writes it: {error!r}"
+        ) from error
+    known = {offer.name for offer in request.fleet.offers}
+    if strangers := sorted(rent.keys() - known):
+        raise ConfigError(
+            f"{path}: rents {', '.join(strangers)}, which the scenario does not offer; plan with "
+            "the same file"
+        )
+    return rent, period
+
+
+# --- Every key of a scenario that a fleet file lacks: how the run behaves, and what goes wrong ---
+
+
+Instant = Annotated[Seconds, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class SimRow(Row):
+    """How long to simulate, how the run is configured, and times of what is not simulated."""
+
+    num_steps: Count = 50
+    """Optimizer steps."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Fixes everything that is drawn."""
+    chunks_per_version: Count = 64
+    """Grain of a version: few chunks are fast to simulate, many are closer to the truth."""
+    image_bytes: Annotated[Bytes, Field(gt=0)] | None = None
+    """Of a version in full, where job.version_bytes is a delta's; unset: all are sent in full."""
+    checkpoint_steps: Count = 10
+    """As checkpoint.interval_steps: where a learner that died goes on."""
+    release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As worker.release_after_s, with a command that gives the machine back."""
+    rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """Nodes by offer; an offer that is not named here has all of its count."""
+    profile: Literal["lan", "wan"] = "wan"
+    """Defaults of the network's times, as for a run."""
+    heartbeat_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As network.heartbeat_s."""
+    dead_after_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As network.dead_after_s."""
+    lease_timeout_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As network.lease_timeout_s."""
+    reconnect_for_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As network.reconnect_for_s."""
+    is_paced: bool = True
+    """Whether leases hold workers back; without, whoever has room is given work."""
+    queue_share: Amount = 1.0
+    """Groups that wait at a worker for each one in its engine."""
+    alone_speedup: Annotated[float, Field(ge=1)] = 2.0
+    """How much faster a sequence is sampled on its own than in a full engine."""
+    speed_spread: Share = 0.0
+    """Standard deviation over mean of the rates of nodes of one kind."""
+    train_spread: Share = 0.0
+    """Standard deviation over mean of the learner's step."""
+    setup_s: Instant = 10.0
+    """Until a worker has built its engine."""
+    swap_s: Instant = 0.5
+    """Until new weights are in an engine."""
+    publish_s: Instant = 0.0
+    """In which the learner makes a version, and nothing else."""
+    journal_s: Instant = 0.01
+    """Until a group is on the learner's disk."""
+    join_within_s: Instant = 5.0
+    """In which the workers start, one after the other."""
+
+
+class FaultRow(Row):
+    """Something that goes wrong at an instant."""
+
+    at_s: Instant
+    """When."""
+    kind: Literal["kill", "preempt", "cut", "slow"]
+    """kill: a process dies; preempt: a machine vanishes; cut: nothing passes; slow: a straggler."""
+    target: Name
+    """A node (OFFER-1, learner), an offer, "*" for all workers; of a cut: a node or a region."""
+    for_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """After that it is over; never if left out."""
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Part of its rate that a slow node keeps."""
+
+
+class PriceRow(Row):
+    """A point of a price trace."""
+
+    offer: Name
+    """One of [[offers]]."""
+    at_s: Instant
+    """From when on."""
+    price_per_h: Amount
+    """$ per hour for one node."""
+
+
+class PathRow(Row):
+    """What the path from the learner to a region does besides its rate and latency."""
+
+    region: Name
+    """One of [[regions]]."""
+    jitter_s: Instant = 0.0
+    """Added to the latency, evenly distributed up to this."""
+    loss: Share = 0.0
+    """Probability that a packet is lost."""
+
+
+SIM_LISTS: dict[str, type[Row]] = {"faults": FaultRow, "prices": PriceRow, "paths": PathRow}
+"""Tables of a scenario that repeat."""

@@ -1,0 +1,70 @@
+"""Every error this project raises on purpose, as one tree.
+
+EchoError
+├── ConfigError            a setting is wrong: where, what, and the remedy
+├── DataError              a dataset row, file or model directory is unusable: which, and the remedy
+├── ProtocolError
+│   ├── LocalProtocolError     our own code broke the rules: a bug, the process stops
+│   └── RemoteProtocolError    the peer did: count it, refuse it, go on
+├── TransportError         a socket failed (zmq's errors end here, chained to the original)
+├── StorageError           the disk failed or a file on it is damaged
+├── RefusedError           the learner refused this node for good: reason and both values
+├── PlanError              nothing fits: the reasons, listed
+└── EngineError            the model runtime failed
+
+A message says what is wrong, with the values, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EchoError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class ConfigError(EchoError):
+    """A configuration is wrong; the message lists every problem found, with remedies."""
+
+
+class DataError(EchoError):
+    """A dataset row, a file or a model directory cannot be used; the message names it."""
+
+
+class ProtocolError(EchoError):
+    """A message broke the rules of the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This process tried to break the protocol's rules: a bug of ours."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """A peer broke the protocol's rules: it is counted and refused, never fatal."""
+
+
+class TransportError(EchoError):
+    """A socket could not do what was asked of it."""
+
+
+class StorageError(EchoError):
+    """The disk is full, unwritable, or holds a damaged file."""
+
+
+class RefusedError(EchoError):
+    """The learner refused this node and retrying cannot help."""
+
+
+class PlanError(EchoError):
+    """No plan satisfies the constraints; the message lists the reasons."""
+
+
+class EngineError(EchoError):
+    """The model runtime failed."""
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that `word` was probably meant to be, or None."""
+    return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)), None)

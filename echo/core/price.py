@@ -1,0 +1,25 @@
+"""What a node's machine costs, as the node states it when it joins."""
+
+from __future__ import annotations
+
+import msgspec
+
+from echo.core.bounds import Money
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """The price of a machine; none is stated by default."""
+
+    per_h: Money | None = None
+    """$ per hour from joining until the machine is given back; None if it is not stated."""
+    per_gb: Money = 0.0
+    """$ per 1e9 bytes in and out of the machine."""
+    losses_per_h: Money = 0.0
+    """How often such a machine is taken away, as a spot machine is."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would turn costs into nonsense; a peer's message may hold anything."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1e9:
+                raise ValueError(f"price.{name} is {value}, must be between 0 and 1e9")

@@ -1,0 +1,318 @@
+"""What is sampled: versions, rollouts and groups, as plain records of numpy arrays.
+
+Shapes: T completion tokens, P prompt tokens, G group size. Nothing here touches torch, so that a
+relay can handle groups without installing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""Versions stand beside every token as two int32."""
+
+KEEP_VERSIONS = 2
+"""Whole versions that a node keeps: the one in use, and the one before, which children may still be
+taking and deltas are coded against."""
+
+
+class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Name one set of weights: an unbroken learner history and a step within it.
+
+    Ordered by lineage first: every version of a newer lineage supersedes those of older ones.
+    """
+
+    lineage: Int32
+    """Which unbroken history of the learner; the first is 1, each resume adds 1."""
+    step: Int32
+    """Optimizer steps behind these weights; the initial weights are step 0."""
+
+    def __str__(self) -> str:
+        return f"v{self.step}" if self.lineage == 1 else f"v{self.step}/L{self.lineage}"
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """One unbroken history of the learner and where it left the one before."""
+
+    lineage: Int32
+    fork_step: Int32
+    """Last step of the previous lineage that belongs to this one too; 0 for the first lineage."""
+
+
+def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
+    """Return whether `version` lies on the history that ends in the last of `lineages`.
+
+    A version exists from its lineage's fork on, and survives if no later lineage forked off before
+    its step.
+
+    Args:
+        version: the version in question.
+        lineages: every lineage so far, oldest first.
+    """
+    is_known = False
+    for lineage in lineages:
+        if lineage.lineage == version.lineage:
+            is_known = version.step >= lineage.fork_step
+        elif lineage.lineage > version.lineage and version.step > lineage.fork_step:
+            return False
+    return is_known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One sampled answer, token by token."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[T] sampled ids, the stop token included."""
+    sampler_logprobs: npt.NDArray[np.float32]
+    """[T] natural-log probability of each id under the distribution really sampled from, nats."""
+    policy_versions: npt.NDArray[np.int32]
+    """[T, 2] (lineage, step) of the weights that sampled each token."""
+    completion_mask: npt.NDArray[np.bool_]
+    """[T] True where the token was sampled by the policy and may be trained on."""
+    reward: float
+    finish_reason: str
+    """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
+
+    def __post_init__(self) -> None:
+        num_tokens = self.token_ids.shape[0] if self.token_ids.ndim == 1 else -1
+        expected = {
+            "token_ids": (self.token_ids, np.int32, (num_tokens,)),
+            "sampler_logprobs": (self.sampler_logprobs, np.float32, (num_tokens,)),
+            "policy_versions": (self.policy_versions, np.int32, (num_tokens, 2)),
+            "completion_mask": (self.completion_mask, np.bool_, (num_tokens,)),
+        }
+        for name, (array, dtype, shape) in expected.items():
+            if num_tokens < 1 or array.dtype != dtype or array.shape != shape:
+                raise ValueError(
+                    f"Rollout.{name} is {array.dtype}{list(array.shape)}, expected "
+                    f"{np.dtype(dtype)}{list(shape)} with at least one token"
+                )
+        if self.finish_reason not in ("stop", "length", "abort"):
+            raise ValueError(
+                f"Rollout.finish_reason is {self.finish_reason!r}; use stop, length or abort"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens, masked ones included."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """The distinct versions that sampled this rollout's trainable tokens, oldest first."""
+        return _distinct(self.policy_versions[self.completion_mask])
+
+
+def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
+    """Return the versions that stand in [T, 2] rows, oldest first."""
+    packed = rows.astype(np.int64)
+    found: list[int] = np.unique(packed[:, 0] << 32 | packed[:, 1]).tolist()
+    return [PolicyVersion(each >> 32, each & 0xFFFFFFFF) for each in found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The rollouts of one prompt: the unit of dispatch, delivery and admission."""
+
+    group_id: int
+    """Serial number of the prompt group within the run; the same prompt drawn twice has two ids."""
+    attempt: int
+    """Which lease of this group produced it, from 0."""
+    worker_id: str
+    prompt_ids: npt.NDArray[np.int32]
+    """[P] prompt token ids."""
+    rollouts: tuple[Rollout, ...]
+    is_trimmed: bool = False
+    """Whether tokens were masked after the group was stored (`trim_stale`)."""
+    versions: tuple[PolicyVersion, ...] = field(init=False)
+    """The distinct versions that sampled its trainable tokens, oldest first."""
+
+    def __post_init__(self) -> None:
+        if (
+            self.prompt_ids.dtype != np.int32
+            or self.prompt_ids.ndim != 1
+            or not len(self.prompt_ids)
+        ):
+            raise ValueError(f"Group {self.group_id}: prompt_ids must be int32[P] with P >= 1")
+        if not self.rollouts:
+            raise ValueError(f"Group {self.group_id} has no rollouts")
+        # Computed once: the buffer asks for it at every step.
+        rows = [rollout.policy_versions[rollout.completion_mask] for rollout in self.rollouts]
+        object.__setattr__(self, "versions", tuple(_distinct(np.concatenate(rows))))
+
+    @property
+    def oldest_version(self) -> PolicyVersion | None:
+        """The version that bounds the group's staleness; None if no token is trainable."""
+        return self.versions[0] if self.versions else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all rollouts."""
+        return sum(rollout.num_tokens for rollout in self.rollouts)
+
+    @property
+    def num_trained(self) -> int:
+        """Completion tokens of all rollouts that may be trained on."""
+        return sum(int(rollout.completion_mask.sum()) for rollout in self.rollouts)
+
+    @property
+    def rewards(self) -> list[float]:
+        """One reward per rollout, in order."""
+        return [rollout.reward for rollout in self.rollouts]
+
+
+def staleness_of(group: Group, *, step: int) -> int:
+    """Return how many steps the learner is ahead of the group's oldest trainable token.
+
+    Args:
+        group: a group with at least one trainable token.
+        step: optimizer steps done by the learner.
+    """
+    oldest = group.oldest_version
+    if oldest is None:
+        raise ValueError(f"group {group.group_id} has no trainable token")
+    return step - oldest.step
+
+
+def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
+    """Return `group` with its tokens beyond the bound masked, as rollouts that were continued have.
+
+    Args:
+        group: the group in question.
+        step: optimizer steps done by the learner.
+        max_staleness: inclusive bound.
+
+    Returns:
+        None if no token is beyond it, or a rollout would be left without a token to train on: its
+        group would have lost a member.
+    """
+    rollouts = []
+    for rollout in group.rollouts:
+        is_stale = rollout.completion_mask & (rollout.policy_versions[:, 1] < step - max_staleness)
+        kept = rollout.completion_mask & ~is_stale
+        if is_stale.any() and not kept.any():
+            return None
+        rollouts.append(replace(rollout, completion_mask=kept) if is_stale.any() else rollout)
+    if all(new is old for new, old in zip(rollouts, group.rollouts, strict=True)):
+        return None
+    return replace(group, rollouts=tuple(rollouts), is_trimmed=True)
+
+
+def find_fault(
+    group: Group, *, step: int, max_staleness: int, lineages: Sequence[Lineage]
+) -> str | None:
+    """Return why `group` must not be trained at `step`, or None if it may.
+
+    Args:
+        group: the group in question.
+        step: optimizer steps done by the learner.
+        max_staleness: inclusive bound.
+        lineages: the learner's histories so far, oldest first.
+    """
+    versions = group.versions
+    if not versions:
+        return "no_trainable_token"
+    if not all(is_surviving(version, lineages) for version in versions):
+        return "abandoned_version"
+    if max(version.step for version in versions) > step:
+        return "version_from_the_future"
+    if staleness_of(group, step=step) > max_staleness:
+        return "stale"
+    return None
+
+
+MAX_LOGPROB = 1e-3
+"""Log-probabilities above this are none; a little above 0 is rounding."""
+
+
+StaleTokens = Literal["keep", "mask", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartialRollout:
+    """One answer so far; T tokens, none at first."""
+
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """[T] sampled ids."""
+    sampler_logprobs: npt.NDArray[np.float32] = field(
+        default_factory=lambda: np.empty(0, np.float32)
+    )
+    """[T] natural-log probability of each id under the distribution really sampled from, nats."""
+    policy_versions: npt.NDArray[np.int32] = field(
+        default_factory=lambda: np.empty((0, 2), np.int32)
+    )
+    """[T, 2] (lineage, step) of the weights that sampled each token."""
+    completion_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    """[T] True where the token may be trained on."""
+    finish_reason: str = ""
+    """"stop" or "length"; empty while it is unfinished."""
+    num_segments: int = 0
+    """Calls of an engine that have sampled for it, whatever became of their tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, masked ones included."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """The distinct versions that sampled its tokens, masked ones included, oldest first."""
+        rows = np.unique(self.policy_versions, axis=0).tolist()
+        return [PolicyVersion(*row) for row in rows]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has come to its end."""
+        return bool(self.finish_reason)
+
+    def extended(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        versions: npt.NDArray[np.int32],
+        *,
+        finish_reason: str,
+    ) -> PartialRollout:
+        """Return it with one more segment; a `finish_reason` of "abort" leaves it unfinished."""
+        return PartialRollout(
+            token_ids=np.concatenate([self.token_ids, token_ids]),
+            sampler_logprobs=np.concatenate([self.sampler_logprobs, logprobs]),
+            policy_versions=np.concatenate([self.policy_versions, versions]),
+            completion_mask=np.concatenate(
+                [self.completion_mask, np.ones(len(token_ids), np.bool_)]
+            ),
+            finish_reason="" if finish_reason == "abort" else finish_reason,
+            num_segments=self.num_segments + 1,
+        )
+
+    def anew(self) -> PartialRollout:
+        """Return it without its tokens; the next segment gets another seed than the first had."""
+        return PartialRollout(num_segments=self.num_segments)
+
+    def without(self, is_stale: npt.NDArray[np.bool_]) -> PartialRollout:
+        """Return it with these tokens masked."""
+        if not (self.completion_mask & is_stale).any():
+            return self
+        return replace(self, completion_mask=self.completion_mask & ~is_stale)
+
+    def rollout(self, reward: float, *, stale_tokens: StaleTokens) -> Rollout:
+        """Return the finished rollout."""
+        finished = self
+        if stale_tokens == "mask":
+            newest = self.policy_versions[-1]
+            finished = self.without((self.policy_versions != newest).any(axis=1))
+        return Rollout(
+            token_ids=finished.token_ids,
+            sampler_logprobs=finished.sampler_logprobs,
+            policy_versions=finished.policy_versions,
+            completion_mask=finished.completion_mask,
+            reward=reward,
+            finish_reason=finished.finish_reason,
+        )

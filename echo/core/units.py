@@ -1,0 +1,147 @@
+"""Durations, sizes and rates as text and as numbers, and texts that are safe to show.
+
+Sizes are exact integers and print in binary units (KiB, MiB, ...), because memory and chunk sizes
+are powers of two. Ambiguous units are refused instead of guessed: "5m" may be metres, minutes or
+months, "8G" may be 10^9 or 2^30, and "8Mb" is usually bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TypeGuard
+
+JOIN_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
+"""What follows the key in a join string, wherever it stands in a text."""
+
+DURATION_UNITS: dict[str, Fraction] = {
+    "us": Fraction(1, 1_000_000),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "min": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
+"""Seconds per unit, smallest first."""
+
+SIZE_UNITS: dict[str, int] = {
+    "B": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+"""Bytes per unit."""
+
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_QUANTITY = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[A-Za-z]+)")
+
+
+def parse_duration(value: object) -> float:
+    """Return a duration in seconds.
+
+    Args:
+        value: seconds as a number, or text with a unit: "100ms", "30s", "5min", "2h", "1d".
+
+    Raises:
+        ValueError: if it is neither, negative or not finite; the message lists the units.
+    """
+    if isinstance(value, str):
+        match = _QUANTITY.fullmatch(value.strip())
+        if match and match["unit"] in DURATION_UNITS:
+            return float(Fraction(match["number"]) * DURATION_UNITS[match["unit"]])
+    elif _is_amount(value):
+        return float(value)
+    raise ValueError(
+        f"{_show(value)} is not a duration; write a number of seconds, or a number with one of "
+        f'{", ".join(DURATION_UNITS)}, such as "30s" or "5min"'
+    )
+
+
+def parse_size(value: object) -> int:
+    """Return a size in bytes.
+
+    Args:
+        value: bytes as an integer, or text with a unit: "8GiB", "200MB", "512KiB". Fractions of
+            a byte are cut off.
+
+    Raises:
+        ValueError: if it is neither or negative; the message lists the units.
+    """
+    if isinstance(value, str):
+        match = _QUANTITY.fullmatch(value.strip())
+        if match and match["unit"] in SIZE_UNITS:
+            return int(Fraction(match["number"]) * SIZE_UNITS[match["unit"]])
+    elif _is_amount(value) and isinstance(value, int):
+        return value
+    raise ValueError(
+        f"{_show(value)} is not a size; write a whole number of bytes, or a number with one of "
+        f'{", ".join(SIZE_UNITS)}, such as "8GiB" or "200MB"'
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration for people, three significant digits: "850ms", "1.5s", "2.25h"."""
+    units = [(unit, float(factor)) for unit, factor in DURATION_UNITS.items()]
+    return "0s" if seconds == 0 else _format(seconds, units, space="")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size for people in binary units, three significant digits: "8 GiB", "201 KiB"."""
+    return _format(num_bytes, [(unit, 1024.0**i) for i, unit in enumerate(_BINARY_UNITS)])
+
+
+def _is_amount(value: object) -> TypeGuard[int | float]:
+    """Tell whether `value` is a number from 0 to 2^63; true and false are no numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _show(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ") -> str:
+    """Write `amount` in the largest of `units` (ascending) of which it has at least one."""
+    if amount < 0:
+        return f"-{_format(-amount, units, space)}"
+    index = max((i for i, (_, factor) in enumerate(units) if amount >= factor), default=0)
+    text = _three_digits(amount / units[index][1])
+    if index + 1 < len(units) and float(text) * units[index][1] >= units[index + 1][1]:
+        index += 1  # rounding reached the next unit: "1 MiB", not "1024 KiB"
+        text = _three_digits(amount / units[index][1])
+    return f"{text}{space}{units[index][0]}"
+
+
+def _three_digits(value: float) -> str:
+    """Write three significant digits, more before the point where the value has them."""
+    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def without_secrets(text: str) -> str:
+    """Return a text that may be shown: of join strings in it the secret is left out."""
+    return JOIN_SECRET.sub(r"\1.***", text)
+
+
+def one_line(text: str) -> str:
+    """Return a text of somebody else's with nothing in it that ends a line or moves a terminal.
+
+    Whatever cannot be printed, escape sequences and line breaks above all, is written as Python
+    would write it in a string.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+GIGABYTE = 1e9
+"""Providers bill traffic by 10^9 bytes."""

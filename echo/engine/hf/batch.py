@@ -1,0 +1,301 @@
+"""The rows that a transformers engine advances together, token by token.
+
+Shapes: B rows in the batch, U distinct prompts, L longest prompt, T most tokens of a completion.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
+from echo.engine.engine import Completion, FinishReason, Request, Sampling
+
+# --- Draw tokens from logits, reproducibly for each row ---
+#
+# Shapes: B rows, V vocabulary.
+#
+# Each draw consumes one uniform number that depends on nothing but the row's seed and the token's
+# position, and inverts the cumulative distribution at it. So a request's choices do not depend on
+# its batch-mates, and a vocabulary of 150,000 costs no more random numbers than one of 32. What
+# remains is floating point: a matrix product may round differently in a batch of another size,
+# which moves probabilities by some 1e-7 and so changes a choice about once in a million tokens.
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float64]:
+    """Return one uniform number in [0, 1) for each seed, at position `step` of its stream.
+
+    SplitMix64 (Steele, Lea and Flood, 2014) as a counter-based generator. The seeds are mixed
+    first, so that neighbouring seeds do not share a stream shifted by a step.
+
+    Args:
+        seeds: [B].
+        step: at least 0.
+
+    Returns:
+        [B], multiples of 2**-52.
+    """
+    offset = np.uint64((step + 1) * int(_GOLDEN) & 0xFFFFFFFFFFFFFFFF)
+    bits = _mix(_mix(seeds + _GOLDEN) + offset)
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the log-probabilities of the distribution that `sampling` draws from.
+
+    Temperature first, then top_k, then top_p, renormalised at the end; when greedy, the plain
+    softmax. Tokens that tie with the last one kept by top_k are kept too.
+
+    Args:
+        logits: [B, V] float32.
+        sampling: how tokens are drawn.
+
+    Returns:
+        [B, V] float32, -inf where a token cannot be drawn.
+    """
+    if sampling.greedy:
+        return logits.log_softmax(-1)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        beyond = before >= sampling.top_p
+        beyond[:, 0] = False  # the most likely token always stays, whatever rounding says
+        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def draw_tokens(
+    logits: Tensor, sampling: Sampling, uniforms: npt.NDArray[np.float64]
+) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row.
+
+    Args:
+        logits: [B, V] in any floating-point dtype.
+        sampling: how.
+        uniforms: [B] in [0, 1); not used when greedy.
+
+    Returns:
+        Token ids [B] int64 and their log-probabilities [B] float32.
+    """
+    logprobs = sampling_logprobs(logits.float(), sampling)
+    if sampling.greedy:
+        token_ids = logprobs.argmax(-1, keepdim=True)
+    else:
+        # In float64, so that the sum over a large vocabulary rounds away no small probability.
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        target = torch.from_numpy(uniforms).to(logits.device)[:, None] * cumulative[:, -1:]
+        # "right" never lands on a token of probability 0: its sum equals the one before it.
+        token_ids = torch.searchsorted(cumulative, target, right=True)
+        token_ids.clamp_(max=logits.shape[-1] - 1)  # reached by NaN only; the caller refuses it
+    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0]
+
+
+def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+COMPACT_BELOW = 0.75
+"""Share of rows still running at which the ended ones are cut out of the batch."""
+
+
+class StaticBatch:
+    """The rows that run together: what was sampled for each, and which are still running.
+
+    `rows` maps each row of the current batch to its request; compaction shortens it.
+    """
+
+    def __init__(self, requests: Sequence[Request], sampling: Sampling, window: int | None) -> None:
+        self.sampling = sampling
+        self._requests = requests
+        num_rows = len(requests)
+        contexts = [request.context_ids for request in requests]
+        prompt_lengths = np.array([len(context) for context in contexts])
+        prefix_lengths = np.array([len(request.prefix_ids) for request in requests])
+        self._limits = sampling.max_completion_tokens - prefix_lengths
+        if window is not None:
+            self._limits = np.minimum(self._limits, window - prompt_lengths)
+        self.max_tokens = int(self._limits.max())
+        self.num_tokens = 0
+        """Tokens sampled so far of each row that is running."""
+        self._token_ids = np.zeros((num_rows, self.max_tokens), np.int32)
+        self._logprobs = np.zeros((num_rows, self.max_tokens), np.float32)
+        self._versions = np.zeros((num_rows, self.max_tokens, 2), np.int32)
+        self._lengths = np.zeros(num_rows, np.int64)
+        self._reasons: list[FinishReason] = ["abort"] * num_rows
+        self._stop_ids = np.array(sampling.stop_ids, np.int64)
+        self._rows = np.arange(num_rows)
+        self._is_running = np.ones(num_rows, np.bool_)
+        self._seeds = np.array([r.seed & 0xFFFFFFFFFFFFFFFF for r in requests], np.uint64)
+        self.lengths = prompt_lengths
+        """[B] prompt tokens of each row of the batch."""
+        # Padding is on the left.
+        self._prompts, self._mask, self._prompt_of_request = _distinct_prompts(contexts)
+        self.prompt_length = self._prompts.shape[1]
+        """L, padding included."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every row has ended."""
+        return not self._is_running.any()
+
+    @property
+    def num_running(self) -> int:
+        """Rows that have not ended."""
+        return int(self._is_running.sum())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch, B."""
+        return len(self._rows)
+
+    def parts(self, max_rows: int) -> list[StaticBatch]:
+        """Return the rows that are running as smaller batches; what they sample is found here, too.
+
+        Args:
+            max_rows: of one of them.
+        """
+        running = np.flatnonzero(self._is_running)
+        parts = []
+        for start in range(0, len(running), max_rows):
+            part = copy.copy(self)
+            part.keep(running[start : start + max_rows])
+            parts.append(part)
+        return parts
+
+    def keep(self, rows: npt.NDArray[np.int64]) -> None:
+        """Drop all other rows from the batch."""
+        self._rows, self._seeds, self.lengths = (
+            self._rows[rows],
+            self._seeds[rows],
+            self.lengths[rows],
+        )
+        self._is_running = self._is_running[rows]
+
+    def prompts(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return each distinct prompt of the batch once, and which one each row has.
+
+        Returns:
+            Ids [U, L], the mask [U, L] or None if nothing is padded, and [B] indices of prompts.
+        """
+        used, prompt_of_row = np.unique(self._prompt_of_request[self._rows], return_inverse=True)
+        mask = None if self._mask is None else self._mask[used]
+        return self._prompts[used], mask, torch.from_numpy(prompt_of_row)
+
+    def final_mask(self) -> Tensor | None:
+        """Return the mask as it is once every row is as long as it can get, [B, L + T]."""
+        if self._mask is None:
+            return None
+        shown = self._mask[self._prompt_of_request[self._rows]]
+        grown = torch.ones(len(shown), self.max_tokens, dtype=shown.dtype)
+        return torch.cat([shown, grown], dim=1)
+
+    def contexts(self) -> tuple[Tensor, Tensor | None]:
+        """Return all that each row of the batch holds by now; K tokens were sampled for each.
+
+        Returns:
+            Ids [B, L + K] and the mask [B, L + K], or None if nothing is padded.
+        """
+        prompt = torch.from_numpy(self._prompt_of_request[self._rows])
+        sampled = torch.from_numpy(self._token_ids[self._rows, : self.num_tokens].astype(np.int64))
+        ids = torch.cat([self._prompts[prompt], sampled], dim=1)
+        if self._mask is None:
+            return ids, None
+        return ids, torch.cat([self._mask[prompt], torch.ones_like(sampled)], dim=1)
+
+    def uniforms(self, step: int) -> npt.NDArray[np.float64]:
+        """Return the random number of each row of the batch for its token `step`."""
+        return uniform_at(self._seeds, step)
+
+    def append(
+        self,
+        step: int,
+        token_ids: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float32],
+        version: PolicyVersion,
+    ) -> list[int]:
+        """Record token `step` of the rows that are running, and end those that end with it.
+
+        Returns:
+            Which requests have ended.
+        """
+        running = self._is_running
+        rows = self._rows[running]
+        if np.isnan(logprobs[running]).any():
+            raise EngineError(
+                f"the model produced NaN at token {step} of request "
+                f"{self._requests[rows[np.isnan(logprobs[running])][0]].request_id}; the weights "
+                "hold NaN or overflow in the engine's dtype"
+            )
+        self._token_ids[rows, step] = token_ids[running]
+        self._logprobs[rows, step] = logprobs[running]
+        self._versions[rows, step] = (version.lineage, version.step)
+        self._lengths[rows] = self.num_tokens = step + 1
+        is_stop = (token_ids[:, None] == self._stop_ids).any(1) & running
+        is_full = (step + 1 >= self._limits[self._rows]) & running & ~is_stop
+        for row in self._rows[is_stop]:
+            self._reasons[row] = "stop"
+        for row in self._rows[is_full]:
+            self._reasons[row] = "length"
+        self._is_running = running & ~is_stop & ~is_full
+        return [int(row) for row in self._rows[is_stop | is_full]]
+
+    def compact(self) -> npt.NDArray[np.int64] | None:
+        """Drop ended rows from the batch if they are many; return the rows kept, or None."""
+        if self._is_running.sum() > COMPACT_BELOW * len(self._rows):
+            return None
+        kept = np.flatnonzero(self._is_running)
+        self.keep(kept)
+        return kept
+
+    def completions(self) -> list[Completion]:
+        """Return what was sampled, in the order of the requests."""
+        return [self.completion(row) for row in range(len(self._requests))]
+
+    def completion(self, row: int) -> Completion:
+        """Return what was sampled for one request so far."""
+        num_tokens = self._lengths[row]
+        return Completion(
+            self._requests[row].request_id,
+            self._token_ids[row, :num_tokens].copy(),
+            self._logprobs[row, :num_tokens].copy(),
+            self._reasons[row],
+            self._versions[row, :num_tokens].copy(),
+        )
+
+
+def _distinct_prompts(
+    contexts: Sequence[npt.NDArray[np.int32]],
+) -> tuple[Tensor, Tensor | None, npt.NDArray[np.int64]]:
+    numbers: dict[bytes, int] = {}
+    prompts: list[npt.NDArray[np.int32]] = []
+    prompt_of_row = np.empty(len(contexts), np.int64)
+    for row, context in enumerate(contexts):
+        key = context.tobytes()
+        if key not in numbers:
+            numbers[key] = len(prompts)
+            prompts.append(context)
+        prompt_of_row[row] = numbers[key]
+    longest = max(map(len, prompts))
+    ids = np.zeros((len(prompts), longest), np.int64)
+    mask = np.zeros((len(prompts), longest), np.int64)
+    for number, prompt in enumerate(prompts):
+        ids[number, longest - len(prompt) :] = prompt
+        mask[number, longest - len(prompt) :] = 1
+    return torch.from_numpy(ids), None if mask.all() else torch.from_numpy(mask), prompt_of_row

@@ -1,0 +1,436 @@
+"""Sample with a transformers model: the engine that runs wherever torch does.
+
+Any causal language model directory with a config.json; the weights may come through `load` alone.
+Shapes: B rows in the batch, U distinct prompts, L longest prompt, V vocabulary.
+
+A call of `generate` is cut into batches that fit the memory budget. In a batch every distinct
+prompt runs through the model once, its keys and values are repeated for the rollouts of its group,
+and all rows then advance together, one token at a time. Prompts of unequal length are padded on the
+left; where all are equal no mask is made at all. Rows that have ended are cut out of the batch
+whenever they are a quarter of it, so that in all they cost at most a constant factor.
+
+New weights are copied in between two tokens, by the thread that generates.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
+from echo.core.units import format_bytes
+from echo.engine.engine import (
+    UNVERSIONED,
+    Completion,
+    Concurrency,
+    Engine,
+    KvCache,
+    Request,
+    Sampling,
+    VersionBarrier,
+    describe_error,
+    is_out_of_memory,
+)
+from echo.engine.hf.batch import StaticBatch, draw_tokens
+from echo.engine.lora import Lora, build_adapted
+from echo.engine.model import build_meta_model, check_weights, free_bytes
+from echo.engine.weights import torch_dtype
+
+# --- Work that one thread asks of another, to be done where that one can be interrupted ---
+
+
+Job = Callable[[], None]
+
+
+class Mailbox:
+    """Jobs for whoever holds it open; where nobody does, they are done at once."""
+
+    def __init__(self) -> None:
+        """Start closed."""
+        self._owner = threading.Lock()
+        self._lock = threading.Lock()
+        self._is_open = False
+        self._jobs: list[tuple[Job, Future[None]]] = []
+
+    def do(self, job: Job) -> None:
+        """Return when `job` has been done, by the thread that holds the mailbox open or this one.
+
+        What the job raises is raised here.
+        """
+        with self._lock:
+            if not self._is_open:
+                job()
+                return
+            done: Future[None] = Future()
+            self._jobs.append((job, done))
+        done.result()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Promise to call `empty` again and again; one thread at a time, the others wait."""
+        with self._owner:
+            with self._lock:
+                self._is_open = True
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._is_open = False
+                    self._do_all()
+
+    def empty(self) -> bool:
+        """Do what has come in; return whether there was anything."""
+        if not self._jobs:
+            return False
+        with self._lock:
+            self._do_all()
+        return True
+
+    def _do_all(self) -> None:
+        for job, done in self._jobs:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 -- belongs to the thread that asked
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+        self._jobs.clear()
+
+
+SAMPLING_BYTES_PER_LOGIT = 32
+"""Logits, their float32 copy, log-probabilities, probabilities and the float64 sum, with room."""
+
+
+class TransformersEngine(Engine):
+    """Sample from a Hugging Face causal language model on one device.
+
+    Args:
+        model_dir: directory with config.json; weights in it are not read.
+        device: "cpu", "cuda" or another torch device.
+        dtype: the dtype to compute in: "float32", "bfloat16" or "float16".
+        memory_budget_bytes: memory for weights and rollouts together; None for half of what is
+            available now.
+        attn_implementation: transformers' name of the attention.
+        num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
+        kv_cache: what becomes of keys and values when weights are swapped in flight.
+        lora: the adapter that `load` takes, and its base in place of `model_dir`; None where it
+            takes all weights.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        memory_budget_bytes: int | None = None,
+        attn_implementation: str = "sdpa",
+        num_threads: int = 0,
+        kv_cache: KvCache = "recompute",
+        lora: Lora | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._num_threads = num_threads
+        self._recomputes = kv_cache == "recompute"
+        self._barrier = VersionBarrier()
+        self._mailbox = Mailbox()
+        self._concurrency = Concurrency()
+        self._version = UNVERSIONED
+        self._tensors: Mapping[str, Tensor] | None = None
+        self._adapter: dict[str, Tensor] | None = None
+        if lora is None:
+            self._model = build_meta_model(Path(model_dir), torch_dtype(dtype), attn_implementation)
+        else:
+            self._model, self._adapter = build_adapted(
+                lora, torch_dtype(dtype), attn_implementation
+            )
+        self._model.to(self._device)
+        self._forward_arguments = frozenset(inspect.signature(self._model.forward).parameters)
+        self._budget_bytes = (
+            free_bytes(self._device) // 2 if memory_budget_bytes is None else memory_budget_bytes
+        )
+        text_config = self._model.config.get_text_config()
+        self._vocab_size = int(text_config.vocab_size)
+        window = getattr(text_config, "max_position_embeddings", None)
+        self.window = int(window) if window is not None else None
+        self._kv_bytes_per_token = _kv_bytes_per_token(text_config, torch_dtype(dtype))
+
+    @property
+    def installed(self) -> PolicyVersion | None:
+        """The version that samples."""
+        return self._barrier.installed
+
+    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
+        """Copy weights in, between two tokens; a tied tensor is wanted once, under any name.
+
+        Where that fails half way, what was overwritten is taken from the version before again,
+        which is why the engine holds on to what it was given.
+        """
+        check_weights(self._loadable(), tensors)
+        with self._barrier.swap(version):
+            self._mailbox.do(lambda: self._install(tensors, version))
+
+    def _loadable(self) -> Mapping[str, Tensor]:
+        return self._model.state_dict() if self._adapter is None else self._adapter
+
+    def _install(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        try:
+            self._copy(tensors)
+        except Exception as error:  # PyTorch, and the memory behind the tensors, raise anything
+            self._roll_back(version, describe_error(error))
+            raise EngineError(
+                f"{version} could not be copied in: {describe_error(error)}; rolled back, version: "
+                f"{self._barrier.installed or 'none'}"
+            ) from error
+        self._tensors, self._version = tensors, version
+
+    def _roll_back(self, version: PolicyVersion, why: str) -> None:
+        """Copy the version before in again, every bit of it."""
+        if self._tensors is None:
+            return
+        try:
+            self._copy(self._tensors)
+        except Exception as error:  # as above
+            before = self._barrier.installed
+            self._barrier.close()
+            raise EngineError(
+                f"{version} could not be copied in ({why}), nor {before} again "
+                f"({describe_error(error)}): the weights are neither, and nothing is sampled from "
+                "them; check this machine's memory, and start the worker anew"
+            ) from error
+
+    @torch.no_grad()
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        own = self._loadable()
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None] = lambda _: None,
+        on_completion: Callable[[Completion], None] = lambda _: None,
+        min_version: PolicyVersion | None = None,
+        exact_version: PolicyVersion | None = None,
+    ) -> list[Completion]:
+        """Sample a completion for each request; see `Engine.generate`.
+
+        A completion also ends with "length" where the model's window does.
+        """
+        with self._barrier.request(min_version, exact_version), self._mailbox.opened():
+            return self._generate(requests, sampling, should_stop, on_tokens, on_completion)
+
+    def _generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None],
+        on_completion: Callable[[Completion], None],
+    ) -> list[Completion]:
+        if not requests:
+            return []
+        for request in requests:
+            request.check(
+                window=self.window,
+                vocab_size=self._vocab_size,
+                max_completion_tokens=sampling.max_completion_tokens,
+            )
+        if self._num_threads:
+            # Each thread has its own setting, and this may not be the one that built the engine.
+            torch.set_num_threads(self._num_threads)
+        longest = max(len(request.context_ids) for request in requests)
+        run = partial(
+            self._run, should_stop=should_stop, on_tokens=on_tokens, on_completion=on_completion
+        )
+        completions: list[Completion] = []
+        while len(completions) < len(requests):
+            batch_size = self.max_concurrent_rollouts(longest, sampling.max_completion_tokens)
+            start = len(completions)
+            batch = StaticBatch(requests[start : start + batch_size], sampling, self.window)
+            self._run_in_parts(batch, run)
+            completions.extend(batch.completions())
+        return completions
+
+    def _run_in_parts(self, batch: StaticBatch, run: Callable[[StaticBatch], None]) -> None:
+        """Run a batch; where memory does not hold it, run the rest in ever smaller ones."""
+        waiting = [batch]
+        while waiting:
+            batch = waiting.pop()
+            max_rows = self._concurrency.bounded(batch.num_rows)
+            if max_rows < batch.num_rows:
+                waiting += reversed(batch.parts(max_rows))
+                continue
+            failure = ""
+            try:
+                run(batch)
+            except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
+                if not is_out_of_memory(error):
+                    raise
+                failure = describe_error(error)
+            if failure:  # outside of the handler, which keeps all tensors of the batch alive
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()
+                longest = int(batch.lengths.max())
+                numbers = self._numbers(longest, batch.max_tokens)
+                self._concurrency.halve(batch.num_rows, why=failure, numbers=numbers)
+                waiting.append(batch)
+
+    def _numbers(self, prompt_tokens: int, completion_tokens: int) -> str:
+        """Say what a rollout needs and what there is."""
+        weights, one = self._needs(prompt_tokens, completion_tokens)
+        return (
+            f"the weights take {format_bytes(weights)}, one rollout of {prompt_tokens} + "
+            f"{completion_tokens} tokens at least {format_bytes(one)}, the budget is "
+            f"{format_bytes(self._budget_bytes)}, free are "
+            f"{format_bytes(free_bytes(self._device))}"
+        )
+
+    def _needs(self, prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
+        """Return the bytes of the weights and of one rollout."""
+        weights = sum(t.numel() * t.element_size() for t in _distinct(self._model.state_dict()))
+        one = (
+            self._kv_bytes_per_token * (prompt_tokens + completion_tokens)
+            + SAMPLING_BYTES_PER_LOGIT * self._vocab_size
+        )
+        return weights, one
+
+    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
+        """Keep newer weights out while the body runs."""
+        return self._barrier.request(None, exact_version)
+
+    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
+        """Divide what the weights leave of the memory budget by the need of one rollout."""
+        weights, one = self._needs(prompt_tokens, completion_tokens)
+        number = (self._budget_bytes - weights) // one
+        if number < 1:
+            raise EngineError(
+                f"the memory budget of {self._budget_bytes} bytes does not hold the weights "
+                f"({weights}) and one rollout of {prompt_tokens} + {completion_tokens} tokens "
+                f"({one}); lower sampling.max_completion_tokens or take a machine with "
+                "more memory"
+            )
+        return self._concurrency.bounded(int(number))
+
+    def take_counts(self) -> dict[str, int]:
+        """Return how often memory ran out since this was last asked."""
+        return self._concurrency.take_counts()
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._barrier.close()
+        self._tensors = None
+        self._model.to("meta")
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        batch: StaticBatch,
+        should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None],
+        on_completion: Callable[[Completion], None],
+    ) -> None:
+        """Advance a batch token by token until every row has ended or `should_stop` says so."""
+        if should_stop():
+            return
+        logits, cache = self._begin(batch)
+        mask = batch.final_mask()  # each step shows the model one more column of it
+        mask = mask.to(self._device) if mask is not None else None
+        for step in range(batch.num_tokens, batch.max_tokens):
+            tokens, logprobs = draw_tokens(logits, batch.sampling, batch.uniforms(step))
+            new = tokens.cpu().numpy(), logprobs.cpu().numpy()
+            on_tokens(batch.num_running)
+            for row in batch.append(step, *new, self._version):
+                on_completion(batch.completion(row))
+            if batch.is_done or should_stop():
+                return
+            has_swapped = self._mailbox.empty()
+            if self.installed is None:
+                raise EngineError(
+                    "the weights are gone: a swap failed half way, or the engine was closed; start "
+                    "the worker anew"
+                )
+            kept = batch.compact()
+            if kept is not None:
+                index = torch.from_numpy(kept).to(self._device)
+                mask = mask[index] if mask is not None else None
+                tokens = tokens[index]
+                cache.batch_select_indices(index)
+            if has_swapped and self._recomputes:
+                logits, cache = self._begin(batch)
+                continue
+            positions = torch.from_numpy(batch.lengths + step)[:, None]
+            shown = mask[:, : batch.prompt_length + step + 1] if mask is not None else None
+            logits = self._forward(tokens[:, None], shown, positions, cache)
+
+    def _begin(self, batch: StaticBatch) -> tuple[Tensor, DynamicCache]:
+        """Run all that the rows of a batch hold through the model.
+
+        Returns:
+            The logits [B, V] of each row's next token, and the keys and values before it.
+        """
+        cache = DynamicCache(config=self._model.config)
+        if batch.num_tokens:
+            contexts, shown = batch.contexts()
+            return self._forward(contexts, shown, _positions(shown, contexts.shape), cache), cache
+        ids, shown, repeat = batch.prompts()
+        logits = self._forward(ids, shown, _positions(shown, ids.shape), cache)
+        if not torch.equal(repeat, torch.arange(len(ids))):
+            repeat = repeat.to(self._device)
+            cache.batch_select_indices(repeat)
+            logits = logits[repeat]
+        return logits, cache
+
+    def _forward(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """Run the model over new tokens and return the logits [B, V] of the last of each row."""
+        arguments: dict[str, Any] = {
+            "input_ids": ids.to(self._device),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if mask is not None:
+            arguments["attention_mask"] = mask.to(self._device)
+        # Models with relative positions take no ids; older ones compute all logits.
+        if "position_ids" in self._forward_arguments:
+            arguments["position_ids"] = positions.to(self._device)
+        if "logits_to_keep" in self._forward_arguments:
+            arguments["logits_to_keep"] = 1
+        logits: Tensor = self._model(**arguments).logits[:, -1]
+        return logits
+
+
+def _positions(mask: Tensor | None, shape: torch.Size) -> Tensor:
+    """Return position ids [U, L]: 0 at the first real token of each row."""
+    if mask is None:
+        return torch.arange(shape[1]).expand(shape)
+    return (mask.cumsum(-1) - 1).clamp_(min=0)
+
+
+def _distinct(state: Mapping[str, Tensor]) -> list[Tensor]:
+    return list({tensor.data_ptr(): tensor for tensor in state.values()}.values())
+
+
+def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of keys and values of one token, with one layer counted twice.
+
+    While a layer's cache grows by a token, old and new copy exist side by side.
+    """
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * (config.num_hidden_layers + 1) * num_heads * head_dim * dtype.itemsize)

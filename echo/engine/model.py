@@ -1,0 +1,423 @@
+"""A model without weights, and the check that weights belong to it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from echo.config.load import OVERRIDE
+from echo.config.schema import Config
+from echo.core.errors import ConfigError, DataError, EngineError
+from echo.engine.engine import Sampling
+from echo.engine.weights import INDEX_FILE, WEIGHTS_FILE, save_safetensors, torch_dtype
+from echo.tasks import tokenization
+
+MAX_NAMES_LISTED = 5
+BUILDING = threading.Lock()
+"""Held while a model is built: transformers switches initialisation and tying off for the whole
+process meanwhile, so a model built in another thread at that moment would come out untied."""
+
+
+def import_architecture(directory: Path) -> None:
+    """Import the code of the model that config.json describes, which building it would do.
+
+    Raises:
+        EngineError: if there is no config.json, or not of a causal language model.
+    """
+    with _explaining(directory):
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
+    """Build the model that config.json describes, weights uninitialised and tied as it says.
+
+    Raises:
+        EngineError: if there is no config.json, or not of a causal language model.
+    """
+    with _explaining(directory):
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with BUILDING, no_init_weights():
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=False,
+            )
+    model.tie_weights()
+    model.requires_grad_(False)
+    model.eval()
+    return model
+
+
+@contextmanager
+def _explaining(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EngineError(
+            f"{directory}: no causal language model can be built from its config.json: {error}"
+        ) from error
+
+
+def check_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not exactly those of a model.
+
+    Args:
+        own: the model's state dict; names that share memory are tied.
+        tensors: what is to be installed; of tied names one is enough.
+
+    Raises:
+        EngineError: listing names that are missing or unknown, and shapes that differ.
+    """
+    places: dict[tuple[int, ...], list[str]] = {}
+    for name, tensor in own.items():
+        places.setdefault((tensor.data_ptr(), *tensor.shape), []).append(name)
+    missing = [" or ".join(names) for names in places.values() if not tensors.keys() & set(names)]
+    unknown = [name for name in tensors if name not in own]
+    wrong = [
+        f"{name} {list(tensor.shape)} instead of {list(own[name].shape)}"
+        for name, tensor in tensors.items()
+        if name in own and tensor.shape != own[name].shape
+    ]
+    twice = [
+        f"{first} and {second}"
+        for first, *others in places.values()
+        for second in others
+        if first in tensors and second in tensors
+        if not torch.equal(tensors[first], tensors[second])
+    ]
+    problems = {
+        "missing": missing,
+        "not in this model": unknown,
+        "of the wrong shape": wrong,
+        "tied by config.json but different": twice,
+    }
+    found = [f"{what}: {_shorten(names)}" for what, names in problems.items() if names]
+    if found:
+        raise EngineError(
+            f"the weights do not fit the model, none was installed; {'; '.join(found)}; "
+            "config.json and weights must come from the same model"
+        )
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMES_LISTED
+    listed = ", ".join(names[:MAX_NAMES_LISTED])
+    return f"{listed} and {more} more" if more > 0 else listed
+
+
+# --- How much memory can be had ---
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that can be had now without taking it from anybody else."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return int(psutil.virtual_memory().available)
+
+
+# --- Where torch computes: which device, how many threads, how much memory is free ---
+
+
+def pick_device(name: str) -> str:
+    """Return torch's name of a device; "auto" is the first GPU where there is one.
+
+    Args:
+        name: "auto", "cpu", "cuda" or "cuda:N".
+    """
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Let one operation on the CPU use this many threads; 0 leaves torch's own choice."""
+    if num_threads:
+        torch.set_num_threads(num_threads)
+
+
+def free_gpu_bytes(name: str) -> int | None:
+    """Return the free memory of a device, bytes; None if it is a CPU, or a GPU that is not here.
+
+    Args:
+        name: as for `pick_device`.
+    """
+    device = torch.device(pick_device(name))
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """Return what to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
+
+    Args:
+        name: "auto", "float32" or "bfloat16".
+        device: torch's name of it.
+    """
+    if name == "auto":
+        name = "bfloat16" if device.startswith("cuda") else "float32"
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+# --- A character-level Qwen3 of 100,736 parameters, small enough to learn on a laptop's CPU ---
+#
+# It is a normal Hugging Face directory: AutoTokenizer and AutoModelForCausalLM load it, and every
+# node treats it like any other model.
+
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+
+CHARACTERS = "0123456789+-*/=()<>:,;|. "
+
+PAD_ID, BOS_ID, EOS_ID = range(3)
+
+HEAD_DIM = 16
+
+VLLM_HEAD_DIM = 32
+"""The smallest head that vLLM's attention for CPUs knows; half as many make the same width."""
+
+VOCAB_SIZE = 32
+"""Rows of the embedding: the 28 tokens, rounded up to a multiple of 16."""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer: one token per character, <bos> in front, no chat template.
+
+    A character that it does not know becomes <pad>, so that any task's prompts pass through.
+    """
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS_ID)]
+    )
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+def shape(head_dim: int) -> dict[str, Any]:
+    """Return the dimensions of the model: 64 wide in attention, whatever the size of a head."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64 // head_dim,
+        "num_key_value_heads": 32 // head_dim,
+        "head_dim": head_dim,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.04,
+    }
+
+
+def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
+    """Return the configuration of the model."""
+    return Qwen3Config(
+        **shape(head_dim),
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
+
+
+def build_model(*, seed: int, head_dim: int = HEAD_DIM) -> Qwen3ForCausalLM:
+    """Return the model with random float32 weights; torch's global generator is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(build_config(head_dim=head_dim))
+
+
+def save_tiny_model(directory: Path, model: Qwen3ForCausalLM) -> None:
+    """Write model and tokenizer as a Hugging Face directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    build_tokenizer().save_pretrained(directory)
+    model.config.save_pretrained(directory)
+    save_safetensors(directory, dict(model.named_parameters()))
+
+
+DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+"""What is fetched from the hub: no code, and weights only in a format that cannot hold code."""
+
+
+def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
+    """Read the safetensors of a model directory, floating-point ones rounded to `dtype`.
+
+    Raises:
+        DataError: if weights are missing, damaged, or in a format that is not safetensors.
+    """
+    target = torch_dtype(dtype)
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 -- not a dict
+                    tensor = file.get_tensor(name)
+                    tensors[name] = tensor.to(target) if tensor.is_floating_point() else tensor
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path}: cannot read the weights: {error}") from error
+    return tensors
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """Return the directory of a model, downloading it from the hub where it is not local.
+
+    Args:
+        name: a directory, or the id of a model on the hub ("Qwen/Qwen3-0.6B").
+        revision: branch, tag or commit on the hub; None for its default branch.
+
+    Raises:
+        ConfigError: if a revision is asked of a local directory.
+        DataError: if there is no such directory, or the hub cannot deliver.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"model.revision = {revision!r} has no effect on the local directory {path}; "
+                "remove it"
+            )
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError(f"model.name = {name!r}: no such directory (looked at {path.absolute()})")
+    return _download(name, revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=DOWNLOAD_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        # Offline, the hub's own message speaks of its cache and not of what to do.
+        raise DataError(
+            f"model.name = {name!r} is neither a directory here nor available from the hub "
+            f"(revision {revision or 'default'}): {type(error).__name__}: "
+            f"{str(error).splitlines()[0]}; without a network set model.name to a local directory"
+        ) from error
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors of a model directory.
+
+    Raises:
+        DataError: if there are none, or not all that its index names.
+    """
+    index = directory / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{index}: not an index of weights: {error!r}") from error
+        files = [directory / name for name in names]
+    else:
+        files = [directory / WEIGHTS_FILE]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        present = sorted(path.name for path in directory.glob("*")) or "nothing"
+        raise DataError(
+            f"{directory}: the weights {', '.join(missing)} are missing (found: {present}); "
+            "only safetensors are read: convert others with transformers' save_pretrained"
+        )
+    return files
+
+
+def make_sampling(config: Config, stop_ids: list[int]) -> Sampling:
+    """Return how rollouts are sampled."""
+    sampling = config.sampling
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_completion_tokens=sampling.max_completion_tokens,
+        stop_ids=tuple(stop_ids),
+    )
+
+
+def model_digests(config: Config, model_dir: Path, chat_template: str | None) -> dict[str, str]:
+    """Return the hashes that must be equal on learner and worker."""
+    kwargs = config.model.chat_template_kwargs
+    digests = tokenization.tokenizer_digests(model_dir, kwargs, chat_template=chat_template)
+    return {"model": model_digest(model_dir), **digests}
+
+
+def model_digest(model_dir: Path) -> str:
+    """Hash the model's configuration by content, without what only tells where it came from."""
+    fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    fields = tokenization.drop_code(fields)
+    for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
+        fields.pop(name, None)
+    return blake3(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def context_window(model_dir: Path) -> int:
+    """Return the longest sequence that the model takes, in tokens."""
+    return int(_model_fields(model_dir).get("max_position_embeddings", 1 << 20))
+
+
+def _model_fields(model_dir: Path) -> dict[str, Any]:
+    fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    return {**fields, **fields.get("text_config", {})}
+
+
+def _model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
+    """Return the worker's own model directory, or one made of the inherited files."""
+    own = own_model(config)
+    if own is not None:
+        return own
+    asset_dir.mkdir(parents=True, exist_ok=True)
+    for name, data in assets.items():
+        (asset_dir / name).write_bytes(tokenization.without_code(name, data))
+    return asset_dir
+
+
+def own_model(config: Config) -> Path | None:
+    """Return the directory of the worker's own copy of the model; None if it takes the learner's.
+
+    Raises:
+        DataError: if it cannot be found.
+    """
+    model = config.model
+    if model.name is None or not has_own_model(config):
+        return None
+    return resolve_model(model.name, model.revision)
+
+
+def has_own_model(config: Config) -> bool:
+    """Return whether model.name is meant for this worker.
+
+    One file serves all machines, so the name in it is the learner's, unless that directory is here,
+    too. What --set says on this worker is its own, a hub id as well.
+    """
+    name = config.model.name
+    return name is not None and (
+        Path(name).expanduser().is_dir() or config.sources.get("model.name") == OVERRIDE
+    )

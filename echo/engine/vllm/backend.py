@@ -1,0 +1,730 @@
+"""vLLM in our own process: its LLMEngine, stepped by one thread.
+
+It starts in two seconds and is truly one process: for tests and small workers. All that touches the
+engine is done by the one thread, between two steps; other threads leave it jobs and wait.
+
+There is one in a process at a time, because vLLM keeps its process groups in globals. What else it
+changes in the process that it lives in: torch's threads can no longer be set (undone
+here), a process group of size one is made, and torch's global generator is seeded (every request of
+ours has its own).
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import signal
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from echo.core.errors import EngineError
+from echo.engine.engine import FinishReason, describe_error
+from echo.engine.lora import Lora, write_adapter
+from echo.engine.vllm.plugin import VARIABLE, _num_kills
+from echo.engine.weights import save_safetensors
+
+# What the two ways of running vLLM have in common: requests in, samples out, weights swapped
+#
+# A tag is the text that vLLM attaches to tokens as their weight version. Each installation of
+# weights has its own, so that the same version installed twice can be told apart.
+
+
+START_TIMEOUT_S = 600.0
+"""Seconds for vLLM to start: loading its code, compiling, profiling a GPU's memory."""
+
+
+class EngineDeadError(EngineError):
+    """vLLM has died, or does not answer: it must be started anew."""
+
+
+class EngineWasDeadError(EngineDeadError):
+    """It had died before it began with what was asked of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a vLLM came to its end."""
+
+    reason: str
+    num_running: int
+    """Requests that were under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a started engine reports of itself."""
+
+    num_blocks: int
+    """Blocks of the KV cache."""
+    block_size: int
+    """Tokens per block."""
+    max_model_len: int
+    """Longest sequence, tokens."""
+    max_num_seqs: int
+    """Sequences sampled at one time."""
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Return how many blocks hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a sample and the tag of the weights that sampled them."""
+
+    tag: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """What vLLM answered to one request."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    """[T]; empty if they were not asked for."""
+    finish_reason: FinishReason
+    spans: tuple[Span, ...]
+    prompt_logprobs: npt.NDArray[np.float32]
+    """[P - 1] of the prompt's tokens after the first; empty if they were not asked for."""
+
+
+class Backend(abc.ABC):
+    """A running vLLM; its methods may be called from any thread."""
+
+    facts: Facts
+    death: Death | None = None
+    """Set once it is known to have died, or was given up."""
+
+    @property
+    @abc.abstractmethod
+    def is_dead(self) -> bool:
+        """Whether it has died or was given up."""
+
+    @abc.abstractmethod
+    def submit(
+        self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
+    ) -> Future[Sample]:
+        """Begin to sample.
+
+        Args:
+            request_id: not in use.
+            prompt: vLLM's, with the token ids.
+            params: vLLM's SamplingParams.
+            priority: lower ones first.
+
+        Returns:
+            What gets the sample, or EngineDeadError.
+        """
+
+    @abc.abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; they get what was sampled so far, with the reason "abort"."""
+
+    @abc.abstractmethod
+    def num_sampled(self) -> dict[str, int]:
+        """Return the tokens so far of every request that runs."""
+
+    @abc.abstractmethod
+    def update(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
+        """Pause, take the weights over, tag what follows, and go on; bounded in time.
+
+        Args:
+            update_info: where the weights are, for `vllm_transfer`; or where an "adapter" is.
+            tag: not used before.
+            clears_cache: whether keys and values are thrown away and computed anew.
+
+        Raises:
+            EngineDeadError: if that fails at any point; the engine is of no use any more.
+        """
+
+    @abc.abstractmethod
+    def die(self, reason: str) -> None:
+        """Give up on the engine: every request gets EngineDeadError."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop vLLM; bounded in time."""
+
+
+def adapter_request(arguments: Mapping[str, Any], path: str = "") -> Any:
+    """Return vLLM's LoRARequest for the one adapter, or None where there is none.
+
+    Args:
+        arguments: of the engine.
+        path: directory to load it from, in place of what is there; empty to sample with it.
+    """
+    if not arguments.get("enable_lora"):
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(
+        lora_name="policy", lora_int_id=1, lora_path=path or "loaded", load_inplace=bool(path)
+    )
+
+
+def read_output(output: Any) -> Sample:
+    """Translate a finished `RequestOutput` of vLLM."""
+    [completion] = output.outputs
+    token_ids = list(completion.token_ids)
+    rows = zip(token_ids, completion.logprobs or [{}] * len(token_ids), strict=True)
+    prompt = list(output.prompt_token_ids)
+    # Nothing stands before the first token of a prompt, so it has no row.
+    prompt_rows = zip(prompt, output.prompt_logprobs or [None] * len(prompt), strict=True)
+    return Sample(
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.array([row[token].logprob for token, row in rows if row], np.float32),
+        finish_reason=completion.finish_reason,
+        spans=tuple(Span(s.version, s.start, s.end) for s in completion.weight_versions or ()),
+        prompt_logprobs=np.array(
+            [row[token].logprob for token, row in prompt_rows if row], np.float32
+        ),
+    )
+
+
+def num_sampled(output_processor: Any) -> dict[str, int]:
+    """Return the tokens so far of every request, from vLLM's bookkeeping in this process."""
+    states = list(output_processor.request_states.values())
+    return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+
+def read_facts(vllm_config: Any) -> Facts:
+    """Return what a started engine says of itself."""
+    return Facts(
+        num_blocks=int(vllm_config.cache_config.num_gpu_blocks),
+        block_size=int(vllm_config.cache_config.block_size),
+        max_model_len=int(vllm_config.model_config.max_model_len),
+        max_num_seqs=int(vllm_config.scheduler_config.max_num_seqs),
+    )
+
+
+log = logging.getLogger(__name__)
+
+INLINE_CLOSE_TIMEOUT_S = 10.0
+
+_ALIVE = threading.Lock()
+"""Held while there is an engine in this process."""
+
+T = TypeVar("T")
+Job = Callable[[], None]
+
+
+class InlineBackend(Backend):
+    """An LLMEngine and its thread."""
+
+    def __init__(self, arguments: Mapping[str, Any], *, num_threads: int, timeout_s: float) -> None:
+        """Start vLLM.
+
+        Args:
+            arguments: of vLLM's EngineArgs.
+            num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
+            timeout_s: seconds that a job may take.
+
+        Raises:
+            EngineDeadError: if it does not start, with vLLM's reason.
+        """
+        if not _ALIVE.acquire(timeout=INLINE_CLOSE_TIMEOUT_S):
+            raise EngineDeadError(
+                'a vLLM runs in this process already; close it, or use engine.process = "engine"'
+            )
+        self._arguments = arguments
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._futures: dict[str, Future[Sample]] = {}
+        self._lock = threading.Lock()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), daemon=True, name="vllm-step"
+        )
+        self._thread.start()
+        try:
+            started.result(timeout=START_TIMEOUT_S)
+        except TimeoutError as error:
+            why = f"no answer in {START_TIMEOUT_S:g} s"
+            raise EngineDeadError(f"vLLM does not start: {why}") from error
+        self.facts = read_facts(self._engine.vllm_config)
+
+    # --- the engine's thread ---------------------------------------------------------------------
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            self._start()
+        except BaseException as error:  # noqa: BLE001 -- vLLM's start raises anything
+            dead = EngineDeadError(f"vLLM does not start: {type(error).__name__}: {error}")
+            dead.__cause__ = error
+            _ALIVE.release()
+            started.set_exception(dead)
+            return
+        started.set_result(None)
+        try:
+            self._loop()
+        except Exception as error:  # whatever a step raises, no later one can be trusted
+            log.warning("vLLM died", exc_info=error)
+            self.die(f"{type(error).__name__}: {error}")
+        while not self._jobs.empty():  # whoever waits for one must not wait for ever
+            job = self._jobs.get()
+            if job is not None:
+                job()
+        try:
+            self._engine.engine_core.shutdown()
+        except Exception as error:  # noqa: BLE001 -- what is over anyway need not end well
+            log.warning("vLLM did not end as it should: %s", describe_error(error))
+        _ALIVE.release()
+
+    def _start(self) -> None:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        if self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        set_num_threads = torch.set_num_threads
+        try:
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**self._arguments))
+        finally:
+            torch.set_num_threads = set_num_threads
+
+    def _loop(self) -> None:
+        while self.death is None:
+            is_busy = self._engine.has_unfinished_requests()
+            try:
+                job = self._jobs.get(block=not is_busy)
+            except queue.Empty:
+                for output in self._engine.step():
+                    if output.finished:
+                        self._resolve(output)
+                continue
+            if job is None:
+                return
+            job()
+
+    def _resolve(self, output: Any) -> None:
+        future = self._futures.pop(output.request_id, None)
+        if future is not None and not future.done():
+            future.set_result(read_output(output))
+
+    # --- other threads ---------------------------------------------------------------------------
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has died or was given up."""
+        return self.death is not None
+
+    def submit(
+        self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
+    ) -> Future[Sample]:
+        """Begin to sample between two steps."""
+        future: Future[Sample] = Future()
+
+        def add() -> None:
+            if self.death is not None:
+                return
+            try:
+                self._engine.add_request(
+                    request_id,
+                    dict(prompt),
+                    params,
+                    lora_request=adapter_request(self._arguments),
+                    priority=priority,
+                )
+            except Exception as error:  # noqa: BLE001 -- the request's fault, and its answer
+                if self._futures.pop(request_id, None) is not None:  # not given up meanwhile
+                    future.set_exception(error)
+
+        with self._lock:
+            if self.death is not None:
+                future.set_exception(EngineDeadError(self.death.reason))
+                return future
+            self._futures[request_id] = future
+        self._jobs.put(add)
+        return future
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests between two steps."""
+        self._jobs.put(lambda: self._abort(request_ids))
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        from vllm.v1.engine import FinishReason
+
+        if self.death is not None:
+            return
+        # vLLM hands over what was sampled only through its asynchronous front: look before it ends.
+        wanted = set(request_ids)
+        states = self._engine.output_processor.request_states
+        for state in [s for s in states.values() if s.external_req_id in wanted]:
+            self._resolve(state.make_request_output([], None, FinishReason.ABORT, None))
+        self._engine.abort_request(list(request_ids))
+
+    def num_sampled(self) -> dict[str, int]:
+        """Return the tokens so far of every request that runs."""
+        return num_sampled(self._engine.output_processor)
+
+    def update(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
+        """Swap weights between two steps."""
+
+        def swap() -> None:
+            engine = self._engine
+            core = engine.engine_core.engine_core
+            core.pause_scheduler("keep", clears_cache)
+            if "adapter" in update_info:
+                engine.add_lora(adapter_request(self._arguments, update_info["adapter"]))
+            else:
+                engine.collective_rpc("start_weight_update")
+                engine.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
+                engine.collective_rpc("finish_weight_update")
+            engine.set_weight_version(tag)
+            core.resume_scheduler()
+
+        try:
+            self._call(swap)
+        except EngineDeadError:
+            raise
+        except TimeoutError as error:
+            reason = f"the update took longer than {self._timeout_s:g} s"
+            self.die(reason)
+            raise EngineDeadError(reason) from error
+        except Exception as error:  # vLLM's layers raise anything; the model is now half updated
+            self.die(f"the update failed: {type(error).__name__}: {error}")
+            raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Have the engine's thread do something and return what came of it."""
+        answer: Future[T] = Future()
+
+        def job() -> None:
+            if self.death is not None:
+                answer.set_exception(EngineWasDeadError(self.death.reason))
+                return
+            try:
+                answer.set_result(function())
+            except Exception as error:  # noqa: BLE001 -- belongs to the thread that asked
+                answer.set_exception(error)
+
+        with self._lock:
+            if self.death is not None:
+                raise EngineWasDeadError(self.death.reason)
+            self._jobs.put(job)
+        return answer.result(timeout=self._timeout_s)
+
+    def die(self, reason: str) -> None:
+        """Fail every request; the thread ends when it comes back from where it is."""
+        with self._lock:
+            self.death = self.death or Death(reason, len(self._futures))
+            futures = list(self._futures.values())
+            self._futures.clear()
+        self._jobs.put(None)
+        for future in futures:
+            if not future.done():
+                future.set_exception(EngineDeadError(reason))
+
+    def close(self) -> None:
+        """Stop the thread and the engine."""
+        self.die("the engine is closed")
+        self._thread.join(INLINE_CLOSE_TIMEOUT_S)
+
+
+# --- Weights on their way into a running vLLM: in memory where it shares ours, else as a file ---
+
+
+MEMORY = Path("/dev/shm")
+"""Where a file is memory that vLLM's processes can map."""
+
+
+def hand_over(
+    backend: Backend,
+    tensors: Mapping[str, Tensor],
+    tag: str,
+    *,
+    clears_cache: bool,
+    lora: Lora | None,
+    is_same_process: bool,
+) -> None:
+    """Have vLLM take weights over; what it samples from then on has their tag.
+
+    Args:
+        backend: the running vLLM.
+        tensors: all weights, or those of the adapter.
+        tag: not used before.
+        clears_cache: whether keys and values are thrown away and computed anew.
+        lora: the adapter's shape; None where all weights are swapped.
+        is_same_process: whether vLLM runs in this process.
+
+    Raises:
+        EngineDeadError: if that fails at any point; the engine is of no use any more.
+        EngineError: if there is no space for the file; nothing has changed then.
+    """
+    if lora is None and is_same_process:
+        from echo.engine.vllm.transfer import HANDED_OVER
+
+        key = f"{id(backend):x} {tag}"
+        HANDED_OVER[key] = tensors
+        try:
+            backend.update({"key": key}, tag, clears_cache=clears_cache)
+        finally:
+            del HANDED_OVER[key]
+        return
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="echo-", dir=MEMORY if MEMORY.is_dir() else None
+        ) as directory:
+            if lora is not None:
+                write_adapter(Path(directory), tensors, lora, base_name="")
+                where = {"adapter": directory}
+            else:
+                save_safetensors(Path(directory), tensors, max_shard_bytes=1 << 62)
+                [path] = Path(directory).iterdir()
+                where = {"path": str(path)}
+            backend.update(where, tag, clears_cache=clears_cache)
+    except OSError as error:
+        raise EngineError(f"no space to hand the weights to vLLM: {error}") from error
+
+
+# --- Why a vLLM in processes of its own has died, which it tells nobody but its log ---
+#
+# Its process logs the error and ends; ours only learns that it is gone. So a handler of ours
+# listens to that log over there, and leaves the error in a file that is read here. A process that
+# the kernel kills to get memory back says nothing at all: the kernel's own counter has it then.
+
+
+class CrashReason:
+    """The file of one vLLM, and what the kernel has done since."""
+
+    def __init__(self) -> None:
+        """Make the file, empty."""
+        handle, path = tempfile.mkstemp(prefix="echo-vllm-", suffix=".txt")
+        os.close(handle)
+        self._path = Path(path)
+        self._num_kills = _num_kills()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Have the processes that start meanwhile know the file."""
+        os.environ[VARIABLE] = str(self._path)
+        try:
+            yield
+        finally:
+            os.environ.pop(VARIABLE, None)
+
+    def read(self, *, was_killed: bool = False) -> str:
+        """Return why vLLM died; empty if nobody knows.
+
+        Args:
+            was_killed: whether one of its processes ended by SIGKILL, and not by ours.
+        """
+        with contextlib.suppress(OSError):
+            text = self._path.read_text(encoding="utf-8")
+            if text:
+                return text
+        if was_killed and _num_kills() > self._num_kills:
+            return "killed by the kernel, as this machine was out of memory"
+        return ""
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._path.unlink(missing_ok=True)
+
+
+# --- vLLM in processes of its own: its AsyncLLM, for throughput, GPUs and tensor parallelism ---
+#
+# Our process has one thread with an event loop that talks to them. A process that dies takes
+# nothing of ours with it, and one that hangs is ended.
+
+
+CLOSE_TIMEOUT_S = 20.0
+
+
+class ProcessBackend(Backend):
+    """An AsyncLLM and the thread with its event loop."""
+
+    def __init__(self, arguments: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Start vLLM.
+
+        Args:
+            arguments: of vLLM's AsyncEngineArgs.
+            timeout_s: seconds that one call to its processes may take.
+
+        Raises:
+            EngineDeadError: if it does not start, with vLLM's reason.
+        """
+        self._arguments = arguments
+        self._timeout_s = timeout_s
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._crash_reason = CrashReason()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="vllm-client")
+        self._thread.start()
+        try:
+            self._post(self._start(arguments)).result(timeout=START_TIMEOUT_S)
+        except Exception as error:  # vLLM's start raises anything
+            is_late = isinstance(error, TimeoutError) and not str(error)
+            told = f"no answer in {START_TIMEOUT_S:g} s" if is_late else str(error)
+            why = self._crash_reason.read() or f"{type(error).__name__}: {told}"
+            self._stop_loop()
+            raise EngineDeadError(f"vLLM does not start: {why}") from error
+        self.facts = read_facts(self._engine.vllm_config)
+
+    # --- the loop's thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _post(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _start(self, arguments: Mapping[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        # vLLM's processes inherit this: Ctrl-C and a closed terminal are for the node alone, which
+        # finishes what it does.
+        # Python's tracker would lift it again while it starts.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+        with self._crash_reason.told():
+            self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def _sample(
+        self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
+    ) -> Sample:
+        from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+        from vllm.v1.engine.exceptions import EngineGenerateError
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        output = None
+        try:
+            if self.death is not None:
+                raise EngineDeadError(self.death.reason)
+            stream = self._engine.generate(
+                dict(prompt),
+                params,
+                request_id,
+                lora_request=adapter_request(self._arguments),
+                priority=priority,
+            )
+            async for found in stream:
+                output = found
+        except asyncio.CancelledError as error:
+            reason = "the engine is closed" if self.death is None else self.death.reason
+            raise EngineDeadError(reason) from error
+        except (VllmDeadError, EngineGenerateError) as error:
+            self.death = self.death or Death(self._why(error), len(self._tasks))
+            raise EngineDeadError(self.death.reason) from error
+        finally:
+            self._tasks.discard(task)
+        if output is None:
+            raise EngineError(f"request {request_id}: vLLM gave no answer")
+        return read_output(output)
+
+    async def _update(self, update_info: Mapping[str, str], tag: str, clears_cache: bool) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine = self._engine
+        await self._bounded(engine.pause_generation(mode="keep", clear_cache=clears_cache))
+        if "adapter" in update_info:
+            adapter = adapter_request(self._arguments, update_info["adapter"])
+            await self._bounded(engine.add_lora(adapter))
+            await self._bounded(engine.update_weight_version(tag))
+        else:
+            await self._bounded(engine.start_weight_update())
+            request = WeightTransferUpdateRequest(update_info=dict(update_info))
+            await self._bounded(engine.update_weights(request))
+            await self._bounded(engine.finish_weight_update(weight_version=tag))
+        await self._bounded(engine.resume_generation())
+
+    async def _bounded(self, call: Awaitable[T]) -> T:
+        # A call that was under way when vLLM's process died would wait for ever.
+        return await asyncio.wait_for(call, self._timeout_s)
+
+    def _why(self, error: BaseException) -> str:
+        """Return why vLLM died, from what it said in its own process if it did."""
+        manager = self._engine.engine_core.resources.engine_manager
+        processes = [] if manager is None else manager.processes
+        was_killed = any(process.exitcode == -signal.SIGKILL for process in processes)
+        return self._crash_reason.read(was_killed=was_killed) or describe_error(error)
+
+    # --- other threads ---------------------------------------------------------------------------
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has died or was given up."""
+        return self.death is not None or bool(self._engine.errored)
+
+    def submit(
+        self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
+    ) -> Future[Sample]:
+        """Begin to sample."""
+        if self.death is not None:
+            future: Future[Sample] = Future()
+            future.set_exception(EngineDeadError(self.death.reason))
+            return future
+        return self._post(self._sample(request_id, prompt, params, priority))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests."""
+        if self.death is None:
+            self._post(self._engine.abort(list(request_ids)))
+
+    def num_sampled(self) -> dict[str, int]:
+        """Return the tokens so far of every request that runs."""
+        return num_sampled(self._engine.output_processor)
+
+    def update(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
+        """Swap weights while generation is paused."""
+        try:
+            self._post(self._update(update_info, tag, clears_cache)).result(6 * self._timeout_s)
+        except Exception as error:  # vLLM's processes raise anything; they are half updated
+            is_late = isinstance(error, TimeoutError)
+            why = f"no answer in {self._timeout_s:g} s" if is_late else self._why(error)
+            reason = f"the update failed: {why}"
+            self.die(reason)
+            raise EngineDeadError(reason) from error
+
+    def die(self, reason: str) -> None:
+        """Fail every request."""
+        self.death = self.death or Death(reason, len(self._tasks))
+        self._loop.call_soon_threadsafe(self._cancel_all)
+
+    def _cancel_all(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+
+    def close(self) -> None:
+        """End vLLM's processes and our thread."""
+        self.die("the engine is closed")
+        try:
+            self._post(self._shut_down()).result(CLOSE_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 -- what is over anyway need not end well
+            log.warning("vLLM did not end as it should: %s", describe_error(error))
+        self._stop_loop()
+
+    async def _shut_down(self) -> None:
+        # Ending processes blocks; the cancelled requests get their turn first.
+        await asyncio.sleep(0)
+        self._engine.shutdown()
+
+    def _stop_loop(self) -> None:
+        self._crash_reason.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()

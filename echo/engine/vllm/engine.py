@@ -1,0 +1,754 @@
+"""Sample with vLLM: the engine for throughput, with weights swapped while it runs.
+
+A swap is a transaction. The new weights are checked against the model's shape, handed over while
+generation is paused for a moment (vLLM's own lifecycle), and probed: the engine's log-probabilities
+of a fixed prompt must be those of transformers under the same tensors. If they are not, the version
+before is put back and the error says so. An update that fails half way leaves a model that is
+neither: vLLM is then started anew with the last version that was found right, as it is after any
+other death. That version's tensors stay in host memory, where they arrived, never on a GPU.
+
+`kv_cache` decides about keys and values of rollouts under way; see `echo.engine.engine`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
+from echo.core.units import format_bytes
+from echo.engine.engine import (
+    UNVERSIONED,
+    Completion,
+    Concurrency,
+    Engine,
+    KvCache,
+    Request,
+    Sampling,
+    VersionBarrier,
+    is_out_of_memory,
+)
+from echo.engine.lora import Lora, build_adapted, target_names
+from echo.engine.model import build_meta_model, check_weights, free_bytes, set_num_threads
+from echo.engine.vllm.arguments import Process, import_vllm, kv_cache_bytes, make_arguments
+from echo.engine.vllm.backend import (
+    Backend,
+    Death,
+    EngineDeadError,
+    EngineWasDeadError,
+    Facts,
+    Sample,
+    hand_over,
+)
+from echo.engine.weights import torch_dtype
+
+# --- One call of `generate` on vLLM: its requests in batches, watched until all have ended ---
+#
+# A sample counts only if all its tokens come from weights that the probe has found right. Tokens of
+# weights that are still being probed are held until the verdict; a rollout that holds tokens of
+# wrong ones, or that was under way when vLLM died, is sampled again from its start, with the same
+# seed.
+
+
+POLL_S = 0.05
+"""Seconds between two looks at whether to stop."""
+
+
+class Judge(Protocol):
+    """What a call asks of the engine that it belongs to."""
+
+    timeout_s: float
+
+    def current(self) -> tuple[Backend, str | None]:
+        """Return the running vLLM and the salt of its prefix cache."""
+
+    def version_of(self, tag: str) -> PolicyVersion | None:
+        """Return what a tag stands for: None for wrong weights; KeyError while it is open."""
+
+    def revive(self, backend: Backend) -> None:
+        """Start vLLM again if this one is the one that died."""
+
+
+class CacheCapacity:
+    """Blocks of the KV cache and places in the batch, shared by all calls."""
+
+    def __init__(self) -> None:
+        """Start without any; see `resize`."""
+        self._lock = threading.Lock()
+        self._all = (0, 0)
+        self._num_blocks, self._num_seqs = self._all
+
+    def resize(self, num_blocks: int, num_seqs: int) -> None:
+        """Have so much room in all, whatever is taken of it now."""
+        with self._lock:
+            self._num_blocks += num_blocks - self._all[0]
+            self._num_seqs += num_seqs - self._all[1]
+            self._all = num_blocks, num_seqs
+
+    def take(self, num_blocks: int) -> bool:
+        """Take a place and so many blocks if there are; return whether."""
+        with self._lock:
+            if self._num_seqs < 1 or self._num_blocks < num_blocks:
+                return False
+            self._num_seqs -= 1
+            self._num_blocks -= num_blocks
+            return True
+
+    def give_back(self, num_blocks: int) -> None:
+        """Free a place and its blocks."""
+        with self._lock:
+            self._num_seqs += 1
+            self._num_blocks += num_blocks
+
+
+@dataclass(slots=True)
+class _Running:
+    index: int
+    request_id: str
+    num_blocks: int
+    backend: Backend
+    future: Future[Sample]
+    num_tokens: int = 0
+
+
+class Call:
+    """The state of one call."""
+
+    def __init__(
+        self,
+        engine: Judge,
+        space: CacheCapacity,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_completion: Callable[[Completion], None],
+    ) -> None:
+        """Take the requests; nothing is sampled before `run`."""
+        self._engine = engine
+        self._space = space
+        self._requests = requests
+        self._sampling = sampling
+        self._on_completion = on_completion
+        self._waiting = deque(range(len(requests)))
+        self._running: list[_Running] = []
+        self._held: list[tuple[_Running, Sample]] = []
+        self._done: dict[int, Completion] = {}
+        self._num_tries = 0
+        self._is_stopping = False
+        self._progressed_at = time.monotonic()
+
+    def run(
+        self, should_stop: Callable[[], bool], on_tokens: Callable[[int], None]
+    ) -> list[Completion]:
+        """Sample until every request has ended or `should_stop` says so."""
+        try:
+            while len(self._done) < len(self._requests):
+                self._is_stopping = self._is_stopping or should_stop()
+                if self._is_stopping:
+                    self._end_all()
+                else:
+                    self._start()
+                self._report(on_tokens)
+                self._collect()
+        finally:
+            for running in self._running:
+                running.backend.abort([running.request_id])
+                self._space.give_back(running.num_blocks)
+        return [self._done[index] for index in range(len(self._requests))]
+
+    def _start(self) -> None:
+        backend, salt = self._engine.current()
+        facts = backend.facts
+        while self._waiting:
+            index = self._waiting[0]
+            request = self._requests[index]
+            context = request.context_ids
+            num_tokens = min(
+                self._sampling.max_completion_tokens - len(request.prefix_ids),
+                facts.max_model_len - len(context),
+            )
+            num_blocks = -(-(len(context) + num_tokens) // facts.block_size)
+            if not self._space.take(num_blocks):
+                return
+            self._waiting.popleft()
+            self._num_tries += 1
+            prompt: dict[str, object] = {"prompt_token_ids": context.tolist()}
+            if salt is not None:
+                prompt["cache_salt"] = salt
+            # Ours alone: callers may use the same names at the same time.
+            request_id = f"{request.request_id}/{id(self):x}/{self._num_tries}"
+            params = make_params(self._sampling, request.seed, num_tokens)
+            future = backend.submit(request_id, prompt, params, 0)
+            self._running.append(_Running(index, request_id, num_blocks, backend, future))
+
+    def _end_all(self) -> None:
+        """Abort what runs, and give up what has not begun; may be called again."""
+        while self._waiting:
+            self._finish(self._waiting.popleft(), None)
+        for backend in {running.backend for running in self._running}:
+            # Repeated until it works: one that vLLM has not yet taken in cannot be aborted.
+            backend.abort([r.request_id for r in self._running if r.backend is backend])
+
+    def _report(self, on_tokens: Callable[[int], None]) -> None:
+        """Tell how many tokens have come, and give up on an engine that makes none."""
+        counts: dict[str, int] = {}
+        for backend in {running.backend for running in self._running}:
+            counts |= backend.num_sampled()
+        num_new = 0
+        for running in self._running:
+            num_tokens = counts.get(running.request_id, running.num_tokens)
+            num_new += num_tokens - running.num_tokens
+            running.num_tokens = num_tokens
+        now = time.monotonic()
+        if num_new:
+            on_tokens(num_new)
+        if num_new or self._held or not self._running:
+            self._progressed_at = now
+        elif now - self._progressed_at > self._engine.timeout_s:
+            self._progressed_at = now
+            for running in self._running:
+                running.backend.die(f"no token in {self._engine.timeout_s:g} s")
+
+    def _collect(self) -> None:
+        futures = [running.future for running in self._running]
+        if futures:
+            wait(futures, timeout=POLL_S, return_when=FIRST_COMPLETED)
+        else:
+            time.sleep(POLL_S / 4)
+        ended = [running for running in self._running if running.future.done()]
+        for running in ended:
+            self._running.remove(running)
+            self._space.give_back(running.num_blocks)
+        for running in ended:
+            error = running.future.exception()
+            if error is None:
+                self._held.append((running, running.future.result()))
+            elif isinstance(error, EngineDeadError):
+                self._engine.revive(running.backend)
+                self._waiting.append(running.index)
+            else:
+                raise EngineError(f"vLLM refuses {running.request_id}: {error}") from error
+        held, self._held = self._held, []
+        for running, sample in held:
+            self._judge(running, sample)
+
+    def _judge(self, running: _Running, sample: Sample) -> None:
+        if sample.finish_reason == "abort" and not self._is_stopping:
+            # Not by us: vLLM ends what runs when somebody tells its process to stop.
+            self._waiting.append(running.index)
+            return
+        versions = np.empty((len(sample.token_ids), 2), np.int32)
+        for span in sample.spans:
+            try:
+                version = self._engine.version_of(span.tag)
+            except KeyError:
+                self._held.append((running, sample))
+                return
+            if version is None:
+                self._waiting.append(running.index)
+                return
+            versions[span.start : span.end] = (version.lineage, version.step)
+        if np.isnan(sample.logprobs).any():
+            raise EngineError(
+                f"the model produced NaN in request {self._requests[running.index].request_id}; "
+                "the weights hold NaN or overflow in the engine's dtype"
+            )
+        request_id = self._requests[running.index].request_id
+        self._finish(
+            running.index,
+            Completion(
+                request_id, sample.token_ids, sample.logprobs, sample.finish_reason, versions
+            ),
+        )
+
+    def _finish(self, index: int, completion: Completion | None) -> None:
+        self._done[index] = completion or Completion(
+            self._requests[index].request_id,
+            np.empty(0, np.int32),
+            np.empty(0, np.float32),
+            "abort",
+            np.empty((0, 2), np.int32),
+        )
+        if self._done[index].finish_reason != "abort":
+            self._on_completion(self._done[index])
+
+
+def make_params(
+    sampling: Sampling, seed: int, max_tokens: int, *, of_prompt: bool = False
+) -> object:
+    """Return vLLM's parameters of one request: tokens out, with their log-probabilities.
+
+    Args:
+        sampling: how tokens are drawn.
+        seed: of this request.
+        max_tokens: new ones.
+        of_prompt: whether the log-probabilities of the prompt's tokens are wanted too.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=1.0 if sampling.greedy else sampling.top_p,
+        top_k=0 if sampling.greedy else sampling.top_k,
+        # 63 bits: vLLM hands it to torch as a signed number, and -1 would mean none.
+        seed=seed & 0x7FFFFFFFFFFFFFFF,
+        max_tokens=max_tokens,
+        stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=0 if of_prompt else None,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+# --- Whether the engine samples from the weights that it was given: a probe after every swap ---
+#
+# The expected log-probabilities of a fixed prompt come from transformers on the host, computed from
+# the very tensors that were handed over, so that no mistake of vLLM can be in them. A tied head
+# that keeps its old weights, a layer that was missed or a transposed tensor shows as whole nats.
+
+
+NUM_TOKENS = 16
+"""Length of the probe's prompt."""
+
+TOLERANCES = {"float32": 2e-4, "float16": 0.02, "bfloat16": 0.1}
+"""Mean difference in nats per token that rounding explains, by the dtype that both compute in:
+several times what it has come to on a CPU, and far less than other weights make."""
+
+
+class SwapProbe:
+    """A prompt, and what it must give under given weights."""
+
+    def __init__(self, model_dir: Path, dtype: str, lora: Lora | None = None) -> None:
+        """Read the shape of the model.
+
+        Args:
+            model_dir: directory with config.json.
+            dtype: that the engine computes in.
+            lora: the adapter that is swapped, and its base; None where all weights are.
+
+        Raises:
+            EngineError: if there is no causal language model.
+        """
+        self._dtype = torch_dtype(dtype)
+        self._tolerance = TOLERANCES[dtype]
+        # Built once: it shares the memory of the weights it was last given, which the engine keeps
+        # anyway. Its own, untouched, costs nothing before.
+        self._model: Any
+        self._adapter: dict[str, Tensor] | None = None
+        if lora is None:
+            self._model = build_meta_model(Path(model_dir), self._dtype, "eager")
+        else:
+            self._model, self._adapter = build_adapted(lora, self._dtype, "eager")
+        self.lora_targets = target_names(self._adapter or ())
+        """Last parts of the names of the modules that have an adapter."""
+        config = self._model.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        window = int(getattr(config, "max_position_embeddings", None) or NUM_TOKENS + 1)
+        self.prompt_ids = [
+            (1 + i * 2654435761) % self.vocab_size
+            for i in range(max(2, min(NUM_TOKENS, window - 1)))
+        ]
+        """Token ids spread over the vocabulary."""
+        distinct = {tensor.data_ptr(): tensor for tensor in self._model.state_dict().values()}
+        self.weight_bytes: int = sum(t.numel() * t.element_size() for t in distinct.values())
+        """Memory of the weights in the engine's dtype."""
+
+    @torch.inference_mode()
+    def expected(self, tensors: Mapping[str, Tensor]) -> npt.NDArray[np.float32]:
+        """Return the log-probabilities of the prompt's tokens after the first.
+
+        The tensors themselves become the model's for the moment: beyond a change of dtype nothing
+        is copied.
+
+        Raises:
+            EngineError: if they are not exactly the weights of this model.
+        """
+        model = self._model
+        if self._adapter is None:
+            check_weights(model.state_dict(), tensors)
+            cast = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
+            model.load_state_dict(cast, strict=False, assign=True)
+            model.tie_weights()
+        else:
+            check_weights(self._adapter, tensors)
+            for name, tensor in tensors.items():
+                self._adapter[name].copy_(tensor)
+        ids = torch.tensor(self.prompt_ids)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        found: npt.NDArray[np.float32] = (
+            logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
+        )
+        return found
+
+    def complaint(
+        self, measured: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]
+    ) -> str | None:
+        """Return what is wrong with the engine's answer, or None if it is right."""
+        if measured.shape != expected.shape:
+            return f"{len(measured)} log-probabilities came back instead of {len(expected)}"
+        error = float(np.abs(measured - expected).mean())
+        if error <= self._tolerance:  # not so if it is NaN
+            return None
+        return (
+            f"its log-probabilities differ from those of transformers by {error:.3g} nats per "
+            f"token, {self._tolerance:g} is allowed"
+        )
+
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+"""Deaths in a row, without a swap that worked in between, after which vLLM is given up."""
+
+TIMEOUT_S = 120.0
+"""Seconds that vLLM may take for one step, or one call of a swap."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Installed:
+    """Weights that were found right, and what the probe gives under them."""
+
+    tensors: Mapping[str, Tensor]
+    version: PolicyVersion
+    expected: npt.NDArray[np.float32]
+
+
+class VllmEngine(Engine):
+    """Sample from a causal language model with vLLM.
+
+    Args:
+        model_dir: directory with config.json; weights in it are not read.
+        device: "cpu" or "cuda".
+        dtype: "float32", "bfloat16" or "float16".
+        process: "inline" runs vLLM in this process, "engine" in processes of its own.
+        kv_cache: what becomes of keys and values when weights are swapped in flight.
+        arguments: engine arguments of vLLM, passed through.
+        memory_budget_bytes: memory for weights and KV cache together; None for vLLM's own share of
+            a GPU, and on a CPU for a quarter of what is available, at most 4 GiB.
+        num_threads: CPU threads of one operation; 0 for vLLM's choice.
+        timeout_s: seconds without an answer after which vLLM counts as dead.
+        lora: the adapter that `load` takes, and its base in place of `model_dir`; None where it
+            takes all weights.
+
+    Raises:
+        EngineError: if vLLM is not installed, or cannot run this model with these arguments.
+    """
+
+    is_continuous = True
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        process: Process = "inline",
+        kv_cache: KvCache = "recompute",
+        arguments: Mapping[str, Any] | None = None,
+        memory_budget_bytes: int | None = None,
+        num_threads: int = 0,
+        timeout_s: float = TIMEOUT_S,
+        lora: Lora | None = None,
+    ) -> None:
+        if device not in ("cpu", "cuda"):
+            raise EngineError(
+                f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
+                'CUDA_VISIBLE_DEVICES and worker.device = "cuda"'
+            )
+        passed = dict(arguments or {})
+        is_cpu = device == "cpu"
+        import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
+        self.timeout_s = timeout_s
+        self._device = device
+        self._process: Process = process
+        self._num_threads = num_threads
+        self._clears_cache = kv_cache == "recompute"
+        self._lora = lora
+        self._probe = SwapProbe(Path(model_dir), dtype, lora)
+        self._arguments = make_arguments(
+            Path(model_dir) if lora is None else lora.base_dir,
+            is_cpu=is_cpu,
+            dtype=dtype,
+            kv_cache_bytes=kv_cache_bytes(
+                memory_budget_bytes, self._probe.weight_bytes, is_cpu=is_cpu
+            ),
+            process=process,
+            passed=passed,
+            lora_rank=0 if lora is None else lora.rank,
+            lora_targets=self._probe.lora_targets,
+        )
+        self._barrier = VersionBarrier()
+        self._lock = threading.RLock()
+        self._serials = itertools.count(1)
+        self._tag = ""
+        self._versions: dict[str, PolicyVersion | None] = {}
+        self._good: _Installed | None = None
+        self._num_restarts = 0
+        self._is_closed = False
+        self._concurrency = Concurrency()
+        self._space = CacheCapacity()
+        self._backend = self._start()
+        self.window = self._backend.facts.max_model_len
+
+    # --- the contract ----------------------------------------------------------------------------
+
+    @property
+    def installed(self) -> PolicyVersion | None:
+        """The version that samples."""
+        return self._barrier.installed
+
+    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
+        """Swap weights in flight, probe them, and go back if they are not what samples."""
+        with self._barrier.swap(version):
+            set_num_threads(self._num_threads)  # of this thread, which may be any
+            expected = self._probe.expected(tensors)
+            self._swap(_Installed(tensors, version, expected))
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None] = lambda _: None,
+        on_completion: Callable[[Completion], None] = lambda _: None,
+        min_version: PolicyVersion | None = None,
+        exact_version: PolicyVersion | None = None,
+    ) -> list[Completion]:
+        """Sample a completion for each request, beside whatever else runs."""
+        with self._barrier.request(min_version, exact_version):
+            for request in requests:
+                request.check(
+                    window=self.window,
+                    vocab_size=self._probe.vocab_size,
+                    max_completion_tokens=sampling.max_completion_tokens,
+                )
+                num_tokens = len(request.prompt_ids) + sampling.max_completion_tokens
+                self.max_concurrent_rollouts(0, num_tokens)
+            call = Call(self, self._space, requests, sampling, on_completion)
+            return call.run(should_stop, on_tokens)
+
+    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
+        """Keep newer weights out while the body runs."""
+        return self._barrier.request(None, exact_version)
+
+    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
+        """Divide the KV cache that vLLM reports by the need of one rollout."""
+        facts = self._backend.facts
+        num_tokens = min(prompt_tokens + completion_tokens, facts.max_model_len)
+        number = self._num_blocks // facts.blocks_of(num_tokens)
+        if number < 1:
+            raise EngineError(
+                f"the KV cache of {facts.num_blocks} blocks of {facts.block_size} tokens does not "
+                f"hold one rollout of {prompt_tokens} + {completion_tokens} tokens; raise "
+                "engine.options.kv_cache_memory_bytes or lower sampling.max_completion_tokens"
+            )
+        return self._concurrency.bounded(min(number, facts.max_num_seqs - 1))
+
+    def take_counts(self) -> dict[str, int]:
+        """Return how often memory ran out since this was last asked."""
+        return self._concurrency.take_counts()
+
+    def close(self) -> None:
+        """Stop vLLM and forget the weights."""
+        self._barrier.close()
+        with self._lock:
+            self._is_closed = True
+            self._good = None
+            self._backend.close()
+
+    # --- what a call asks ------------------------------------------------------------------------
+
+    def current(self) -> tuple[Backend, str | None]:
+        """Return the running vLLM and, where caches outlive weights, what keeps versions apart."""
+        with self._lock:
+            return self._backend, None if self._clears_cache else self._tag
+
+    def version_of(self, tag: str) -> PolicyVersion | None:
+        """Return what a tag stands for; KeyError while the probe runs."""
+        return self._versions[tag]
+
+    def revive(self, backend: Backend) -> None:
+        """Start vLLM again if `backend` is the one in use."""
+        with self._lock:
+            if self._backend is backend:
+                self._restart()
+
+    # --- swaps -----------------------------------------------------------------------------------
+
+    def _swap(self, new: _Installed) -> None:
+        with self._lock:
+            before = "none" if self._good is None else str(self._good.version)
+            try:
+                complaint = self._install_alive(new)
+            except EngineDeadError as error:
+                self._restart()
+                raise EngineError(
+                    f"{new.version} could not be installed: {error}; vLLM was started anew, "
+                    f"version: {before}"
+                ) from error
+            if complaint is None:
+                self._good = new
+                self._num_restarts = 0
+                return
+            self._roll_back()
+            raise EngineError(
+                f"{new.version} is installed but not what vLLM samples from: {complaint}; rolled "
+                f"back, version: {before}"
+            )
+
+    def _roll_back(self) -> None:
+        if self._good is None:
+            return
+        try:
+            complaint = self._install(self._good)
+        except EngineDeadError as error:
+            complaint = str(error)
+        if complaint is not None:
+            log.warning("cannot go back to %s in place: %s", self._good.version, complaint)
+            self._restart()
+
+    def _install_alive(self, weights: _Installed) -> str | None:
+        """Install, if need be on a vLLM started anew: it may have died of something else."""
+        if not self._backend.is_dead:
+            with contextlib.suppress(EngineWasDeadError):
+                return self._install(weights)
+        self._restart()
+        return self._install(weights)
+
+    def _install(self, weights: _Installed) -> str | None:
+        """Hand weights over, probe them and judge their tag; return what is wrong with them."""
+        self._tag = tag = str(next(self._serials))
+        hand_over(
+            self._backend,
+            weights.tensors,
+            tag,
+            clears_cache=self._clears_cache,
+            lora=self._lora,
+            is_same_process=self._process == "inline",
+        )
+        params = make_params(Sampling(1.0, 1.0, 0, 1, ()), 0, 1, of_prompt=True)
+        prompt = {"prompt_token_ids": self._probe.prompt_ids, "cache_salt": f"probe {tag}"}
+        future = self._backend.submit(f"probe {tag}", prompt, params, -1)
+        try:
+            sample = future.result(timeout=self.timeout_s)
+        except FutureTimeoutError as error:
+            reason = f"the probe got no answer in {self.timeout_s:g} s"
+            self._backend.die(reason)
+            raise EngineDeadError(reason) from error
+        complaint = self._probe.complaint(sample.prompt_logprobs, weights.expected)
+        self._versions[tag] = weights.version if complaint is None else None
+        return complaint
+
+    # --- vLLM itself -----------------------------------------------------------------------------
+
+    def _start(self) -> Backend:
+        """Start vLLM, if need be for fewer rollouts at one time; then count its room."""
+        while True:
+            try:
+                backend = self._make_backend()
+            except EngineDeadError as error:
+                if not is_out_of_memory(str(error)):
+                    raise
+                num_rollouts = self._arguments["max_num_seqs"] - 1
+                self._concurrency.halve(num_rollouts, why=str(error), numbers=self._numbers())
+                self._arguments["max_num_seqs"] = self._concurrency.bounded(num_rollouts) + 1
+            else:
+                facts = backend.facts
+                self._num_blocks = facts.num_blocks - self._spare_blocks(facts)
+                self._space.resize(self._num_blocks, facts.max_num_seqs - 1)
+                return backend
+
+    def _make_backend(self) -> Backend:
+        if self._process == "inline":
+            from echo.engine.vllm.backend import InlineBackend
+
+            return InlineBackend(
+                self._arguments, num_threads=self._num_threads, timeout_s=self.timeout_s
+            )
+        from echo.engine.vllm.backend import ProcessBackend
+
+        return ProcessBackend(self._arguments, timeout_s=self.timeout_s)
+
+    def _spare_blocks(self, facts: Facts) -> int:
+        """Return blocks that no rollout gets: one is vLLM's own, some are the probe's."""
+        return 1 + facts.blocks_of(len(self._probe.prompt_ids) + 1)
+
+    def _heed(self, death: Death, facts: Facts) -> None:
+        """Go on with less at one time where vLLM died because memory ran out.
+
+        Raises:
+            EngineError: if a single rollout was under way.
+        """
+        if not (death.num_running and is_out_of_memory(death.reason)):
+            return
+        self._concurrency.halve(death.num_running, why=death.reason, numbers=self._numbers(facts))
+        limit = self._concurrency.bounded(facts.max_num_seqs - 1)
+        least = self._spare_blocks(facts) + facts.blocks_of(facts.max_model_len)
+        self._arguments |= {
+            "max_num_seqs": limit + 1,
+            "max_model_len": facts.max_model_len,  # which callers rely on
+            "num_gpu_blocks_override": max(least, facts.num_blocks // 2),
+        }
+        self._num_restarts = 0  # it will not die of the same again
+
+    def _numbers(self, facts: Facts | None = None) -> str:
+        """Say what there is."""
+        parts = [f"the weights take {format_bytes(self._probe.weight_bytes)}"]
+        if facts is not None:
+            blocks = f"{facts.num_blocks} blocks of {facts.block_size} tokens"
+            parts.append(f"the KV cache has {blocks}")
+        # A look at a GPU that only other processes use would take some of it.
+        if self._device == "cpu" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            free = free_bytes(torch.device(self._device))
+            parts.append(f"free are {format_bytes(free)}")
+        return ", ".join(parts)
+
+    def _restart(self) -> None:
+        """Start vLLM anew with the last weights that were found right.
+
+        Raises:
+            EngineError: if it dies again and again, or does not come up right.
+        """
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+        self._num_restarts += 1
+        backend = self._backend
+        backend.close()
+        if backend.death is not None:
+            self._heed(backend.death, backend.facts)
+        if self._num_restarts > MAX_RESTARTS:
+            raise EngineError(
+                f"vLLM died {self._num_restarts} times without a swap that worked in between; its "
+                "own messages stand above"
+            )
+        version = "no version" if self._good is None else str(self._good.version)
+        log.warning("vLLM is started anew with %s", version)
+        self._backend = self._start()
+        try:
+            complaint = None if self._good is None else self._install(self._good)
+        except EngineDeadError as error:
+            log.warning("vLLM died again at once: %s", error)
+            self._restart()
+            return
+        if complaint is not None:
+            raise EngineError(f"started anew with {version}, vLLM is wrong: {complaint}")

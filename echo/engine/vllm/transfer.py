@@ -1,0 +1,95 @@
+"""How new weights get into vLLM's model: our backend of its weight transfer lifecycle.
+
+vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update` in each of its worker
+processes while generation is paused. The weights are taken from a dictionary where vLLM runs in our
+own process, and from a safetensors file (in shared memory) where it does not; from there each
+tensor goes to the device directly, and vLLM fuses and shards what has to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+HANDED_OVER: dict[str, Mapping[str, Tensor]] = {}
+"""Weights for an engine in this process, under a key that is told to it."""
+
+
+@dataclass
+class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing has to be agreed beforehand."""
+
+
+@dataclass
+class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where one version's weights are: one of the two."""
+
+    key: str = ""
+    """In HANDED_OVER."""
+    path: str = ""
+    """A safetensors file."""
+
+
+class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # type: ignore[misc]
+    """Reloads the model layer by layer from weights that lie on this machine."""
+
+    init_info_cls = TransferInit
+    update_info_cls = TransferUpdate
+    model: nn.Module
+
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        """Do nothing: there is no connection to open."""
+
+    def start_weight_update(self) -> None:
+        """Put placeholders where the weights were."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one version; the base class would wait for an accelerator, which may not exist."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: TransferUpdate) -> None:
+        """Load all tensors under their Hugging Face names."""
+        self.model.load_weights(_read(update_info))  # type: ignore[operator]
+
+    def finish_weight_update(self) -> None:
+        """Put the layers into the form that the kernels want."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+def _read(update_info: TransferUpdate) -> Iterator[tuple[str, Tensor]]:
+    if update_info.key:
+        yield from HANDED_OVER[update_info.key].items()
+        return
+    with safe_open(update_info.path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 -- not a dict
+            yield name, file.get_tensor(name)
+
+
+def _repack_tied_heads(model: nn.Module) -> None:
+    """Pack the head again that vLLM 0.32 leaves behind on a CPU.
+
+    There it keeps a packed copy of each linear layer's weights, made anew when a layer receives
+    weights. A head tied to the embedding receives none of its own: its copy would stay the old one.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)

@@ -1,0 +1,466 @@
+"""Which of the workers that are there should generate: the cheapest set that satisfies the rule.
+
+A fleet file offers so many nodes of a kind; a run has workers, each with its own measured rate.
+Workers that are alike are put together as one offer, so that `echo.fleet.selection` answers for
+them, too: exactly where HiGHS is done in a second, greedily beyond. With more than MAX_OFFERS kinds
+those are put together that differ by less than a share that grows until few enough are left; the
+slowest and the dearest then stand for their kind, so what is chosen is sufficient in any case.
+
+The time of a broadcast is the caller's own forecast for exactly these workers. The model of
+`echo.fleet.market` serves for the search; where it was too optimistic about the set that was
+found, what is missing is added, and the search is made again.
+
+If no set satisfies rule and budget, the choice is the cheapest for the least longer step that one
+can be had for (`remedies.slowed`): the learner then waits, and by how much is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from echo.fleet.job import Job
+from echo.fleet.market import Counts, Offer, Region, RentedFleet
+from echo.fleet.overlap import is_enough, predict, required_rate
+from echo.fleet.provisioning import slowed
+from echo.fleet.selection import select
+
+MAX_OFFERS = 32
+"""Kinds of workers up to which HiGHS mostly answers within its second."""
+_WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
+"""By how much workers of one kind may differ, tried in order."""
+_MAX_CORRECTIONS = 4
+"""Searches after which the model's time of a broadcast is taken as it is."""
+UNLIMITED = 1e15
+"""Bytes per second of a link that has shown no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedWorker:
+    """One worker, as far as it is known."""
+
+    name: str
+    tokens_per_s: float
+    concurrency: int
+    """Rollouts that it generates side by side."""
+    price_per_h: float = 0.0
+    price_per_gb: float = 0.0
+    """$ per GB in and out of its machine."""
+    losses_per_h: float = 0.0
+    restart_s: float = 0.0
+    region: str = ""
+    can_listen: bool = False
+    down_bytes_per_s: float = UNLIMITED
+    up_bytes_per_s: float = UNLIMITED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The learner's side, and what a broadcast takes."""
+
+    broadcast_s: Callable[[Collection[str]], float]
+    """(names) -> seconds from a publication until all of them hold it."""
+    uplink_bytes_per_s: float = UNLIMITED
+    price_per_gb: float = 0.0
+    """$ per GB that leaves the learner."""
+    relay_regions: frozenset[str] = frozenset()
+    """Where a relay stands, which is paid for in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What a set of workers leads to."""
+
+    rate: float
+    """Rollouts per second."""
+    required: float
+    """Those that the rule asks for, without margin."""
+    broadcast_s: float
+    latency_s: float
+    cost_per_h: float
+    """$ per hour for these workers and their traffic."""
+    idle_share: float
+    is_sufficient: bool
+    """Whether rule, margin and budget are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Who should generate, and what comes of it."""
+
+    active: frozenset[str]
+    outlook: Outlook
+    is_exact: bool
+    """Whether no cheaper set would do (with as few kinds of workers as were looked at)."""
+    slowdown: float = 1.0
+    """The step over the learner's own time for which this set is the cheapest; 1 if it suffices."""
+
+
+class Roll:
+    """Workers by kind, and how sets of them are judged."""
+
+    def __init__(self, workers: Sequence[PricedWorker], links: Links) -> None:
+        """Take the workers there are; their names differ."""
+        self.workers = tuple(workers)
+        self.links = links
+        self.kinds = gather(workers)
+        self._alone_s = [links.broadcast_s([kind[0].name]) for kind in self.kinds]
+        """Seconds of a broadcast to one worker of each kind: what any set with it needs."""
+
+    def fleet(
+        self, job: Job, *, overhead_s: float = 0.0, is_uplink_shared: bool = True
+    ) -> RentedFleet:
+        """Return the workers as offers.
+
+        Args:
+            job: whose versions are sent.
+            overhead_s: what each broadcast takes beyond the model's time.
+            is_uplink_shared: whether the learner serves everybody who cannot listen; else nobody
+                waits for its uplink, as where others pass everything on.
+        """
+        links = self.links
+        regions = {
+            name: Region(
+                name=name,
+                bytes_per_s=UNLIMITED,
+                latency_s=overhead_s,
+                price_per_gb=links.price_per_gb,
+                relay_bytes_per_s=UNLIMITED if name in links.relay_regions else None,
+            )
+            for name in {worker.region for worker in self.workers}
+        }
+        offers = []
+        for kind, alone_s in zip(self.kinds, self._alone_s, strict=True):
+            offer = _offer(kind[0].name, kind)
+            rate = job.version_bytes / alone_s if alone_s > 0 else UNLIMITED
+            offers.append(replace(offer, down_bytes_per_s=min(offer.down_bytes_per_s, rate)))
+        return RentedFleet(
+            offers=tuple(offers),
+            regions=regions,
+            uplink_bytes_per_s=links.uplink_bytes_per_s if is_uplink_shared else UNLIMITED,
+        )
+
+    def counts(self, names: Collection[str]) -> tuple[int, ...]:
+        """Return how many of each kind are in a set."""
+        return tuple(sum(worker.name in names for worker in kind) for kind in self.kinds)
+
+    def names(self, counts: Counts, preferred: Collection[str]) -> frozenset[str]:
+        """Return a set with so many of each kind: those in `preferred` first, then the fastest."""
+        chosen: list[str] = []
+        for kind, count in zip(self.kinds, counts, strict=True):
+            ranked = sorted(kind, key=lambda w: (w.name not in preferred, -w.tokens_per_s, w.name))
+            chosen += [worker.name for worker in ranked[:count]]
+        return frozenset(chosen)
+
+    def outlook(self, job: Job, names: Collection[str]) -> Outlook:
+        """Return what a set leads to, by the forecast of its broadcast."""
+        fleet, counts = self.fleet(job), self.counts(names)
+        offers = [_offer(worker.name, [worker]) for worker in self.workers if worker.name in names]
+        rate = sum(offer.rollouts_per_s(job) for offer in offers)
+        latency_s = max((offer.group_latency_s(job) for offer in offers), default=0.0)
+        broadcast_s = self.links.broadcast_s(names) if offers else 0.0
+        lost = sum(offer.lost_rollouts_per_s() for offer in offers)
+        prediction = predict(
+            job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s, lost_per_s=lost
+        )
+        is_kept = is_enough(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s)
+        # A learner that waits publishes less often.
+        step_s = job.train_s if is_kept or math.isinf(prediction.step_s) else prediction.step_s
+        cost_per_h = fleet.cost_per_h(replace(job, train_s=step_s), counts)
+        return Outlook(
+            rate=rate,
+            required=required_rate(job, broadcast_s),
+            broadcast_s=broadcast_s,
+            latency_s=latency_s,
+            cost_per_h=cost_per_h,
+            idle_share=prediction.idle_share,
+            is_sufficient=is_kept and cost_per_h <= job.budget_per_h * (1 + 1e-9),
+        )
+
+    def worst_first(self, job: Job, names: Collection[str]) -> list[str]:
+        """Return a set's members by what they cost for each rollout that they add.
+
+        Example: a worker of $0.30/h that makes 2 rollouts per second is worse than one of $0.40/h
+        that makes 4.
+        """
+        fleet = self.fleet(job)
+        value: dict[str, float] = {}
+        for index, kind in enumerate(self.kinds):
+            one = [int(other == index) for other in range(len(self.kinds))]
+            cost = fleet.cost_per_h(job, one)
+            for worker in kind:
+                rate = _offer("", [worker]).rollouts_per_s(job)
+                value[worker.name] = cost / rate if rate > 0 else math.inf
+        return sorted(names, key=lambda name: (-value[name], name))
+
+
+def gather(workers: Sequence[PricedWorker]) -> list[list[PricedWorker]]:
+    """Return the workers by kind, with at most MAX_OFFERS kinds if what they cost allows it."""
+    kinds: list[list[PricedWorker]] = []
+    for width in _WIDTHS:
+        found: dict[object, list[PricedWorker]] = {}
+        for worker in workers:
+            found.setdefault(_kind(worker, width), []).append(worker)
+        kinds = list(found.values())
+        if len(kinds) <= MAX_OFFERS:
+            break
+    return kinds
+
+
+def _kind(worker: PricedWorker, width: float) -> object:
+    """Return what workers have in common that are alike up to a share of `width`."""
+
+    def about(value: float) -> float:
+        if width == 0 or value <= 0:
+            return value
+        return 0.0 if math.isinf(width) else round(math.log(value) / math.log1p(width))
+
+    amounts = (
+        worker.tokens_per_s,
+        worker.concurrency,
+        worker.price_per_h,
+        worker.price_per_gb,
+        worker.losses_per_h,
+        worker.restart_s,
+        worker.down_bytes_per_s,
+        worker.up_bytes_per_s,
+    )
+    return worker.region, worker.can_listen, *map(about, amounts)
+
+
+def _offer(name: str, kind: Sequence[PricedWorker]) -> Offer:
+    """Return a kind as an offer: the worst of everything that its workers have."""
+    first = kind[0]
+    longest = max(worker.concurrency / max(worker.tokens_per_s, 1e-9) for worker in kind)
+    tokens_per_s = min(worker.tokens_per_s for worker in kind)
+    return Offer(
+        name=name,
+        region=first.region,
+        count=len(kind),
+        price_per_h=max(worker.price_per_h for worker in kind),
+        tokens_per_s=max(tokens_per_s, 1e-9),
+        concurrency=max(1, math.ceil(longest * tokens_per_s - 1e-9)),
+        down_bytes_per_s=min(worker.down_bytes_per_s for worker in kind),
+        up_bytes_per_s=min(worker.up_bytes_per_s for worker in kind),
+        can_listen=first.can_listen,
+        price_per_gb=max(worker.price_per_gb for worker in kind),
+        losses_per_h=max(worker.losses_per_h for worker in kind),
+        restart_s=max(worker.restart_s for worker in kind),
+    )
+
+
+def choose(
+    workers: Sequence[PricedWorker], job: Job, links: Links, *, preferred: Collection[str] = ()
+) -> Choice:
+    """Return the cheapest set of workers that satisfies the rule within the budget.
+
+    Args:
+        workers: all there are; their names differ.
+        job: what is trained, with margin and budget.
+        links: of the learner, and what a broadcast takes.
+        preferred: whom to take among equals, as those that are active now.
+
+    Returns:
+        If no set is sufficient, the cheapest one for the least longer step; if that is too long
+        to be found, as many as the budget allows, the worst left out first.
+    """
+    roll = Roll(workers, links)
+    for is_uplink_shared in (True, False):
+        overhead_s = 0.0
+        for _ in range(_MAX_CORRECTIONS):
+            fleet = roll.fleet(job, overhead_s=overhead_s, is_uplink_shared=is_uplink_shared)
+            selection = select(fleet, job)
+            if selection is None:
+                break
+            names = roll.names(selection.counts, preferred)
+            outlook = roll.outlook(job, names)
+            if outlook.is_sufficient:
+                return Choice(active=names, outlook=outlook, is_exact=selection.is_exact)
+            missing_s = outlook.broadcast_s - fleet.broadcast_s(job, selection.counts)
+            if missing_s <= 0:
+                break
+            overhead_s += missing_s
+    return _degrade(roll, job, preferred)
+
+
+def _degrade(roll: Roll, job: Job, preferred: Collection[str]) -> Choice:
+    """Return the best that the budget allows where nothing satisfies the rule."""
+    everybody = [worker.name for worker in roll.workers]
+    fleet = roll.fleet(job, is_uplink_shared=False)
+    if everybody:
+        # What the model does not know of the broadcast to all of them counts for every set.
+        modelled_s = fleet.broadcast_s(job, roll.counts(everybody))
+        overhead_s = max(0.0, roll.links.broadcast_s(everybody) - modelled_s)
+        fleet = roll.fleet(job, overhead_s=overhead_s, is_uplink_shared=False)
+    found = slowed(fleet, job)
+    slowdown, is_exact, names = math.inf, False, frozenset(everybody)
+    if found is not None:
+        slowdown, selection = found
+        names, is_exact = roll.names(selection.counts, preferred), selection.is_exact
+    outlook = roll.outlook(job, names)
+    for name in roll.worst_first(job, names):
+        if outlook.cost_per_h <= job.budget_per_h:
+            break
+        names -= {name}
+        outlook, is_exact = roll.outlook(job, names), False
+    return Choice(active=names, outlook=outlook, is_exact=is_exact, slowdown=slowdown)
+
+
+# --- Whether the workers that are active are the right ones, and which step to take if not ---
+#
+# What is active is compared with the cheapest set that satisfies the rule with its margin
+# (`echo.planner.activation`). Two things keep it calm:
+#
+# * *hysteresis*: what is active counts as enough with half the margin, and where the learner has
+#   not waited lately whatever the estimates say; a cheaper set must save `min_saving`, and one with
+#   other workers that much against the best that those which are active can do by themselves:
+#   estimates differ from one question to the next, equal workers by chance; * *small steps*: a
+#   quarter of the workers at most is dropped at a time, the worst first: that which costs most for
+#   each rollout it adds. And only while those that hold weights are enough without it, so that one
+#   that is activated in another's place has caught up before the other is dropped.
+#
+# A budget goes before all that. Where nothing satisfies rule and budget, the answer is the cheapest
+# set for the least longer step.
+
+
+IDLE_TOLERANCE = 0.02
+"""Share of the time that a learner may wait and still count as busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReviewAnswer:
+    """What to do about a question."""
+
+    active: frozenset[str]
+    """Who should generate from now on."""
+    before: Outlook
+    after: Outlook
+    choice: Choice
+    cause: str
+    """Why anything changes; empty if nothing does."""
+    is_pending: bool
+    """Whether there is more to be changed that has to wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """All that an answer depends on, at one instant; it can be answered in another thread."""
+
+    workers: tuple[PricedWorker, ...]
+    job: Job
+    links: Links
+    active: frozenset[str]
+    steady: frozenset[str]
+    """Active workers whose dwell is over."""
+    ready: frozenset[str]
+    """Workers that hold weights which leases are granted for."""
+    idle_share: float
+    """Measured, lately."""
+    min_saving: float
+
+    def solve(self) -> ReviewAnswer:
+        """Return what to do; takes seconds for many kinds of workers."""
+        roll = Roll(self.workers, self.links)
+        calm = replace(self.job, margin=self.job.margin / 2)
+        before = roll.outlook(calm, self.active)
+        choice = self._choose()
+        is_enough = before.is_sufficient or self.idle_share <= IDLE_TOLERANCE
+        saving = before.cost_per_h - choice.outlook.cost_per_h
+        pays = saving > 0 and saving >= self.min_saving * before.cost_per_h
+        cause, wanted = "", self.active
+        if before.cost_per_h > self.job.budget_per_h * (1 + 1e-9):
+            cause, wanted = "the budget per hour is passed", choice.active
+        elif not is_enough:
+            cause = "the active workers are not enough"
+            spared = self.steady if choice.slowdown > 1 and pays else frozenset()
+            wanted = self._within_budget(roll, (self.active - spared) | choice.active, choice)
+        elif pays:
+            cause = "fewer or cheaper workers are enough"
+            wanted = self._shrunk(roll, calm, choice)
+            if wanted > self.active:
+                cause = "cheaper workers are there, and begin before others are put on standby"
+        if wanted == self.active:
+            cause = ""
+        return ReviewAnswer(
+            active=wanted,
+            before=before,
+            after=roll.outlook(calm, wanted),
+            choice=choice,
+            cause=cause,
+            is_pending=(bool(cause) or pays) and wanted != choice.active,
+        )
+
+    def _choose(self) -> Choice:
+        """Return the best set, or that of the active workers alone if it is hardly worse."""
+        choice = choose(self.workers, self.job, self.links, preferred=self.active)
+        if choice.active <= self.active or self.active <= choice.active:
+            return choice
+        members = [worker for worker in self.workers if worker.name in self.active]
+        own = choose(members, self.job, self.links)
+        if own.slowdown > 1 >= choice.slowdown:
+            return choice
+        less = 1 - self.min_saving
+        is_faster = choice.slowdown < less * own.slowdown
+        is_cheaper = choice.outlook.cost_per_h < less * own.outlook.cost_per_h
+        return choice if is_faster or (is_cheaper and choice.slowdown <= own.slowdown) else own
+
+    def _within_budget(self, roll: Roll, names: frozenset[str], choice: Choice) -> frozenset[str]:
+        """Return a set, or what was chosen instead if the set costs too much."""
+        cost_per_h = roll.outlook(self.job, names).cost_per_h
+        return names if cost_per_h <= self.job.budget_per_h else choice.active
+
+    def _shrunk(self, roll: Roll, job: Job, choice: Choice) -> frozenset[str]:
+        """Return the active workers without the worst of those that are not chosen.
+
+        Where none can be dropped before others have taken its place, these are activated first.
+        """
+        names, num_left = self.active, max(1, len(self.active) // 4)
+        dropped = [n for n in self.active - choice.active if n in self.steady]
+        for name in roll.worst_first(job, dropped):
+            without = names - {name}
+            if num_left and roll.outlook(job, without & self.ready).is_sufficient:
+                names, num_left = without, num_left - 1
+        if names == self.active and dropped:
+            return self._within_budget(roll, self.active | choice.active, choice)
+        return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationDecision:
+    """A change that was made, with the numbers behind it."""
+
+    step: int
+    cause: str
+    activated: tuple[str, ...]
+    interrupted: tuple[str, ...]
+    num_active: int
+    num_standby: int
+    before: Outlook
+    after: Outlook
+    train_s: float
+    idle_share: float
+    """Measured before the change."""
+    slowdown: float
+    """Above 1: no set satisfies rule and budget, and steps take so much longer."""
+    is_exact: bool
+
+    def __str__(self) -> str:
+        """Say what was decided, in one line."""
+        parts = [f"{self.num_active} of {self.num_active + self.num_standby} workers active"]
+        for verb, names in (("activated", self.activated), ("put on standby", self.interrupted)):
+            if names:
+                shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+                parts.append(f"{verb} {shown}")
+        after = self.after
+        parts.append(
+            f"{after.rate:.3g} rollouts/s for the {after.required:.3g} that are needed, broadcast "
+            f"{after.broadcast_s:.3g} s"
+        )
+        parts.append(f"${after.cost_per_h:.2f}/h in place of ${self.before.cost_per_h:.2f}/h")
+        if self.slowdown > 1:
+            parts.append(
+                f"nothing better is there within the budget: the learner waits "
+                f"{after.idle_share:.0%} of the time"
+            )
+        return f"{self.cause}: {'; '.join(parts)}"

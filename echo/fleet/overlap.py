@@ -1,0 +1,326 @@
+"""The overlap of generation and training: what rate is required, and what a given rate leads to.
+
+Two readings of the provisioning rule of ECHO-2 (arXiv:2602.02192, which states it in words only),
+with R rollouts per step, S the staleness bound, kappa the publish period:
+
+* workers that pause while new weights arrive need
+      rate >= kappa * R / (kappa * T_train - T_bcast)
+* workers that generate through the broadcast need
+      rate >= R / T_train  and  (kappa - 1) + ceil((T_bcast + T_group + T_queue) / T_train) <= S
+  where T_group is the time of a group and T_queue = R / rate that of gathering a batch.
+
+`predict` does not use either. It follows the leases (leases/scheduler.py) step by step: batch k is
+generated after batch k - 1, begins once a version w with S + w + 1 > k is installed, and is trained
+after step k - 1. So the prediction holds also where the rule does not, and shows by how much. A
+batch is whole when the fleet has made so many rollouts, and no sooner than its first groups; where
+groups differ in length some workers are still busy with the last ones when the others go on with
+the next batch, or wait for it: half of a group's time at most.
+
+Differs from the paper: the second reading and the prediction are this project's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from statistics import NormalDist
+
+from echo.fleet.job import Job
+
+_CYCLES = 40
+"""Publications that a prediction follows; the first half is run-in and does not count."""
+_LARGEST_TAIL = 0.5
+"""Of a group's time, by which the last of a batch are later than the rate says."""
+_CHANGE = 0.9
+"""What a resource is multiplied by to see whether it binds."""
+
+
+class Resource(Enum):
+    """What can limit the speed of a run."""
+
+    LEARNER = "the learner's own steps"
+    ROLLOUTS = "the rate of rollouts"
+    BROADCAST = "the time of a broadcast"
+    LATENCY = "the time that one group takes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a fleet leads to."""
+
+    step_s: float
+    """Mean seconds between optimizer steps; infinite if no rollout is ever made."""
+    idle_share: float
+    """Share of the time in which the learner waits for a batch, 0..1."""
+    staleness: Mapping[int, float]
+    """Share of the trained tokens by staleness; empty if nothing is trained."""
+    wasted_share: float
+    """Share of the generated rollouts that no step uses; useless groups not counted."""
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean staleness of the trained tokens."""
+        return sum(staleness * share for staleness, share in self.staleness.items())
+
+
+def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = None) -> float:
+    """Return the rollouts per second that the rule asks for, without margin.
+
+    Example: R = 64, T_train = 10 s, kappa = 2, T_bcast = 4 s. Pausing workers have 16 s of 20 for
+    128 rollouts, 8 per second; the others 64 per 10 s, 6.4 per second.
+
+    Args:
+        job: what is trained.
+        broadcast_s: seconds from a publication until every active node holds it.
+        is_pausing: which reading; the job's own if None.
+
+    Returns:
+        Infinity if pausing workers have no time left to generate.
+    """
+    if not (job.has_pausing_workers if is_pausing is None else is_pausing):
+        return job.rollouts_per_step / job.train_s
+    left_s = job.publish_period * job.train_s - broadcast_s
+    return job.publish_period * job.rollouts_per_step / left_s if left_s > 0 else math.inf
+
+
+def window_s(job: Job) -> float:
+    """Return the seconds that a version has from publication to the first batch made with it."""
+    return (job.max_staleness - job.publish_period + 1) * job.train_s
+
+
+def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
+    """Tell whether the second reading's condition on staleness holds.
+
+    ceil(y) <= n is y <= n for whole n, so the rounding of the rule needs no rounding here.
+    """
+    if rate <= 0:
+        return False
+    needed = broadcast_s + latency_s + job.rollouts_per_step / rate
+    return needed <= window_s(job) * (1 + 1e-9)
+
+
+def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
+    """Tell whether a fleet satisfies the job's reading of the rule, margin included.
+
+    Broadcasts must not pile up either: each has to end before the next begins.
+    """
+    if broadcast_s >= job.publish_period * job.train_s:
+        return False
+    if rate * (1 + 1e-9) < required_rate(job, broadcast_s) * (1 + job.margin):
+        return False
+    return job.has_pausing_workers or fits_window(
+        job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s
+    )
+
+
+def predict(
+    job: Job,
+    *,
+    rate: float,
+    broadcast_s: float,
+    latency_s: float,
+    lost_per_s: float = 0.0,
+    is_paced: bool = True,
+) -> Prediction:
+    """Return what a fleet leads to: speed, idle share, staleness, waste.
+
+    Args:
+        job: what is trained.
+        rate: rollouts per second of all nodes together.
+        broadcast_s: seconds from a publication until every node holds it.
+        latency_s: seconds that a group takes.
+        lost_per_s: rollouts per second that die with their node; not part of `rate`.
+        is_paced: whether leases hold workers back; without them everything beyond the demand is
+            made and thrown away.
+    """
+    if rate <= 0:
+        return Prediction(step_s=math.inf, idle_share=1.0, staleness={}, wasted_share=0.0)
+    pipeline = _Pipeline(job, rate, broadcast_s, latency_s, is_paced=is_paced)
+    num_steps = _CYCLES * job.publish_period
+    for step in range(num_steps):
+        pipeline.make_step(step)
+    half = num_steps // 2
+    step_s = (pipeline.ends[num_steps] - pipeline.ends[half]) / (num_steps - half)
+    total = sum(pipeline.staleness.values())
+    demand = job.rollouts_per_step / step_s
+    surplus = 0.0 if is_paced else max(0.0, rate - demand)
+    return Prediction(
+        step_s=step_s,
+        idle_share=max(0.0, 1 - job.train_s / step_s),
+        staleness={lag: part / total for lag, part in sorted(pipeline.staleness.items())},
+        wasted_share=(surplus + lost_per_s) / (demand + surplus + lost_per_s),
+    )
+
+
+class _Pipeline:
+    """The times of generation, publication and training, step by step."""
+
+    def __init__(
+        self, job: Job, rate: float, broadcast_s: float, latency_s: float, *, is_paced: bool
+    ) -> None:
+        self.job = job
+        self.broadcast_s = broadcast_s
+        self.latency_s = latency_s
+        self.is_paced = is_paced
+        self.tail_s = min(_LARGEST_TAIL, job.completion_spread) * latency_s
+        """By which the last groups of a batch are later than the rate says."""
+        self.batch_s = _with_spread(job, job.rollouts_per_step / rate)
+        self.ends = [0.0]
+        """When version v is complete, by v; the initial weights are there at 0."""
+        self.installed = [(0.0, 0)]
+        """(time, version) in order."""
+        self.generated_at = 0.0
+        """When the fleet has done the work of the last batch so far."""
+        self.staleness: dict[int, float] = {}
+
+    def make_step(self, step: int) -> None:
+        """Add the batch and the training of one step."""
+        begin = max(self.generated_at, self._gate(step))
+        spans = self._spans_of_work(begin, self.batch_s)
+        self.generated_at = spans[-1][1]
+        if step >= _CYCLES // 2 * self.job.publish_period:
+            self._note_staleness(step, spans)
+        whole_at = max(begin + self.latency_s, self.generated_at + self.tail_s)
+        start = max(self.ends[-1], whole_at)
+        self.ends.append(start + self.job.train_s)
+        version = step + 1
+        if version % self.job.publish_period == 0:
+            # A version that overtakes an unfinished one waits for it: one link, in order.
+            at = max(self.ends[-1], self.installed[-1][0]) + self.broadcast_s
+            self.installed.append((at, version))
+
+    def _gate(self, step: int) -> float:
+        """Return when the first version is installed under which this batch may be generated."""
+        if not self.is_paced:
+            return 0.0
+        oldest = step - self.job.max_staleness
+        return next(at for at, version in self.installed if version >= oldest)
+
+    def _spans_of_work(self, begin: float, work_s: float) -> list[tuple[float, float]]:
+        """Return the intervals of `work_s` seconds of generation, interrupted by broadcasts."""
+        spans, at = [], begin
+        for arrival, _ in self.installed[1:] if self.job.has_pausing_workers else ():
+            departure = arrival - self.broadcast_s
+            if arrival <= at:
+                continue
+            if departure >= at + work_s:
+                break
+            if departure > at:
+                spans.append((at, departure))
+                work_s -= departure - at
+            at = arrival
+        return [*spans, (at, at + work_s)]
+
+    def _note_staleness(self, step: int, spans: list[tuple[float, float]]) -> None:
+        """Add the time of a batch's generation by the age of the version then installed."""
+        installs = [*self.installed, (math.inf, -1)]
+        for begin, end in spans:
+            for (since, version), (until, _) in itertools.pairwise(installs):
+                part = min(end, until) - max(begin, since)
+                if part > 0:
+                    lag = step - version
+                    self.staleness[lag] = self.staleness.get(lag, 0.0) + part
+
+
+def _with_spread(job: Job, batch_s: float) -> float:
+    """Return the time of a batch, longer where its spread makes the learner wait now and then.
+
+    The learner's step takes max(T_train, X) with X the time of a batch; the buffer averages X over
+    the n batches that staleness allows to run ahead. For normal X that mean is
+    T + d * (z * Phi(z) + phi(z)), with d the deviation and z = (mean - T) / d.
+    """
+    ahead = max(1, job.max_staleness - job.publish_period + 2)
+    deviation = job.rate_spread * batch_s / math.sqrt(ahead)
+    if deviation == 0:
+        return batch_s
+    normal = NormalDist()
+    z = (batch_s - job.train_s) / deviation
+    return max(batch_s, job.train_s + deviation * (z * normal.cdf(z) + normal.pdf(z)))
+
+
+def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> Resource:
+    """Return the resource whose improvement by a tenth shortens the step most.
+
+    A tenth off the learner's own time always counts as such, so it wins only if it helps most.
+    """
+
+    def step_s(job: Job, rate: float, broadcast_s: float, latency_s: float) -> float:
+        return predict(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s).step_s
+
+    faster_learner = replace(job, train_s=job.train_s * _CHANGE)
+    changed = {
+        Resource.LEARNER: step_s(faster_learner, rate, broadcast_s, latency_s),
+        Resource.ROLLOUTS: step_s(job, rate / _CHANGE, broadcast_s, latency_s),
+        Resource.BROADCAST: step_s(job, rate, broadcast_s * _CHANGE, latency_s),
+        Resource.LATENCY: step_s(job, rate, broadcast_s, latency_s * _CHANGE),
+    }
+    return Resource.ROLLOUTS if rate <= 0 else min(changed, key=lambda which: changed[which])
+
+
+def staleness_range(
+    job: Job, *, rate: float, broadcast_s: float, latency_s: float, limit: int = 64
+) -> tuple[int, int] | None:
+    """Return (least S that satisfies the rule, S from which more no longer helps); None if none.
+
+    Args:
+        job: what is trained; its own bound is left out of account.
+        rate: rollouts per second.
+        broadcast_s: seconds of a broadcast.
+        latency_s: seconds of a group.
+        limit: largest S tried; the longest delay that published systems survive is 64 versions.
+    """
+
+    def idle(bound: int) -> float:
+        changed = replace(job, max_staleness=bound)
+        return predict(changed, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s).idle_share
+
+    bounds = range(job.publish_period - 1, limit + 1)
+    least = next(
+        (
+            bound
+            for bound in bounds
+            if is_enough(
+                replace(job, max_staleness=bound),
+                rate=rate,
+                broadcast_s=broadcast_s,
+                latency_s=latency_s,
+            )
+        ),
+        None,
+    )
+    if least is None:
+        return None
+    floor = idle(limit)
+    saturated = next((bound for bound in range(least, limit) if idle(bound) <= floor + 1e-3), limit)
+    return least, saturated
+
+
+def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) -> int:
+    """Return the smallest period in which training hides the broadcast of one version.
+
+    The smallest kappa with kappa * t_train_s > t_bcast_s, at most S + 1: with a longer period the
+    newest published version would be too old to sample for the step before the next publication,
+    and learner and workers would wait for each other.
+
+    Args:
+        t_train_s: seconds per optimizer step, above 0.
+        t_bcast_s: seconds until the slowest active worker holds a published version, from 0 up.
+        max_staleness: S, from 0 up.
+
+    Returns:
+        Optimizer steps between publications, from 1 to S + 1.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+    """
+    if not (t_train_s > 0 and t_bcast_s >= 0 and max_staleness >= 0):
+        raise ValueError(
+            f"auto_publish_period({t_train_s=}, {t_bcast_s=}, {max_staleness=}): t_train_s must be "
+            "above 0, the others at least 0"
+        )
+    longest = max_staleness + 1
+    ratio = t_bcast_s / t_train_s
+    return longest if ratio >= longest else min(longest, math.floor(ratio) + 1)

@@ -1,0 +1,483 @@
+"""Why no fleet is sufficient, and the smallest changes that would make one so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from echo.fleet.job import Job
+from echo.fleet.market import Counts, RentedFleet
+from echo.fleet.overlap import (
+    Prediction,
+    Resource,
+    binding_resource,
+    predict,
+    required_rate,
+    staleness_range,
+    window_s,
+)
+from echo.fleet.selection import Selection, select
+
+MAX_FACTOR = 64.0
+"""A change by more than this is no remedy."""
+MAX_STALENESS = 64
+"""Largest S proposed: the longest lag that published systems survive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """One change that makes a plan possible."""
+
+    text: str
+    factor: float
+    """New value over old, at least 1: the smaller the better."""
+    selection: Selection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why there is no plan."""
+
+    reasons: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
+    """The smallest change first; empty if no single change helps."""
+
+
+def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
+    """Return why no fleet is sufficient and what would help.
+
+    Args:
+        fleet: what can be rented.
+        job: what is trained.
+        periods: publish periods that were tried.
+    """
+    remedies = [
+        remedy
+        for remedy in (
+            _with_more_nodes(fleet, job, periods),
+            _with_more_budget(fleet, job, periods),
+            _with_more_staleness(fleet, job, periods),
+            _with_other_period(fleet, job, periods),
+            _with_slower_learner(fleet, job, periods),
+            _with_smaller_versions(fleet, job, periods),
+            _with_wider_uplink(fleet, job, periods),
+        )
+        if remedy is not None
+    ]
+    remedies.sort(key=lambda remedy: remedy.factor)
+    return Refusal(reasons=tuple(_reasons(fleet, job, periods)), remedies=tuple(remedies))
+
+
+def _reasons(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> list[str]:
+    """Return every condition of the rule that fails even in its best case."""
+    reasons = []
+    everything = [offer.count for offer in fleet.offers]
+    rate = fleet.rate(job, everything)
+    best_period = max(periods)
+    relaxed = replace(job, publish_period=best_period)
+    alone = [
+        [int(j == index) for j in range(len(everything))]
+        for index, count in enumerate(everything)
+        if count
+    ]
+    broadcast_s = min((fleet.broadcast_s(job, one) for one in alone), default=0.0)
+    needed = required_rate(relaxed, broadcast_s) * (1 + job.margin)
+    if rate < needed < math.inf:
+        reasons.append(
+            f"all {sum(everything)} nodes on offer make {rate:.3g} rollouts/s, "
+            f"{needed:.3g} are needed ({job.rollouts_per_step:g} per step of {job.train_s:g} s, "
+            f"margin {job.margin:.0%})"
+        )
+    if broadcast_s >= best_period * job.train_s:
+        reasons.append(
+            f"one broadcast takes {broadcast_s:.3g} s at best, longer than the "
+            f"{best_period * job.train_s:.3g} s between publications (publish_period "
+            f"{best_period} x {job.train_s:g} s)"
+        )
+    least_period = replace(job, publish_period=min(periods))
+    if alone and not job.has_pausing_workers:
+        fastest = min(fleet.broadcast_s(job, one) + fleet.latency_s(job, one) for one in alone)
+        waits = fastest + job.train_s / (1 + job.margin)
+        if waits > window_s(least_period):
+            reasons.append(
+                f"broadcast, group and batch take {waits:.3g} s at best, S = {job.max_staleness} "
+                f"with publish_period {min(periods)} allows {window_s(least_period):.3g} s"
+            )
+    unbounded = _without_budget(fleet, job, periods)
+    if unbounded is not None:
+        reasons.append(
+            f"the cheapest sufficient fleet costs ${unbounded.cost_per_h:.2f}/h, the budget is "
+            f"${job.budget_per_h:.2f}/h"
+        )
+    if not reasons:
+        reasons.append(
+            "each condition can be met alone but not all at once: nodes that add enough rate make "
+            "the broadcast or a group too slow"
+        )
+    return reasons
+
+
+def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Selection | None:
+    """Return the cheapest sufficient set of any publish period: rarer traffic costs less."""
+    unbounded = replace(job, budget_per_h=math.inf)
+    found = [select(fleet, unbounded, periods=[period]) for period in periods]
+    return min(
+        (selection for selection in found if selection is not None),
+        key=lambda selection: selection.cost_per_h,
+        default=None,
+    )
+
+
+def _with_more_nodes(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
+    """Return the offer of which the fewest more nodes suffice."""
+    best: Remedy | None = None
+    total = max(1, sum(offer.count for offer in fleet.offers))
+    for index, offer in enumerate(fleet.offers):
+
+        def grown(extra: int, index: int = index) -> Selection | None:
+            offers = list(fleet.offers)
+            offers[index] = replace(offers[index], count=offers[index].count + extra)
+            return select(replace(fleet, offers=tuple(offers)), job, periods=periods)
+
+        extra = _least(grown, int(MAX_FACTOR * total))
+        selection = grown(extra) if extra else None
+        if extra and selection is not None and (best is None or 1 + extra / total < best.factor):
+            text = f"{extra} more {offer.name} in {offer.region} (${selection.cost_per_h:.2f}/h)"
+            best = Remedy(text=text, factor=1 + extra / total, selection=selection)
+    return best
+
+
+def _with_more_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
+    selection = _without_budget(fleet, job, periods)
+    if selection is None:
+        return None
+    return Remedy(
+        text=f"a budget of ${selection.cost_per_h:.2f}/h in place of ${job.budget_per_h:.2f}/h",
+        factor=selection.cost_per_h / job.budget_per_h,
+        selection=selection,
+    )
+
+
+def _with_more_staleness(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
+    for bound in range(job.max_staleness + 1, MAX_STALENESS + 1):
+        selection = select(fleet, replace(job, max_staleness=bound), periods=periods)
+        if selection is not None:
+            return Remedy(
+                text=f"max_staleness {bound} in place of {job.max_staleness}",
+                factor=(bound + 1) / (job.max_staleness + 1),
+                selection=selection,
+            )
+    return None
+
+
+def _with_other_period(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
+    others = [k for k in range(1, job.max_staleness + 2) if k not in periods]
+    selection = select(fleet, job, periods=others)
+    if selection is None:
+        return None
+    old, new = max(periods), selection.job.publish_period
+    text = f"publish_period {new} in place of {old}"
+    return Remedy(text=text, factor=max(old / new, new / old), selection=selection)
+
+
+def slowed(
+    fleet: RentedFleet, job: Job, periods: Sequence[int] | None = None
+) -> tuple[float, Selection] | None:
+    """Return the least factor (to 1 %) by which steps must be longer for a set to suffice.
+
+    Accepts that the learner waits: the set is the cheapest of a learner with such steps.
+
+    Args:
+        fleet: what can be had.
+        job: what is trained.
+        periods: publish periods to try; only the job's own if None.
+
+    Returns:
+        The factor and the set; None if even MAX_FACTOR does not help.
+    """
+    return _least_factor(
+        lambda factor: select(fleet, replace(job, train_s=job.train_s * factor), periods=periods)
+    )
+
+
+def _with_slower_learner(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
+    found = slowed(fleet, job, periods)
+    if found is None:
+        return None
+    factor, selection = found
+    idle = 1 - 1 / factor
+    text = f"steps of {job.train_s * factor:.3g} s: the learner then waits {idle:.0%} of the time"
+    return Remedy(text=text, factor=factor, selection=selection)
+
+
+def _with_smaller_versions(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
+    found = _least_factor(
+        lambda f: select(fleet, replace(job, version_bytes=job.version_bytes / f), periods=periods)
+    )
+    if found is None:
+        return None
+    factor, selection = found
+    text = f"versions of {job.version_bytes / factor / 1e6:.3g} MB in place of "
+    text += f"{job.version_bytes / 1e6:.3g} MB"
+    return Remedy(text=text, factor=factor, selection=selection)
+
+
+def _with_wider_uplink(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
+    def widened(factor: float) -> Selection | None:
+        wide = replace(fleet, uplink_bytes_per_s=fleet.uplink_bytes_per_s * factor)
+        return select(wide, job, periods=periods)
+
+    found = _least_factor(widened)
+    if found is None:
+        return None
+    factor, selection = found
+    rate = fleet.uplink_bytes_per_s * factor * 8 / 1e6
+    text = f"an uplink of {rate:.3g} Mbit/s at the learner"
+    return Remedy(text=text, factor=factor, selection=selection)
+
+
+def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None:
+    """Return the least number from 1 to `limit` with which `attempt` succeeds, by doubling."""
+    high = 1
+    while attempt(high) is None:
+        if high >= limit:
+            return None
+        high = min(limit, 2 * high)
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if attempt(middle) is not None else (middle, high)
+    return high
+
+
+def _least_factor(
+    attempt: Callable[[float], Selection | None],
+) -> tuple[float, Selection] | None:
+    """Return the least factor from 1 to MAX_FACTOR with which `attempt` succeeds, to 1 %."""
+    high = MAX_FACTOR
+    selection = attempt(high)
+    if selection is None:
+        return None
+    low = 1.0
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        found = attempt(middle)
+        if found is None:
+            low = middle
+        else:
+            high, selection = middle, found
+    return high, selection
+
+
+# --- The plan: the fleet to rent, what it leads to, what one change more or less would do ---
+#
+# Where nothing fits, the plan is the list of reasons and the changes that would help, the smallest
+# first (`echo.planner.remedies`).
+
+
+PARETO_SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
+"""Steps longer than the learner's own time by these factors make up the Pareto front."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a set of active nodes leads to."""
+
+    counts: tuple[int, ...]
+    rate: float
+    """Rollouts per second."""
+    broadcast_s: float
+    latency_s: float
+    """Seconds of a group on the slowest node."""
+    prediction: Prediction
+    rent_per_h: float
+    """$ per hour for nodes and relays."""
+    traffic_per_h: float
+    """$ per hour for weights and rollouts, at the predicted pace."""
+    learner_per_h: float
+    cost_per_step: float
+    """$ per optimizer step: learner, nodes and traffic."""
+    cost_per_million_tokens: float
+    """$ per 10^6 completion tokens trained on."""
+
+    @property
+    def cost_per_h(self) -> float:
+        """$ per hour in all."""
+        return self.rent_per_h + self.traffic_per_h + self.learner_per_h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What one change does to idle share and cost."""
+
+    change: str
+    idle_change: float
+    """Difference of idle shares; negative is less waiting."""
+    cost_change_per_h: float
+    """Difference in $ per hour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provisioning:
+    """What to rent and what to expect of it."""
+
+    fleet: RentedFleet
+    job: Job
+    """With the publish period of the plan."""
+    outcome: Forecast
+    is_exact: bool
+    """Whether the selection is the proven optimum."""
+    required_pausing: float
+    """Rollouts per second by the reading for workers that pause during a broadcast."""
+    required_overlapping: float
+    """The same by the reading for workers that generate through it."""
+    binding: Resource
+    staleness_bounds: tuple[int, int] | None
+    """(least S that satisfies the rule, S from which more no longer helps)."""
+    unpaced_waste: float
+    """Share of rollouts thrown away if no lease held workers back."""
+    sensitivities: tuple[Sensitivity, ...]
+    front: tuple[Forecast, ...]
+    """Cheapest sets by speed, fastest first."""
+
+
+def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provisioning | None:
+    """Return the plan with the cheapest sufficient fleet; None if no fleet is sufficient.
+
+    Args:
+        fleet: what can be rented.
+        job: what is trained.
+        periods: publish periods to try, in order.
+    """
+    selection = select(fleet, job, periods=periods)
+    if selection is None:
+        return None
+    return describe_fleet(fleet, selection)
+
+
+def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
+    """Return a plan from a selection."""
+    job, counts = selection.job, selection.counts
+    outcome = outcome_of(fleet, job, counts)
+    return Provisioning(
+        fleet=fleet,
+        job=job,
+        outcome=outcome,
+        is_exact=selection.is_exact,
+        required_pausing=required_rate(job, outcome.broadcast_s, is_pausing=True),
+        required_overlapping=required_rate(job, outcome.broadcast_s, is_pausing=False),
+        binding=binding_resource(
+            job,
+            rate=outcome.rate,
+            broadcast_s=outcome.broadcast_s,
+            latency_s=outcome.latency_s,
+        ),
+        staleness_bounds=staleness_range(
+            job,
+            rate=outcome.rate,
+            broadcast_s=outcome.broadcast_s,
+            latency_s=outcome.latency_s,
+        ),
+        unpaced_waste=_predict(fleet, job, counts, is_paced=False).wasted_share,
+        sensitivities=sensitivities(fleet, job, counts),
+        front=pareto_front(fleet, job),
+    )
+
+
+def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
+    """Return what a set of nodes leads to.
+
+    Example: a fleet of $0.68/h, a learner of $2/h, steps of 90 s, no traffic: 2.68 / 40 = $0.067
+    per step; with 512 rollouts of 1000 tokens per step $0.131 per million tokens.
+    """
+    prediction = _predict(fleet, job, counts, is_paced=True)
+    steps_per_h = 3600 / prediction.step_s
+    rate = fleet.rate(job, counts)
+    demand_share = min(1.0, job.rollouts_per_step / prediction.step_s / rate) if rate > 0 else 0.0
+    traffic = (
+        fleet.publication_cost(job, counts) * steps_per_h / job.publish_period
+        + 3600 * fleet.upload_cost_per_s(job, counts) * demand_share
+    )
+    rent = fleet.rent_per_h(counts)
+    total = rent + traffic + job.learner_price_per_h
+    cost_per_step = total / steps_per_h if steps_per_h > 0 else float("inf")
+    return Forecast(
+        counts=tuple(counts),
+        rate=rate,
+        broadcast_s=fleet.broadcast_s(job, counts),
+        latency_s=fleet.latency_s(job, counts),
+        prediction=prediction,
+        rent_per_h=rent,
+        traffic_per_h=traffic,
+        learner_per_h=job.learner_price_per_h,
+        cost_per_step=cost_per_step,
+        cost_per_million_tokens=cost_per_step / job.tokens_per_step * 1e6,
+    )
+
+
+def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensitivity, ...]:
+    """Return what one node more or less of each offer, and other single changes, would do."""
+    before = outcome_of(fleet, job, counts)
+    changed: list[tuple[str, Forecast]] = []
+    for index, offer in enumerate(fleet.offers):
+        for step, words in ((1, "one more"), (-1, "one fewer")):
+            count = counts[index] + step
+            if 0 <= count <= offer.count:
+                others = [*counts[:index], count, *counts[index + 1 :]]
+                what = f"{words} {offer.name} in {offer.region}"
+                changed.append((what, outcome_of(fleet, job, others)))
+    one_more = replace(job, max_staleness=job.max_staleness + 1)
+    changed.append((f"S = {one_more.max_staleness}", outcome_of(fleet, one_more, counts)))
+    if job.max_staleness >= job.publish_period:
+        one_less = replace(job, max_staleness=job.max_staleness - 1)
+        changed.append((f"S = {one_less.max_staleness}", outcome_of(fleet, one_less, counts)))
+    wide = replace(fleet, uplink_bytes_per_s=2 * fleet.uplink_bytes_per_s)
+    changed.append(("twice the learner's uplink", outcome_of(wide, job, counts)))
+    small = replace(job, version_bytes=job.version_bytes / 2)
+    changed.append(("versions of half the size", outcome_of(fleet, small, counts)))
+    fast = replace(job, train_s=0.9 * job.train_s)
+    changed.append(("a learner faster by a tenth", outcome_of(fleet, fast, counts)))
+    return tuple(
+        Sensitivity(
+            change=change,
+            idle_change=after.prediction.idle_share - before.prediction.idle_share,
+            cost_change_per_h=after.cost_per_h - before.cost_per_h,
+        )
+        for change, after in changed
+    )
+
+
+def pareto_front(fleet: RentedFleet, job: Job) -> tuple[Forecast, ...]:
+    """Return the cheapest fleets for longer and longer steps: cost per hour against idle share.
+
+    A fleet that keeps a learner busy whose steps are f times as long is the cheapest that sustains
+    a step of f * T_train. Sets that cost more and idle more than another are left out.
+    """
+    found: dict[tuple[int, ...], Forecast] = {}
+    for slowdown in PARETO_SLOWDOWNS:
+        slower = replace(job, train_s=slowdown * job.train_s)
+        selection = select(fleet, slower)
+        if selection is not None:
+            found[selection.counts] = outcome_of(fleet, job, selection.counts)
+    outcomes = sorted(found.values(), key=lambda o: (o.prediction.idle_share, o.cost_per_h))
+    front: list[Forecast] = []
+    for outcome in outcomes:
+        if not front or outcome.cost_per_h < front[-1].cost_per_h - 1e-9:
+            front.append(outcome)
+    return tuple(front)
+
+
+def _predict(fleet: RentedFleet, job: Job, counts: Counts, *, is_paced: bool) -> Prediction:
+    lost = sum(
+        offer.lost_rollouts_per_s() * count
+        for offer, count in zip(fleet.offers, counts, strict=True)
+    )
+    return predict(
+        job,
+        rate=fleet.rate(job, counts),
+        broadcast_s=fleet.broadcast_s(job, counts),
+        latency_s=fleet.latency_s(job, counts),
+        lost_per_s=lost,
+        is_paced=is_paced,
+    )

@@ -1,0 +1,423 @@
+"""Log-probabilities straight from hidden states and the LM head, never [N, V] at once.
+
+The obvious path (logits, log_softmax, gather) holds several [N, V] float32 matrices; at 16,384
+tokens and a vocabulary of 151,936 each takes 10 GB. Here logits live for the moment in which they
+are used, and the backward computes them again: one matrix product more than the obvious path, a
+fraction of its memory. Two backends compute it under this one signature: torch_kernels.py anywhere,
+triton_kernels.py on GPUs. The obvious path is linear_logprob_reference.py.
+
+Numerics, against the defects found elsewhere:
+- Products are summed in float32 and statistics are float32, whatever the input. The rounding of
+  bfloat16 logits alone is as large as the clip range of GSPO.
+- No phantom column counts as a logit of 0 where the vocabulary is not a multiple of a tile.
+- Each row of the weight's gradient is written once, from one float32 sum.
+- Rows whose gradient is zero (clipped tokens, ignored ids) are dropped before the backward: exact.
+
+Shapes: N tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from echo.kernels import torch_kernels
+from echo.kernels.contract import (
+    BackendName,
+    Kernels,
+    LiveRows,
+    PolicyRows,
+    RatioClip,
+    is_describable,
+)
+
+# --- Which backend computes an operation ---
+#
+# Triton is never imported before it is needed, and not needed without a GPU: PyTorch for CPUs does
+# not bring it, PyTorch for CUDA does.
+
+
+def load_kernels(backend: BackendName, values: Tensor, weight: Tensor | None = None) -> Kernels:
+    """Return the backend that computes with `values`, and with the LM head if there is one.
+
+    "auto" is Triton on an NVIDIA GPU, products with the head only in bfloat16; PyTorch elsewhere.
+    No tensor core multiplies float32 exactly, so cuBLAS is best there; gradients of logits in
+    float16 would need their loss scaled up.
+
+    Args:
+        backend: by name.
+        values: [N, D] hidden states with `weight` [V, D], or [N] numbers without.
+        weight: the LM head.
+
+    Raises:
+        ValueError: if the name is unknown, or Triton is demanded and cannot compute this input.
+    """
+    if backend not in ("auto", "triton", "torch"):
+        raise ValueError(f"backend = {backend!r}: use 'auto', 'triton' or 'torch'")
+    is_faster = values.is_cuda and (weight is None or values.dtype == torch.bfloat16)
+    if backend == "torch" or (backend == "auto" and not is_faster):
+        return torch_kernels
+    obstacle = _obstacle_of_device(values.device)
+    if obstacle is None and weight is not None:
+        obstacle = _obstacle_of_head(values, weight)
+    if obstacle is None:
+        from echo.kernels import triton_kernels
+
+        return triton_kernels
+    if backend == "auto":
+        return torch_kernels
+    raise ValueError(f"backend = 'triton': {obstacle}; 'torch' computes everywhere")
+
+
+def _obstacle_of_device(device: torch.device) -> str | None:
+    """Return why Triton cannot compute on this device, None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cuda" and torch.version.cuda:
+        major, minor = torch.cuda.get_device_capability(device)
+        return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, below 8.0"
+    if device.type != "cpu":
+        return f"there is no kernel for device {device}"
+    from echo.kernels import triton_kernels
+
+    if triton_kernels.IS_INTERPRETED:
+        return None
+    return "the tensors are on the CPU, and TRITON_INTERPRET=1 was not set at the start"
+
+
+def _obstacle_of_head(hidden: Tensor, weight: Tensor) -> str | None:
+    """Return why Triton cannot multiply these two, None if it can."""
+    if hidden.dtype != weight.dtype:
+        return f"hidden is {hidden.dtype}, but weight is {weight.dtype}"
+    if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"there is no kernel for {hidden.dtype}"
+    if is_describable(weight):
+        return None
+    return (
+        f"weight {list(weight.shape)} has strides {list(weight.stride())}; its rows must be "
+        "contiguous and begin at multiples of 16 bytes"
+    )
+
+
+# The policy loss of single tokens with its derivative: GRPO's ratio, clip-higher and dual clip
+#
+# With r = exp(learner logprob - sampler logprob), where the log ratio is bounded by
+# RatioClip.MAX_LOG_RATIO, and advantage A of the token's rollout:
+#
+#     l = -min(r A, clip(r, 1 - low, 1 + high) A);   for A < 0 with dual clip c also  l <= -c A.
+#
+#     coefficient = dl / d logprob = -r A, or 0 where a clip is active: where A < 0 and r < 1 - low,
+#     A > 0 and r > 1 + high, A < 0 and r > c, or |log r| > MAX_LOG_RATIO. On a bound itself, as in
+#     PyTorch's clamp, the gradient flows.
+#
+# Contract: this is the loss of echo.algo.losses.GrpoLoss before its mask and its normaliser. The
+# caller leaves masked tokens out and weighs the sum with 1 / (tokens of the whole batch). A NaN
+# comes out as a NaN, never as a clipped token.
+#
+# The derivative needs nothing but the token's own log-probability, so a kernel that has just
+# computed this can give both at once (linear_policy_loss). Losses on whole rollouts or groups
+# (GSPO, GEPO) need their sums first and stay with autograd.
+#
+# Source: GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729.
+
+
+def check_policy_rows(
+    sampler_logprobs: Tensor, advantages: Tensor, clip: RatioClip, *, like: Tensor
+) -> PolicyRows:
+    """Return the rows in the dtype of `like` [N], as constants.
+
+    Raises:
+        ValueError: if a shape differs from that of `like`.
+    """
+    for name, values in (("sampler_logprobs", sampler_logprobs), ("advantages", advantages)):
+        if values.shape != like.shape:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, expected {list(like.shape)}: one per token"
+            )
+    sampler_logprobs = sampler_logprobs.detach().to(like.dtype).contiguous()
+    return PolicyRows(sampler_logprobs, advantages.detach().to(like.dtype).contiguous(), clip)
+
+
+IGNORE_INDEX = -100
+"""Id of a row that is not scored, as in PyTorch: its outputs and gradients are 0."""
+
+EntropyMode = Literal["none", "value", "grad"]
+"""Whether the entropy is computed, and whether it can be differentiated."""
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    inv_temperature: float | Tensor = 1.0,
+    *,
+    entropy: EntropyMode = "none",
+    vocab_chunk: int = 8192,
+    backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probability of each id under softmax(hidden @ weight.T * inv_temperature).
+
+    Args:
+        hidden: [N, D] floating point, the states that predict the ids.
+        weight: [V, D], the LM head.
+        ids: [N] integer in 0..V-1, or IGNORE_INDEX.
+        inv_temperature: 1 / temperature, > 0; one number or [N], a constant for autograd.
+        entropy: "value" returns the entropy as a constant, "grad" as a differentiable output.
+        vocab_chunk: columns of logits or of their gradient held at a time; N * vocab_chunk numbers,
+            in the torch backend twice with entropy.
+        backend: "triton", "torch", or "auto" for Triton where it is both possible and faster:
+            bfloat16 on an NVIDIA GPU.
+
+    Returns:
+        Log-probabilities and entropy (None unless asked for), both [N] in nats; float32, or float64
+        if `hidden` is float64. Both are 0 on ignored rows.
+
+    Raises:
+        ValueError: if shapes disagree, an id is outside the vocabulary, a setting is unusable, or
+            the backend that was named cannot compute this input.
+    """
+    options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
+    scale = _row_scale(hidden, inv_temperature)
+    logprobs, entropies, _, _ = _score(hidden, weight, ids, scale, None, options)
+    return logprobs, entropies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLosses:
+    """What `linear_policy_loss` returns; [N] each, 0 on ignored rows."""
+
+    losses: Tensor
+    """Clipped surrogate of each token, before any normaliser; carries the gradient."""
+    logprobs: Tensor
+    """Nats; differentiable too."""
+    ratios: Tensor
+    """Learner over sampler; a constant."""
+    entropies: Tensor | None
+    """Nats; None unless asked for."""
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    inv_temperature: float | Tensor = 1.0,
+    *,
+    clip: RatioClip,
+    entropy: EntropyMode = "none",
+    vocab_chunk: int = 8192,
+    backend: BackendName = "auto",
+) -> TokenLosses:
+    """Return each token's clipped policy loss along with what `linear_logprob` returns.
+
+    The same numbers as the loss of kernels/logprob.py on top of `linear_logprob`, with ratio,
+    clip and coefficient computed where the log-probability is. The loss of a batch is the sum of
+    `losses` over its trained tokens (others carry IGNORE_INDEX) divided by their number.
+
+    Args:
+        hidden: as for `linear_logprob`, like all that is not named here.
+        weight: same.
+        ids: same.
+        sampler_logprobs: [N] nats under the policy that sampled; a constant.
+        advantages: [N], that of the token's rollout; a constant.
+        inv_temperature: same.
+        clip: the bounds of the ratio.
+        entropy: same.
+        vocab_chunk: same.
+        backend: same.
+
+    Raises:
+        ValueError: as `linear_logprob`.
+    """
+    options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
+    scale = _row_scale(hidden, inv_temperature)
+    policy = check_policy_rows(sampler_logprobs, advantages, clip, like=scale)
+    logprobs, entropies, losses, ratios = _score(hidden, weight, ids, scale, policy, options)
+    assert losses is not None, "there were policy rows"
+    assert ratios is not None, "there were policy rows"
+    return TokenLosses(losses, logprobs, ratios, entropies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    kernels: Kernels
+    entropy: EntropyMode
+    vocab_chunk: int
+
+
+_Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _score(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    scale: Tensor,
+    policy: PolicyRows | None,
+    options: _Options,
+) -> _Outputs:
+    """Return log-probabilities, entropies, losses and ratios, 0 on ignored rows."""
+    is_scored = ids != IGNORE_INDEX
+    if bool(is_scored.all()):
+        _check_ids(ids, num_columns=weight.shape[0])
+        outputs: _Outputs = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, ids.long(), scale, policy, options
+        )
+        return outputs
+    rows = is_scored.nonzero().squeeze(1)
+    if policy is not None:
+        policy = PolicyRows(policy.sampler_logprobs[rows], policy.advantages[rows], policy.clip)
+    scored = _score(hidden[rows], weight, ids[rows], scale[rows], policy, options)
+    logprobs, *others = (
+        None if part is None else part.new_zeros(ids.shape).index_copy(0, rows, part)
+        for part in scored
+    )
+    assert logprobs is not None, "log-probabilities are always there"
+    return logprobs, others[0], others[1], others[2]
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """The operation for autograd, on rows that are all scored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        scale: Tensor,
+        policy: PolicyRows | None,
+        options: _Options,
+    ) -> _Outputs:
+        scores = options.kernels.forward(
+            hidden,
+            weight,
+            ids,
+            scale,
+            with_entropy=options.entropy != "none",
+            policy=policy,
+            vocab_chunk=options.vocab_chunk,
+        )
+        terms, entropies = scores.terms, scores.entropies
+        ctx.set_materialize_grads(False)
+        ctx.options = options
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            ids,
+            scale,
+            scores.peak,
+            scores.total,
+            entropies,
+            None if terms is None else terms.coefficients,
+        )
+        constants = [] if terms is None else [terms.ratios]
+        if entropies is not None and options.entropy == "value":
+            constants.append(entropies)
+        ctx.mark_non_differentiable(*constants)
+        if terms is None:
+            return scores.logprobs, entropies, None, None
+        return scores.logprobs, entropies, terms.losses, terms.ratios
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_losses: Tensor | None,
+        _grad_ratios: None,
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, ids, scale, peak, total, entropies, coefficients = ctx.saved_tensors
+        grad = torch.zeros_like(scale) if grad_logprobs is None else grad_logprobs
+        if grad_losses is not None:
+            grad = grad + grad_losses * coefficients
+        is_live = grad != 0
+        if grad_entropy is not None:
+            is_live |= grad_entropy != 0
+        rows = is_live.nonzero().squeeze(1)
+        is_all = len(rows) == len(is_live)
+
+        def live(values: Tensor) -> Tensor:
+            return values if is_all else values[rows]
+
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_states, grad_weight = ctx.options.kernels.backward(
+            LiveRows(
+                states=live(hidden),
+                ids=live(ids),
+                scale=live(scale),
+                peak=live(peak),
+                total=live(total),
+                grad=live(grad),
+                grad_entropy=None if grad_entropy is None else live(grad_entropy),
+                entropies=None if grad_entropy is None else live(entropies),
+            ),
+            weight,
+            needs_states=needs_hidden,
+            needs_weight=needs_weight,
+            vocab_chunk=ctx.options.vocab_chunk,
+        )
+        grad_hidden = None
+        if grad_states is not None:
+            grad_hidden = grad_states.to(hidden.dtype)
+            if not is_all:
+                grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    entropy: EntropyMode,
+    vocab_chunk: int,
+    backend: BackendName,
+) -> _Options:
+    _check_shapes(hidden, weight, ids)
+    if entropy not in ("none", "value", "grad"):
+        raise ValueError(f"entropy = {entropy!r}: use 'none', 'value' or 'grad'")
+    if vocab_chunk < 1:
+        raise ValueError(f"vocab_chunk = {vocab_chunk}: must be at least 1")
+    return _Options(load_kernels(backend, hidden, weight), entropy, vocab_chunk)
+
+
+def _row_scale(hidden: Tensor, inv_temperature: float | Tensor) -> Tensor:
+    """[N] inverse temperatures in the dtype of the statistics: float32, or float64 for float64."""
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    if not isinstance(inv_temperature, Tensor):
+        if not 0.0 < inv_temperature < float("inf"):
+            raise ValueError(f"inv_temperature = {inv_temperature}: must be positive and finite")
+        return torch.full((len(hidden),), inv_temperature, dtype=dtype, device=hidden.device)
+    if inv_temperature.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"inv_temperature has shape {list(inv_temperature.shape)}, expected [{len(hidden)}]"
+        )
+    if inv_temperature.requires_grad:
+        raise ValueError("inv_temperature requires a gradient, which this operation does not give")
+    if not bool(((inv_temperature > 0) & inv_temperature.isfinite()).all()):
+        raise ValueError("inv_temperature must be positive and finite in every row")
+    return inv_temperature.to(dtype)
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [N, D] and [V, D]"
+        )
+    if ids.shape != hidden.shape[:1]:
+        raise ValueError(f"ids has shape {list(ids.shape)}, expected [{len(hidden)}]")
+
+
+def _check_ids(ids: Tensor, *, num_columns: int) -> None:
+    if ids.numel() and not bool(((ids >= 0) & (ids < num_columns)).all()):
+        raise ValueError(
+            f"ids span {int(ids.min())}..{int(ids.max())}, but the LM head has {num_columns} rows; "
+            f"use {IGNORE_INDEX} for rows that are not scored"
+        )

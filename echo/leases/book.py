@@ -1,0 +1,335 @@
+"""Which worker works on which prompt group, and how many more groups may be handed out.
+
+A lease is (group, attempt) given to one worker for a time; progress renews it. An expired lease
+returns its group to the front of the queue and the next attempt is granted to whoever asks; the
+first valid result of a group wins, whatever its attempt, so a late one is a benign duplicate. An
+expired lease is remembered until its group ends, so that a worker which still lists it does not
+get it back.
+
+Admission (DESIGN.md 5): a lease is granted to a worker with installed step w while
+
+    (S + w + 1) * B - (consumed + buffered + running) > 0        in groups
+
+consumed = B groups for each step done; buffered includes those of a step that is being made. So the
+rule says: what is already promised fits into the batches that may still train on samples of version
+w. A group that two workers run counts once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from echo.core.rollout import Lineage, PolicyVersion, is_surviving
+from echo.core.timers import Deadlines
+
+
+@dataclass(slots=True)
+class LeasedWorker:
+    """A worker as far as leases go; the role keeps it up to date with each heartbeat."""
+
+    node_id: str
+    installed: PolicyVersion | None = None
+    capacity: int = 0
+    """Leases that it takes; 0 for a worker that takes none now."""
+    num_places: int = 0
+    """Groups that it samples at a time; 0 if it has not said."""
+    num_unknown: int = 0
+    """Leases that it still holds although they have expired or are not wanted any more."""
+    is_stuck: bool = False
+    """Whether it holds such leases and nothing shows that it works."""
+    is_set_aside: bool = False
+    """Whether it is given no groups because nothing can be learned from its own
+    (`leases/dispatch.py`)."""
+    partials: Mapping[str, int] = field(default_factory=dict)
+    """Its counts of unfinished rollouts, as far as they have been added to the learner's."""
+    num_waiting: int = 0
+    """Groups that wait there to be continued."""
+
+    def is_able(self, usable: Container[PolicyVersion | None]) -> bool:
+        """Return whether it can be given groups, and samples from a version of use for them."""
+        is_welcome = not self.is_stuck and not self.is_set_aside
+        return is_welcome and self.capacity > 0 and self.installed in usable
+
+
+def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:
+    """Return how many groups the batches hold that may train on samples of a version.
+
+    A worker that holds it may be granted a group while fewer are consumed, buffered or running.
+
+    Args:
+        max_staleness: S, inclusive.
+        installed_step: w, step of the weights that the worker samples from.
+        groups_per_step: B.
+    Source: AReaL's capacity rule with the worker's version in place of the learner's.
+    """
+    return (max_staleness + installed_step + 1) * groups_per_step
+
+
+def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) -> int:
+    """Return the step of the oldest version that the next group may be sampled under.
+
+    It is the lowest w for which `most_promised` is above `num_promised`, the groups consumed,
+    buffered or running.
+    """
+    return max(0, num_promised // groups_per_step - max_staleness)
+
+
+def oldest_version(
+    lineages: Sequence[Lineage], *, max_staleness: int, groups_per_step: int, num_promised: int
+) -> PolicyVersion | None:
+    """Return the oldest version of that step, for any lineage that has it will do."""
+    step = oldest_step(
+        max_staleness=max_staleness, groups_per_step=groups_per_step, num_promised=num_promised
+    )
+    versions = (PolicyVersion(lineage.lineage, step) for lineage in lineages)
+    return min((v for v in versions if is_surviving(v, lineages)), default=None)
+
+
+@dataclass(slots=True, eq=False)
+class LeaseRecord:
+    """One lease that is out."""
+
+    group_id: int
+    attempt: int
+    worker_id: str
+    granted_at: float
+    renewed_at: float
+    num_tokens: int = 0
+    sent_at: float = 0.0
+    is_confirmed: bool = False
+    """Whether a heartbeat of the worker has listed it since it was (last) sent."""
+    is_delivered: bool = False
+    """Whether its result is here and being judged or written: it does not expire any more."""
+    is_over: bool = False
+    """Whether it was ended, in whatever way."""
+    running_s: float = 0.0
+    """How long the worker has been at it, as its last heartbeat said; 0 while it waits there."""
+    heard_at: float = 0.0
+    """When `longest` and `rate` were estimated last (`leases/dispatch.py`)."""
+    heard_tokens: int = 0
+    """`num_tokens` at that instant."""
+    longest: float = 0.0
+    """Tokens that its longest completion is expected to have had then."""
+    rate: float = 0.0
+    """Tokens per second that are expected to be added to that one."""
+    num_beside: int = 1
+    """Groups that its worker held when it was granted, itself included."""
+    min_version: PolicyVersion | None = None
+    """The oldest version to sample it under."""
+    exact_version: PolicyVersion | None = None
+    """The only version to sample it under."""
+    copy_of: int | None = None
+    """The attempt that it repeats elsewhere, with the same seed (`leases/dispatch.py`)."""
+
+
+class LeaseBook:
+    """The leases that are out, and the groups that wait to be granted again."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        """Start with nothing granted.
+
+        Args:
+            timeout_s: seconds without progress after which a lease expires.
+        """
+        self.timeout_s = timeout_s
+        self._by_group: dict[int, list[LeaseRecord]] = {}
+        self._by_worker: dict[str, list[LeaseRecord]] = {}
+        self._attempts: dict[int, int] = {}
+        self._returned: list[int] = []
+        self._expired: dict[int, set[tuple[int, str]]] = {}
+        self._deadlines: Deadlines[LeaseRecord] = Deadlines(self._deadline_of)
+        self._changes: dict[str, int] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Distinct groups that are leased."""
+        return len(self._by_group)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next lease expires."""
+        return self._deadlines.first
+
+    def _deadline_of(self, record: LeaseRecord) -> float | None:
+        is_watched = not record.is_over and not record.is_delivered
+        return record.renewed_at + self.timeout_s if is_watched else None
+
+    @property
+    def oldest_open(self) -> int | None:
+        """The first group that is leased or waits to be granted again; None if there is none."""
+        return min((*self._by_group, *self._returned), default=None)
+
+    def num_changes(self, worker_id: str) -> int:
+        """Return how often a worker was given a lease, or one of its leases ended."""
+        return self._changes.get(worker_id, 0)
+
+    def num_leases(self, worker_id: str) -> int:
+        """Return how many leases a worker holds."""
+        return len(self._by_worker.get(worker_id, ()))
+
+    def worker_leases(self, worker_id: str) -> list[LeaseRecord]:
+        """Return the leases that a worker holds, oldest group first."""
+        return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
+
+    def note_load(self, worker_id: str, *, now: float) -> None:
+        """Note what a worker holds, for the leases that it was granted at this instant."""
+        records = self._by_worker[worker_id]
+        for record in records:
+            if record.granted_at == now:
+                record.num_beside = len(records)
+
+    def load(self, worker_id: str, group_id: int, attempt: int) -> float:
+        """Return how many leases a worker held while it made a group: the mean of start and end."""
+        now = max(1, self.num_leases(worker_id))
+        for record in self._by_group.get(group_id, ()):
+            if (record.attempt, record.worker_id) == (attempt, worker_id):
+                return (record.num_beside + now) / 2
+        return now
+
+    def running_alone(self) -> list[LeaseRecord]:
+        """Return the leases of the groups that only one worker has."""
+        return [records[0] for records in self._by_group.values() if len(records) == 1]
+
+    def leases_of(self, group_id: int) -> list[LeaseRecord]:
+        """Return the leases of a group that are out."""
+        return list(self._by_group.get(group_id, ()))
+
+    def workers_of(self, group_id: int) -> list[str]:
+        """Return who holds a lease of this group."""
+        return [record.worker_id for record in self._by_group.get(group_id, ())]
+
+    def newest_attempt(self, group_id: int) -> int:
+        """Return the newest attempt of a group that is out; -1 if none is."""
+        return max((record.attempt for record in self._by_group.get(group_id, ())), default=-1)
+
+    def next_returned(self) -> int | None:
+        """Take the oldest group that waits to be granted again, if any."""
+        return heapq.heappop(self._returned) if self._returned else None
+
+    def return_group(self, group_id: int) -> None:
+        """Put a group without any lease into the queue of groups to be granted again."""
+        if group_id not in self._by_group and group_id not in self._returned:
+            heapq.heappush(self._returned, group_id)
+
+    def grant(self, group_id: int, worker_id: str, *, now: float) -> LeaseRecord:
+        """Lease a group to a worker, as the next attempt."""
+        attempt = self._attempts.get(group_id, 0)
+        return self.adopt(group_id, attempt, worker_id, now=now)
+
+    def adopt(self, group_id: int, attempt: int, worker_id: str, *, now: float) -> LeaseRecord:
+        """Enter a lease that is already out, as after a restart of the learner."""
+        record = LeaseRecord(group_id, attempt, worker_id, now, now, sent_at=now)
+        self._by_group.setdefault(group_id, []).append(record)
+        self._by_worker.setdefault(worker_id, []).append(record)
+        self._deadlines.add(record)
+        self._changed(worker_id)
+        self._attempts[group_id] = max(self._attempts.get(group_id, 0), attempt + 1)
+        if group_id in self._returned:
+            self._returned.remove(group_id)
+            heapq.heapify(self._returned)
+        return record
+
+    def num_attempts(self, group_id: int) -> int:
+        """Return how often a group has been granted."""
+        return self._attempts.get(group_id, 0)
+
+    def deliver(self, group_id: int, attempt: int, worker_id: str) -> None:
+        """Note that the result of a lease is here, which may take its time to be judged."""
+        for record in self._by_group.get(group_id, ()):
+            if (record.attempt, record.worker_id) == (attempt, worker_id):
+                record.is_delivered = True
+
+    def renew(self, record: LeaseRecord, *, num_tokens: int, now: float) -> None:
+        """Prolong a lease whose worker shows progress on it, be it tokens, rewards or tools."""
+        record.num_tokens = num_tokens
+        record.renewed_at = now
+
+    def finish(self, group_id: int) -> list[LeaseRecord]:
+        """End all leases of a group that has come to its end; return them."""
+        records = self._by_group.pop(group_id, [])
+        for record in records:
+            record.is_over = True
+            self._by_worker[record.worker_id].remove(record)
+            self._changed(record.worker_id)
+        if group_id in self._returned:
+            self._returned.remove(group_id)
+            heapq.heapify(self._returned)
+        self._attempts.pop(group_id, None)
+        self._expired.pop(group_id, None)
+        return records
+
+    def _changed(self, worker_id: str) -> None:
+        self._changes[worker_id] = self._changes.get(worker_id, 0) + 1
+
+    def revoke(self, record: LeaseRecord) -> None:
+        """End one lease; a group with no other lease waits to be granted again."""
+        record.is_over = True
+        records = self._by_group[record.group_id]
+        records.remove(record)
+        self._by_worker[record.worker_id].remove(record)
+        self._changed(record.worker_id)
+        if not records:
+            del self._by_group[record.group_id]
+            self.return_group(record.group_id)
+
+    def revoke_attempt(self, group_id: int, attempt: int) -> None:
+        """End an attempt, whoever holds it: after the learner's restart that may be nobody yet."""
+        for record in list(self._by_group.get(group_id, ())):
+            if record.attempt == attempt:
+                self.revoke(record)
+
+    def expire(self, *, now: float) -> list[LeaseRecord]:
+        """End the leases that showed no progress in time; return them."""
+        late = self._deadlines.take_due(now=now)
+        for record in late:
+            self.revoke(record)
+            self._remember(record.group_id, record.attempt, record.worker_id)
+        return late
+
+    def give_back(self, group_id: int, attempt: int, worker_id: str) -> None:
+        """End an attempt that its worker gives up; its group waits to be granted again."""
+        self.revoke_attempt(group_id, attempt)
+        self.return_group(group_id)
+        # It lists it until it knows that this was heard.
+        self._remember(group_id, attempt, worker_id)
+
+    def _remember(self, group_id: int, attempt: int, worker_id: str) -> None:
+        self._expired.setdefault(group_id, set()).add((attempt, worker_id))
+
+    def has_expired(self, group_id: int, attempt: int, worker_id: str) -> bool:
+        """Return whether this lease of a group that has not ended is over."""
+        return (attempt, worker_id) in self._expired.get(group_id, ())
+
+    def drop_worker(self, worker_id: str) -> list[LeaseRecord]:
+        """End all leases of a worker that is gone; return them."""
+        records = self.worker_leases(worker_id)
+        for record in records:
+            self.revoke(record)
+        return records
+
+
+# --- Which groups have come to their end, in little memory ---
+
+
+class FinishedGroups:
+    """Ids of the groups that were accepted or ended; nearly all ids below some point are."""
+
+    def __init__(self, group_ids: Iterable[int]) -> None:
+        """Start with these ids."""
+        self._all_below = 0
+        self._others: set[int] = set()
+        for group_id in group_ids:
+            self.add(group_id)
+
+    def __contains__(self, group_id: int) -> bool:
+        return 0 <= group_id < self._all_below or group_id in self._others
+
+    def add(self, group_id: int) -> None:
+        """Settle a group."""
+        if group_id >= self._all_below:
+            self._others.add(group_id)
+        while self._all_below in self._others:
+            self._others.remove(self._all_below)
+            self._all_below += 1

@@ -1,0 +1,647 @@
+"""How long a group will take on a worker, from what has been measured of both.
+
+Length is counted in the tokens of a group's longest completion, since that one decides when the
+group is done, and a worker's speed in such tokens per second between the start of a group and its
+delivery: rewards, tools and prefill are in it, and it hardly depends on how many groups run beside.
+
+What is left of a group that already has n tokens is read from the lengths of the groups that were
+accepted lately: the mean of those above n, less n. With a heavy tail that grows with n; beyond the
+longest of them the rest is taken to be as long as what has been sampled.
+
+What a running group has is not told, only the progress of all its completions together. Its longest
+one adds at most the worker's speed, and at most all of that progress: so a group that has stalled
+shows, and one of which a single completion still runs does not look stalled.
+
+A worker whose speed has not been measured is tried: it counts as twice as fast as the fastest, and
+what it then holds as on its way at the median of the others. A speed that was measured long ago
+grows more hopeful while the worker is given nothing (it doubles every `HOPE_GROUPS` groups'
+worth of its own time, up to the fastest), so that a worker that was slow for a while is tried
+again with one group, the less often the slower it was.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import statistics
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from echo.core.rollout import PolicyVersion
+from echo.core.timers import RecentMap
+from echo.core.units import format_duration
+from echo.leases.book import LeaseRecord
+from echo.wire.messages import LeaseState
+
+MAX_LENGTHS = 256
+"""Groups whose lengths are remembered, the newest."""
+
+MAX_WORKERS = 10_000
+"""Workers whose speeds are remembered; those that are away keep theirs."""
+
+MAX_VERSIONS = 16
+"""Versions of which it is remembered when the first worker had them."""
+
+MEMORY = 0.8
+"""Weight of what was known of a speed when another group comes."""
+
+SLOWEST = 1 / 64
+"""A group's own rate in relation to its worker's speed counts as this much at least."""
+
+HOPE_GROUPS = 4.0
+"""Idle time, in groups that the worker could have made, after which its speed counts double."""
+
+
+class LengthHistory:
+    """The lengths of the last groups."""
+
+    def __init__(self, *, max_tokens: int) -> None:
+        """Know nothing but the longest that there can be."""
+        self._max_tokens = max_tokens
+        self._newest: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._sums: list[int] = [0]
+        """Of the k shortest, for each k."""
+        self.mean = self.rest(0.0)
+        """The expected length of a group; half of what is allowed while nothing is known."""
+
+    def add(self, num_tokens: int) -> None:
+        """Take the length of another group."""
+        if len(self._newest) == MAX_LENGTHS:
+            self._sorted.remove(self._newest.popleft())
+        self._newest.append(num_tokens)
+        insort(self._sorted, num_tokens)
+        self._sums = [0, *accumulate(self._sorted)]
+        self.mean = self.rest(0.0)
+
+    def rest(self, num_tokens: float) -> float:
+        """Return how many tokens a group is expected to need that has so many; above 0."""
+        if not self._sorted:
+            return max(1.0, (self._max_tokens - num_tokens) / 2)
+        first = bisect_right(self._sorted, num_tokens)
+        num_longer = len(self._sorted) - first
+        if not num_longer:
+            return max(1.0, num_tokens)
+        return (self._sums[-1] - self._sums[first]) / num_longer - num_tokens
+
+
+@dataclass(slots=True)
+class Speed:
+    """What is known of one worker."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    """Both of the groups that it has made, the older ones weighing less."""
+    load_s: float = 0.0
+    """The seconds of each of them times the groups that it had in hand meanwhile."""
+    provisional: float | None = None
+    """Tokens per second that its heartbeats show, of use until it has made a group."""
+    busy_at: float = 0.0
+    """When it last held a lease."""
+    version: PolicyVersion | None = None
+    lag_s: float = 0.0
+    """How much later than the first worker it installs a version."""
+    freed_at: float = 0.0
+    """When it last delivered a group: another may have begun then."""
+
+    @property
+    def measured(self) -> float | None:
+        """Tokens per second, or None while nothing is known."""
+        return self.tokens / self.seconds if self.seconds else self.provisional
+
+    @property
+    def load(self) -> float:
+        """Groups that it had in hand when it was measured; 1 while nothing is known."""
+        return self.load_s / self.seconds if self.seconds else 1.0
+
+
+class FinishTimes:
+    """Lengths and speeds."""
+
+    def __init__(self, *, max_tokens: int, group_size: int, heartbeat_s: float) -> None:
+        """Know nothing.
+
+        Args:
+            max_tokens: longest completion that is allowed.
+            group_size: rollouts per group.
+            heartbeat_s: seconds between two heartbeats of a worker.
+        """
+        self._heartbeat_s = heartbeat_s
+        self.lengths = LengthHistory(max_tokens=max_tokens)
+        self._group_size = group_size
+        self._speeds: RecentMap[str, Speed] = RecentMap(max_entries=MAX_WORKERS)
+        self._first_at: RecentMap[PolicyVersion, float] = RecentMap(max_entries=MAX_VERSIONS)
+        self._usual = 1.0
+        self._fastest = 1.0
+
+    def of(self, worker_id: str) -> Speed:
+        """Return what is known of a worker."""
+        speed = self._speeds.get(worker_id)
+        if speed is None:
+            speed = self._speeds[worker_id] = Speed()
+        return speed
+
+    def made(
+        self, worker_id: str, *, num_tokens: int, seconds: float, now: float, load: float = 1.0
+    ) -> None:
+        """Note a group that was accepted.
+
+        Args:
+            worker_id: who made it.
+            num_tokens: of its longest completion.
+            seconds: from its start there to its delivery; 0 if that is not known.
+            load: groups that the worker had in hand meanwhile, this one included.
+            now: the present instant.
+        """
+        self.lengths.add(num_tokens)
+        speed = self.of(worker_id)
+        speed.freed_at = speed.busy_at = now
+        if seconds > 0:
+            speed.tokens = MEMORY * speed.tokens + num_tokens
+            speed.seconds = MEMORY * speed.seconds + seconds
+            speed.load_s = MEMORY * speed.load_s + load * seconds
+
+    def installed(self, worker_id: str, version: PolicyVersion, *, now: float) -> None:
+        """Note which version a worker has installed."""
+        first_at = self._first_at.get(version)
+        if first_at is None:
+            first_at = self._first_at[version] = now
+        speed = self.of(worker_id)
+        if speed.version != version:
+            speed.version = version
+            speed.lag_s = (speed.lag_s + now - first_at) / 2
+
+    def installs_at(self, worker_id: str, version: PolicyVersion, *, now: float) -> float | None:
+        """Return when a worker should have a version that others have; None if that is unknown."""
+        first_at, lag_s = self._first_at.get(version), self.of(worker_id).lag_s
+        if first_at is None or now > first_at + 2 * lag_s + self._heartbeat_s:
+            return None
+        return max(now, first_at + lag_s)
+
+    def seen(self, worker_id: str, leases: list[LeaseRecord], *, now: float) -> None:
+        """Note what a heartbeat said of a worker's leases."""
+        speed = self.of(worker_id)
+        if leases:
+            speed.busy_at = now
+        shown = [r.num_tokens / r.running_s for r in leases if r.running_s > 0]
+        if shown:
+            # The mean of a group's completions is below its longest: a lower bound.
+            speed.provisional = max(shown) / self._group_size or None
+
+    def refresh(self, worker_ids: list[str]) -> None:
+        """Compare the workers that are here now."""
+        known = [speed for name in worker_ids if (speed := self.of(name).measured) is not None]
+        self._usual = statistics.median(known) if known else 1.0
+        self._fastest = max(known, default=1.0)
+
+    def has_made_a_group(self, worker_id: str) -> bool:
+        """Return whether a worker's speed is that of whole groups, rewards and tools included.
+
+        What heartbeats show of a first group is its sampling alone, until a reward takes long.
+        """
+        return self.of(worker_id).seconds > 0
+
+    def known_speed(self, speed: Speed) -> float:
+        """Return the tokens per second that a worker made of one group, as far as is known."""
+        measured = speed.measured
+        return 2 * self._fastest if measured is None else measured
+
+    def hope(self, speed: Speed, *, now: float) -> float:
+        """Return how many times faster than it was a worker may be by now; at least 1."""
+        known = self.known_speed(speed)
+        if known >= self._fastest:
+            return 1.0
+        idle_groups = (now - speed.busy_at) * known / self.lengths.mean
+        hope: float = 2.0 ** min(idle_groups / HOPE_GROUPS, 60.0)
+        return max(1.0, min(hope, self._fastest / known))
+
+    def speed(self, worker_id: str, *, now: float) -> float:
+        """Return the tokens per second that a worker is expected to make of one group."""
+        speed = self.of(worker_id)
+        return self.known_speed(speed) * self.hope(speed, now=now)
+
+    def heard(self, record: LeaseRecord, state: LeaseState, *, now: float) -> None:
+        """Note what a heartbeat says of a lease."""
+        if state.running_s <= 0 or state.num_tokens < 0:
+            return
+        speed = self.of(record.worker_id).measured or self._usual
+        is_first = record.running_s <= 0
+        if is_first:
+            record.heard_at, record.rate = now - state.running_s, speed
+        record.running_s = state.running_s
+        elapsed_s = now - record.heard_at
+        if elapsed_s < 0.75 * self._heartbeat_s and not is_first:
+            return  # a heartbeat out of turn: the worker may not have counted anew
+        progress = max(0, state.num_tokens - record.heard_tokens)
+        own = min(speed * elapsed_s, float(progress))
+        record.longest += own
+        if elapsed_s > 0:
+            own_rate = max(own / elapsed_s, SLOWEST * speed)
+            record.rate = own_rate if is_first and progress else (record.rate + own_rate) / 2
+        record.heard_at, record.heard_tokens = now, state.num_tokens
+
+    def outlook(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
+        """Return how long a leased group will be, and how long it will still run.
+
+        Args:
+            record: the lease.
+            is_running: whether the worker should have begun it, where no heartbeat has said so.
+            now: the present instant.
+
+        Returns:
+            Tokens of its longest completion in the end, and seconds from its start or from now.
+        """
+        speed = self.of(record.worker_id)
+        rate = speed.measured or self._usual
+        sampled = 0.0
+        if record.running_s > 0:
+            rate = record.rate
+            sampled = record.longest + rate * (now - record.heard_at)
+        elif is_running:
+            sampled = rate * (now - max(record.granted_at, speed.freed_at))
+        rest = self.lengths.rest(sampled)
+        return sampled + rest, rest / rate
+
+
+# --- What a worker could make if it had enough to do, from what it makes of what it is given ---
+#
+# Leases are paced, so a worker that is not needed in full looks slow. Each instant therefore counts
+# in proportion to its load: the share of the groups that it can run at one time for which it holds
+# leases. Tokens over loaded seconds is exact at full load and too much below it where an engine
+# gains by batching; who parks workers by it must look again after each (`activation.py`), since the
+# load of the others grows and their estimate becomes exact just when it matters.
+
+
+THROUGHPUT_WINDOW_S = 300.0
+"""Loaded seconds after which what was seen weighs 1/e of what it did."""
+MIN_REPORTS = 3
+"""Reports of new tokens before there is an estimate: tokens may come in whole groups."""
+
+
+class Throughput:
+    """Tokens per loaded second, with exponential weights."""
+
+    def __init__(self, *, tokens_sampled: int | None, now: float) -> None:
+        """Know nothing.
+
+        Args:
+            tokens_sampled: the worker's counter, which goes on counting when the learner or the
+                link was away; None while it has not been heard.
+            now: the present.
+        """
+        self._counter = tokens_sampled
+        self._at = now
+        self._loaded_s = 0.0
+        self._tokens = 0.0
+        self._num_reports = 0
+
+    def look(self, *, load: float, tokens_sampled: int | None, now: float) -> None:
+        """Take the worker's load (0..1) since the last look, and its counter of tokens."""
+        if tokens_sampled is None or self._counter is None:
+            self._counter, self._at = tokens_sampled, now
+            return
+        loaded_s = min(1.0, load) * max(0.0, now - self._at)
+        self._at = now
+        kept = math.exp(-loaded_s / THROUGHPUT_WINDOW_S)
+        self._loaded_s = self._loaded_s * kept + loaded_s
+        self._tokens *= kept
+        if tokens_sampled > self._counter:
+            self._tokens += tokens_sampled - self._counter
+            self._num_reports += 1
+        self._counter = tokens_sampled
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The estimate; None while it has shown too little."""
+        if self._num_reports < MIN_REPORTS or self._loaded_s <= 0:
+            return None
+        return self._tokens / self._loaded_s
+
+
+# --- Which worker should get the next group: the one that will have finished it first ---
+#
+# All groups that admission allows are placed on paper, one after the other, each on the worker
+# whose predicted finish (what it holds, and what was placed on it before, divided by its speed) is
+# the earliest. A group that falls to a worker with room is granted; one that falls to a worker that
+# has none now stays with the learner until that worker asks again, even if a slower one has room.
+#
+# A worker that has not installed the newest version yet, and should have it soon, counts as if it
+# had, from that instant on: otherwise the first to install it would be given all that it makes room
+# for.
+#
+# An engine is slower the more groups are in it. So what is given to one worker while another has
+# nothing to do counts as that much longer: otherwise an engine with places for a whole batch would
+# get all of it, for being ready a moment before its equals.
+#
+# So the leases are in proportion to the speeds, and a worker gets nothing that it would finish
+# later than the others can finish everything that admission allows. That is no loss: such a group
+# would come too late. Admission allows what the next S + 1 steps consume, and after those it is
+# stale.
+
+
+FULL_SLOWDOWN = 2.0
+"""How many times longer a group takes in a full engine than in an empty one.
+
+An assumption: what engines show is nearly always measured at one load. It decides only how late
+another worker may be ready that is preferred for having less to do.
+"""
+
+
+def slowdown(num_groups: float, num_places: int) -> float:
+    """Return how many times longer a group takes among so many than in an empty engine."""
+    return 1 + (FULL_SLOWDOWN - 1) * min(1.0, num_groups / num_places)
+
+
+@dataclass(slots=True)
+class Load:
+    """One worker, and what it has to do."""
+
+    node_id: str
+    capacity: int
+    """Groups that it can hold."""
+    num_held: int
+    most_promised: int
+    """It gets no group once so many are promised to the batches that may train on its version."""
+    most_soon: int
+    """The same for the version that it will have soon."""
+    group_s: float = 1.0
+    """Seconds that it would need for one group in an empty engine."""
+    hoped_s: float = 1.0
+    """The same for one that it is tried with while it holds none; at most `group_s`."""
+    free_at: list[float] = field(default_factory=lambda: [0.0])
+    """When each of its places is free for another group, not before now; a heap."""
+
+    @property
+    def has_space(self) -> bool:
+        """Whether it can hold another group."""
+        return self.num_held < self.capacity
+
+    @property
+    def share(self) -> float:
+        """The part of its capacity that is in use."""
+        return self.num_held / max(1, self.capacity)
+
+    @property
+    def finish_at(self) -> float:
+        """When it would have finished another group."""
+        group_s = self.group_s if self.num_held else self.hoped_s
+        return self.free_at[0] + group_s * slowdown(self.num_held + 1, len(self.free_at))
+
+    def add(self) -> None:
+        """Give it another group."""
+        heapq.heapreplace(self.free_at, self.finish_at)
+        self.num_held += 1
+
+
+def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
+    """Return who gets one group after the other, by the predicted finish.
+
+    Args:
+        loads: the workers that can sample; they are changed.
+        num_promised: groups consumed, buffered or running, as admission counts them.
+    """
+    granted: list[str] = []
+    with_room = [load for load in loads if load.has_space]
+    limit = max((load.most_promised for load in with_room), default=0)
+    num_with_room = len(with_room)
+    heap = [(load.finish_at, load.share, load.node_id, load) for load in loads]
+    heapq.heapify(heap)
+    while heap and num_with_room and num_promised < limit:
+        _, _, node_id, load = heapq.heappop(heap)
+        if load.most_soon <= num_promised:
+            num_with_room -= load.has_space
+            continue
+        if load.has_space and load.most_promised > num_promised:
+            granted.append(node_id)
+        load.add()
+        num_with_room -= load.num_held == load.capacity
+        num_promised += 1
+        heapq.heappush(heap, (load.finish_at, load.share, node_id, load))
+    return granted
+
+
+# --- Which running groups are worth a second copy on a faster worker ---
+#
+# Only workers with a free place that have made a group, and for which admission has none left, copy
+# anything, and only while the next batch is not complete: what they do costs nothing but power. A
+# group is copied where the copy, made from the start, should be done `factor` times sooner than the
+# original; the one that is expected last comes first. A group has one copy at most.
+#
+# A copy has the seed of the original: where both sample from the same version it is the same text,
+# so that the first result to come is not, as of two different ones, the shorter.
+
+
+@dataclass(frozen=True, slots=True)
+class RunningGroup:
+    """A group that one worker works on."""
+
+    record: LeaseRecord
+    done_at: float
+    """When it is expected."""
+    num_tokens: float
+    """Expected length of its longest completion, in the end."""
+
+
+@dataclass(slots=True)
+class Helper:
+    """A worker that would have nothing to do."""
+
+    node_id: str
+    speed: float
+    """Tokens per second of one group."""
+    num_places: int
+    """Groups that it can begin at once."""
+
+
+def hedges(
+    groups: Sequence[RunningGroup], helpers: Sequence[Helper], *, factor: float, now: float
+) -> list[tuple[LeaseRecord, str]]:
+    """Return which leases are to be copied, and to whom.
+
+    Args:
+        groups: with one lease each.
+        helpers: they are changed.
+        factor: how many times sooner the copy must be expected.
+        now: the present instant.
+    """
+    fastest_first = sorted(helpers, key=lambda helper: (-helper.speed, helper.node_id))
+    chosen: list[tuple[LeaseRecord, str]] = []
+    for group in sorted(groups, key=lambda g: (-g.done_at, g.record.group_id)):
+        helper = next((h for h in fastest_first if h.num_places), None)
+        if helper is None:
+            break
+        is_own = helper.node_id == group.record.worker_id
+        if is_own or group.done_at - now < factor * group.num_tokens / helper.speed:
+            continue
+        helper.num_places -= 1
+        chosen.append((group.record, helper.node_id))
+    return chosen
+
+
+# --- Whose groups teach something, and for how many of them one worker may speak for the fleet ---
+#
+# Prompts are granted without regard to who gets them, so a group that teaches something is as
+# likely to come from any honest worker as that worker's part of all groups delivered. A worker that
+# sends equal rewards, broken or dishonest, needs not sample: it becomes the fastest and is given
+# most of the leases. Two rules keep it from stopping a run.
+#
+# **Set aside.** Of each useful group, every worker is credited with the part that it had in the
+# deliveries since the useful group before. Once that sums up to EXPECTED groups and no more than a
+# tenth as many of its own were useful, it is given nothing for AWAY_S, and then begins anew. For an
+# honest worker the number of useful groups is at most as scattered as Poisson's law says: 2 or
+# fewer in place of 20 have a probability of 5e-7. Where the whole fleet learns nothing nobody is
+# credited with anything, so nobody is set aside.
+#
+# **A second opinion.** A run is zero-signal after so many groups in a row that teach nothing. Are
+# they mainly one worker's, it is given no more until the others have delivered a batch: so a fast
+# one cannot end the run between two useful groups of slower ones. Where there is no other, or none
+# that can sample for ALONE_S, its word will do. What was delivered by those that are set aside
+# never counts.
+
+
+EXPECTED = 20.0
+"""Useful groups that a worker must have been expected to deliver before it is judged."""
+LEAST_SHARE = 0.1
+"""Of these, what it must have delivered."""
+AWAY_S = 600.0
+"""How long it is set aside."""
+ALONE_S = 60.0
+"""How long nobody else may be able to sample before one that is set aside is wanted after all."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What one worker was expected to deliver, and what it did."""
+
+    expected: float = 0.0
+    useful: float = 0.0
+
+
+class Usefulness:
+    """Counts useful groups per worker."""
+
+    def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
+        """Start without groups.
+
+        Args:
+            max_zero_signal_groups: without a useful one in between, after which the run ends.
+            groups_per_step: B, which the others are heard with.
+        """
+        self._max_zero_signal_groups = max_zero_signal_groups
+        self._second_opinion = max(1, min(groups_per_step, max_zero_signal_groups // 2))
+        self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
+        self._since_useful: dict[str, int] = {}
+        """Groups by worker since the last useful one of anybody."""
+        self._num_void = 0
+        """Such groups of workers that were set aside."""
+        self._away_until: dict[str, float] = {}
+        self._loudest: str | None = None
+        """Who is given nothing until the others have been heard."""
+        self._has_asked = False
+        """Whether others were waited for in vain since the last useful group."""
+        self._alone_since: float | None = None
+
+    @property
+    def num_discounted(self) -> int:
+        """Groups since the last useful one that do not say whether the run is zero-signal."""
+        loudest = 0 if self._loudest is None else self._since_useful[self._loudest]
+        return self._num_void + loudest
+
+    def is_set_aside(self, worker_id: str) -> bool:
+        """Return whether this worker is to be given no groups."""
+        return worker_id == self._loudest or worker_id in self._away_until
+
+    def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
+        """Count a group; return what to tell of workers that are set aside from now on."""
+        if not is_useful:
+            if worker_id in self._away_until:
+                self._num_void += 1
+            else:
+                self._since_useful[worker_id] = self._since_useful.get(worker_id, 0) + 1
+            return []
+        counts = self._since_useful
+        counts[worker_id] = counts.get(worker_id, 0) + 1
+        self._since_useful, self._num_void, self._loudest = {}, 0, None
+        self._has_asked = False
+        num_groups = sum(counts.values())
+        texts = []
+        for name, count in counts.items():
+            record = self._records.get(name) or _Record()
+            self._records[name] = record
+            record.expected += count / num_groups
+            record.useful += name == worker_id
+            if record.expected >= EXPECTED and record.useful <= LEAST_SHARE * record.expected:
+                texts.append(self._set_aside(name, record, now))
+            elif record.expected >= 2 * EXPECTED:
+                record.expected, record.useful = record.expected / 2, record.useful / 2
+        return texts
+
+    def _set_aside(self, worker_id: str, record: _Record, now: float) -> str:
+        self._away_until[worker_id] = now + AWAY_S
+        self._records.discard(worker_id)
+        return (
+            f"{worker_id} is set aside for {format_duration(AWAY_S)}: something could be learned "
+            f"from {record.useful:.0f} of its groups, where {record.expected:.0f} were to be "
+            "expected by what other workers deliver; check its engine, its task and who runs it"
+        )
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether a review would change nothing."""
+        return (
+            not self._away_until
+            and self._loudest is None
+            and sum(self._since_useful.values()) < self._max_zero_signal_groups
+        )
+
+    def review(self, workers: Mapping[str, bool], *, now: float) -> list[str]:
+        """Decide who is to be heard; return what to tell of it.
+
+        Args:
+            workers: who takes part, and whether it can sample just now.
+            now: the present instant.
+        """
+        others = [name for name in workers if not self.is_set_aside(name)]
+        if any(workers[name] for name in others):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        is_alone = self._alone_since is not None and now >= self._alone_since + ALONE_S
+        texts = []
+        for name, until in list(self._away_until.items()):
+            if now >= until or is_alone:
+                del self._away_until[name]
+                texts.append(f"{name} is no longer set aside")
+        counts = self._since_useful
+        if self._loudest is not None:
+            if sum(counts.values()) - counts[self._loudest] >= self._second_opinion:
+                self._loudest = None
+            elif is_alone:
+                # Its word will do, but not what it said in the hurry.
+                self._num_void += counts.pop(self._loudest)
+                self._loudest, self._has_asked = None, True
+        elif (text := self._find_loudest(others)) is not None:
+            texts.append(text)
+        if not self._away_until and self._loudest is None:
+            self._alone_since = None
+        return texts
+
+    def _find_loudest(self, others: Collection[str]) -> str | None:
+        """Look whether one worker alone has only zero-signal groups; return what to tell then."""
+        counts = self._since_useful
+        num_groups = sum(counts.values())
+        if num_groups < self._max_zero_signal_groups or self._has_asked:
+            return None
+        loudest = max(counts, key=lambda name: counts[name])
+        is_only_one = all(name == loudest for name in others)
+        if is_only_one or num_groups - counts[loudest] >= self._second_opinion:
+            return None
+        self._loudest = loudest
+        return (
+            f"{loudest} is set aside until other workers have delivered {self._second_opinion} "
+            f"groups: nothing could be learned from the last {num_groups}, of which "
+            f"{counts[loudest]} are its own"
+        )

@@ -1,0 +1,87 @@
+"""Finished groups on their way to the learner's disk, as a worker keeps them.
+
+At-least-once: a group stays in the outbox until the learner acknowledges that its journal holds
+it, and is sent again while that has not happened. The learner removes duplicates by group id. The
+outbox is bounded: a worker whose outbox is full stops sampling, it does not drop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo.wire.codec import Frame
+from echo.wire.messages import Message
+
+MAX_UNACKED_GROUPS = 64
+"""A full engine's groups, a few times over: so sampling does not pause for a slow disk, and what a
+relay or worker holds of them (2 MB each at 16 rollouts of 8192 tokens) stays small."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """One message that must reach the learner."""
+
+    message: Message
+    payload: tuple[Frame, ...]
+    sent_at: float | None = None
+    """When it was last sent; None if not since the last reconnection."""
+
+
+class Outbox:
+    """Encoded versions by (group, attempt), oldest first, until they are acknowledged."""
+
+    def __init__(self, *, max_deliveries: int, retry_s: float) -> None:
+        """Start empty.
+
+        Args:
+            max_deliveries: encoded versions held at most; `is_full` beyond that.
+            retry_s: seconds after which an unacknowledged encoded version is sent again.
+        """
+        self.max_deliveries = max_deliveries
+        self.retry_s = retry_s
+        self._encoded_versions: dict[tuple[int, int], Delivery] = {}
+
+    def __len__(self) -> int:
+        return len(self._encoded_versions)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether sampling must pause until acknowledgements arrive."""
+        return len(self._encoded_versions) >= self.max_deliveries
+
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """The (group, attempt) of every encoded version, oldest first."""
+        return list(self._encoded_versions)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next encoded version is due; now (0.0) for one that was never sent."""
+        if not self._encoded_versions:
+            return None
+        sent = [encoded.sent_at for encoded in self._encoded_versions.values()]
+        return min(0.0 if at is None else at + self.retry_s for at in sent)
+
+    def put(self, key: tuple[int, int], message: Message, *payload: Frame) -> None:
+        """Add an encoded version; one with the same key is replaced."""
+        self._encoded_versions[key] = Delivery(message, payload)
+
+    def take_due(self, *, now: float) -> list[Delivery]:
+        """Return the encoded versions to send now, oldest first, and note that they were sent."""
+        due = [
+            encoded
+            for encoded in self._encoded_versions.values()
+            if encoded.sent_at is None or now >= encoded.sent_at + self.retry_s
+        ]
+        for encoded in due:
+            encoded.sent_at = now
+        return due
+
+    def acknowledge(self, key: tuple[int, int]) -> bool:
+        """Forget an encoded version; return whether it was there."""
+        return self._encoded_versions.pop(key, None) is not None
+
+    def resend_all(self) -> None:
+        """Make every encoded version due, after the link to the learner was lost."""
+        for encoded in self._encoded_versions.values():
+            encoded.sent_at = None

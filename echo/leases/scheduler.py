@@ -1,0 +1,896 @@
+"""Who is given which group next, and which groups have come to their end.
+
+Every grant is journalled before it is sent (`RecordGrant`), so that after a crash no honest result
+is unknown. Workers list their leases in each heartbeat; `reconcile` compares that list with the
+book: what the worker lacks is sent again, what the book lacks is entered, what is settled is told.
+
+How many groups may be granted is admission's business (`leases/book.py`), who gets them that of
+`leases/dispatch.py`, and whether a slow worker's group is given to another as well that of
+`leases/dispatch.py`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from echo.core.errors import DataError, RemoteProtocolError
+from echo.core.metrics import Counters
+from echo.core.rollout import (
+    MAX_LOGPROB,
+    Group,
+    Lineage,
+    PartialRollout,
+    PolicyVersion,
+    find_fault,
+    is_surviving,
+    trim_stale,
+)
+from echo.core.timers import RecentMap
+from echo.leases.book import (
+    FinishedGroups,
+    LeaseBook,
+    LeasedWorker,
+    LeaseRecord,
+    most_promised,
+    oldest_version,
+)
+from echo.leases.dispatch import (
+    MAX_WORKERS,
+    FinishTimes,
+    Helper,
+    Load,
+    RunningGroup,
+    Speed,
+    by_finish,
+    hedges,
+    slowdown,
+)
+from echo.leases.partials import ShippedPartials, decode_members
+from echo.wire.actions import Action, Complaints, Note, Routes
+from echo.wire.codec import Frame, decode_group, encode_group
+from echo.wire.messages import (
+    SUPERSEDED,
+    Ack,
+    Deliver,
+    Failed,
+    Heartbeat,
+    Lease,
+    LeaseState,
+    Partial,
+    known_reason,
+)
+
+# The groups that the learner has accepted and not yet trained on, as the protocol sees them
+
+
+class AcceptedGroups(Protocol):
+    """What the session needs to know of the buffer."""
+
+    num_trimmed_tokens: int
+    """Tokens masked there because they had grown too old."""
+
+    admission_staleness: int
+    """The bound that new leases are granted for; at most the hard one."""
+
+    def __len__(self) -> int:
+        """Return how many groups wait to be trained."""
+
+    def num_unspent(self, *, step: int) -> int:
+        """Return how many accepted groups are not yet part of a step that was made."""
+
+
+GRANT_S = 3e-4
+"""Seconds per node between two rounds of grants: 0.3 s with 1000 nodes, of which each holds more
+groups than it samples at a time."""
+
+
+# --- Which group is granted next, where the prompts of some cannot be had ---
+
+
+MAX_UNUSABLE = 1000
+"""Prompts in a row that cannot be turned into tokens, after which the run ends."""
+
+
+def first_usable(
+    candidate: Callable[[], int],
+    try_prompt: Callable[[int], object],
+    leave_out: Callable[[int, str], None],
+) -> int:
+    """Return the first candidate whose prompt can be had.
+
+    Args:
+        candidate: the next group that might be granted.
+        try_prompt: raises DataError where there is no prompt of a group.
+        leave_out: told of each such group, and why.
+
+    Raises:
+        DataError: if there are too many in a row.
+    """
+    for _ in range(MAX_UNUSABLE):
+        group_id = candidate()
+        try:
+            try_prompt(group_id)
+        except DataError as error:
+            leave_out(group_id, str(error))
+        else:
+            return group_id
+    raise DataError(f"{MAX_UNUSABLE} prompts in a row cannot be used; the warnings above say why")
+
+
+MAX_ATTEMPTS = 20
+"""Grants of one group after which it is given up: something about it kills workers."""
+
+Obstacle = Literal["", "outdated", "no_worker", "no_weights", "busy"]
+"""Why nobody can be given a group for the next batch; "" if somebody can, or the batch is out."""
+
+Bounds = Mapping[PolicyVersion | None, int]
+"""Installed version -> how many groups may be promised before it is good for no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordGrant(Action):
+    """Journal that a lease was granted, before the Grant that follows is sent."""
+
+    lease: Lease
+    worker_id: str
+    installed: PolicyVersion | None
+    copy_of: int | None = None
+    """The attempt that it repeats on a faster worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordCancel(Action):
+    """Journal that a lease was ended because another worker was first with its group."""
+
+    group_id: int
+    attempt: int
+    worker_id: str
+    num_tokens: int
+    """What it had sampled, as far as was known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRefusal(Action):
+    """Journal that the result of a lease was refused; its group is granted again."""
+
+    group_id: int
+    attempt: int
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGroup(Action):
+    """Put this group on the disk, then call the session's `stored`."""
+
+    group: Group
+    header: Frame
+    arrays: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEnd(Action):
+    """Journal that a group that was never accepted has come to an end, with its reason."""
+
+    group_id: int
+    reason: str
+    worker_id: str = ""
+    """The worker that could not finish it; empty where none was asked to."""
+    cause: str = ""
+    """What that worker says of it, with the traceback of the task's code in further lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSettings:
+    """What is asked of groups, and how many are under way."""
+
+    max_staleness: int
+    groups_per_step: int
+    group_size: int
+    max_completion_tokens: int
+    """Tokens of a rollout, masked ones included."""
+    vocab_size: int
+    heartbeat_s: float
+    prompts_are_free: bool = False
+    """Whether rollouts may be of other prompts than their leases', as those of agents are."""
+    trims_stale: bool = False
+    """Whether a group with some tokens beyond the bound is masked there, or refused."""
+    hedge_factor: float | None = None
+    """How many times sooner a copy must be expected (`leases/dispatch.py`); None for no copies."""
+    exact_version: bool = False
+    """Whether each group is sampled by one version alone: its worker's, when it was granted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """When a worker will be done with what it has."""
+
+    key: tuple[int, int, int]
+    made_at: float
+    free_at: list[float]
+    running: list[RunningGroup]
+
+
+MAX_CAUSE_LENGTH = 2600
+"""Of what a worker says of it, the last characters: a sentence and a traceback."""
+
+
+class Scheduler:
+    """Leases for workers, as far as admission and their capacities allow."""
+
+    def __init__(
+        self,
+        settings: LeaseSettings,
+        *,
+        leases: LeaseBook,
+        buffer: AcceptedGroups,
+        make_lease: Callable[[int, int], Lease],
+        lineages: Sequence[Lineage],
+        step: int,
+        next_group_id: int,
+        finished: Iterable[int],
+        counters: Counters,
+        routes: Routes,
+        complaints: Complaints,
+    ) -> None:
+        """Start with nothing on its way to the disk.
+
+        Args:
+            settings: see there.
+            leases: leases that are out, as far as is known after a restart.
+            buffer: groups accepted and not yet used.
+            make_lease: (group id, attempt) -> lease; the same id always has the same prompt.
+            lineages: histories so far, the present one last.
+            step: optimizer steps done.
+            next_group_id: first id never granted.
+            finished: ids below it that are accepted or ended.
+            counters: of the role.
+            routes: lead to the workers.
+            complaints: what the operator is told of workers.
+        """
+        self.settings = settings
+        self.leases = leases
+        self.buffer = buffer
+        self.make_lease = make_lease
+        self.lineages = lineages
+        self.step = step
+        self.next_group_id = next_group_id
+        self.finished = FinishedGroups(finished)
+        self.counters = counters
+        self.shipped = ShippedPartials(counters)
+        self.forecast = FinishTimes(
+            max_tokens=settings.max_completion_tokens,
+            group_size=settings.group_size,
+            heartbeat_s=settings.heartbeat_s,
+        )
+        self._outlooks: RecentMap[str, _Outlook] = RecentMap(max_entries=MAX_WORKERS)
+        self._routes = routes
+        self._complaints = complaints
+        self._storing: dict[int, tuple[str, int]] = {}
+        """Group -> the worker and attempt whose result is on its way to the disk."""
+        self._unreturned: list[Action] = []
+        """Ends of groups that were decided by a `grant` that failed."""
+
+    def is_open(self, group_id: int) -> bool:
+        """Return whether a group has been granted and its result is still wanted."""
+        return 0 <= group_id < self.next_group_id and group_id not in self.finished
+
+    def settle(self, group_id: int) -> None:
+        """End all leases of a group: its result is here, or is not wanted any more."""
+        self.finished.add(group_id)
+        self.leases.finish(group_id)
+        self.shipped.discard(group_id)
+
+    def end(
+        self, group_id: int, reason: str, *, worker_id: str = "", cause: str = ""
+    ) -> list[Action]:
+        """End a group that was never accepted; who could not finish it, and why, if anybody."""
+        self.settle(group_id)
+        self.counters.add(f"discarded/{reason}")
+        return [RecordEnd(group_id, reason, worker_id, cause)]
+
+    # --- who gets what ---------------------------------------------------------------------------
+
+    def is_closed(self, newest: PolicyVersion | None) -> bool:
+        """Return whether nobody can be given a group, without looking at anybody.
+
+        So it is most of the time in a fleet that is fast enough: all that admission allows to a
+        worker with the newest version is promised.
+
+        Args:
+            newest: the newest version that was published; None if that is not known.
+        """
+        step = self.step if newest is None else newest.step
+        return self._num_promised >= self._limit(step) and not self._is_hedging
+
+    def obstacle(self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None) -> Obstacle:
+        """Return what keeps the groups of the next batch from being granted.
+
+        Args:
+            workers: who takes part.
+            newest: the newest version that was published; None if that is not known.
+        """
+        num_unspent = self.buffer.num_unspent(step=self.step)
+        if self.leases.num_running or num_unspent >= self.settings.groups_per_step:
+            return ""
+        if newest is not None and self.is_closed(newest):
+            return "outdated"
+        if not workers:
+            return "no_worker"
+        bounds, num_promised = self._bounds(workers), self._num_promised
+        fresh = [w for w in workers if bounds.get(w.installed, 0) > num_promised]
+        if not fresh:
+            return "no_weights"
+        has_space = any(w.is_able(bounds) and self._num_held(w) < w.capacity for w in fresh)
+        return "" if has_space else "busy"
+
+    def grant(
+        self, workers: Sequence[LeasedWorker], *, now: float
+    ) -> tuple[list[Action], dict[str, list[Lease]]]:
+        """Hand out groups; return the records to journal, and the new leases of each worker."""
+        records, self._unreturned = self._unreturned, []
+        granted: dict[str, list[Lease]] = {}
+        made: list[LeaseRecord] = []
+        try:
+            self._grant(workers, records, granted, made, now)
+        except Exception:
+            # None of them will be journalled, and so none may be out.
+            for record in made:
+                self.leases.revoke(record)
+            # Those that have ended are settled, and will be journalled.
+            self._unreturned = [each for each in records if not isinstance(each, RecordGrant)]
+            raise
+        return records, granted
+
+    def _grant(
+        self,
+        workers: Sequence[LeasedWorker],
+        records: list[Action],
+        granted: dict[str, list[Lease]],
+        made: list[LeaseRecord],
+        now: float,
+    ) -> None:
+        bounds = self._bounds(workers)
+        able = {worker.node_id: worker for worker in workers if worker.is_able(bounds)}
+        is_hedging = self._is_hedging
+        if not is_hedging and not self._has_use(able.values(), bounds):
+            return
+        self.forecast.refresh(list(able))
+        loads = self._loads(able.values(), bounds, now)
+        foreseen = [self._outlook_of(worker, now) for worker in workers] if is_hedging else []
+        num_promised = self._num_promised
+        for node_id in by_finish(loads, num_promised=num_promised):
+            record = self.leases.grant(self._next_group(records), node_id, now=now)
+            made.append(record)
+            record.min_version = self._oldest_version(num_promised)
+            num_promised += 1
+            self._enter(record, able[node_id], records, granted)
+        for node_id in granted:
+            self.leases.note_load(node_id, now=now)
+        if is_hedging:
+            running = [each for outlook in foreseen for each in outlook.running]
+            for original, node_id in self._copies(able, bounds, running, now):
+                record = self.leases.grant(original.group_id, node_id, now=now)
+                made.append(record)
+                record.copy_of, record.min_version = original.attempt, original.min_version
+                self.counters.add("hedges/issued")
+                self._enter(record, able[node_id], records, granted)
+
+    def _enter(
+        self,
+        record: LeaseRecord,
+        worker: LeasedWorker,
+        records: list[Action],
+        granted: dict[str, list[Lease]],
+    ) -> None:
+        lease = self._lease_of(record, worker)
+        records.append(RecordGrant(lease, worker.node_id, worker.installed, record.copy_of))
+        granted.setdefault(worker.node_id, []).append(lease)
+
+    def _lease_of(self, record: LeaseRecord, worker: LeasedWorker) -> Lease:
+        """Return what the worker is sent; a copy has the seed of its original."""
+        lease = self.make_lease(record.group_id, record.attempt)
+        origin = record.attempt if record.copy_of is None else record.copy_of
+        seed = self.make_lease(record.group_id, origin).seed
+        if self.settings.exact_version and record.exact_version is None:
+            record.exact_version = worker.installed
+        versions = {"min_version": record.min_version, "exact_version": record.exact_version}
+        return msgspec.structs.replace(lease, seed=seed, **versions)
+
+    def _oldest_version(self, num_promised: int) -> PolicyVersion | None:
+        """Return the oldest version that may sample the next group; any of its step will do."""
+        return oldest_version(
+            self.lineages,
+            max_staleness=min(self.settings.max_staleness, self.buffer.admission_staleness),
+            groups_per_step=self.settings.groups_per_step,
+            num_promised=num_promised,
+        )
+
+    @property
+    def _num_promised(self) -> int:
+        """Groups consumed, accepted or running; one that two workers run counts once."""
+        consumed = self.step * self.settings.groups_per_step
+        return consumed + self.buffer.num_unspent(step=self.step) + self.leases.num_running
+
+    @property
+    def _is_hedging(self) -> bool:
+        """Whether the next batch waits for groups that run."""
+        return (
+            self.settings.hedge_factor is not None
+            and self.leases.num_running > 0
+            and self.buffer.num_unspent(step=self.step) < self.settings.groups_per_step
+        )
+
+    def _num_held(self, worker: LeasedWorker) -> int:
+        return self.leases.num_leases(worker.node_id) + worker.num_unknown
+
+    def _bounds(self, workers: Iterable[LeasedWorker]) -> Bounds:
+        """Return the versions in use from which may still be sampled, and what each is good for."""
+        versions = {worker.installed for worker in workers if worker.installed is not None}
+        return {v: self._limit(v.step) for v in versions if is_surviving(v, self.lineages)}
+
+    def _limit(self, installed_step: int) -> int:
+        return most_promised(
+            max_staleness=min(self.settings.max_staleness, self.buffer.admission_staleness),
+            installed_step=installed_step,
+            groups_per_step=self.settings.groups_per_step,
+        )
+
+    def _has_use(self, able: Iterable[LeasedWorker], bounds: Bounds) -> bool:
+        """Return whether any of these has room for a group and admission has one for it."""
+        num_promised = self._num_promised
+        return any(
+            bounds[worker.installed] > num_promised and self._num_held(worker) < worker.capacity
+            for worker in able
+        )
+
+    def _loads(self, able: Collection[LeasedWorker], bounds: Bounds, now: float) -> list[Load]:
+        """Return what each able worker has to do."""
+        versions = {worker.installed for worker in able if worker.installed is not None}
+        newest = max(versions, default=None)
+        loads: list[Load] = []
+        for worker in able:
+            name, installed, capacity = worker.node_id, worker.installed, worker.capacity
+            free_at = self._outlook_of(worker, now).free_at
+            speed = self.forecast.of(name)
+            if speed.measured is None:
+                capacity = min(capacity, len(free_at))  # no queue before it shows its speed
+            own = bounds[installed]
+            soon, soon_at = own, now
+            alone_s = self._alone_s(speed, len(free_at))
+            if newest is not None and installed is not None and installed < newest:
+                soon, soon_at = self._soon(worker, installed, newest, own, now)
+            loads.append(
+                Load(
+                    name,
+                    capacity,
+                    self._num_held(worker),
+                    own,
+                    soon,
+                    alone_s,
+                    alone_s / self.forecast.hope(speed, now=now),
+                    [at if at > soon_at else soon_at for at in free_at],
+                )
+            )
+        return loads
+
+    def _soon(
+        self,
+        worker: LeasedWorker,
+        installed: PolicyVersion,
+        newest: PolicyVersion,
+        own: int,
+        now: float,
+    ) -> tuple[int, float]:
+        """Return how many groups may be promised with the version it has soon, and from when on."""
+        at = self.forecast.installs_at(worker.node_id, newest, now=now)
+        if at is None:
+            return own, now
+        return own + (newest.step - installed.step) * self.settings.groups_per_step, at
+
+    def _alone_s(self, speed: Speed, num_places: int) -> float:
+        """Return how long a group would take in the empty engine, from what the load has cost."""
+        load = slowdown(speed.load, num_places)
+        return self.forecast.lengths.mean / self.forecast.known_speed(speed) / load
+
+    def _outlook_of(self, worker: LeasedWorker, now: float) -> _Outlook:
+        """Return when a worker will be done with what it has; a little old, if nothing changed."""
+        key = (
+            self.leases.num_changes(worker.node_id),
+            worker.num_unknown,
+            worker.num_places or max(1, worker.capacity),
+        )
+        known = self._outlooks.get(worker.node_id)
+        if known is None or known.key != key or now > known.made_at + self.settings.heartbeat_s:
+            known = self._outlooks[worker.node_id] = self._foresee(worker, key, now)
+        return known
+
+    def _foresee(self, worker: LeasedWorker, key: tuple[int, int, int], now: float) -> _Outlook:
+        _, num_unknown, num_places = key
+        outlook = _Outlook(key, now, [now] * num_places, [])
+        records = self.leases.worker_leases(worker.node_id)
+        records.sort(key=lambda record: (not record.running_s, record.group_id))
+        for index, record in enumerate(records):
+            num_tokens, rest_s = self.forecast.outlook(
+                record, is_running=index < num_places, now=now
+            )
+            done_at = outlook.free_at[0] + rest_s
+            heapq.heapreplace(outlook.free_at, done_at)
+            outlook.running.append(RunningGroup(record, done_at, num_tokens))
+        for _ in range(num_unknown):
+            speed = self.forecast.speed(worker.node_id, now=now)
+            done_at = outlook.free_at[0] + self.forecast.lengths.mean / speed
+            heapq.heapreplace(outlook.free_at, done_at)
+        return outlook
+
+    def _copies(
+        self, able: dict[str, LeasedWorker], bounds: Bounds, running: list[RunningGroup], now: float
+    ) -> list[tuple[LeaseRecord, str]]:
+        """Return which leases to copy to workers that have nothing else to do."""
+        assert self.settings.hedge_factor is not None
+        helpers = [
+            Helper(node_id, self.forecast.speed(node_id, now=now), num_free)
+            for node_id, worker in able.items()
+            if (num_free := (worker.num_places or worker.capacity) - self._num_held(worker)) > 0
+            and self.forecast.has_made_a_group(node_id)
+            # What it makes must be as fresh as what was promised.
+            and bounds[worker.installed] >= self._num_promised
+        ]
+        if not helpers:
+            return []
+        alone = {id(record) for record in self.leases.running_alone()}
+        groups = [group for group in running if id(group.record) in alone]
+        return hedges(groups, helpers, factor=self.settings.hedge_factor, now=now)
+
+    def _next_group(self, records: list[Action]) -> int:
+        """Return the group to grant next, passing over those whose prompt cannot be had."""
+
+        def leave_out(group_id: int, why: str) -> None:
+            records.append(Note("warning", f"group {group_id} is left out: {why}"))
+            records.extend(self.end(group_id, "prompt_error"))
+
+        return first_usable(
+            lambda: self._candidate(records), lambda group: self.make_lease(group, 0), leave_out
+        )
+
+    def _candidate(self, records: list[Action]) -> int:
+        """Return one that came back, otherwise a new one."""
+        while (group_id := self.leases.next_returned()) is not None:
+            if group_id in self.finished:
+                continue
+            if self.leases.num_attempts(group_id) < MAX_ATTEMPTS:
+                return group_id
+            records += self.end(group_id, "attempts_exhausted")
+        self.next_group_id += 1
+        return self.next_group_id - 1
+
+    def reconcile(
+        self,
+        worker: LeasedWorker,
+        message: Heartbeat,
+        *,
+        has_progress: bool,
+        resend_after_s: float,
+        now: float,
+    ) -> tuple[list[Lease], list[tuple[int, int]]]:
+        """Bring the book and the worker's own list together.
+
+        Args:
+            worker: the worker.
+            message: its heartbeat.
+            has_progress: whether it has sampled anything since the last one.
+            resend_after_s: how long a lease may be missing from its list before it is sent again.
+            now: the present instant.
+
+        Returns:
+            The leases to send again, and (group, attempt) of those that are not wanted any more.
+        """
+        self.shipped.count(worker, message)
+        listed = {(state.group_id, state.attempt): state for state in message.leases}
+        records = self.leases.worker_leases(worker.node_id)
+        # What waits behind a running group shares its progress.
+        has_progress |= any(
+            (record.group_id, record.attempt) in listed
+            and listed[record.group_id, record.attempt].num_tokens > record.num_tokens
+            for record in records
+        )
+        lost: list[Lease] = []
+        for record in records:
+            state = listed.pop((record.group_id, record.attempt), None)
+            if state is not None:
+                record.is_confirmed = True
+                self.forecast.heard(record, state, now=now)
+                is_idle = state.num_tokens <= 0 or state.is_waiting
+                if state.num_tokens > record.num_tokens or (has_progress and is_idle):
+                    num_tokens = max(state.num_tokens, record.num_tokens)
+                    self.leases.renew(record, num_tokens=num_tokens, now=now)
+            elif record.is_confirmed or now - record.sent_at > resend_after_s:
+                # The Grant was lost, or the worker was restarted under the same incarnation.
+                record.sent_at, record.is_confirmed = now, False
+                lost.append(self._lease_of(record, worker))
+        self.forecast.seen(worker.node_id, records, now=now)
+        if worker.installed is not None:
+            self.forecast.installed(worker.node_id, worker.installed, now=now)
+        self._outlooks.discard(worker.node_id)
+        unwanted = self._take_in(worker, listed, now=now)
+        worker.is_stuck = worker.num_unknown > 0 and not has_progress
+        return lost, unwanted
+
+    def _take_in(
+        self, worker: LeasedWorker, listed: dict[tuple[int, int], LeaseState], *, now: float
+    ) -> list[tuple[int, int]]:
+        """Enter what a worker lists and the book lacks; return what is not wanted any more."""
+        unwanted: list[tuple[int, int]] = []
+        worker.num_unknown = 0
+        for (group_id, attempt), state in listed.items():
+            is_given_up = state.is_waiting and self.leases.newest_attempt(group_id) > attempt
+            if not self.is_open(group_id) or is_given_up:
+                unwanted.append((group_id, attempt))
+            elif not self.leases.has_expired(group_id, attempt, worker.node_id):
+                record = self.leases.adopt(group_id, attempt, worker.node_id, now=now)
+                record.is_confirmed = True
+                continue
+            # An expired lease's result is welcome, but it does not bind the group any more.
+            worker.num_unknown += state.num_tokens >= 0
+        return unwanted
+
+    # --- results ---------------------------------------------------------------------------------
+    #
+    # Life of a group id (they are handed out in ascending order, and each stands for one prompt):
+    #
+    #     granted --Deliver, valid--> storing --stored()--> accepted --> trained, discarded
+    #        | ^
+    #        | +-- expired, worker gone, refused: granted again   (any later result: "duplicate")
+    #        +--Failed--> ended with the worker's reason; or granted again, where others can do it
+    #
+    # * A group is acknowledged only after `stored`: the ledger holds it.
+    # * A group's content is checked against what was asked: prompt, group size, finite numbers.
+    # * A result whose samples are too old or from an abandoned lineage is refused with that reason
+    #   and its group is granted again; the worker is told and forgets it. The refusal of a group
+    #   that was asked for is recorded.
+    # * Where two workers had a group, the one that was not the first is told to stop, and that is
+    #   recorded as well.
+
+    def receive(
+        self,
+        node_id: str,
+        message: Deliver | Partial | Failed,
+        payload: list[Frame],
+        *,
+        now: float,
+    ) -> list[Action]:
+        """Handle what a worker says of a group; see the methods for each message."""
+        match message:
+            case Deliver():
+                return self.on_deliver(node_id, message, payload, now=now)
+            case Partial():
+                return self.on_partial(node_id, message, payload)
+            case Failed():
+                return self.on_failed(node_id, message, now=now)
+
+    def on_deliver(
+        self, node_id: str, message: Deliver, payload: list[Frame], *, now: float
+    ) -> list[Action]:
+        """Judge a finished group.
+
+        Args:
+            node_id: the worker that sent it.
+            message: which lease it answers.
+            payload: the group, as `encode_group` writes it.
+            now: the present instant.
+
+        Raises:
+            RemoteProtocolError: if the message has no group.
+        """
+        if len(payload) != 2:
+            raise RemoteProtocolError(f"a Deliver from {node_id} without its two frames")
+        if message.group_id in self._storing:
+            return []
+        if message.group_id in self.finished:
+            self.counters.add("duplicates")
+            return self._ack(node_id, message, "duplicate")
+        try:
+            group = decode_group(payload[0], payload[1])
+        except RemoteProtocolError as error:
+            self.counters.add("protocol_errors")
+            notes = self._complaints.note(node_id, "malformed", f"{node_id}: {error}", now=now)
+            return [*notes, *self._refuse(node_id, message, "malformed")]
+        header, arrays = payload
+        if self.settings.trims_stale:
+            # Tokens beyond the bound are masked here; the bound itself is checked as ever.
+            trimmed = trim_stale(group, step=self.step, max_staleness=self.settings.max_staleness)
+            if trimmed is not None:
+                self.counters.add(
+                    "partials/trimmed_tokens", group.num_trained - trimmed.num_trained
+                )
+                group = replace(trimmed, is_trimmed=False)
+                header, arrays = encode_group(group)
+        reason = self._find_fault(group, message, node_id)
+        if reason is not None:
+            return self._refuse(node_id, message, reason)
+        self._storing[group.group_id] = (node_id, group.attempt)
+        self.leases.deliver(group.group_id, group.attempt, node_id)
+        self.forecast.made(
+            node_id,
+            num_tokens=max(rollout.num_tokens for rollout in group.rollouts),
+            seconds=message.seconds,
+            load=self.leases.load(node_id, group.group_id, group.attempt),
+            now=now,
+        )
+        return [StoreGroup(group, header, arrays)]
+
+    def _find_fault(self, group: Group, message: Deliver, node_id: str) -> str | None:
+        """Return why a delivered group cannot be accepted, or None."""
+        label = (message.group_id, message.attempt, node_id)
+        if (group.group_id, group.attempt, group.worker_id) != label:
+            return "mislabelled"
+        if not self.is_open(group.group_id):
+            return "unknown_group"
+        return self._find_content_fault(group) or find_fault(
+            group, step=self.step, max_staleness=self.settings.max_staleness, lineages=self.lineages
+        )
+
+    def _find_content_fault(self, group: Group) -> str | None:
+        """Return in what a group differs from what was asked for, or None."""
+        lease = self.make_lease(group.group_id, group.attempt)
+        if group.prompt_ids.tolist() != list(lease.prompt_ids):
+            if not self.settings.prompts_are_free:
+                return "another_prompt"
+            if int(group.prompt_ids.min()) < 0:
+                return "bad_token_ids"
+            if int(group.prompt_ids.max()) >= self.settings.vocab_size:
+                return "bad_token_ids"
+        if len(group.rollouts) != self.settings.group_size:
+            return "group_size"
+        if self.settings.exact_version and len(group.versions) > 1:
+            return "mixed_versions"
+        for rollout in group.rollouts:
+            if rollout.num_tokens > self.settings.max_completion_tokens:
+                return "too_long"
+            fault = _find_token_fault(
+                rollout.token_ids, rollout.sampler_logprobs, self.settings.vocab_size
+            )
+            if fault is not None:
+                return fault
+        return None
+
+    def _refuse(self, node_id: str, message: Deliver, reason: str) -> list[Action]:
+        """Tell the worker to forget this result; the group is granted again."""
+        self.counters.add(f"refused/{reason}")
+        group_id, attempt = message.group_id, message.attempt
+        leases = self.leases
+        # Once per lease, so that nobody can fill the disk with them.
+        is_leased = any(record.attempt == attempt for record in leases.leases_of(group_id))
+        records = [RecordRefusal(group_id, attempt, node_id, reason)] if is_leased else []
+        leases.revoke_attempt(group_id, attempt)
+        if self.is_open(group_id):
+            leases.return_group(group_id)
+        return [*records, *self._ack(node_id, message, "refused", reason)]
+
+    def _ack(
+        self, node_id: str, message: Deliver | Failed, outcome: str, reason: str = ""
+    ) -> list[Action]:
+        ack = Ack(
+            group_id=message.group_id, attempt=message.attempt, outcome=outcome, reason=reason
+        )
+        return self._routes.to(node_id, ack)
+
+    def stored(self, group_id: int) -> list[Action]:
+        """Acknowledge a group that the journal now holds."""
+        node_id, attempt = self._storing.pop(group_id)
+        leases = self.leases.leases_of(group_id)
+        self.settle(group_id)
+        self.counters.add("accepted")
+        first = next((r for r in leases if (r.worker_id, r.attempt) == (node_id, attempt)), None)
+        if first is not None and len(leases) > 1:
+            self.counters.add("hedges/lost" if first.copy_of is None else "hedges/won")
+        ack = Ack(group_id=group_id, attempt=attempt, outcome="accepted")
+        return [*self._routes.to(node_id, ack), *self._cancel(leases, first)]
+
+    def _cancel(self, leases: list[LeaseRecord], first: LeaseRecord | None) -> list[Action]:
+        """Tell the other workers that had a group to stop."""
+        actions: list[Action] = []
+        for record in (record for record in leases if record is not first):
+            group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id
+            self.counters.add("leases_cancelled")
+            self.counters.add("hedges/tokens_lost", record.num_tokens)
+            actions.append(RecordCancel(group_id, attempt, worker_id, record.num_tokens))
+            ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
+            actions += self._routes.to(worker_id, ack)
+        return actions
+
+    def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
+        """Keep what a worker has sampled for a group, for whoever may have to continue it.
+
+        Only from a worker that holds a lease of it; anything else may be late, or invented.
+
+        Raises:
+            RemoteProtocolError: if it is malformed or cannot have been sampled.
+        """
+        if len(payload) != 1:
+            raise RemoteProtocolError(f"a Partial from {node_id} without its frame")
+        if node_id not in self.leases.workers_of(message.group_id):
+            self.counters.add("partials/late")
+            return []
+        members = decode_members(payload[0])
+        fault = self._find_partial_fault(members)
+        if fault is not None:
+            raise RemoteProtocolError(f"partial rollouts of {node_id}: {fault}")
+        num_tokens = sum(member.num_tokens for member in members)
+        self.shipped.put(message.group_id, message.attempt, payload[0], num_tokens=num_tokens)
+        return []
+
+    def _find_partial_fault(self, members: list[PartialRollout]) -> str | None:
+        """Return why these cannot be what was sampled for a group, or None."""
+        if len(members) != self.settings.group_size:
+            return f"{len(members)} members"
+        for member in (member for member in members if member.num_tokens):
+            if member.num_tokens > self.settings.max_completion_tokens:
+                return f"{member.num_tokens} tokens"
+            if not member.is_finished and member.num_tokens >= self.settings.max_completion_tokens:
+                return "nothing is left to sample"
+            fault = _find_token_fault(
+                member.token_ids, member.sampler_logprobs, self.settings.vocab_size
+            )
+            if fault is not None:
+                return fault
+            if int(member.policy_versions[:, 1].max()) > self.step:
+                return "version_from_the_future"
+        return None
+
+    def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
+        """End a group that a worker could not finish, with its reason."""
+        if message.group_id in self._storing or not self.is_open(message.group_id):
+            return self._ack(node_id, message, "duplicate")
+        if message.is_elsewhere:
+            return self._on_given_back(node_id, message, now)
+        reason = known_reason(message.reason)
+        text = f"group {message.group_id} failed on {node_id}: {reason}: {message.detail}"
+        leases = self.leases.leases_of(message.group_id)
+        own = next((r for r in leases if r.attempt == message.attempt), None)
+        return [
+            *self._complaints.note(node_id, reason, text, now=now),
+            *self.end(
+                message.group_id,
+                reason,
+                worker_id=node_id,
+                cause=_printable(f"{message.detail}\n{message.traceback}".strip()),
+            ),
+            *self._ack(node_id, message, "refused", reason),
+            *self._cancel(leases, own),
+        ]
+
+    def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
+        """Grant a group again that a worker cannot sample now, though others can."""
+        self.leases.give_back(message.group_id, message.attempt, node_id)
+        self.counters.add("leases_given_back")
+        acks = self._ack(node_id, message, "duplicate")
+        if message.reason == SUPERSEDED:
+            return acks  # so it goes with each new version
+        text = f"{node_id} gives group {message.group_id} back: {message.detail}"
+        return [*self._complaints.note(node_id, "given_back", text, now=now), *acks]
+
+
+def _printable(text: str) -> str:
+    """Return the end of a peer's text as lines that are harmless on a terminal."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
+    )
+
+
+def _find_token_fault(
+    ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], vocab_size: int
+) -> str | None:
+    """Return what is wrong with sampled tokens, at least one, or None."""
+    if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
+        return "bad_logprobs"
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        return "bad_token_ids"
+    return None

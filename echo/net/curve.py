@@ -1,0 +1,109 @@
+"""CURVE key pairs: who may connect, and how a node knows to whom it has connected.
+
+All links are encrypted with CURVE (elliptic curve 25519, forward secret), and it answers two
+questions with two kinds of keys:
+
+* *Is this the process that I want?* Every process that listens has a **server key**, and its
+  address says which: `tcp://host:port#KEY`. The learner tells these addresses to all nodes in its
+  plans, so nobody copies keys by hand but the first.
+* *Does this one belong to the run?* The run has one **secret**. From it follows the key pair with
+  which every node of the run dials, and a listener admits that key and no other.
+
+The server key of a worker is made anew at each start: its address is known from plans only. A relay
+is different: its address stands in configurations. Its key follows from the secret, so that the
+one string of the run suffices on every machine and outlives the relay's restarts. The price: any
+insider can pose as a relay, if it also holds the relay's address. It cannot pose as the learner,
+nor change what the learner signs: the fingerprint in the join string says whose signature counts.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from echo.net.transport import parse_address, parse_key, without_key
+
+KEY_BYTES = 32
+SECRET_BYTES = 16
+"""As many as the strength of the curve; 22 letters in a join string."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A key pair of curve 25519."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, secret: bytes) -> KeyPair:
+        """Return the pair with this secret half, any 32 bytes."""
+        private = X25519PrivateKey.from_private_bytes(secret)
+        return cls(private.public_key().public_bytes_raw(), secret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """The keys of one process."""
+
+    server: KeyPair
+    """With which it listens."""
+    client: KeyPair
+    """With which every node of the run dials."""
+    relay_key: bytes
+    """The server key of the run's relays."""
+    known: Mapping[str, bytes] = field(default_factory=dict)
+    """Server keys by address, for addresses that are written without one."""
+
+    @classmethod
+    def of_learner(cls, server: KeyPair, secret: bytes) -> CurveKeys:
+        """Return the keys of the learner, which dials nobody."""
+        return cls(
+            server=server,
+            client=_derive(secret, "client"),
+            relay_key=_derive(secret, "relay").public,
+        )
+
+    @classmethod
+    def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:
+        """Return the keys of a relay, or new ones of a worker.
+
+        Args:
+            role: relay or worker.
+            secret: of the run, from the join string.
+            addresses: that it may dial; their keys serve where one is written without.
+        """
+        relay = _derive(secret, "relay")
+        known = {}
+        for address in addresses:
+            key = parse_key(address)
+            if key is not None:
+                known[without_key(address)] = key
+        return cls(
+            server=relay if role == "relay" else KeyPair.of(secrets.token_bytes(KEY_BYTES)),
+            client=_derive(secret, "client"),
+            relay_key=relay.public,
+            known=known,
+        )
+
+    def server_keys(self, address: str) -> tuple[bytes, ...]:
+        """Return the keys that the process at `address` may have, the likeliest first.
+
+        One alone if the address says which or is known. Another address without a key leads to a
+        relay, or to one that is known under another name: the keys are tried in turn.
+        """
+        own = parse_key(address) or self.known.get(address)
+        if own is not None:
+            return (own,)
+        _, port = parse_address(address)
+        namesakes = [key for known, key in self.known.items() if parse_address(known)[1] == port]
+        return tuple(dict.fromkeys((*namesakes, self.relay_key, *self.known.values())))
+
+
+def _derive(secret: bytes, purpose: str) -> KeyPair:
+    context = f"echo-rl 2026-11 curve key pair: {purpose}"
+    return KeyPair.of(blake3(secret, derive_key_context=context).digest())

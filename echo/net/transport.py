@@ -1,0 +1,301 @@
+"""The contract between a node and whatever carries its messages.
+
+A message is a list of frames. A transport listens at one address at most, dials any number of
+others, and reports everything as events, in the order in which it happened to each peer:
+
+    Connected  Received*  Disconnected      and for a dialled peer the same again after each redial
+
+Who is a peer: a *dialled* peer is the link that `dial` opened; it keeps its id through every loss
+and redial until `hang_up`. An *inbound* peer is one connection that somebody else opened; when it
+is lost its id is dead, and the same node coming back is a new peer. Ids are never used twice.
+
+What is promised, by every implementation and in the contract tests:
+
+* Between `Connected` and `Disconnected` messages arrive whole, once and in order. What was sent and
+  had not arrived when a connection broke is gone: the protocol above acknowledges what matters.
+* What a peer sent before it closed is received before its `Disconnected`.
+* Whoever dials speaks first: an inbound peer becomes known with its first message.
+* Everything is bounded by `TransportOptions`. A peer that does not read fills its own queue until
+  `send` says False, and disturbs nobody. A node that does not call `receive` stops reading, so its
+  peers' queues fill in turn.
+* Only the loop's thread may call a transport. `send`, `dial` and `hang_up` never block.
+
+A `Disconnected` may be late by `dead_after_s` (a vanished machine says nothing), and for an inbound
+peer it can be missing altogether, so the protocol keeps heartbeats of its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import base64
+import ipaddress
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from echo.core.errors import TransportError
+
+PeerId: TypeAlias = str
+"""Names a peer within one transport: opaque, minted by the transport, never reused."""
+
+Frame: TypeAlias = bytes | memoryview
+"""One received frame; large ones are views of the memory they arrived in."""
+
+MESSAGE_OVERHEAD_BYTES = 512
+"""Charged per message on top of its bytes, so that a byte bound bounds tiny messages too."""
+
+_ADDRESS = re.compile(
+    r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[\w.-]+)):(?P<port>\d{1,5})"
+    r"(?:#(?P<key>[A-Za-z0-9_-]{43}))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A peer can be sent to from now on."""
+
+    peer: PeerId
+    address: str | None
+    """The address that was dialled; None for an inbound peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A connection is over; a dialled peer is dialled again until `hang_up`."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message arrived whole."""
+
+    peer: PeerId
+    frames: list[Frame]
+
+
+TransportEvent: TypeAlias = Connected | Disconnected | Received
+
+OnDialFailed: TypeAlias = Callable[[PeerId, str, bool], None]
+"""(peer, reason for the user, whether it was refused: something is there and its keys or ours are
+not those that they should be, so that another attempt cannot help)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportOptions:
+    """Bounds and timings of a transport."""
+
+    max_message_bytes: int = 16 << 20
+    """Largest message, frames together. A peer that sends a larger frame is disconnected."""
+    max_unsent_bytes: int = 64 << 20
+    """Accepted for one peer and not yet given to the operating system, bytes, overhead included."""
+    max_unread_messages: int = 256
+    """Messages of one peer that may wait here; with more its connection is no longer read."""
+    max_burst_bytes: int = 16 << 20
+    """About how much one `receive` returns at most, bytes."""
+    max_burst_messages: int = 256
+    """How many messages one `receive` returns at most."""
+    heartbeat_s: float = 2.0
+    """An idle connection is probed this often, seconds."""
+    dead_after_s: float = 10.0
+    """A connection that answers no probe for this long is dead, seconds.
+
+    Must exceed the time that the largest message takes on the slowest link.
+    """
+    connect_timeout_s: float = 10.0
+    """How long one attempt to connect may take, for TCP and for the handshake each, seconds."""
+    min_redial_s: float = 0.1
+    """Pause after a lost connection, doubled with each further attempt, seconds."""
+    max_redial_s: float = 5.0
+    """Longest pause between attempts, seconds."""
+    max_strangers: int = 256
+    """Inbound connections that have not said anything yet; with more the oldest is closed."""
+    linger_s: float = 1.0
+    """How long `close` and `hang_up` go on delivering what was accepted, seconds."""
+
+    def __post_init__(self) -> None:
+        if self.max_unsent_bytes < self.max_message_bytes + MESSAGE_OVERHEAD_BYTES:
+            raise ValueError(
+                f"max_unsent_bytes={self.max_unsent_bytes} cannot hold one message of "
+                f"max_message_bytes={self.max_message_bytes} and its overhead of "
+                f"{MESSAGE_OVERHEAD_BYTES}; raise the first or lower the second"
+            )
+
+
+@dataclass(slots=True)
+class TransportStats:
+    """Totals since the transport was made."""
+
+    messages_in: int = 0
+    messages_out: int = 0
+    bytes_in: int = 0
+    """Payload bytes received, framing not counted."""
+    bytes_out: int = 0
+    """Payload bytes accepted for sending, framing not counted."""
+    refused_sends: int = 0
+    """Times `send` said False."""
+    discarded_messages: int = 0
+    """Messages from inbound peers after `hang_up`, and from strangers to the wire's protocol."""
+    failed_handshakes: int = 0
+    """Connections to or from something that does not speak this protocol, or has a wrong key."""
+    closed_strangers: int = 0
+    """Connections closed because too many others came while they said nothing."""
+    refused_clients: int = 0
+    """Connections of those who speak it and do not know the run's secret."""
+
+
+class Transport(abc.ABC):
+    """Carries messages between this node and its peers; see the module's docstring."""
+
+    options: TransportOptions
+    """Bounds and timings."""
+
+    on_dial_failed: OnDialFailed | None = None
+    """Told of every attempt to dial that did not come to a connection; another one follows."""
+
+    @property
+    @abc.abstractmethod
+    def listen_address(self) -> str | None:
+        """Where this transport listens, with the real port once started; None if it only dials."""
+
+    @abc.abstractmethod
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            TransportError: if the address cannot be bound; the message names it and the remedy.
+        """
+
+    @abc.abstractmethod
+    def dial(self, address: str) -> PeerId:
+        """Begin to connect to `address`, and again after every loss, with growing pauses.
+
+        Raises:
+            TransportError: if the address is not of the form tcp://host:port#key, or has a key
+                where this transport does not encrypt, or none where it does and knows none.
+        """
+
+    @abc.abstractmethod
+    def hang_up(self, peer: PeerId) -> None:
+        """End a peer: no event of it follows, and sends to it are refused.
+
+        What was accepted for it is still delivered for `linger_s`. A dialled peer sees the
+        connection close; of an inbound one, whatever it still sends is discarded. A peer that is
+        unknown or already gone is ignored.
+        """
+
+    @abc.abstractmethod
+    def send(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+        """Accept a message for a peer, or refuse it; never block.
+
+        Frames are not copied: the caller leaves their memory unchanged for good.
+
+        Returns:
+            False if nothing was sent, because the peer is unknown, not connected, or has
+            `max_unsent_bytes` waiting.
+
+        Raises:
+            ValueError: if there is no frame, or the message exceeds `max_message_bytes`.
+        """
+
+    @abc.abstractmethod
+    async def receive(self) -> list[TransportEvent]:
+        """Wait for events and return them in order, at least one. One caller at a time.
+
+        Raises:
+            TransportError: if the transport is closed, also while waiting.
+        """
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Deliver what was accepted for at most `linger_s`, then let go of everything."""
+
+    @abc.abstractmethod
+    def stats(self) -> TransportStats:
+        """Return the totals so far, as a copy."""
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Return host and port of "tcp://host:port" or "tcp://host:port#key".
+
+    IPv6 addresses stand in brackets, as in tcp://[::1]:7700. Port 0 means "any free port" to a
+    listener. The key (`parse_key`) is that of the process that listens there.
+
+    Raises:
+        TransportError: if the address has another form.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is not None and int(match["port"]) <= 65535:
+        if match["v6"] is None:
+            return match["host"], int(match["port"])
+        try:
+            return str(ipaddress.IPv6Address(match["v6"])), int(match["port"])
+        except ipaddress.AddressValueError:
+            pass
+    raise TransportError(
+        f"{without_key(address)!r} is not an address; expected tcp://host:port, for example "
+        "tcp://192.0.2.7:7700 or tcp://[2001:db8::7]:7700, with a port up to 65535 and, after #, "
+        "the key of 43 letters of the process that listens there"
+    )
+
+
+def parse_key(address: str) -> bytes | None:
+    """Return the public key in an address, 32 bytes, or None if it has none."""
+    key = address.partition("#")[2]
+    return base64.urlsafe_b64decode(key + "=") if len(key) == 43 else None
+
+
+def with_key(address: str, key: bytes) -> str:
+    """Return an address with this public key in the place of any that it had."""
+    text = base64.urlsafe_b64encode(key).decode().rstrip("=")
+    return f"{without_key(address)}#{text}"
+
+
+def without_key(address: str) -> str:
+    """Return the address without its key, and without a secret that may follow it."""
+    return address.partition("#")[0]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address can be reached from its own machine only."""
+    host, _ = parse_address(address)
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def parse_dial_address(address: str) -> tuple[str, int]:
+    """Split an address that can be dialled: as `parse_address`, with a real port."""
+    host, port = parse_address(address)
+    if port == 0:
+        raise TransportError(
+            f"{address!r} cannot be dialled: port 0 is no port; expected tcp://host:port with the "
+            "port that the other side listens on"
+        )
+    return host, port
+
+
+def format_address(host: str, port: int) -> str:
+    """Join host and port to an address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def checked_num_bytes(
+    frames: Sequence[bytes | bytearray | memoryview], max_message_bytes: int
+) -> int:
+    """Return the size of a message in bytes, and refuse what no transport may carry.
+
+    Raises:
+        ValueError: if there is no frame, or together they exceed `max_message_bytes`.
+    """
+    if not frames:
+        raise ValueError("a message needs at least one frame")
+    num_bytes = sum(
+        frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames
+    )
+    if num_bytes > max_message_bytes:
+        raise ValueError(
+            f"a message of {num_bytes} bytes exceeds max_message_bytes={max_message_bytes}; "
+            "send it in parts"
+        )
+    return num_bytes

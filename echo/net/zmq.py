@@ -1,0 +1,1437 @@
+"""The connections of a transport: who is up, who is over, and what is told in which order.
+
+A `Channel` is one raw socket with its news; the transport provides it, and nothing here knows how.
+A `Listener` shares one channel among all inbound peers, a `DialledLink` owns at most one at a time.
+
+    dialled    looking up -> connecting -> up (Connected) -> over (Disconnected) -> pause -> again
+    inbound    accepted -> known with its first message (Connected) -> over (Disconnected)
+
+**One channel, one connection** for a dialled link: a new channel is opened for each attempt, since
+messages of two connections could otherwise mix in one pipe. The end is told only when the channel
+has been read empty after the news of it, so that last words come first.
+
+An inbound connection's end arrives as news about a file descriptor; the descriptor of a peer is
+asked for with its first message. The end is announced before the descriptor is closed, so reading
+the news before adopting a descriptor never mixes up two owners.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import enum
+import errno
+import functools
+import itertools
+import logging
+import math
+import os
+import random
+import resource
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from echo.core.errors import TransportError
+from echo.net.curve import CurveKeys, KeyPair
+from echo.net.transport import (
+    MESSAGE_OVERHEAD_BYTES,
+    Connected,
+    Disconnected,
+    Frame,
+    PeerId,
+    Received,
+    Transport,
+    TransportEvent,
+    TransportOptions,
+    TransportStats,
+    checked_num_bytes,
+    format_address,
+    parse_address,
+    parse_dial_address,
+    parse_key,
+    with_key,
+    without_key,
+)
+
+# --- What the kernel and the C library allow the transport, read once when a node starts ---
+#
+# One TCP connection over a long link is as fast as its buffers and its congestion control permit,
+# whatever ZeroMQ does. At 1 Gbit/s and 100 ms, whose bandwidth-delay product is 12.5 MB, one
+# connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link, since about 0.7 of a
+# buffer is window, and several together all of it. With losses cubic falls far below, BBR does not.
+# So nodes open several connections to a parent where buffers are small or BBR cannot be had, and
+# say which sysctl would make that unnecessary. All values are of the network namespace.
+
+
+ASSUMED_RATE_BYTES_PER_S = 125e6
+"""1 Gbit/s: the link for which `auto` provides."""
+ASSUMED_RTT_S = 0.1
+WINDOW_SHARE = 0.7
+"""Measured share of a kernel buffer that is in flight at most; the rest is bookkeeping."""
+WANTED_BUFFER_BYTES = 64 << 20
+"""What to set the buffers to: room for several times the product above."""
+SOCKETS_WITHOUT_BBR = 4
+"""Least number of connections where one lost packet halves a connection's rate."""
+MAX_SOCKETS = 8
+"""Beyond, nothing was gained."""
+
+WANTED_DESCRIPTORS = 1 << 16
+"""Open files: enough for a learner with thousands of workers that have several links each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelFacts:
+    """Settings of TCP; None where the system does not tell."""
+
+    congestion_control: str | None = None
+    """What new sockets use."""
+    can_use_bbr: bool | None = None
+    """Whether this process may choose BBR for a socket of its own."""
+    is_bbr_available: bool | None = None
+    """Whether the kernel has it, whoever may choose it."""
+    max_send_buffer_bytes: int | None = None
+    max_receive_buffer_bytes: int | None = None
+    slow_start_after_idle: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What follows from the facts."""
+
+    num_sockets_per_link: int
+    warnings: tuple[str, ...]
+    """One per setting that costs speed, with the sysctl and the value to give it."""
+
+
+def advise(facts: KernelFacts) -> Advice:
+    """Return how many connections one link needs for 1 Gbit/s at 100 ms, and what would help."""
+    bdp_bytes = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
+    known = [
+        size
+        for size in (facts.max_send_buffer_bytes, facts.max_receive_buffer_bytes)
+        if size is not None
+    ]
+    num_sockets, warnings = 1, []
+    if not known:
+        num_sockets = SOCKETS_WITHOUT_BBR
+    elif min(known) < 2 * bdp_bytes:
+        enough = bdp_bytes / (WINDOW_SHARE * max(1, min(known)))
+        num_sockets = min(MAX_SOCKETS, 2 ** math.ceil(math.log2(max(1.0, enough))))
+    for name, size in (
+        ("tcp_wmem", facts.max_send_buffer_bytes),
+        ("tcp_rmem", facts.max_receive_buffer_bytes),
+    ):
+        if size is not None and size < 2 * bdp_bytes:
+            mbit_per_s = round(WINDOW_SHARE * size / ASSUMED_RTT_S * 8e-6)
+            middle = "16384" if name == "tcp_wmem" else "131072"
+            warnings.append(
+                f"net.ipv4.{name} allows {size} bytes, about {mbit_per_s} Mbit/s per connection at "
+                f'100 ms: sysctl -w net.ipv4.{name}="4096 {middle} {WANTED_BUFFER_BYTES}"'
+            )
+    if facts.can_use_bbr is False:
+        num_sockets = max(num_sockets, SOCKETS_WITHOUT_BBR)
+        load = "" if facts.is_bbr_available else "modprobe tcp_bbr && "
+        warnings.append(
+            f"bbr cannot be chosen, so weights go out by {facts.congestion_control}, which "
+            f"crawls on links that lose packets: {load}sysctl -w "
+            'net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
+        )
+        if facts.slow_start_after_idle:
+            warnings.append(
+                "net.ipv4.tcp_slow_start_after_idle is 1: every version starts slowly again: "
+                "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
+            )
+    return Advice(num_sockets, tuple(warnings))
+
+
+def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
+    """Raise the limit of open files as far as it may be; return what it is now.
+
+    Every link takes descriptors, and the usual soft limit of 1024 is meant for programs that use
+    `select`, which nothing here does.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return descriptor_limit()
+
+
+def descriptor_limit() -> int:
+    """Return how many files this process may have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+# The socket that a parent listens on, made here so that its congestion control can be chosen
+#
+# It is bound first and listens later: the address is taken before a node has opened its files, and
+# strangers cannot take the descriptors that it opens them with.
+#
+# Accepted connections inherit the setting, and it rules the direction that carries the weights:
+# from the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses.
+# Where the kernel does not permit the wanted algorithm, and on loopback, the system's default
+# stays.
+
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG = 512
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of Linux's asm-generic/socket.h
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of every packet
+_REMEDIES = {
+    errno.EADDRINUSE: "another process listens there; stop it or choose another port",
+    errno.EADDRNOTAVAIL: "this machine has no such address; use one of its own or 0.0.0.0",
+    errno.EACCES: "ports below 1024 need privileges; choose a higher one",
+}
+
+
+async def bound_socket(address: str, congestion_control: str | None) -> socket.socket:
+    """Return a non-blocking TCP socket that is bound to `address` and does not listen yet.
+
+    Raises:
+        TransportError: if it cannot be bound; the message names the address and the remedy.
+    """
+    host, port = parse_address(address)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, where = found[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
+            _set_congestion_control(bound, congestion_control)
+            bound.setblocking(False)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise _refusal(address, error) from error
+    return bound
+
+
+def listen_on(bound: socket.socket, address: str) -> None:
+    """Let others connect.
+
+    Raises:
+        TransportError: if somebody else has bound the same port, and listened first.
+    """
+    try:
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        raise _refusal(address, error) from error
+
+
+def _refusal(address: str, error: OSError) -> TransportError:
+    remedy = _REMEDIES.get(error.errno or 0, "check the host and the port")
+    return TransportError(f"cannot listen on {address}: {error}: {remedy}")
+
+
+def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
+    """Choose how accepted connections send; keep the default where the kernel refuses."""
+    host = str(bound.getsockname()[0])
+    if name is None or host == "::1" or host.startswith("127."):
+        return
+    try:
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except OSError as error:
+        _log.warning(
+            "%s is not available (%s): weights may crawl on lossy links; "
+            "add it to net.ipv4.tcp_allowed_congestion_control",
+            name,
+            error,
+        )
+
+
+class Gate:
+    """Keeps newcomers from a listening socket for a while, and leaves its connections alone.
+
+    libzmq accepts whoever the kernel offers, at any rate, and ends its connections when it is told
+    to unbind. So the kernel is told to drop what comes to the listening socket itself: newcomers'
+    kernels try again, after one second, two, four. On Linux; elsewhere the gate stays open.
+    """
+
+    def __init__(self, bound: socket.socket) -> None:
+        """Hold the socket, which listens until both it and the gate are closed."""
+        self._socket = bound.dup()
+
+    def shut(self) -> None:
+        """Let nobody in, beside the few hundred who wait for being accepted already."""
+        if sys.platform == "linux":
+            rules = ctypes.create_string_buffer(_DROP)
+            program = struct.pack("HP", 1, ctypes.addressof(rules))
+            with contextlib.suppress(OSError):  # a sandbox that forbids it
+                self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+    def open(self) -> None:
+        """Let everybody in."""
+        if sys.platform == "linux" and self._socket.fileno() >= 0:
+            with contextlib.suppress(OSError):  # it was open
+                self._socket.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._socket.close()
+
+
+WARN_EVERY_S = 60.0
+"""How often a link that cannot come up says why, seconds."""
+PROBE_S = 3.0
+"""Seconds that a look at what is at an address may take."""
+
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+"""How the greeting of a ZMTP 3 peer begins; one that hears no more of it goes on with its own."""
+GREETING_BYTES = 64
+"""A whole greeting; its bytes 12 to 32 are the mechanism."""
+
+RESERVED_DESCRIPTORS = 16
+"""Held by a listener for the time when strangers have taken all others."""
+STRANGERS_S = 0.1
+"""When to look again after some were closed."""
+STRANGERS_NEWS = 1024
+"""News that is read in one go to learn who they are."""
+STRANGERS_LOG_S = 60.0
+MAX_ACCEPTED_PER_S = 1024
+"""Connections after which newcomers wait for the next second, beside the few hundred that the
+kernel has let in by then. So many cost a tenth of a core (bench/bench_strangers.py). Honest nodes
+never come close: each has some ten connections at most, and keeps them."""
+
+_SAME = "security.curve must be the same on all nodes of a run"
+
+
+class News(enum.Enum):
+    """What can happen to a connection."""
+
+    ACCEPTED = enum.auto()
+    UP = enum.auto()
+    HANDSHAKE_FAILED = enum.auto()
+    REFUSED = enum.auto()
+    """The side that listens did not admit the other's key."""
+    OVER = enum.auto()
+
+
+class SendQueue(Protocol):
+    """Sends on one connection, within its byte bound."""
+
+    def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
+        """Accept a message, or refuse it."""
+
+
+class Channel(Protocol):
+    """One raw socket and the news about its connections."""
+
+    def receive(self) -> tuple[bytes, list[Frame]] | None:
+        """Take one message with the identity of its connection, or None if there is none."""
+
+    def descriptor(self) -> int | None:
+        """Return the file descriptor that the last message came in on; None for a stranger."""
+
+    def outbox(self, identity: bytes) -> SendQueue:
+        """Return the means to send on one connection."""
+
+    def look(self) -> None:
+        """Note the channel if it has messages; due after everything that may swallow a wake-up."""
+
+    def read_news(self, at_most: int | None = None) -> bool:
+        """Pass on the news that has come; return whether that was all."""
+
+    def close(self, linger_s: float) -> None:
+        """Close it, and go on delivering for at most `linger_s`."""
+
+
+OnNews = Callable[[News, int], None]
+"""Called with the news and the file descriptor it is about; of a handshake none is known."""
+
+
+class LinkHost(Protocol):
+    """What links need of their transport."""
+
+    options: TransportOptions
+    totals: TransportStats
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that everything runs on."""
+
+    def note(self, source: Listener | DialledLink) -> None:
+        """Remember that a channel has something for `receive`."""
+
+    def mint(self, prefix: str) -> PeerId:
+        """Return a fresh id."""
+
+    def dial_failed(self, peer: PeerId, reason: str, *, is_refused: bool) -> None:
+        """Pass on that an attempt to dial failed."""
+
+    def adopt(self, inbound: Inbound) -> None:
+        """Enter an inbound peer."""
+
+    def forget(self, inbound: Inbound) -> None:
+        """Let go of an inbound peer whose connection is over."""
+
+    def server_keys(self, address: str) -> tuple[bytes | None, ...]:
+        """Return the keys that may be those of the process at `address`, the likeliest first.
+
+        Raises:
+            TransportError: if the address has a key and this side does not encrypt.
+        """
+
+    def connect(
+        self,
+        host: str,
+        port: int,
+        server_key: bytes | None,
+        on_readable: Callable[[], None],
+        on_news: OnNews,
+    ) -> Channel:
+        """Open a channel to an IP address; it makes one attempt."""
+
+
+class Burst:
+    """What one `receive` returns, and how much room is left in it."""
+
+    def __init__(self, options: TransportOptions, stats: TransportStats) -> None:
+        self.events: list[TransportEvent] = []
+        self._bytes_left = options.max_burst_bytes
+        self._messages_left = options.max_burst_messages
+        self._stats = stats
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further message should be taken."""
+        return self._bytes_left <= 0 or self._messages_left <= 0
+
+    def add(self, peer: PeerId, frames: list[Frame]) -> None:
+        """Add a message."""
+        num_bytes = sum(map(len, frames))
+        self._bytes_left -= num_bytes
+        self._messages_left -= 1
+        self._stats.messages_in += 1
+        self._stats.bytes_in += num_bytes
+        self.events.append(Received(peer, frames))
+
+    def discard(self) -> None:
+        """Count a message that nobody wants; it takes room, or a flood of them would hold us."""
+        self._messages_left -= 1
+        self._stats.discarded_messages += 1
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Inbound:
+    """One connection that somebody else opened."""
+
+    peer: PeerId
+    identity: bytes
+    outbox: SendQueue
+    is_hung_up: bool = False
+
+
+class Strangers:
+    """Connections that somebody has opened and not yet said anything over, a bounded number.
+
+    Whoever connects costs a descriptor before it has shown that it knows the secret, and without a
+    descriptor the node can neither write its files nor reach anybody. So the oldest make way: an
+    honest node says hello within a few round trips, which only a flood of many more than
+    `max_strangers` in that time can outrun. A few descriptors are held in reserve, and let go while
+    there are too many.
+    """
+
+    def __init__(self, max_strangers: int) -> None:
+        self._max_strangers = max_strangers
+        self._inodes: dict[int, int] = {}
+        self._reserve: list[int] = []
+        self._hold_reserve()
+
+    def __len__(self) -> int:
+        return len(self._inodes)
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether some must go."""
+        return len(self) > self._max_strangers
+
+    def add(self, descriptor: int) -> None:
+        """Note a connection that was accepted."""
+        with contextlib.suppress(OSError):  # closed by now: the news of that follows
+            self._inodes[descriptor] = os.fstat(descriptor).st_ino
+
+    def discard(self, descriptor: int) -> None:
+        """Note that one has spoken, or is gone."""
+        self._inodes.pop(descriptor, None)
+
+    def close_excess(self) -> int:
+        """Close the oldest beyond the bound, and return how many; all news must have been read."""
+        excess = list(self._inodes)[: max(0, len(self) - self._max_strangers)]
+        if not excess:
+            self._hold_reserve()
+            return 0
+        self.close()
+        for descriptor in excess:
+            inode = self._inodes.pop(descriptor)
+            with contextlib.suppress(OSError):
+                _shut_down(descriptor, inode)
+        return len(excess)
+
+    def close(self) -> None:
+        """Let go of the reserve."""
+        for descriptor in self._reserve:
+            os.close(descriptor)
+        self._reserve.clear()
+
+    def _hold_reserve(self) -> None:
+        with contextlib.suppress(OSError):  # none to be had now
+            while len(self._reserve) < RESERVED_DESCRIPTORS:
+                self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def _shut_down(descriptor: int, inode: int) -> None:
+    """End a connection of libzmq's, unless the number has become another file's."""
+    duplicate = os.dup(descriptor)  # which stays what it is while it is looked at
+    try:
+        if os.fstat(duplicate).st_ino == inode:
+            with socket.socket(fileno=os.dup(duplicate)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(duplicate)
+
+
+class Listener:
+    """All inbound peers, and the one channel that they share."""
+
+    def __init__(self, host: LinkHost, gate: Gate) -> None:
+        self.channel: Channel
+        self._host = host
+        self._gate = gate
+        self._num_accepted, self._second_ends_at = 0, -math.inf
+        self._by_identity: dict[bytes, Inbound] = {}
+        self._by_descriptor: dict[int, Inbound] = {}
+        self._open_descriptors: set[int] = set()
+        self._strangers = Strangers(host.options.max_strangers)
+        self._is_closing = False
+        self._warned_at = -math.inf
+        self._num_unlogged = 0
+        self._ended: list[Inbound] = []
+
+    def drain(self, burst: Burst) -> bool:
+        """Move messages into the burst; return whether all have been taken."""
+        while not burst.is_full:
+            message = self.channel.receive()
+            if message is None:
+                self._report_ended(burst)
+                return True
+            identity, frames = message
+            inbound = self._by_identity.get(identity) or self._admit(identity, burst)
+            if inbound is None or inbound.is_hung_up:
+                burst.discard()
+            else:
+                burst.add(inbound.peer, frames)
+        return False
+
+    def on_news(self, news: News, descriptor: int) -> None:
+        """Take in what happened to the connection behind a descriptor."""
+        if news is News.REFUSED:
+            self._host.totals.refused_clients += 1
+        elif news is News.HANDSHAKE_FAILED:
+            self._host.totals.failed_handshakes += 1
+        elif news is News.ACCEPTED:
+            self._open_descriptors.add(descriptor)
+            self._strangers.add(descriptor)
+            self._count_accepted()
+            if self._strangers.are_too_many and not self._is_closing:
+                self._is_closing = True
+                self._host.loop.call_soon(self._close_strangers)
+        elif news is News.OVER:
+            self._open_descriptors.discard(descriptor)
+            self._strangers.discard(descriptor)
+            inbound = self._by_descriptor.pop(descriptor, None)
+            if inbound is not None:
+                self._ended.append(inbound)
+                self._host.note(self)
+
+    def close(self, linger_s: float) -> None:
+        """Close the channel, and so every connection."""
+        self._strangers.close()
+        self._gate.close()
+        self.channel.close(linger_s)
+
+    def _count_accepted(self) -> None:
+        """Keep newcomers waiting for the rest of a second in which many have come."""
+        now = self._host.loop.time()
+        if now >= self._second_ends_at:
+            self._num_accepted, self._second_ends_at = 0, now + 1.0
+        self._num_accepted += 1
+        if self._num_accepted == MAX_ACCEPTED_PER_S:
+            self._gate.shut()
+            self._host.loop.call_at(self._second_ends_at, self._gate.open)
+
+    def _close_strangers(self) -> None:
+        """Close the oldest of too many, and look again soon: closing them takes a moment."""
+        if not self.channel.read_news(STRANGERS_NEWS):  # a flood, which must not hold the loop
+            self._host.loop.call_soon(self._close_strangers)
+            return
+        num_closed = self._strangers.close_excess()
+        self._is_closing = num_closed > 0
+        if self._is_closing:
+            self._host.loop.call_later(STRANGERS_S, self._close_strangers)
+        self._host.totals.closed_strangers += num_closed
+        self._num_unlogged += num_closed
+        now = self._host.loop.time()
+        if self._num_unlogged and now - self._warned_at >= STRANGERS_LOG_S:
+            _log.warning(
+                "closed %d connections that said nothing: more than %d were open at once; if they "
+                "are nodes of this run, raise the limit of open files (ulimit -n)",
+                self._num_unlogged,
+                self._host.options.max_strangers,
+            )
+            self._num_unlogged, self._warned_at = 0, now
+
+    def _admit(self, identity: bytes, burst: Burst) -> Inbound | None:
+        descriptor = self.channel.descriptor()
+        if descriptor is None:
+            return None
+        self.channel.read_news()
+        self._strangers.discard(descriptor)
+        inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
+        self._host.adopt(inbound)
+        self._by_identity[identity] = inbound
+        previous = self._by_descriptor.pop(descriptor, None)
+        if previous is not None:
+            self._ended.append(previous)
+        if descriptor in self._open_descriptors:
+            self._by_descriptor[descriptor] = inbound
+        else:  # gone before it was heard
+            self._ended.append(inbound)
+        burst.events.append(Connected(inbound.peer, None))
+        return inbound
+
+    def _report_ended(self, burst: Burst) -> None:
+        for inbound in self._ended:
+            del self._by_identity[inbound.identity]
+            self._host.forget(inbound)
+            if not inbound.is_hung_up:
+                burst.events.append(Disconnected(inbound.peer, "the peer's connection closed"))
+        self._ended.clear()
+
+
+class DialledLink:
+    """A link that this node opens, and opens again after every loss until it is closed."""
+
+    def __init__(self, host: LinkHost, peer: PeerId, address: str) -> None:
+        self.peer = peer
+        self.address = address
+        self._name, self._port = parse_dial_address(address)
+        self._host = host
+        # The one to try next comes first.
+        self._keys = deque(host.server_keys(address))
+        self._num_wrong_keys = 0
+        self._fault: News | None = None
+        self._ip_address, self._began_at = "", 0.0
+        self._has_other_key = False
+        self._warned_at = -math.inf
+        self._channel: Channel | None = None
+        self._outbox: SendQueue | None = None
+        self._is_up = False
+        self._is_over = False
+        self._up_at = 0.0
+        self._num_attempts = 0
+        self._redial_s = host.options.min_redial_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._attempt: asyncio.Task[None] | None = None
+        self._begin()
+
+    def drain(self, burst: Burst) -> bool:
+        """Move news and messages into the burst; return whether all have been taken."""
+        if self._channel is not None:
+            self._channel.read_news()  # a message may have overtaken the news of its connection
+        channel = self._channel
+        if channel is None or not self._is_up:
+            return True
+        if self._outbox is None:
+            self._outbox = channel.outbox(b"")
+            burst.events.append(Connected(self.peer, self.address))
+        while not burst.is_full:
+            message = channel.receive()
+            if message is None:
+                if self._is_over:
+                    reason = f"the connection to {self.address} was lost"
+                    burst.events.append(Disconnected(self.peer, reason))
+                    self._redial(reason)
+                return True
+            burst.add(self.peer, message[1])
+        return False
+
+    def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
+        """Accept a message if the connection is up and has room."""
+        if self._channel is None or self._outbox is None or self._is_over:
+            return False
+        is_sent = self._outbox.send(frames, num_bytes)
+        self._channel.look()
+        return is_sent
+
+    def close(self) -> None:
+        """End the link; what was accepted is still delivered for a while."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._attempt is not None:
+            self._attempt.cancel()
+        if self._channel is not None:
+            is_useful = self._is_up and not self._is_over
+            self._channel.close(self._host.options.linger_s if is_useful else 0)
+            self._channel = None
+
+    def _begin(self) -> None:
+        self._timer = None
+        self._attempt = self._host.loop.create_task(self._connect(), name=f"dial {self.address}")
+
+    async def _connect(self) -> None:
+        # Looked up here and not in the socket's own thread, where it would hold up all traffic.
+        try:
+            found = await self._host.loop.getaddrinfo(
+                self._name, self._port, type=socket.SOCK_STREAM
+            )
+        except OSError as error:
+            why = error.strerror or str(error)
+            self._redial(f"the host name of {without_key(self.address)} is not known: {why}")
+            return
+        ip_address = str(found[self._num_attempts % len(found)][4][0])
+        self._num_attempts += 1
+        self._ip_address, self._began_at = ip_address, self._host.loop.time()
+        self._is_up = self._is_over = self._has_other_key = False
+        self._fault = None
+        try:
+            self._channel = self._host.connect(
+                ip_address,
+                self._port,
+                self._keys[0],
+                functools.partial(self._host.note, self),
+                self._on_news,
+            )
+        except TransportError as error:
+            self._redial(str(error))
+
+    def _on_news(self, news: News, descriptor: int) -> None:
+        if news is News.UP:
+            self._is_up = True
+            self._num_wrong_keys = 0
+            self._warned_at = -math.inf
+            self._up_at = self._host.loop.time()
+            self._host.note(self)
+        elif news in (News.HANDSHAKE_FAILED, News.REFUSED):
+            self._host.totals.failed_handshakes += 1
+            self._fault = news
+            if news is News.HANDSHAKE_FAILED:
+                self._keys.rotate(-1)
+                self._num_wrong_keys += 1
+                self._has_other_key = self._num_wrong_keys % len(self._keys) > 0
+        elif self._is_up:
+            self._is_over = True
+            self._host.note(self)
+        elif self._attempt is None or self._attempt.done():
+            self._attempt = self._host.loop.create_task(self._explain())
+
+    async def _explain(self) -> None:
+        """Find out why an attempt came to nothing, and dial again."""
+        options, place = self._host.options, without_key(self.address)
+        took_s = self._host.loop.time() - self._began_at
+        is_refused = False
+        if self._fault is News.REFUSED:
+            is_refused = True
+            reason = (
+                f"{place} refuses this node: it has another secret than the join string says, so "
+                "it is of another run; copy runs/NAME/keys/join of the right learner"
+            )
+        else:
+            probe_s = min(PROBE_S, options.connect_timeout_s)
+            try:
+                greeting = await look_at(
+                    self._host.loop, self._ip_address, self._port, within_s=probe_s
+                )
+            except TimeoutError:
+                reason = (
+                    f"{place} does not answer: the host is off or cannot be reached, or a firewall "
+                    "drops what is sent to it"
+                )
+            except ConnectionRefusedError:
+                reason = f"the port of {place} is closed: nothing listens there"
+            except OSError as error:
+                reason = f"{place} cannot be reached: {error.strerror or error}"
+            else:
+                # One that is busy lets the handshake's time pass; one that refuses ends it at once.
+                is_prompt = self._fault is not None and took_s < options.connect_timeout_s / 2
+                reason, is_refused = self._judge(greeting, is_prompt=is_prompt)
+        is_refused = is_refused and not self._has_other_key
+        self._redial(reason, is_refused=is_refused)
+
+    def _judge(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
+        """Say what is there instead of whom we want, and whether that is for good.
+
+        Args:
+            greeting: its first bytes.
+            is_prompt: whether it ended our handshake, and did not just let its time pass.
+        """
+        place = without_key(self.address)
+        if not greeting.startswith(b"\xff") or len(greeting) < GREETING_BYTES:
+            return (
+                f"what answers at {place} is no node, or a tunnel whose other end is closed",
+                False,
+            )
+        does_encrypt, do_we = greeting[12:32].startswith(b"CURVE"), self._keys[0] is not None
+        if do_we and not does_encrypt:
+            return f"{place} does not encrypt its links, this node does: {_SAME}", True
+        if does_encrypt and not do_we:
+            return f"{place} encrypts its links, this node does not: {_SAME}", True
+        if not is_prompt or not do_we:
+            return f"{place} did not finish the handshake in time: it is busy, or stopped", False
+        return (
+            f"{place} has another key than the address or the join string says: it is a learner of "
+            "another run, or one that lost its keys; copy runs/NAME/keys/join anew",
+            True,
+        )
+
+    def _redial(self, reason: str, *, is_refused: bool = False) -> None:
+        was_up = self._is_up
+        options, loop = self._host.options, self._host.loop
+        if self._is_up and loop.time() - self._up_at > options.max_redial_s:
+            self._redial_s = options.min_redial_s
+        if self._channel is not None:
+            self._channel.close(0)
+            self._channel = self._outbox = None
+        # Spread out, so that the children of a lost parent do not come back in one instant.
+        pause_s = self._redial_s * random.uniform(0.5, 1.0)
+        if self._has_other_key:
+            pause_s = options.min_redial_s
+        else:
+            self._redial_s = min(2 * self._redial_s, options.max_redial_s)
+        self._timer = loop.call_later(pause_s, self._begin)
+        self._log(f"{reason}; next attempt in {pause_s:.1f} s", is_refused=is_refused)
+        if not was_up:
+            self._host.dial_failed(self.peer, reason, is_refused=is_refused)
+
+    def _log(self, text: str, *, is_refused: bool) -> None:
+        """Say why there will be another attempt; what only the user can mend is a warning."""
+        now = self._host.loop.time()
+        if is_refused and now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
+            _log.warning("%s", text)
+        else:
+            _log.info("%s", text)
+
+
+async def look_at(
+    loop: asyncio.AbstractEventLoop, ip_address: str, port: int, *, within_s: float
+) -> bytes:
+    """Return the first bytes that a listener says to who greets it, up to the whole of a greeting.
+
+    A raw socket of ZeroMQ's tells only that an attempt failed; this tells why.
+
+    Raises:
+        TimeoutError: if there is no connection in time.
+        OSError: if there can be none.
+    """
+    family = socket.AF_INET6 if ":" in ip_address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as raw:
+        raw.setblocking(False)
+        async with asyncio.timeout(within_s):
+            await loop.sock_connect(raw, (ip_address, port))
+        said = b""
+        with contextlib.suppress(OSError):  # it may end the connection as it likes
+            async with asyncio.timeout(within_s):
+                await loop.sock_sendall(raw, SIGNATURE)
+                while len(said) < GREETING_BYTES and (part := await loop.sock_recv(raw, 256)):
+                    said += part
+        return said
+
+
+# --- One raw ZeroMQ socket on the loop, with the news of its connections and the bytes it owes ---
+#
+# See echo/runtime/transport_zmq.py for what it is for and why it is done so.
+
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+NEWS_PER_TURN = 1024
+"""News of connections read in one turn of the loop: of strangers there may always be more."""
+
+# Below this libzmq copies, which is cheaper than a release notice per frame; pyzmq's own choice.
+_ZERO_COPY_BYTES = zmq.COPY_THRESHOLD
+_NEWS: dict[int, News] = {
+    zmq.EVENT_ACCEPTED: News.ACCEPTED,
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: News.UP,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: News.HANDSHAKE_FAILED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: News.HANDSHAKE_FAILED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: News.REFUSED,
+    zmq.EVENT_DISCONNECTED: News.OVER,
+    zmq.EVENT_CONNECT_RETRIED: News.OVER,  # an attempt that never became a connection
+}
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000)) if seconds > 0 else 0
+
+
+class ZmqOutbox:
+    """Sends on one connection, and counts what libzmq has not yet passed on to the kernel."""
+
+    def __init__(self, to: Socket, identity: bytes, max_unsent_bytes: int) -> None:
+        self._to = to
+        self._identity = identity
+        self._max_unsent_bytes = max_unsent_bytes
+        self._unsent_bytes = 0
+        self._untracked_bytes = 0
+        self._tracked: deque[tuple[int, zmq.MessageTracker]] = deque()
+
+    def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
+        """Accept a message, or refuse it."""
+        charge = num_bytes + MESSAGE_OVERHEAD_BYTES
+        while self._tracked and self._tracked[0][1].done:
+            self._unsent_bytes -= self._tracked.popleft()[0]
+        if self._unsent_bytes + charge > self._max_unsent_bytes:
+            return False
+        is_tracked = self._untracked_bytes + charge >= _ZERO_COPY_BYTES
+        try:
+            tracker = self._hand_over(frames, is_tracked)
+        except zmq.ZMQError as error:
+            # Only the first part can fail: the rest follows into the pipe that took it.
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise TransportError(f"cannot send {num_bytes} bytes: {error}") from error
+        self._unsent_bytes += charge
+        self._untracked_bytes += charge
+        if tracker is not None:
+            self._tracked.append((self._untracked_bytes, tracker))
+            self._untracked_bytes = 0
+        return True
+
+    def _hand_over(
+        self, frames: Sequence[bytes | bytearray | memoryview], is_tracked: bool
+    ) -> zmq.MessageTracker | None:
+        *first, last = frames
+        if self._identity:
+            self._to.send(self._identity, zmq.SNDMORE | zmq.NOBLOCK)
+        for frame in first:
+            self._to.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=False)
+        if is_tracked:
+            tracked = zmq.Frame(last, track=True, copy=False)
+            return self._to.send(tracked, zmq.NOBLOCK, copy=False, track=True)
+        self._to.send(last, zmq.NOBLOCK, copy=False)
+        return None
+
+
+class ZmqChannel:
+    """One raw socket and its monitor, watched by the loop."""
+
+    _ids = itertools.count(1)
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        kind: int,
+        options: TransportOptions,
+        loop: asyncio.AbstractEventLoop,
+        on_readable: Callable[[], None],
+        on_news: OnNews,
+    ) -> None:
+        """Make the socket; whoever asked for it binds or connects it.
+
+        Args:
+            context: to which it belongs.
+            kind: zmq.ROUTER or zmq.DEALER.
+            options: bounds and timings.
+            loop: watches it.
+            on_readable: called when messages may have come.
+            on_news: called with what happens to its connections.
+        """
+        self._loop = loop
+        self._on_readable = on_readable
+        self._on_news = on_news
+        self._options = options
+        self._first_part: zmq.Frame | None = None
+        self._is_router = kind == zmq.ROUTER
+        self.socket: Socket = context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, self._options.max_unread_messages),
+            (zmq.MAXMSGSIZE, self._options.max_message_bytes),
+            (zmq.CONNECT_TIMEOUT, _ms(self._options.connect_timeout_s)),
+            (zmq.HANDSHAKE_IVL, _ms(self._options.connect_timeout_s)),
+            (zmq.HEARTBEAT_IVL, _ms(self._options.heartbeat_s)),
+            (zmq.HEARTBEAT_TIMEOUT, _ms(self._options.dead_after_s)),
+            (zmq.HEARTBEAT_TTL, _ms(self._options.dead_after_s)),
+        ):
+            self.socket.setsockopt(option, value)
+        endpoint = f"inproc://monitor-{next(self._ids)}"
+        try:
+            self.socket.monitor(endpoint, sum(_NEWS))
+            self._monitor: Socket = context.socket(zmq.PAIR)
+        except zmq.ZMQError:  # no descriptor left; the context waits for every socket it has
+            self.socket.close(linger=0)
+            raise
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        self._monitor.connect(endpoint)
+        self._is_reading_on = False
+        self._loop.add_reader(self._monitor.FD, self._read_some_news)
+        self._loop.add_reader(self.socket.FD, self.look)
+        self.read_news()  # only a reader that has seen EAGAIN is woken
+
+    def serve_curve(self, server: KeyPair) -> None:
+        """Encrypt as the side that listens; who may connect is asked of the context's Admission."""
+        for option, value in (
+            (zmq.CURVE_SERVER, 1),
+            (zmq.CURVE_SECRETKEY, server.secret),
+            (zmq.ZAP_DOMAIN, b"echo"),
+            (zmq.ZAP_ENFORCE_DOMAIN, 1),  # nobody enters while nobody answers
+        ):
+            self.socket.setsockopt(option, value)
+
+    def dial_curve(self, client: KeyPair, server_key: bytes) -> None:
+        """Encrypt as the side that dials, towards the owner of this server key."""
+        for option, value in (
+            (zmq.CURVE_SERVERKEY, server_key),
+            (zmq.CURVE_PUBLICKEY, client.public),
+            (zmq.CURVE_SECRETKEY, client.secret),
+        ):
+            self.socket.setsockopt(option, value)
+
+    def look(self) -> None:
+        """Consume an edge, and note the socket if it has messages."""
+        if not self.socket.closed and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._on_readable()
+
+    def read_news(self, at_most: int | None = None) -> bool:
+        """Read the monitor, and return whether it has been read empty."""
+        for _ in itertools.count() if at_most is None else range(at_most):
+            if self._monitor.closed:
+                return True
+            try:
+                parts = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            report = parse_monitor_message(parts)
+            self._on_news(_NEWS[report["event"]], report["value"])
+        return False
+
+    def _read_some_news(self) -> None:
+        """Read a turn's share: who connects and leaves all the time must not hold the loop."""
+        if self._is_reading_on:
+            return
+        self._is_reading_on = not self.read_news(NEWS_PER_TURN)
+        if self._is_reading_on:
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._is_reading_on = False
+        self._read_some_news()
+
+    def receive(self) -> tuple[bytes, list[Frame]] | None:
+        """Take one message; None is EAGAIN, which arms the edge again."""
+        try:
+            parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self._first_part = None
+            return None
+        if not self._is_router:
+            return b"", [_as_frame(part) for part in parts]
+        self._first_part, *payload = parts
+        return self._first_part.bytes, [_as_frame(part) for part in payload]
+
+    def descriptor(self) -> int | None:
+        """Return the file descriptor that the last message came in on; None for a stranger."""
+        try:
+            return None if self._first_part is None else int(self._first_part.get(zmq.SRCFD))
+        except zmq.ZMQError:  # ZMTP 1 has no metadata, and almost any bytes pass for ZMTP 1
+            return None
+
+    def outbox(self, identity: bytes) -> ZmqOutbox:
+        """Return the means to send on one connection."""
+        return ZmqOutbox(self.socket, identity, self._options.max_unsent_bytes)
+
+    def close(self, linger_s: float) -> None:
+        """Close the socket; libzmq goes on sending for at most `linger_s`."""
+        self._loop.remove_reader(self._monitor.FD)
+        self._loop.remove_reader(self.socket.FD)
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=_ms(linger_s))
+
+
+def _as_frame(part: zmq.Frame) -> Frame:
+    # A small one is a slice of libzmq's shared read buffer, which a view would keep alive.
+    return part.bytes if len(part) < _ZERO_COPY_BYTES else part.buffer
+
+
+# Who may connect to a CURVE listener: those who dial with the key of the run, and nobody else
+#
+# libzmq asks inside its own process, by messages to an agreed address (ZAP, RFC 27), while it
+# shakes hands with a client. The answers come from the loop: no thread, and no list of keys to
+# keep, since the run has one key for all who dial. A client that is refused learns that it was, and
+# is closed.
+
+
+_ENDPOINT = "inproc://zeromq.zap.01"
+_LOG_EVERY_S = 10.0
+
+
+class ZapHandler:
+    """Answers libzmq's questions about clients of the listeners of one context."""
+
+    def __init__(
+        self, context: zmq.Context[Socket], loop: asyncio.AbstractEventLoop, client_key: bytes
+    ) -> None:
+        """Begin to answer; must exist before the listener is bound.
+
+        Args:
+            context: whose listeners ask.
+            loop: on which the answers are given.
+            client_key: the public key that is admitted.
+        """
+        self._loop = loop
+        self._client_key = client_key
+        self._num_unlogged = 0
+        self._logged_at = -_LOG_EVERY_S
+        self._socket: Socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(_ENDPOINT)
+        loop.add_reader(self._socket.FD, self.answer)
+        self.answer()  # only a reader that has seen EAGAIN is woken
+
+    def answer(self) -> None:
+        """Answer all questions that have come."""
+        while not self._socket.closed:
+            try:
+                envelope, _, version, request, *facts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            _domain, host, _identity, mechanism, *credentials = facts
+            is_admitted = mechanism == b"CURVE" and credentials == [self._client_key]
+            status = (b"200", b"OK") if is_admitted else (b"400", b"unknown key")
+            self._socket.send_multipart([envelope, b"", version, request, *status, b"", b""])
+            if not is_admitted:
+                self._report(host.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Stop to answer; clients that come later are refused by libzmq."""
+        self._loop.remove_reader(self._socket.FD)
+        self._socket.close(linger=0)
+
+    def _report(self, host: str) -> None:
+        self._num_unlogged += 1
+        now = self._loop.time()
+        if now - self._logged_at >= _LOG_EVERY_S:
+            _log.warning(
+                "refused %d connections without the secret of this run, the last from %s",
+                self._num_unlogged,
+                host,
+            )
+            self._num_unlogged, self._logged_at = 0, now
+
+
+# --- Messages over ZeroMQ: the only file that knows it ---
+#
+# Parents bind one ROUTER, and every dial is a DEALER (`echo.runtime.links` keeps their states).
+#
+# **One connection, one identity.** The ROUTER names each inbound connection by itself (no routing
+# id is sent), so a node that comes back after a half-open connection is a new peer at once instead
+# of a refused duplicate. A DEALER lives for one connection: libzmq's own reconnection is off, and
+# ZMQ_IMMEDIATE stays 0, because 1 throws away what a peer said just before it closed.
+#
+# **Bytes are counted by what libzmq has released.** A ROUTER cannot tell what waits for one peer,
+# and its high-water mark counts messages, dropping silently unless ROUTER_MANDATORY is set. So
+# there is none on sends. Instead pyzmq's tracker of a zero-copy frame says when libzmq has passed
+# it on to the kernel; a connection sends in order, so one tracker settles everything before it.
+# That is exact, needs no acknowledgements on the wire, and one tracker per 64 KiB keeps it cheap.
+# On the other side RCVHWM stops reading, TCP fills, trackers stay open, and `send` refuses. (Left
+# to admission: libzmq gathers the frames of one message without a bound on their number.)
+#
+# **Sockets are drained raw, on the loop.** A reader callback only notes that a socket has
+# something; `receive` takes messages until EAGAIN or the end of its budget, one wake-up per burst
+# instead of one future per message, and yields to the loop before it goes on. The descriptor is
+# edge-triggered: an edge means "look at ZMQ_EVENTS", any send may swallow one and therefore looks
+# too, and a socket stays noted until it said EAGAIN. Monitors are drained in their callback at
+# once, since libzmq's I/O thread waits on a full one.
+#
+# **Encryption** is CURVE (echo/runtime/identity.py), on all links of a transport with keys and on
+# none of one without. A stranger who does not speak it, or nothing at all, is closed when the
+# handshake's time is up; a plain listener has no such defence against the bytes of ZMTP 1.
+#
+# Heartbeats are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.
+
+
+# Longer than any run: libzmq must not redial by itself, and "never" (-1) loses unread messages.
+_NEVER_MS = 1_000_000_000
+
+
+class ZmqTransport(Transport):
+    """Carries messages over TCP with ZeroMQ.
+
+    Args:
+        listen_address: tcp://host:port to bind, port 0 for any free one; None to dial only.
+        options: bounds and timings.
+        keys: those of this process; without them nothing is encrypted.
+        congestion_control: wanted for what is sent to inbound peers; None for the system's default.
+    """
+
+    def __init__(
+        self,
+        listen_address: str | None = None,
+        options: TransportOptions | None = None,
+        keys: CurveKeys | None = None,
+        *,
+        congestion_control: str | None = "bbr",
+    ) -> None:
+        if listen_address is not None:
+            parse_address(listen_address)
+        self._listen_address = listen_address
+        self._keys = keys
+        self._congestion_control = congestion_control
+        self._admission: ZapHandler | None = None
+        self.options = options or TransportOptions()
+        self.totals = TransportStats()
+        self.context: zmq.Context[Socket] = zmq.Context()
+        self.context.blocky = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener: Listener | None = None
+        self._peers: dict[PeerId, DialledLink | Inbound] = {}
+        self._ids = itertools.count(1)
+        self._noted: dict[Listener | DialledLink, None] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._bound: socket.socket | None = None
+        self._is_closed = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that it was started on."""
+        if self._loop is None:
+            raise TransportError("the transport has not been started")
+        return self._loop
+
+    @property
+    def listen_address(self) -> str | None:
+        """Where it listens, once started with the real port and its server key."""
+        return self._listen_address
+
+    async def start(self) -> None:
+        """Bind and listen, if it has where."""
+        await self.bind()
+        try:
+            self.listen()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def bind(self) -> None:
+        """Take the address, and let nobody connect before `listen`.
+
+        Raises:
+            TransportError: as `start`.
+        """
+        self._loop = asyncio.get_running_loop()
+        if self._listen_address is None:
+            return
+        try:
+            self._bound = await bound_socket(self._listen_address, self._congestion_control)
+        except BaseException:
+            await self.close()
+            raise
+        host, port = self._bound.getsockname()[:2]
+        address = format_address(host, port)
+        key = None if self._keys is None else self._keys.server.public
+        self._listen_address = address if key is None else with_key(address, key)
+
+    def listen(self) -> None:
+        """Let others connect to the address that `bind` took.
+
+        Raises:
+            TransportError: if somebody else took it, too, and listened first.
+        """
+        if self._bound is not None:
+            bound, self._bound = self._bound, None
+            with bound:
+                self._listener = self._listen(bound)
+
+    def dial(self, address: str) -> PeerId:
+        """Begin to connect."""
+        self._check_open()
+        peer = self.mint("out")
+        self._peers[peer] = DialledLink(self, peer, address)
+        return peer
+
+    def hang_up(self, peer: PeerId) -> None:
+        """End a peer."""
+        match self._peers.pop(peer, None):
+            case DialledLink() as link:
+                link.close()
+                self._noted.pop(link, None)
+            case Inbound() as inbound:
+                inbound.is_hung_up = True
+
+    def send(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+        """Accept a message if the peer is connected and below its byte bound."""
+        num_bytes = checked_num_bytes(frames, self.options.max_message_bytes)
+        is_sent = False
+        match self._peers.get(peer):
+            case DialledLink() as link:
+                is_sent = link.send(frames, num_bytes)
+            case Inbound() as inbound if self._listener is not None:
+                is_sent = inbound.outbox.send(frames, num_bytes)
+                self._listener.channel.look()
+        if is_sent:
+            self.totals.messages_out += 1
+            self.totals.bytes_out += num_bytes
+        else:
+            self.totals.refused_sends += 1
+        return is_sent
+
+    async def receive(self) -> list[TransportEvent]:
+        """Wait for events, and return a burst of them."""
+        if self._noted:
+            await asyncio.sleep(0)  # a busy transport must not starve the rest of the loop
+        while True:
+            self._check_open()
+            burst = Burst(self.options, self.totals)
+            self._drain(burst)
+            if burst.events:
+                return burst.events
+            if self._noted:  # a burst of discarded messages only
+                await asyncio.sleep(0)
+            else:
+                self._waiter = self.loop.create_future()
+                await self._waiter
+
+    async def close(self) -> None:
+        """Close all sockets; bounded by `linger_s`."""
+        self._is_closed = True
+        self._wake()
+        for peer in self._peers.values():
+            if isinstance(peer, DialledLink):
+                peer.close()
+        self._peers.clear()
+        self._noted.clear()
+        if self._bound is not None:
+            self._bound.close()
+            self._bound = None
+        if self._listener is not None:
+            self._listener.close(self.options.linger_s)
+            self._listener = None
+        if self._admission is not None:
+            self._admission.close()
+            self._admission = None
+        # Waits for lingering sockets, each linger_s at most, and so not on the loop.
+        await asyncio.to_thread(self.context.term)
+
+    def stats(self) -> TransportStats:
+        """Return the totals so far."""
+        return dataclasses.replace(self.totals)
+
+    def note(self, source: Listener | DialledLink) -> None:
+        """Remember that a channel has something for `receive`."""
+        self._noted[source] = None
+        self._wake()
+
+    def mint(self, prefix: str) -> PeerId:
+        """Return a fresh id."""
+        return f"{prefix}-{next(self._ids)}"
+
+    def dial_failed(self, peer: PeerId, reason: str, *, is_refused: bool) -> None:
+        """Pass on that an attempt to dial failed."""
+        if self.on_dial_failed is not None and not self._is_closed:
+            self.on_dial_failed(peer, reason, is_refused)
+
+    def adopt(self, inbound: Inbound) -> None:
+        """Enter an inbound peer."""
+        self._peers[inbound.peer] = inbound
+
+    def forget(self, inbound: Inbound) -> None:
+        """Let go of an inbound peer whose connection is over."""
+        self._peers.pop(inbound.peer, None)
+
+    def server_keys(self, address: str) -> tuple[bytes | None, ...]:
+        """Return the keys that may be those of the process at `address`; None does not encrypt."""
+        if self._keys is not None:
+            return self._keys.server_keys(address)
+        if parse_key(address) is not None:
+            raise TransportError(
+                f"{without_key(address)} is encrypted, and this node is not: security.curve must "
+                "be the same on all nodes of a run"
+            )
+        return (None,)
+
+    def connect(
+        self,
+        host: str,
+        port: int,
+        server_key: bytes | None,
+        on_readable: Callable[[], None],
+        on_news: OnNews,
+    ) -> ZmqChannel:
+        """Open a DEALER that makes one attempt.
+
+        Raises:
+            TransportError: if no socket is to be had now.
+        """
+        try:
+            channel = ZmqChannel(
+                self.context, zmq.DEALER, self.options, self.loop, on_readable, on_news
+            )
+        except zmq.ZMQError as error:
+            raise TransportError(
+                f"cannot connect to {format_address(host, port)}: {error}; if too many files are "
+                "open, raise their limit (ulimit -n)"
+            ) from error
+        if self._keys is not None and server_key is not None:
+            channel.dial_curve(self._keys.client, server_key)
+        channel.socket.setsockopt(zmq.IPV6, int(":" in host))
+        channel.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        channel.socket.connect(format_address(host, port))
+        channel.look()
+        return channel
+
+    def _listen(self, bound: socket.socket) -> Listener:
+        host, port = bound.getsockname()[:2]
+        listen_on(bound, format_address(host, port))
+        listener = Listener(self, Gate(bound))
+        channel = ZmqChannel(
+            self.context,
+            zmq.ROUTER,
+            self.options,
+            self.loop,
+            functools.partial(self.note, listener),
+            listener.on_news,
+        )
+        listener.channel = channel
+        if self._keys is not None:
+            self._admission = ZapHandler(self.context, self.loop, self._keys.client.public)
+            channel.serve_curve(self._keys.server)
+        channel.socket.setsockopt(zmq.IPV6, int(":" in host))
+        channel.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        channel.socket.setsockopt(zmq.USE_FD, bound.detach())
+        channel.socket.bind(format_address(host, port))
+        channel.look()
+        return listener
+
+    def _drain(self, burst: Burst) -> None:
+        for source in list(self._noted):
+            if burst.is_full:
+                break
+            is_empty = source.drain(burst)
+            del self._noted[source]
+            if not is_empty:
+                self._noted[source] = None  # behind the others: each has its turn
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransportError("the transport is closed")

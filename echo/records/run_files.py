@@ -1,0 +1,202 @@
+"""Read what a run has written about itself: metrics.jsonl, ledger.jsonl and config.json.
+
+A crash may have torn the last line of the first two: it is left out. Any other damage is an error
+that names the line. Rows of steps that a resume abandoned do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from echo.core.errors import DataError, StorageError
+from echo.fleet.job import Job
+
+MetricsRow = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A held-out evaluation of one version."""
+
+    step: int
+    sampled: float
+    """Pass rate at the run's sampling temperature, 0..1."""
+    greedy: float
+    """Pass rate of greedy decoding, 0..1."""
+    num_errors: int = 0
+    """Rewards that failed, and count as 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsHistory:
+    """The rows of metrics.jsonl that lie on the surviving line of the run."""
+
+    train: tuple[MetricsRow, ...] = ()
+    """Rows of optimizer steps, by step; all have `reward/mean`."""
+    evaluations: tuple[Evaluation, ...] = ()
+    broadcast_bytes: float = 0
+    """Sum of `broadcast/bytes` of every row, those of abandoned steps too: they were sent."""
+    times: tuple[float, ...] = ()
+    """Unix seconds of every row, in order of writing."""
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, MetricsRow]]:
+    """Yield (line number from 1, object) of each line of `path`; a torn last line is left out.
+
+    Raises:
+        DataError: if the file is missing.
+        StorageError: if it cannot be read or a line before the last is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                if line.strip():
+                    yield number, _json_object(line, f"{path}:{number}")
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path}: no such file; is {path.parent} the directory of a run that has started?"
+        ) from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_config(run_dir: Path) -> MetricsRow:
+    """Return the resolved configuration of the run in `run_dir`.
+
+    Raises:
+        DataError: if there is none.
+        StorageError: if it is damaged.
+    """
+    path = run_dir / "config.json"
+    try:
+        return _json_object(path.read_bytes(), str(path))
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; is {run_dir} the directory of a run?") from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_metrics(run_dir: Path) -> MetricsHistory:
+    """Read metrics.jsonl of the run in `run_dir`.
+
+    The first row of a new lineage tells where the run was resumed: what older lineages wrote of
+    later steps is left out. So it is where a step comes again.
+    """
+    path = run_dir / "metrics.jsonl"
+    train: list[MetricsRow] = []
+    evaluations: dict[int, Evaluation] = {}
+    times = []
+    broadcast_bytes = 0.0
+    lineage = 0.0
+    for number, row in json_lines(path):
+        where = f"{path}:{number}"
+        step = int(_finite(row, "step", where))
+        times.append(_finite(row, "time", where))
+        broadcast_bytes += row.get("broadcast/bytes") or 0
+        is_step = "reward/mean" in row
+        before, lineage = lineage, _finite(row, "lineage", where) if "lineage" in row else lineage
+        if lineage > before or (is_step and train and step <= train[-1]["step"]):
+            # A row of an optimizer step comes after it, an evaluation before the next one.
+            fork_step = step - 1 if is_step else step
+            train = [earlier for earlier in train if earlier["step"] <= fork_step]
+            evaluations = {at: e for at, e in evaluations.items() if at <= fork_step}
+        if is_step:
+            train.append(row)
+        evaluation = _evaluation(row, step)
+        if evaluation is not None:
+            evaluations[evaluation.step] = evaluation
+    return MetricsHistory(
+        tuple(train),
+        tuple(evaluations[step] for step in sorted(evaluations)),
+        broadcast_bytes,
+        tuple(times),
+    )
+
+
+def _json_object(text: bytes, where: str) -> MetricsRow:
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise StorageError(f"{where}: not JSON ({error}); the file is damaged") from error
+    if not isinstance(value, dict):
+        raise StorageError(f"{where}: not a JSON object; the file is damaged")
+    return value
+
+
+def _finite(row: MetricsRow, key: str, where: str) -> float:
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise StorageError(f"{where}: {key} is {value!r}, expected a number; the file is damaged")
+    return value
+
+
+def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
+    """The evaluation in `row`, if there is one: eval/<task>/pass@1 and eval/<task>/greedy."""
+    sampled = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/pass@1")]
+    greedy = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/greedy")]
+    if not sampled or not greedy or sampled[0] is None or greedy[0] is None:
+        return None
+    num_errors = int(row.get("eval/reward_errors") or 0)
+    return Evaluation(int(row.get("eval/version", step)), sampled[0], greedy[0], num_errors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRate:
+    """What one worker did."""
+
+    tokens_per_s: float
+    """Completion tokens per second while it held a group."""
+    concurrency: int
+    """Most rollouts that it held side by side."""
+    group_s: float
+    """Median seconds from grant to acceptance of a group."""
+    pace: float
+    """Completion tokens per second of one group, from grant to acceptance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRates:
+    """What a run says about itself."""
+
+    name: str
+    num_steps: int
+    job: Job
+    """With the run's own times, lengths and sizes."""
+    workers: Mapping[str, WorkerRate]
+    broadcast_s: float
+    """Median seconds of a broadcast; 0 if none was recorded."""
+    idle_share: float
+    """Recorded share of the time in which the learner waited."""
+    useful_share: float
+    """Recorded share of the groups whose rewards were not all equal."""
+
+
+def _values(rows: Sequence[MetricsRow], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _rate(spans: list[tuple[float, float, int]], group_size: int) -> WorkerRate:
+    """Return a worker's rate from (granted at, accepted at, tokens) of its groups."""
+    busy_s, until = 0.0, -math.inf
+    for begin, end, _ in sorted(spans):
+        busy_s += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    changes = sorted([(begin, 1) for begin, _, _ in spans] + [(end, -1) for _, end, _ in spans])
+    most = max(accumulate(change for _, change in changes))
+    return WorkerRate(
+        tokens_per_s=sum(count for _, _, count in spans) / max(busy_s, 1e-9),
+        concurrency=most * group_size,
+        group_s=median(end - begin for begin, end, _ in spans),
+        pace=sum(count for _, _, count in spans)
+        / max(sum(end - begin for begin, end, _ in spans), 1e-9),
+    )

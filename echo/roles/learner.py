@@ -1,0 +1,460 @@
+"""The learner's side of the conversation: admit nodes, grant leases, take groups, send weights.
+
+Theory of operation. The learner binds; everybody dials. Each routed message of a node is answered
+over the link on which it came, so a node may change its way (another relay, or none) at any time.
+
+Nothing here waits: what cannot be done now is done when the next heartbeat, result or step makes it
+possible. `buffer` is read for its size; putting groups in and taking them out is the caller's.
+
+Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` decides who is given which group,
+`leases/scheduler.py` judges results, `weights/broadcast.py` distributes the weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.metrics import Counters, NodeView
+from echo.core.rollout import Lineage
+from echo.core.timers import Paced, earliest
+from echo.leases.book import LeaseBook, LeasedWorker
+from echo.leases.scheduler import GRANT_S, AcceptedGroups, LeaseSettings, Obstacle, Scheduler
+from echo.roles.joining import Admission, AdmissionSettings
+from echo.roles.members import Member, Roster, Shutdown
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import ParentFailed, acknowledge
+from echo.weights.topology.plan import PLAN_S, Planner
+from echo.weights.topology.sites import Site
+from echo.wire.actions import Action, Complaints, HangUp, Note, Routes, Send, Work
+from echo.wire.codec import (
+    Envelope,
+    Frame,
+    decode_envelope,
+    decode_message,
+    describe,
+    encode,
+    other_protocol,
+)
+from echo.wire.messages import (
+    LEARNER_ID,
+    Ack,
+    AssetRequest,
+    Deliver,
+    Failed,
+    Finish,
+    Goodbye,
+    Greet,
+    Greeted,
+    Heartbeat,
+    Hello,
+    Lease,
+    Message,
+    Partial,
+    Probe,
+    Pulse,
+    Ready,
+    Refuse,
+    Rehello,
+)
+
+MAX_NAMES_TOLD = 3
+"""Silent nodes that one line names; the rest of them it counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """What the learner's role is told by the configuration, by plane."""
+
+    admission: AdmissionSettings
+    leases: LeaseSettings
+    site: Site
+    """Its address may be empty for "as you reached it"; its uplink counts until transfers have
+    shown it."""
+    chunk_bytes: int = 1 << 20
+
+
+class Learner:
+    """The learner's conversation with every node, without IO and without a clock."""
+
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        *,
+        broadcast: Broadcast,
+        buffer: AcceptedGroups,
+        leases: LeaseBook,
+        make_lease: Callable[[int, int], Lease],
+        lineages: tuple[Lineage, ...],
+        step: int,
+        next_group_id: int,
+        finished: Iterable[int],
+    ) -> None:
+        """Start without nodes.
+
+        Args:
+            settings: see there.
+            broadcast: this node's part of the weights plane.
+            buffer: groups accepted and not yet used.
+            leases: leases that are out, as far as is known after a restart.
+            make_lease: (group id, attempt) -> lease; the same id always has the same prompt.
+            lineages: histories so far, the present one last.
+            step: optimizer steps done.
+            next_group_id: first id never granted.
+            finished: ids below it that are accepted or ended.
+        """
+        self.settings = settings
+        self.broadcast = broadcast
+        self.lineages = lineages
+        self.counters = Counters()
+        admission = settings.admission
+        self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
+        self.is_granting = True
+        self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
+        self._decided: list[Action] = []
+        self._routes = Routes(self.counters)
+        self._complaints = Complaints()
+        self._admission = Admission(
+            admission,
+            lineages=lineages,
+            roster=self.roster,
+            counters=self.counters,
+            routes=self._routes,
+            complaints=self._complaints,
+        )
+        self._scheduler = Scheduler(
+            settings.leases,
+            leases=leases,
+            buffer=buffer,
+            make_lease=make_lease,
+            lineages=lineages,
+            step=step,
+            next_group_id=next_group_id,
+            finished=finished,
+            counters=self.counters,
+            routes=self._routes,
+            complaints=self._complaints,
+        )
+        self._shutdown = Shutdown(self.roster, self._routes)
+        self.planning = Planner(learner=settings.site, chunk_bytes=settings.chunk_bytes)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._scheduler.step
+
+    @property
+    def buffer(self) -> AcceptedGroups:
+        """Groups accepted and not yet used."""
+        return self._scheduler.buffer
+
+    @property
+    def leases(self) -> LeaseBook:
+        """Leases that are out."""
+        return self._scheduler.leases
+
+    @property
+    def next_group_id(self) -> int:
+        """The first group id that was never granted."""
+        return self._scheduler.next_group_id
+
+    # --- links and messages ----------------------------------------------------------------------
+
+    def disconnected(self, peer: str, *, now: float) -> list[Action]:
+        """Forget a link; the nodes behind it are given up only by their silence."""
+        self._routes.forget(peer)
+        return self.broadcast.remove_child(peer, now=now)
+
+    def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Handle one message; a peer's mistake is counted and noted, never raised."""
+        try:
+            actions = self._receive(peer, decode_envelope(frames), frames[1:], now)
+        except RemoteProtocolError as error:
+            self.counters.add("protocol_errors")
+            source = describe(frames)[0] or peer
+            actions = self._complaints.note(
+                source, "protocol", f"refused a message: {error}", now=now
+            )
+        self._decided = []
+        return actions
+
+    def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Part with the node that sent a message, or with the link if it concerned the link alone.
+
+        A relay's link stays for the others behind it; the node has to say hello again. Plans and
+        grants follow when the next deadline is due.
+        """
+        self.counters.add("internal_errors")
+        decided, self._decided = self._decided, []
+        source, target, _ = describe(frames)
+        if target != LEARNER_ID:
+            return [*decided, HangUp(peer), *self.disconnected(peer, now=now)]
+        if self.roster.nodes.pop(source, None) is not None:
+            self.leases.drop_worker(source)
+            self._plans.deadline = self._grants.deadline = now
+        return decided
+
+    def _receive(
+        self, peer: str, envelope: Envelope, payload: list[Frame], now: float
+    ) -> list[Action]:
+        if envelope.target not in ("", LEARNER_ID):
+            raise RemoteProtocolError(f"a message for {envelope.target!r} sent to the learner")
+        if envelope.target == LEARNER_ID:
+            self._routes.learn(envelope.source, peer)
+        fault = other_protocol(envelope)
+        if fault is not None:
+            # Answered in our version: the envelope alone tells the other what is wrong.
+            self.counters.add("refused/protocol_version")
+            refuse = Refuse(reason="protocol_version", detail=fault)
+            frames = encode(refuse, source=LEARNER_ID, target=envelope.source)
+            notes = self._complaints.note(envelope.source, "protocol_version", fault, now=now)
+            return [*notes, Send(peer, frames)]
+        message = decode_message(envelope)
+        if not envelope.target:
+            return self._on_link_message(peer, message, payload, now)
+        return self._on_routed(envelope.source, message, payload, now)
+
+    def _on_link_message(
+        self, peer: str, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
+        if isinstance(message, Greet):
+            answer = Greeted(node_id=LEARNER_ID, role="learner")
+            return [Send(peer, encode(answer, source=LEARNER_ID))]
+        if isinstance(message, Probe):
+            return acknowledge(peer, source=LEARNER_ID)
+        results = self.broadcast.receive(peer, message, payload, now=now)
+        return [action for action in results if not isinstance(action, ParentFailed)]
+
+    def _on_routed(
+        self, source: str, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
+        if isinstance(message, Hello | AssetRequest | Ready):
+            return self._on_joining(source, message, now)
+        member = self.roster.nodes.get(source)
+        if member is None or not member.is_member:
+            return self._routes.to(source, Rehello())
+        match message:
+            case Heartbeat():
+                return self._on_heartbeat(member, message, now)
+            case Deliver() | Partial() | Failed():
+                # Kept if granting fails: a group that is being stored must be stored.
+                self._decided = self._scheduler.receive(source, message, payload, now=now)
+                return self._decided + self.grant(now=now)
+            case Goodbye():
+                self.roster.leave(member, is_released=message.is_released)
+                note = Note("info", f"{source} left: {message.reason}")
+                return [note, *self._drop(member, now), *self._shutdown.tell()]
+        raise RemoteProtocolError(f"{type(message).__name__} from {source} is not for the learner")
+
+    # --- joining and the plan --------------------------------------------------------------------
+
+    def _on_joining(
+        self, source: str, message: Hello | AssetRequest | Ready, now: float
+    ) -> list[Action]:
+        if self.finish_reason is not None:
+            return self._routes.to(source, Finish(reason=self.finish_reason))
+        admission = self._admission
+        match message:
+            case Hello():
+                actions, replaced = admission.on_hello(source, message, now=now)
+                if replaced is not None:
+                    actions += self._drop(replaced, now)
+                return actions
+            case Ready():
+                actions, has_joined = admission.on_ready(source, message, now=now)
+                return actions + self.replan(now) if has_joined else actions
+            case AssetRequest():
+                return admission.on_asset_request(source, message)
+
+    def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
+        """Tell every member whose parents have changed, soon if not now."""
+        if not self._plans.may(len(self.roster.nodes), now=now):
+            return []
+        self.planning.expect(self.broadcast.payload)
+        moved = self.planning.move(
+            [member.node for member in self.roster.members()],
+            uplink_bytes_per_s=self.broadcast.uplink_bytes_per_s,
+            now=now,
+            is_between=is_between,
+        )
+        return [action for name, plan in moved for action in self._routes.to(name, plan)]
+
+    def make_way(self, *, now: float) -> list[Action]:
+        """Plan for a version that is about to go out, if a plan is due."""
+        is_due = self.planning.is_due(now=now, is_between=True)
+        return self.replan(now, is_between=True) if is_due else []
+
+    def _drop(self, member: Member, now: float) -> list[Action]:
+        """Take back everything a node was given; it is no longer in the roster or was replaced."""
+        self.leases.drop_worker(member.node_id)
+        return [*self.replan(now), *self.grant(now=now)]
+
+    # --- heartbeats and leases -------------------------------------------------------------------
+
+    def _on_heartbeat(self, member: Member, message: Heartbeat, now: float) -> list[Action]:
+        if self.finish_reason is not None and self._shutdown.may_leave(member):
+            return self._routes.to(member.node_id, Finish(reason=self.finish_reason))
+        has_new_suspects = message.stats.suspects != member.stats.suspects
+        has_progress = member.beat(message, now=now)
+        actions = self._routes.to(
+            member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
+        )
+        plan = member.node.plan
+        # A lost Plan shows as a parent that is not the planned one; repeating it is harmless.
+        if plan is not None and message.stats.parent != plan.first_parents:
+            plan = msgspec.structs.replace(plan, epoch=self.planning.epoch)
+            actions += self._routes.to(member.node_id, plan)
+        if has_new_suspects or self.planning.is_due(now=now):
+            actions += self.replan(now)
+        lost, unwanted = self._scheduler.reconcile(
+            member.worker,
+            message,
+            has_progress=has_progress,
+            resend_after_s=2 * self.settings.leases.heartbeat_s,
+            now=now,
+        )
+        actions += self._send_leases(member.node_id, lost)
+        for group_id, attempt in unwanted:
+            ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
+            actions += self._routes.to(member.node_id, ack)
+        return actions + self.grant(now=now)
+
+    def grant(self, *, now: float) -> list[Action]:
+        """Hand out as many groups as admission and capacities allow, soon if not now."""
+        is_over = self.finish_reason is not None or not self.is_granting
+        if is_over or self._scheduler.is_closed(self.broadcast.newest_complete):
+            self._grants.deadline = None
+            return []
+        if not self._grants.may(len(self.roster.nodes), now=now):
+            return []
+        actions, granted = self._scheduler.grant(self._workers, now=now)
+        for node_id, leases in granted.items():
+            actions += self._send_leases(node_id, leases)
+        return actions
+
+    def obstacle(self) -> Obstacle:
+        """Return what keeps the groups of the next batch from being granted."""
+        return self._scheduler.obstacle(self._workers, self.broadcast.newest_complete)
+
+    @property
+    def _workers(self) -> list[LeasedWorker]:
+        return [member.worker for member in self.roster.active("worker")]
+
+    def set_standby(self, names: Collection[str], *, now: float) -> list[Action]:
+        """Put exactly these workers on standby; return what is to be done where anything changes.
+
+        A worker on standby keeps its control link and its heartbeats, so that it can be activated
+        within one message. It is granted nothing; what it has in hand it finishes and delivers. It
+        gets no weights either (`weights/topology/plan.py`): they would cost traffic, and the
+        broadcast would take as long as for all workers and not as long as for those that generate.
+        Activated again it fetches, like a late joiner, the cheapest of image, keyframe and deltas,
+        and is granted leases once it has them.
+
+        A worker knows that it stands by from its plan, which then names no parents; the plan is
+        repeated with each heartbeat until it is obeyed, so a lost one does no harm.
+
+        Args:
+            names: node ids; of others than workers, and of workers that are gone, nothing is done.
+            now: the present.
+        """
+        changed = False
+        for member in self.roster.members("worker"):
+            is_standby = member.node_id in names
+            changed |= is_standby != member.is_standby
+            member.node.is_standby = is_standby
+        return [*self.replan(now), *self.grant(now=now)] if changed else []
+
+    def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
+        messages = self._scheduler.shipped.grants(leases)
+        return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
+
+    def stored(self, group_id: int, *, now: float) -> list[Action]:
+        """Acknowledge a group that the journal now holds; the caller has put it into the buffer."""
+        return [*self._scheduler.stored(group_id), *self.grant(now=now)]
+
+    # --- the learner's own steps -----------------------------------------------------------------
+
+    def advance(self, step: int, *, now: float) -> list[Action]:
+        """Note that an optimizer step was made: there is room for more groups."""
+        self._scheduler.step = step
+        return self.grant(now=now)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the run is over; None while it is not."""
+        return self._shutdown.reason
+
+    def finish(self, reason: str) -> list[Action]:
+        """Tell every node that the run is over, the relays once nobody is behind them any more."""
+        self._shutdown.reason = reason
+        return self._shutdown.tell()
+
+    def dismiss_all(self) -> list[Action]:
+        """Tell the nodes that are still here, and from now on whoever speaks."""
+        self._shutdown.is_last_call = True
+        return self._shutdown.tell()
+
+    def views(self, *, now: float) -> tuple[NodeView, ...]:
+        """Return every node as the live view shows it."""
+        return tuple(
+            member.view(step=self.step, num_leases=self.leases.num_leases(member.node_id), now=now)
+            for member in self.roster.nodes.values()
+        )
+
+    def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
+        """Take the result of work in a thread; the learner has none."""
+        raise LocalProtocolError(f"the learner has done {work}")
+
+    # --- time ------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` must be called next."""
+        paced = earliest(self._plans.deadline, self._grants.deadline)
+        return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
+
+    def expire(self, *, now: float) -> list[Action]:
+        """Give up nodes that are silent and leases without progress.
+
+        However many are silent, one plan and one round of grants follow: a plan costs in proportion
+        to the fleet, and where a region is cut off hundreds fall silent at once.
+        """
+        children = self.broadcast.tend(now=now)
+        actions: list[Action] = []
+        silent = self.roster.expire(now=now)
+        if silent:
+            actions.append(Note("warning", self._describe_silent(silent, now)))
+        for member in silent:
+            self.leases.drop_worker(member.node_id)
+        late = self.leases.expire(now=now)
+        for record in late:
+            self.counters.add("leases_expired")
+            if record.worker_id in self.roster.nodes:
+                # It gets no other group before its next heartbeat shows how it fares.
+                self.roster.nodes[record.worker_id].worker.is_stuck = True
+        if late:
+            numbers = Counter(record.worker_id for record in late)
+            where = ", ".join(f"{number} on {node_id}" for node_id, number in numbers.items())
+            text = f"leases expired without progress: {where}"
+            actions.append(Note("warning", text, "expired leases"))
+        if silent or self._plans.is_due(now=now):
+            actions += self.replan(now)
+        is_open = bool(actions) or self._grants.is_due(now=now)
+        return children + actions + (self.grant(now=now) if is_open else [])
+
+    def _describe_silent(self, silent: Sequence[Member], now: float) -> str:
+        """Say in one line who is given up, however many they are."""
+        names = [member.node_id for member in silent]
+        if len(names) > MAX_NAMES_TOLD:
+            names[MAX_NAMES_TOLD:] = [f"{len(names) - MAX_NAMES_TOLD} others"]
+        silent_s = min(now - member.heard_at for member in silent)
+        num_groups = sum(self.leases.num_leases(member.node_id) for member in silent)
+        verb = "is" if len(silent) == 1 else "are"
+        return (
+            f"{', '.join(names)} {verb} silent for {silent_s:.0f} s; {num_groups} groups are "
+            "granted again"
+        )

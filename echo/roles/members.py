@@ -1,0 +1,246 @@
+"""The nodes that the learner knows, and when they count as gone.
+
+A node is **known** after Hello, a **member** after Ready with the right hashes, and gone when it
+says Goodbye or is silent for `dead_after_s`. Its name belongs to one incarnation (one start of one
+process) at a time: a new incarnation of a name that still speaks waits until the old one is silent
+for two heartbeats, as after a quick restart; if both keep speaking, two processes share a name, and
+the newcomer is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo.core.metrics import NodeView
+from echo.core.price import Price
+from echo.core.rollout import PolicyVersion
+from echo.core.timers import Deadlines, RecentMap
+from echo.leases.book import LeasedWorker
+from echo.weights.topology.sites import PlannedNode
+from echo.wire.actions import Action, Routes
+from echo.wire.messages import Finish, Heartbeat, Hello, NodeStats
+
+NODE_RATE_WINDOW_S = 10.0
+"""Seconds over which a node's rates are averaged for the display."""
+MAX_RELEASED = 10_000
+
+
+@dataclass(slots=True)
+class Member:
+    """One node: who it is, when it was heard, and what each plane keeps of it."""
+
+    node_id: str
+    role: str
+    incarnation: str
+    heard_at: float
+    node: PlannedNode
+    """What the plan of the weights knows of it."""
+    worker: LeasedWorker
+    """What the scheduler of leases knows of it."""
+    price: Price = field(default_factory=Price)
+    is_member: bool = False
+    tokens_sampled: int = -1
+    """Counter at the last heartbeat: its growth renews waiting leases."""
+    rival: tuple[str, float] | None = None
+    """(incarnation, first heard at) of another process that asks for this name."""
+    history: deque[tuple[float, int, int]] = field(default_factory=deque)
+    """(instant, tokens sampled, weight bytes received) of the last heartbeats."""
+
+    @classmethod
+    def of(cls, message: Hello, *, now: float) -> Member:
+        """Return a node as it introduces itself."""
+        node = PlannedNode(
+            message.node_id,
+            message.role,
+            message.advertise,
+            region=message.region,
+            price_per_gb=message.price_per_gb,
+        )
+        worker = LeasedWorker(message.node_id)
+        return cls(
+            message.node_id,
+            message.role,
+            message.incarnation,
+            now,
+            node,
+            worker,
+            price=message.price,
+        )
+
+    def beat(self, message: Heartbeat, *, now: float) -> bool:
+        """Take a heartbeat; return whether the node has sampled anything since the last one."""
+        stats = message.stats
+        has_progress = stats.tokens_sampled != self.tokens_sampled
+        self.heard_at, self.tokens_sampled = now, stats.tokens_sampled
+        self.node.stats, self.node.installed = stats, message.installed
+        self.worker.installed, self.worker.capacity = message.installed, message.capacity
+        self.worker.num_places = stats.num_places
+        self.history.append((now, stats.tokens_sampled, stats.bytes_received))
+        while len(self.history) > 2 and now - self.history[0][0] > NODE_RATE_WINDOW_S:
+            self.history.popleft()
+        return has_progress
+
+    @property
+    def stats(self) -> NodeStats:
+        """What its last heartbeat says of it."""
+        return self.node.stats
+
+    @property
+    def installed(self) -> PolicyVersion | None:
+        """The version that it samples from, or a relay holds."""
+        return self.node.installed
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether it is given neither leases nor weights for now."""
+        return self.node.is_standby
+
+    @property
+    def num_sampled(self) -> int | None:
+        """The worker's counter of tokens, which began with its process; None before a heartbeat."""
+        return self.tokens_sampled if self.tokens_sampled >= 0 else None
+
+    def rates(self) -> tuple[float, float]:
+        """Return (tokens per second, weight bytes per second) over the last heartbeats."""
+        if len(self.history) < 2:
+            return 0.0, 0.0
+        (start, tokens, num_bytes), (stop, tokens_now, bytes_now) = (
+            self.history[0],
+            self.history[-1],
+        )
+        elapsed_s = max(stop - start, 1e-6)
+        return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
+
+    def view(self, *, step: int, num_leases: int, now: float) -> NodeView:
+        """Return this node as the live view shows it."""
+        tokens_per_s, bytes_per_s = self.rates()
+        stats, state = self.stats, self.stats.state
+        if not self.is_member:
+            state = "joining"
+        elif self.is_standby:
+            state = f"{state}, then standby" if num_leases else "standby"
+        elif self.worker.is_set_aside:
+            state = "set aside"
+        elif stats.fetching is not None and stats.num_chunks:
+            state = f"{state}, fetching {stats.fetching} {stats.num_chunks_held}/{stats.num_chunks}"
+        return NodeView(
+            node_id=self.node_id,
+            role=self.role,
+            state=state,
+            version="-" if self.installed is None else str(self.installed),
+            staleness=None if self.installed is None else step - self.installed.step,
+            tokens_per_s=tokens_per_s,
+            bytes_per_s=bytes_per_s,
+            num_leases=num_leases,
+            parent=stats.parent,
+            seen_s=now - self.heard_at,
+        )
+
+
+class Roster:
+    """All nodes by name, in the order in which they joined."""
+
+    def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
+        """Start empty."""
+        self.heartbeat_s = heartbeat_s
+        self.dead_after_s = dead_after_s
+        self.nodes: dict[str, Member] = {}
+        self.released: RecentMap[str, str] = RecentMap(max_entries=MAX_RELEASED)
+        """Node id -> incarnation of the machines that were given back, the last ones."""
+        self._deadlines: Deadlines[Member] = Deadlines(self._deadline_of)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next node would count as gone."""
+        return self._deadlines.first
+
+    def _deadline_of(self, member: Member) -> float | None:
+        is_here = self.nodes.get(member.node_id) is member
+        return member.heard_at + self.dead_after_s if is_here else None
+
+    def members(self, role: str | None = None) -> list[Member]:
+        """Return the admitted nodes, all or those of one role."""
+        return [m for m in self.nodes.values() if m.is_member and role in (None, m.role)]
+
+    def active(self, role: str | None = None) -> list[Member]:
+        """Return the admitted nodes that take part, without workers on standby."""
+        return [member for member in self.members(role) if not member.is_standby]
+
+    def leave(self, member: Member, *, is_released: bool) -> None:
+        """Remove a node that says goodbye; note whether its machine was given back."""
+        del self.nodes[member.node_id]
+        if is_released:
+            self.released[member.node_id] = member.incarnation
+
+    def hello(self, message: Hello, *, now: float) -> str:
+        """Take a Hello; return "new", "again", "wait" or "name_taken".
+
+        "new" replaces whatever bore that name; the caller drops the old one's leases.
+        """
+        known = self.nodes.get(message.node_id)
+        if known is None or known.incarnation == message.incarnation:
+            outcome = "new" if known is None else "again"
+        elif now - known.heard_at >= 2 * self.heartbeat_s:
+            outcome = "new"
+        else:
+            if known.rival is None or known.rival[0] != message.incarnation:
+                known.rival = message.incarnation, now
+            return "name_taken" if now - known.rival[1] > self.dead_after_s else "wait"
+        if outcome == "new":
+            self.nodes[message.node_id] = Member.of(message, now=now)
+            self._deadlines.add(self.nodes[message.node_id])
+        else:
+            assert known is not None
+            known.heard_at, known.node.advertise = now, message.advertise
+        return outcome
+
+    def expire(self, *, now: float) -> list[Member]:
+        """Remove and return the nodes that have been silent for too long."""
+        gone = self._deadlines.take_due(now=now)
+        for member in gone:
+            del self.nodes[member.node_id]
+        return gone
+
+
+# --- The end of a run: who is told when, so that everybody hears of it ---
+#
+# What goes to a worker may pass through a relay, so relays are told last, and not before nobody
+# else is left, except from the last call on.
+
+
+class Shutdown:
+    """Tells the nodes that the run is over."""
+
+    def __init__(self, roster: Roster, routes: Routes) -> None:
+        """Start with a run that is not over.
+
+        Args:
+            roster: the learner's.
+            routes: lead to the nodes.
+        """
+        self.reason: str | None = None
+        self.is_last_call = False
+        self._roster = roster
+        self._routes = routes
+
+    def tell(self) -> list[Action]:
+        """Tell whoever may leave, if the run is over."""
+        if self.reason is None:
+            return []
+        finish = Finish(reason=self.reason)
+        nodes = sorted(self._roster.nodes.values(), key=lambda node: node.role == "relay")
+        return [
+            action
+            for node in nodes
+            if self.may_leave(node)
+            for action in self._routes.to(node.node_id, finish)
+        ]
+
+    def may_leave(self, member: Member) -> bool:
+        """Return whether no other node may need this one to hear that the run is over."""
+        return (
+            self.is_last_call
+            or member.role != "relay"
+            or all(node.role == "relay" for node in self._roster.nodes.values())
+        )

@@ -1,0 +1,498 @@
+"""What a relay and a worker have in common: reaching the learner, and a parent for the weights.
+
+Theory of operation. A node has two outbound links. Over the **control link**, dialled to one of
+its configured addresses (the learner's or a relay's), routed messages go to and from the learner.
+Over the **weights link**, dialled to the parent that the learner's Plan names, chunks are pulled.
+Both are replaced independently, and neither loss stops the node's work.
+
+    dialling --Connected--> greeting --Greeted--> joining --Welcome--> configuring
+        ^                                            |  (known already)      | configured()
+        |  link lost / no answer for dead_after_s    +--------> readying <---+
+        +------------------------- from any state ----------------- | Admitted
+                                                                 admitted
+
+* Whatever is sent in a state is repeated every `retry_s` until the state is left. While task and
+  engine are being built (it can take minutes) Hello is repeated with the heartbeat's period, so
+  that both sides know of each other.
+* If the link is lost, or nothing was heard from the learner for `dead_after_s`, the next address
+  is dialled: the configured ones in turn, and the learner's own where a Plan told it. So the
+  workers of a dead relay find the learner without help.
+* After `reconnect_for_s` without the learner the node stops with an error that says what to do,
+  and once every address has refused its keys three times in a row: that does not mend itself.
+* Welcome of another run or with other settings, another protocol version, or hashes that differ end
+  the node: retrying cannot help.
+* So does a Welcome that the learner has not signed: whatever came with it is not used
+  (`weights/store.py`).
+* The weights link follows the newest Plan (`weights/parents.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol
+
+from echo.core.bounds import MAX_NODES, clamped_rate
+from echo.core.errors import RefusedError, RemoteProtocolError, TransportError
+from echo.core.metrics import Counters
+from echo.core.rollout import PolicyVersion
+from echo.core.timers import OncePerMinute, RecentMap, earliest
+from echo.core.units import one_line
+from echo.roles.joining import Joining, NodeSettings, describe_failure
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import Connection, ParentFailed, UplinkProbe, acknowledge
+from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
+from echo.weights.receiver import VersionArrived
+from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
+from echo.wire.codec import (
+    Envelope,
+    Frame,
+    decode_envelope,
+    decode_message,
+    describe,
+    encode,
+    other_protocol,
+)
+from echo.wire.messages import (
+    LEARNER_ID,
+    Admitted,
+    Asset,
+    Finish,
+    Goodbye,
+    Greet,
+    Greeted,
+    Heartbeat,
+    LeaseState,
+    Message,
+    NodeStats,
+    Probe,
+    ProbeAck,
+    Pulse,
+    Refuse,
+    Rehello,
+    TopologyPlan,
+    Welcome,
+)
+
+MAX_REFUSALS = 3
+"""Attempts in a row that each address must have refused before a node gives up."""
+TELL_AFTER_S = 5.0
+"""Seconds without the learner before the operator hears of it."""
+MAX_PEER_NAMES = 10_000
+"""Inbound peers whose names are remembered, for messages to the operator."""
+
+
+class DialingRole:
+    """A relay's or worker's conversation with everybody else, without IO and without a clock."""
+
+    def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
+        """Start disconnected; call `start` for the first actions."""
+        self.settings = settings
+        self.broadcast = broadcast
+        self.counters = Counters()
+        self.is_leaving = False
+        self._joining = Joining(settings, broadcast, send=self.to_learner)
+        self._probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
+        self._control: Connection | None = None
+        self._address_index = 0
+        self._lost_at = self._heard_at = now
+        self._heartbeat_at = self._beat_at = now
+        self.learner_step = 0
+        self._complaints = OncePerMinute()
+        self._faults: dict[str, str] = {}
+        """Why the last attempt at an address failed."""
+        self._num_refusals: Counter[str] = Counter()
+        self._told_at: dict[str, float] = {}
+        self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
+        self._weights = Parents(
+            broadcast, retry_s=settings.retry_s, sockets_per_link=settings.sockets_per_link
+        )
+        self._weights.retry_preferred_s = settings.dead_after_s
+
+    # --- what subclasses fill in -----------------------------------------------------------------
+
+    def installed(self) -> PolicyVersion | None:
+        """Return the newest version in use; for a relay the newest held whole."""
+        return self.broadcast.newest_complete
+
+    def capacity(self) -> int:
+        """Return how many groups this node can hold at once."""
+        return 0
+
+    def lease_states(self) -> tuple[LeaseState, ...]:
+        """Return the leases of this node."""
+        return ()
+
+    def stats(self) -> NodeStats:
+        """Return what to tell the learner about this node."""
+        version, num_held, num_chunks = self.broadcast.progress()
+        return NodeStats(
+            state="relaying",
+            bytes_received=self.broadcast.bytes_received,
+            bytes_sent=self.broadcast.bytes_sent,
+            parent=self._weights.parent,
+            suspects=self._weights.suspects(now=self._beat_at)[:MAX_NODES],
+            uplink_bytes_per_s=clamped_rate(self.broadcast.uplink_bytes_per_s),
+            downlink_bytes_per_s=clamped_rate(self.broadcast.downlink_bytes_per_s),
+            rtt_s=self._weights.rtt_s,
+            fetching=version,
+            num_chunks_held=num_held,
+            num_chunks=num_chunks,
+            refused={name: int(n) for name, n in self.counters.as_dict().items()},
+        )
+
+    def on_routed(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
+        """Handle a message from the learner that this class does not know."""
+        raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
+
+    def on_admitted(self, *, now: float) -> list[Action]:
+        """Handle that the learner has (again) admitted this node."""
+        return []
+
+    def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
+        """Handle a routed message for another node."""
+        raise RemoteProtocolError(
+            f"a message for {envelope.target}; a {self.settings.role} does not relay"
+        )
+
+    # --- links -----------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """One of "dialling", "joining", "configuring", "readying" and "admitted"."""
+        return self._joining.state
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between heartbeats."""
+        return self._joining.heartbeat_s
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the learner has admitted this node and the link stands."""
+        return self.state == "admitted"
+
+    def start(self, *, now: float) -> list[Action]:
+        """Dial the first address."""
+        self._lost_at = self._heard_at = now
+        return self._dial_control(now)
+
+    def dialled(self, address: str, purpose: str, peer: str) -> None:
+        """Note which peer a Dial has become."""
+        if purpose != "control":
+            self._weights.dialled(address, peer)
+        elif self._control is not None and self._control.address == address:
+            self._control.peer = self._control.peer or peer
+
+    def connected(self, peer: str, *, now: float) -> list[Action]:
+        """Handle that a dialled link stands (for the first time or again)."""
+        if self._control is not None and self._control.peer == peer:
+            self._control.greeted_at = now
+            return [self._greet(peer, "control")]
+        return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
+
+    def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
+        """Handle that an attempt to dial failed; stop where all addresses refuse this node.
+
+        Args:
+            peer: whom it was made for; parents are left by their silence.
+            reason: for the operator.
+            is_refused: whether another attempt cannot help.
+        """
+        link = self._control
+        if link is None or link.peer != peer:
+            return []
+        self._faults[link.address] = reason
+        self._num_refusals[link.address] += 1
+        if not is_refused:
+            self._num_refusals[link.address] = 0
+        if any(self._num_refusals[address] < MAX_REFUSALS for address in self._addresses()):
+            return []
+        text = f"{reason} (tried {MAX_REFUSALS} times)"
+        return [Stop("refused", RefusedError(text))]
+
+    def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
+        """Handle that a link is gone, inbound or outbound."""
+        if self._control is not None and self._control.peer == peer:
+            text = f"lost the link to {self._control.address}: {reason}"
+            return [Note("warning", text, "lost link"), *self._next_address(now)]
+        if self._weights.has(peer):
+            return self._weights.failed(peer, reason, control=self._control, now=now)
+        self._peer_names.discard(peer)
+        return self.broadcast.remove_child(peer, now=now)
+
+    def _greet(self, peer: str, purpose: str) -> Send:
+        greet = Greet(node_id=self.settings.node_id, role=self.settings.role, purpose=purpose)
+        return Send(peer, encode(greet, source=self.settings.node_id))
+
+    def _addresses(self) -> list[str]:
+        known = list(self.settings.addresses)
+        learner = self._weights.learner_address
+        if learner and learner not in known:
+            known.append(learner)
+        return known
+
+    def _dial_control(self, now: float) -> list[Action]:
+        addresses = self._addresses()
+        address = addresses[self._address_index % len(addresses)]
+        self._control = Connection(address, dialled_at=now)
+        self._joining.state = "dialling"
+        self._joining.retry_at = now + CONNECT_TIMEOUT_S
+        return [Dial(address, "control")]
+
+    def _next_address(self, now: float) -> list[Action]:
+        """Leave the control link and try the next address."""
+        actions: list[Action] = []
+        if self._control is not None and self._control.peer:
+            actions.append(HangUp(self._control.peer))
+        self._address_index += 1
+        return actions + self._dial_control(now)
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Handle one message; a peer's mistake is counted and noted, never raised."""
+        try:
+            return self._receive(peer, decode_envelope(frames), frames, now)
+        except RemoteProtocolError as error:
+            self.counters.add("protocol_errors")
+            name = self._peer_names.get(peer) or peer
+            text = f"refused a message from {name}: {error}"
+            line = self._complaints.say(name, "protocol", text, now=now)
+            return [] if line is None else [Note("warning", line)]
+
+    def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Leave the link that a message came over; one for another node is only not forwarded."""
+        self.counters.add("internal_errors")
+        _, target, _ = describe(frames)
+        if target not in ("", self.settings.node_id):
+            return []
+        return [HangUp(peer), *self.disconnected(peer, "an internal error", now=now)]
+
+    def _receive(
+        self, peer: str, envelope: Envelope, frames: list[Frame], now: float
+    ) -> list[Action]:
+        if envelope.target and envelope.target != self.settings.node_id:
+            return self.forward(peer, envelope, frames)
+        fault = other_protocol(envelope)
+        if fault is not None:
+            return self._on_other_protocol(peer, envelope.source, fault, now)
+        message = decode_message(envelope)
+        if not envelope.target:
+            return self._on_link_message(peer, message, frames[1:], now)
+        if not self.is_from_learner(peer):
+            raise RemoteProtocolError(
+                f"a {type(message).__name__} that did not come from the learner's side"
+            )
+        return self._on_learner_message(message, frames[1:], now)
+
+    def is_from_learner(self, peer: str) -> bool:
+        """Return whether messages of the learner come over this link."""
+        return self._control is not None and self._control.peer == peer
+
+    def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
+        """Stop if it is whom we dialled; answer in our version if it is who dialled us."""
+        if self.is_from_learner(peer):
+            return [Stop("protocol_version", RefusedError(one_line(fault)))]
+        self.counters.add("refused/protocol_version")
+        if self._weights.has(peer):
+            return []
+        refuse = Refuse(reason="protocol_version", detail=fault)
+        frames = encode(refuse, source=self.settings.node_id, target=source)
+        line = self._complaints.say(source, "protocol_version", fault, now=now)
+        return [*([] if line is None else [Note("warning", line)]), Send(peer, frames)]
+
+    def _on_link_message(
+        self, peer: str, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
+        match message:
+            case Greet():
+                self._peer_names[peer] = message.node_id
+                answer = Greeted(node_id=self.settings.node_id, role=self.settings.role)
+                return [Send(peer, encode(answer, source=self.settings.node_id))]
+            case Greeted():
+                return self._on_greeted(peer, message, now)
+            case Probe():
+                return acknowledge(peer, source=self.settings.node_id)
+            case ProbeAck():
+                return self._probing.acknowledged(peer, now=now)
+        return self._perform(self.broadcast.receive(peer, message, payload, now=now), now)
+
+    def _perform(self, actions: Iterable[Action | ParentFailed], now: float) -> list[Action]:
+        """Carry out what concerns this session in the broadcast's actions; pass on the rest."""
+        rest: list[Action] = []
+        for action in actions:
+            if isinstance(action, ParentFailed):
+                rest += self._weights.parent_failed(action, control=self._control, now=now)
+            else:
+                rest.append(action)
+                if isinstance(action, VersionArrived):
+                    self._heartbeat_at = now
+                    rest += self._probe(action.version, now)
+        return rest
+
+    def _probe(self, version: PolicyVersion, now: float) -> list[Action]:
+        """Show the learner what this node can send, if others may dial it."""
+        link = self._control
+        if link is None or not link.node_id or self.settings.advertise is None:
+            return []
+        num_bytes = self.broadcast.store[version].num_bytes
+        return self._probing.begin(link.peer, payload_bytes=num_bytes, now=now)
+
+    def _on_greeted(self, peer: str, message: Greeted, now: float) -> list[Action]:
+        self._peer_names[peer] = message.node_id
+        if self._control is not None and self._control.peer == peer:
+            if self._control.node_id:
+                return []
+            self._control.node_id = message.node_id
+            self._faults.pop(self._control.address, None)
+            self._num_refusals.pop(self._control.address, None)
+            self._weights.reached(now - self._control.greeted_at)
+            self._heard_at = now
+            self._joining.via = f"{self._control.address.partition('#')[0]} ({message.node_id})"
+            return self._joining.begin(now)
+        return self._weights.greeted(peer, message.node_id, control=self._control, now=now)
+
+    def _on_learner_message(
+        self, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
+        self._heard_at = self._lost_at = now
+        match message:
+            case Welcome() | Asset() | Rehello() | Refuse() | Finish():
+                return self._joining.receive(message, payload, now=now)
+            case Admitted():
+                return self._on_admitted(message, now)
+            case TopologyPlan():
+                return self._weights.on_plan(message, control=self._control, now=now)
+            case Pulse():
+                self.learner_step = message.step
+                return self._perform(self.broadcast.expect(message.newest, now=now), now)
+        return self.on_routed(message, payload, now=now)
+
+    # --- joining ---------------------------------------------------------------------------------
+
+    def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
+        """Return the Send of a routed message, or nothing while there is no link."""
+        if self._control is None or not self._control.node_id:
+            return []
+        frames = encode(message, payload, source=self.settings.node_id, target=LEARNER_ID)
+        return [Send(self._control.peer, frames)]
+
+    def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
+        """Note that task and engine are built, with these hashes."""
+        return self._joining.configured(digests, now=now)
+
+    def _on_admitted(self, message: Admitted, now: float) -> list[Action]:
+        if not self._joining.is_expected(message):
+            return []
+        self._joining.state, self._heartbeat_at = "admitted", now
+        self._weights.new_learner()
+        assert self._control is not None
+        where = f"{self._control.address} ({self._control.node_id})"
+        return [
+            Note("info", f"joined run {self._joining.run_id} through {where}"),
+            *self.on_admitted(now=now),
+        ]
+
+    def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
+        """Take the result of work in a thread: what was wrong with it, or nothing."""
+        return self._perform(self.broadcast.worked(work, fault, now=now), now)
+
+    # --- time ------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` must be called next."""
+        if self.is_admitted:
+            own = (self._heartbeat_at, self._heard_at + self._joining.dead_after_s)
+        else:
+            own = (self._joining.retry_at, self._lost_at + self.settings.reconnect_for_s)
+        return earliest(*own, self.broadcast.deadline, self._weights.deadline)
+
+    def expire(self, *, now: float) -> list[Action]:
+        """Do what has become due."""
+        actions = self._perform(self.broadcast.expire(now=now), now)
+        actions += self._weights.expire(control=self._control, now=now)
+        if self.is_admitted:
+            return actions + self._expire_admitted(now)
+        return actions + self._expire_joining(now)
+
+    def _expire_admitted(self, now: float) -> list[Action]:
+        if now >= self._heard_at + self._joining.dead_after_s:
+            text = f"nothing heard from the learner for {self._joining.dead_after_s:.0f} s"
+            return [Note("warning", text, "silent learner"), *self._next_address(now)]
+        return self.heartbeat(now=now) if now >= self._heartbeat_at else []
+
+    def _expire_joining(self, now: float) -> list[Action]:
+        remaining_s = self._lost_at + self.settings.reconnect_for_s - now
+        if remaining_s <= 0:
+            run_id = self._joining.run_id
+            text = describe_failure(self.settings, self._addresses(), run_id=run_id)
+            for fault in self._faults.values():
+                text += f"\n  last attempt: {fault}"
+            return [Stop("learner_unreachable", TransportError(text))]
+        if now < self._joining.retry_at:
+            return []
+        actions = [] if self.state == "configuring" else self._tell_wait(remaining_s, now)
+        if self.state == "dialling" or now >= self._heard_at + self._joining.dead_after_s:
+            return actions + self._next_address(now)
+        return actions + self._joining.repeat(now)
+
+    def _tell_wait(self, remaining_s: float, now: float) -> list[Action]:
+        """Say where the learner is looked for: after a moment, then each minute of a state."""
+        if self.state == "dialling" and self._control is not None:
+            self._faults.setdefault(
+                self._control.address,
+                f"{self._control.address.partition('#')[0]} does not answer: the host is off or "
+                "cannot be reached, or a firewall drops what is sent to it",
+            )
+        if now < max(self._lost_at + TELL_AFTER_S, self._told_at.get(self.state, -math.inf) + 60):
+            return []
+        self._told_at[self.state] = now
+        where = self._control.address if self._control is not None else "?"
+        text = f"{self.state}: no learner at {where} yet; giving up in {remaining_s:.0f} s"
+        why = self._faults.get(where)
+        return [Note("warning", f"{text}: {why}" if why else text)]
+
+    def heartbeat(self, *, now: float) -> list[Action]:
+        """Tell the learner this node's state, now."""
+        self._beat_at, self._heartbeat_at = now, now + self.heartbeat_s
+        beat = Heartbeat(
+            installed=self.installed(),
+            capacity=0 if self.is_leaving else self.capacity(),
+            leases=self.lease_states(),
+            stats=self.stats(),
+        )
+        return self.to_learner(beat)
+
+    def leave(self, reason: str) -> list[Action]:
+        """Say goodbye; the process ends after these actions."""
+        return self.to_learner(Goodbye(reason=reason)) if self.is_admitted else []
+
+
+# --- What a shell needs of a session, be it a process (`runtime/node.py`) or simulated ---
+
+
+class Role(Protocol):
+    """A node's conversation: events in, actions out, without IO and without a clock."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` must be called next."""
+
+    def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Handle one message."""
+
+    def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
+        """Part with whoever sent a message whose handling has failed by a fault of ours.
+
+        What had been decided when it failed is returned as well. Nothing here looks at what the
+        sender has said, which may be what the fault comes from.
+        """
+
+    def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
+        """Take the result of work in a thread: what was wrong with it, or nothing."""
+
+    def expire(self, *, now: float) -> list[Action]:
+        """Do what has become due."""

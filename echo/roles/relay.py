@@ -1,0 +1,57 @@
+"""A relay's part in the conversation: forward what is for others, never look inside.
+
+A routed message for the learner goes up the control link; one for a node goes down the link from
+which that node was last heard. What cannot be forwarded is dropped and counted: sender and
+receiver repeat everything that matters (`wire/messages.py`), so a relay keeps no copies and its
+death loses nothing but time.
+"""
+
+from __future__ import annotations
+
+from echo.core.errors import RemoteProtocolError
+from echo.core.timers import RecentMap
+from echo.roles.joining import NodeSettings
+from echo.roles.node import DialingRole
+from echo.weights.broadcast import Broadcast
+from echo.wire.actions import Action, Send
+from echo.wire.codec import Envelope, Frame, forwarded
+from echo.wire.messages import LEARNER_ID
+
+MAX_RELAYED_ROUTES = 100_000
+"""Nodes that are remembered at most, the newest; each costs some hundred bytes."""
+
+
+class Relay(DialingRole):
+    """NodeSession that forwards routed messages."""
+
+    def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
+        """Start without routes."""
+        super().__init__(settings, broadcast, now=now)
+        self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_RELAYED_ROUTES)
+
+    def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
+        """Pass a routed message on."""
+        onward = forwarded(envelope, frames[1:])
+        if envelope.target == LEARNER_ID:
+            self._routes[envelope.source] = peer
+            link = self._control
+            if link is None or not link.node_id:
+                self.counters.add("dropped/no_uplink")
+                return []
+            self.counters.add("forwarded/up")
+            return [Send(link.peer, onward)]
+        if not self.is_from_learner(peer):
+            raise RemoteProtocolError(
+                f"a message for {envelope.target} that did not come from the learner's side"
+            )
+        next_peer = self._routes.get(envelope.target)
+        if next_peer is None:
+            self.counters.add("dropped/no_route")
+            return []
+        self.counters.add("forwarded/down")
+        return [Send(next_peer, onward)]
+
+    def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
+        """Forget the routes over a link that is gone."""
+        self._routes.discard_value(peer)
+        return super().disconnected(peer, reason, now=now)

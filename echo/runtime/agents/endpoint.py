@@ -1,0 +1,694 @@
+"""The HTTP endpoint for agents, OpenAI-compatible, in the node's own event loop.
+
+    GET  /health                         no token needed
+    GET  /v1/models
+    POST /v1/chat/completions            stream, logprobs; session: header X-Echo-Session, or
+    POST /v1/completions                 /sessions/ID/v1/... for agents that know only a base URL;
+                                         min_version, exact_version: honoured, or 409
+    POST /v1/echo/sessions               {"wait_s": 30}    an episode; 204 none yet, 410 no more
+    POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   without a reward the task judges
+    DELETE /v1/echo/sessions/ID          give an episode up
+
+All but /health want `Authorization: Bearer TOKEN`, which OpenAI's clients make of their API key.
+The token is asked for before a body is read. A connection over which none has come within TOKEN_S
+is closed, and so is the oldest of more than MAX_UNKNOWN of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import ipaddress
+import itertools
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from aiohttp import web
+from msgspec import Meta
+
+from echo.core.bounds import MAX_TOKENS, TokenId
+from echo.core.errors import ConfigError, DataError, EchoError, StorageError, TransportError
+from echo.core.extras import install_command
+from echo.core.rollout import PolicyVersion
+from echo.core.units import one_line
+from echo.engine.engine import VersionError
+from echo.records.files import write_file
+from echo.roles.joining import Configure
+from echo.runtime.agents.sessions import (
+    AgentParts,
+    Agents,
+    CallBounds,
+    CallOptions,
+    CallSampler,
+    Dialogue,
+    Prompt,
+    Session,
+    SessionError,
+    StoppingError,
+    Turn,
+)
+from echo.runtime.worker.node import WorkerNode
+from echo.runtime.worker.sampling import RolloutLoop
+from echo.tasks.environment import find_calls, without_calls
+from echo.tasks.rewards import RewardError
+from echo.wire.codec import DECODE_ERRORS
+
+# --- OpenAI's JSON, in and out: what a call may ask for, and what it is answered ---
+
+
+MAX_VERSION_WAIT_S = 60.0
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""Beyond, logits divided by it are no numbers any more, or all the same."""
+
+Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+VERSION = re.compile(r"v(?P<step>\d{1,9})(?:/L(?P<lineage>\d{1,9}))?")
+"""How `PolicyVersion` is written."""
+
+
+class BodyError(EchoError):
+    """A request's body cannot be served."""
+
+
+class _Body(msgspec.Struct):
+    """What both kinds of calls have; what is not listed is ignored."""
+
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
+    seed: Int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    top_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    min_version: str | None = None
+    """As in `system_fingerprint`: only this version or newer ones may sample."""
+    exact_version: str | None = None
+    """Only this one may."""
+    version_wait_s: float = 0.0
+    """How long to wait for a version that is not installed yet."""
+
+
+class ChatBody(_Body, kw_only=True):
+    """Of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+
+
+class TextBody(_Body, kw_only=True):
+    """Of /v1/completions."""
+
+    prompt: str | Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    logprobs: int | None = None
+
+
+Body = ChatBody | TextBody
+
+
+def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
+    """Read a call, and refuse what cannot be done: ignoring it would give other samples.
+
+    Raises:
+        BodyError: naming the field and what to do.
+    """
+    try:
+        body = msgspec.json.decode(data, type=kind)
+    except DECODE_ERRORS as error:
+        raise BodyError(f"the body cannot be read: {error}") from error
+    refused = {
+        "n": (body.n or 1) != 1 and "ask as often as you want answers",
+        "stop": body.stop and "answers end with the model's own stop tokens; cut them yourself",
+        "tool_choice": body.tool_choice not in (None, "auto", "none")
+        and "the model decides; ask for the tool in a message",
+        "top_logprobs": body.top_logprobs and "only sampled tokens have log-probabilities here",
+        "presence_penalty": body.presence_penalty and "remove it",
+        "frequency_penalty": body.frequency_penalty and "remove it",
+        "logit_bias": body.logit_bias and "remove it",
+        "response_format": (body.response_format or {}).get("type", "text") != "text"
+        and "ask for the format in a message",
+    }
+    for name, advice in refused.items():
+        if advice:
+            raise BodyError(f"{name} is not supported: {advice}")
+    _check_numbers(body)
+    if isinstance(body, ChatBody) and not body.messages:
+        raise BodyError("messages is empty; send at least one")
+    if isinstance(body, TextBody) and not body.prompt:
+        raise BodyError("prompt is empty; send text or token ids")
+    return body
+
+
+def _check_numbers(body: Body) -> None:
+    """Refuse numbers that nothing can be sampled with.
+
+    Raises:
+        BodyError: naming the field and its range.
+    """
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = getattr(body, name)
+        if value is not None and value < 1:
+            raise BodyError(f"{name} = {value}: at least 1")
+    if not 0 <= body.version_wait_s <= MAX_VERSION_WAIT_S:
+        raise BodyError(f"version_wait_s = {body.version_wait_s:g}: 0 to {MAX_VERSION_WAIT_S:g}")
+    if (body.temperature or 0) < 0 or not 0 < (1 if body.top_p is None else body.top_p) <= 1:
+        raise BodyError("temperature must be at least 0, top_p above 0 and at most 1")
+    if body.temperature and not MIN_TEMPERATURE <= body.temperature <= MAX_TEMPERATURE:
+        raise BodyError(
+            f"temperature = {body.temperature:g}: 0 for the likeliest, or {MIN_TEMPERATURE:g} to "
+            f"{MAX_TEMPERATURE:g}"
+        )
+
+
+def prompt_of(body: Body) -> Prompt:
+    """Return the context of a call."""
+    return body.messages if isinstance(body, ChatBody) else body.prompt
+
+
+def options_of(body: Body) -> CallOptions:
+    """Return what a call asks for."""
+    return CallOptions(
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        tools=[] if body.tool_choice == "none" else body.tools or [],
+        bounds=CallBounds(
+            _version_of("min_version", body.min_version),
+            _version_of("exact_version", body.exact_version),
+        ),
+        version_wait_s=body.version_wait_s,
+    )
+
+
+def _version_of(name: str, text: str | None) -> PolicyVersion | None:
+    """Read a version as it stands in `system_fingerprint`."""
+    if text is None:
+        return None
+    found = VERSION.fullmatch(text)
+    if found is None:
+        raise BodyError(
+            f'{name} = "{text}" is no version; write it as system_fingerprint does, such as "v12", '
+            'or "v12/L2" after the learner was resumed once'
+        )
+    return PolicyVersion(int(found["lineage"] or 1), int(found["step"]))
+
+
+class ChatAnswer:
+    """The JSON of one call's answer, whole or in pieces."""
+
+    def __init__(self, body: Body, dialogue: Dialogue, *, model: str, call_id: str) -> None:
+        """Take the call."""
+        self._body = body
+        self._is_chat = isinstance(body, ChatBody)
+        self.has_tools = self._is_chat and bool(options_of(body).tools)
+        """Whether the answer may hold calls of tools, so that no part of it is told before."""
+        self._dialogue = dialogue
+        self._head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{call_id}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, turn: Turn) -> dict[str, Any]:
+        """Return the answer to a call that is not streamed."""
+        completion = turn.completion
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason(turn)}
+        if self._is_chat:
+            choice["message"] = {**self._message(turn), "refusal": None}
+        else:
+            choice["text"] = self._dialogue.answer_of(completion.token_ids)
+        choice["logprobs"] = self._logprobs(turn)
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids.tolist()
+            choice["prompt_token_ids"] = turn.context_ids.tolist()
+        name = "chat.completion" if self._is_chat else "text_completion"
+        return {
+            **self._head,
+            "object": name,
+            "choices": [choice],
+            "usage": usage_of(turn),
+            "system_fingerprint": fingerprint_of(turn),
+        }
+
+    def piece(self, text: str, *, is_first: bool = False) -> dict[str, Any]:
+        """Return a piece of a streamed answer."""
+        if not self._is_chat:
+            return self._chunk({"text": text}, None)
+        role = {"role": "assistant"} if is_first else {}
+        return self._chunk({"delta": {**role, "content": text}}, None)
+
+    def last(self, turn: Turn) -> list[dict[str, Any]]:
+        """Return what ends a streamed answer."""
+        fields: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+        if self.has_tools:
+            fields["delta"] = self._message(turn)
+        fields["logprobs"] = self._logprobs(turn)
+        chunk = self._chunk(fields, self._reason(turn))
+        chunk["system_fingerprint"] = fingerprint_of(turn)
+        if not (self._body.stream_options or {}).get("include_usage"):
+            return [chunk]
+        return [chunk, {**self._chunk({}, None), "choices": [], "usage": usage_of(turn)}]
+
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        """Return the assistant's message, with the tools that it calls where there are tools.
+
+        An agent is not told of calls that cannot be read: where there is one, all stays text.
+        """
+        text = self._dialogue.answer_of(turn.completion.token_ids)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        calls = find_calls(text) if self.has_tools else []
+        if calls and not any(call.fault for call in calls):
+            message["content"] = without_calls(text) or None
+            message["tool_calls"] = [
+                {
+                    "index": index,
+                    "id": f"{self._head['id']}-{index}",
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                    },
+                }
+                for index, call in enumerate(calls)
+            ]
+        return message
+
+    def _reason(self, turn: Turn) -> str:
+        if self.has_tools and "tool_calls" in self._message(turn):
+            return "tool_calls"
+        return turn.completion.finish_reason
+
+    def _chunk(self, fields: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+        name = "chat.completion.chunk" if self._is_chat else "text_completion"
+        choice = {"index": 0, "finish_reason": reason, **fields}
+        return {**self._head, "object": name, "choices": [choice]}
+
+    def _logprobs(self, turn: Turn) -> dict[str, Any] | None:
+        if self._body.logprobs is None or self._body.logprobs is False:  # 0 asks for them
+            return None
+        ids = turn.completion.token_ids.tolist()
+        tokens = [self._dialogue.text_of([token]) for token in ids]
+        logprobs = [float(value) for value in turn.completion.logprobs]
+        if self._is_chat:
+            rows = [
+                {
+                    "token": token,
+                    "logprob": logprob,
+                    "bytes": list(token.encode()),
+                    "top_logprobs": [],
+                }
+                for token, logprob in zip(tokens, logprobs, strict=True)
+            ]
+            return {"content": rows, "refusal": None}
+        offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
+        return {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+
+def usage_of(turn: Turn) -> dict[str, int]:
+    """Return OpenAI's count of tokens."""
+    num_prompt, num_sampled = len(turn.context_ids), len(turn.completion.token_ids)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+
+
+def fingerprint_of(turn: Turn) -> str:
+    """Return which policy version sampled the last token."""
+    return str(PolicyVersion(*turn.completion.policy_versions[-1].tolist()))
+
+
+MAX_BODY_BYTES = 16 << 20
+TOKEN_S = 10.0
+"""Seconds that a connection may last before a request with the token has come over it."""
+MAX_UNKNOWN = 256
+KEEPALIVE_S = 75.0
+"""Seconds that a connection may last between two requests."""
+MAX_WAIT_S = 60.0
+LINGER_S = 1.0
+"""Seconds for calls under way to be answered when the node ends."""
+SESSION_HEADER = "X-Echo-Session"
+
+
+class _Begin(msgspec.Struct, forbid_unknown_fields=True):
+    wait_s: float = 30.0
+
+
+class _Reward(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float | None = None
+
+
+class Endpoint:
+    """Routes, and what they do."""
+
+    def __init__(self, agents: Agents, *, token: str, log: logging.Logger) -> None:
+        """Take whom to serve and the token that callers must know."""
+        self._agents = agents
+        self._token = token.encode()
+        self._log = log
+        self._numbers = itertools.count(1)
+        self._unknown: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        add = self.app.router
+        add.add_get("/health", self._health)
+        for prefix in ("", "/sessions/{session}"):
+            add.add_get(f"{prefix}/v1/models", self._models)
+            add.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            add.add_post(f"{prefix}/v1/completions", self._text)
+        add.add_post("/v1/echo/sessions", self._begin)
+        add.add_post("/v1/echo/sessions/{session}/reward", self._reward)
+        add.add_delete("/v1/echo/sessions/{session}", self._abandon)
+
+    async def serve(self, host: str, port: int, on_listening: Callable[[int], None]) -> None:
+        """Listen until cancelled.
+
+        Args:
+            host: name or address to bind.
+            port: 0 for any free one.
+            on_listening: told the port.
+
+        Raises:
+            TransportError: if it cannot listen there.
+        """
+        # Cancellation: an episode must not go to an agent that has hung up.
+        runner = web.AppRunner(
+            self.app,
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,
+            shutdown_timeout=LINGER_S,
+            keepalive_timeout=KEEPALIVE_S,
+            lingering_time=LINGER_S,
+        )
+        await runner.setup()
+        listener: asyncio.Server | None = None
+        try:
+            try:
+                listener = await asyncio.get_running_loop().create_server(
+                    functools.partial(self._accept, runner), host, port
+                )
+            except OSError as error:
+                raise TransportError(
+                    f"agent.listen: cannot listen on {host}:{port}: {error.strerror or error}; set "
+                    "it to another address, or to port 0 for any free port"
+                ) from error
+            on_listening(int(listener.sockets[0].getsockname()[1]))
+            await asyncio.Event().wait()
+        finally:
+            self._agents.close()
+            if listener is not None:
+                listener.close()
+            for timer in self._unknown.values():
+                timer.cancel()
+            await runner.cleanup()
+
+    def _accept(self, runner: web.AppRunner) -> web.RequestHandler:
+        """Return aiohttp's protocol for one more connection, which has to show the token soon."""
+        assert runner.server is not None
+        connection = runner.server()
+        self._unknown[connection] = asyncio.get_running_loop().call_later(
+            TOKEN_S, self._close_unknown, connection
+        )
+        if len(self._unknown) > MAX_UNKNOWN:
+            self._close_unknown(next(iter(self._unknown)))
+        return connection
+
+    def _close_unknown(self, connection: web.RequestHandler) -> None:
+        self._unknown.pop(connection).cancel()
+        connection.force_close()
+
+    # --- around every call -----------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Ask for the token, and turn errors into answers."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            refusal.force_close()  # its body is not read
+            return refusal
+        try:
+            return await handler(request)
+        except StoppingError as error:
+            return _error(503, str(error))
+        except RewardError as error:
+            return _error(422, str(error))
+        except SessionError as error:
+            is_unknown = "no open session" in str(error)
+            return _error(404 if is_unknown else 409, str(error))
+        except (BodyError, DataError) as error:
+            return _error(400, str(error))
+        except VersionError as error:
+            return _error(409, str(error), code="version_not_installed")
+        except EchoError as error:
+            self._log.warning("a call of an agent failed: %s", error)
+            return _error(500, str(error))
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        """Return the answer to a request that its headers already forbid."""
+        header = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(header.encode(errors="surrogateescape"), self._token):
+            timer = self._unknown.pop(request.protocol, None)
+            if timer is not None:
+                timer.cancel()
+        elif request.path != "/health":
+            return _error(401, "the token is missing or wrong: send it as the API key")
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            return _error(413, f"a body may have {MAX_BODY_BYTES} bytes")
+        return None
+
+    # --- OpenAI's --------------------------------------------------------------------------------
+
+    async def _health(self, _: web.Request) -> web.Response:
+        version = self._agents.session.installed_version
+        is_ready = version is not None
+        body = {"status": "ok" if is_ready else "starting", "version": str(version or "")}
+        return _json(body, status=200 if is_ready else 503)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        name = self._agents.parts.model_name
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "echo"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, read_body(await request.read(), ChatBody))
+
+    async def _text(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, read_body(await request.read(), TextBody))
+
+    async def _complete(self, request: web.Request, body: Body) -> web.StreamResponse:
+        session = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
+        parts = self._agents.parts
+        answer = ChatAnswer(
+            body, parts.dialogue, model=parts.model_name, call_id=str(next(self._numbers))
+        )
+        if body.stream:
+            return await self._stream(request, session, body, answer)
+        turn = await self._agents.call(session, prompt_of(body), options_of(body))
+        return _json(answer.whole(turn))
+
+    async def _stream(
+        self, request: web.Request, session: str | None, body: Body, answer: ChatAnswer
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        dialogue = self._agents.parts.dialogue
+        sent = ""
+
+        async def send(event: dict[str, Any]) -> None:
+            if not response.prepared:  # until then an error still has a status of its own
+                await response.prepare(request)
+            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+        async def on_progress(ids: npt.NDArray[np.int32]) -> None:
+            nonlocal sent
+            text = dialogue.answer_of(ids.tolist())
+            # What ends in half a character waits for the other half.
+            is_whole = text.startswith(sent) and not text.endswith("\ufffd")
+            if is_whole and not answer.has_tools:
+                await send(answer.piece(text[len(sent) :], is_first=not response.prepared))
+                sent = text
+
+        try:
+            turn = await self._agents.call(session, prompt_of(body), options_of(body), on_progress)
+        except EchoError as error:
+            if not response.prepared:
+                raise
+            # Its status is out already: OpenAI's clients find the error in the stream.
+            await send(_describe_error(str(error), "server_error"))
+            return response
+        text = dialogue.answer_of(turn.completion.token_ids.tolist())
+        if text != sent and not answer.has_tools:
+            await send(answer.piece(text.removeprefix(sent)))
+        for event in answer.last(turn):
+            await send(event)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    # --- ours ------------------------------------------------------------------------------------
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        wait_s = (await _read(request, _Begin)).wait_s
+        try:
+            session = await self._agents.begin(wait_s=min(max(0.0, wait_s), MAX_WAIT_S))
+        except StoppingError as error:
+            return _error(410, str(error))
+        return web.Response(status=204) if session is None else _json(_describe(session))
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        given = (await _read(request, _Reward)).reward
+        reward = await self._agents.reward(request.match_info["session"], given)
+        return _json({"reward": reward})
+
+    async def _abandon(self, request: web.Request) -> web.Response:
+        self._agents.abandon(request.match_info["session"])
+        return web.Response(status=204)
+
+
+def _describe(session: Session) -> dict[str, Any]:
+    """Return what an agent is told of its episode."""
+    example = session.lease.example
+    prompt = example["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return {"session": session.session_id, "messages": messages, **example}
+
+
+async def _read(request: web.Request, kind: type[Any]) -> Any:
+    data = await request.read()
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except DECODE_ERRORS as error:
+        raise BodyError(f"the body cannot be read: {error}") from error
+
+
+def _json(body: object, *, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json"
+    )
+
+
+def _error(status: int, message: str, *, code: str | None = None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return _json(_describe_error(message, kind, code), status=status)
+
+
+def _describe_error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    # It may repeat what the caller has sent, and not all of that can be written as UTF-8.
+    return {"error": {"message": one_line(message), "type": kind, "code": code}}
+
+
+# A worker whose rollouts come from outside agents where the run says so, and else from itself
+
+
+TOKEN_VARIABLE = "ECHO_AGENT_TOKEN"
+
+
+class AgentWorkerNode(WorkerNode):
+    """A worker that can lend its engine to agents."""
+
+    _agents: Agents | None = None
+
+    async def _set_up(self, configure: Configure) -> None:
+        await super()._set_up(configure)
+        parts = self._parts
+        if parts is None or parts.agents is None:
+            return
+        sampler = CallSampler(
+            parts.engine, threads=self.threads, should_stop=lambda: self.has_ended
+        )
+        self._agents = Agents(
+            parts.agents,
+            self.session,
+            sampler,
+            reward_pool=self._reward_pool,
+            perform=self.perform,
+            clock=lambda: self.now,
+        )
+        self.spawn(sampler.run(), name="agent-calls")
+        self.spawn(self._agents.watch(), name="agent-sessions")
+        self.spawn(self._serve(self._agents, parts.agents), name="endpoint")
+
+    async def _serve(self, agents: Agents, parts: AgentParts) -> None:
+        try:
+            pass
+        except ImportError as error:
+            raise ConfigError(
+                f"agent.listen needs aiohttp, which cannot be imported here ({error}): run "
+                + install_command("worker", "agents")
+            ) from error
+        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+        host, _, port = parts.listen.removeprefix("tcp://").rpartition(":")
+
+        def announce(bound_port: int) -> None:
+            url = f"http://{host}:{bound_port}"
+            where = parts.endpoint_path
+            try:
+                write_file(where, json.dumps({"url": url, "token": token}).encode(), mode=0o600)
+            except OSError as error:
+                raise StorageError(f"cannot write {where}: {error}") from error
+            self.log.info("agents are served at %s/v1; address and token are in %s", url, where)
+            if not _is_loopback(host):
+                self.log.warning(
+                    "agent.listen = %s is open to other machines, and HTTP is not encrypted: keep "
+                    "it inside a network that you trust, or behind a proxy with TLS",
+                    parts.listen,
+                )
+
+        endpoint = Endpoint(agents, token=token, log=self.log)
+        await endpoint.serve(host.strip("[]"), int(port), announce)
+
+    def _sample_more(self, rollouts: RolloutLoop) -> None:
+        """Offer leases to agents where there are any to come, and else sample them here."""
+        parts = self._parts
+        if parts is None or parts.agents is None:
+            super()._sample_more(rollouts)
+        elif self._agents is not None:
+            num_leases = len(self.session.partials.queue)
+            size, now = parts.group_size, self.now
+            partials = self.session.take(num_leases, group_size=size, now=now)
+            self._agents.take(partial.lease for partial in partials)
+            self.session.activity = "serving agents"
+
+    async def finish_work(self) -> None:
+        """Begin no more episodes; those under way may end, as far as there is time."""
+        if self._agents is not None:
+            self._agents.close()
+        await super().finish_work()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,885 @@
+"""What a worker does for outside agents: hand out episodes, sample calls, take rewards.
+
+Leases are asked for when an agent waits for an episode, and not before: nothing grows old in a
+queue. Calls of a session are sampled as the run samples, or the learner would compute other
+probabilities; calls without a session are as the caller wishes, and are not recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from echo.core.errors import DataError, EchoError
+from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError
+from echo.roles.worker import Worker
+from echo.runtime.threads import Pool, Threads
+from echo.tasks.task import Example
+from echo.tasks.tokenization import decode, render_messages
+from echo.wire.actions import Action
+from echo.wire.messages import Lease
+
+# --- The engine as one caller after the other sees it: one request in, one completion out ---
+#
+# An engine that takes requests at any time gets each in a call of its own; any other gets all that
+# wait and are sampled alike in one call, and then the next.
+
+
+MAX_CALLS = 64
+"""Threads that wait for an engine that takes requests at any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallBounds:
+    """Which versions may sample; see `Engine.generate`."""
+
+    min_version: PolicyVersion | None = None
+    exact_version: PolicyVersion | None = None
+
+
+ANY_VERSION = CallBounds()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    request: Request
+    sampling: Sampling
+    bounds: CallBounds
+    answer: asyncio.Future[Completion]
+
+
+class CallSampler:
+    """Samples single requests."""
+
+    def __init__(
+        self, engine: Engine, *, threads: Threads, should_stop: Callable[[], bool]
+    ) -> None:
+        """Start without requests; `run` has to run beside the callers.
+
+        Args:
+            engine: samples.
+            threads: the node's.
+            should_stop: asked again and again; once true, unfinished completions are cut short.
+        """
+        self._engine = engine
+        self._should_stop = should_stop
+        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+        num_threads = MAX_CALLS if engine.is_continuous else 1
+        self._pool = threads.pool("agent-call", num_threads)
+
+    async def sample(self, request: Request, sampling: Sampling, bounds: CallBounds) -> Completion:
+        """Return what is sampled for a request.
+
+        Raises:
+            VersionError: if the version that is installed is not within the bounds.
+            EchoError: if the engine fails, or cannot sample such a request.
+        """
+        if self._engine.is_continuous:
+            [completion] = await self._generate([request], sampling, bounds)
+            return completion
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Waiting(request, sampling, bounds, answer))
+        return await answer
+
+    async def run(self) -> None:
+        """Answer what waits, all that are sampled alike at once, the oldest first."""
+        waiting: list[_Waiting] = []
+        while True:
+            if not waiting:
+                waiting.append(await self._queue.get())
+            while not self._queue.empty():
+                waiting.append(self._queue.get_nowait())
+            how = waiting[0].sampling, waiting[0].bounds
+            batch = [one for one in waiting if (one.sampling, one.bounds) == how]
+            waiting = [one for one in waiting if (one.sampling, one.bounds) != how]
+            await self._answer(batch, *how)
+
+    async def _answer(
+        self, batch: Sequence[_Waiting], sampling: Sampling, bounds: CallBounds
+    ) -> None:
+        try:
+            completions = await self._generate([one.request for one in batch], sampling, bounds)
+        except EchoError as error:
+            for one in batch:
+                if not one.answer.done():
+                    one.answer.set_exception(error)
+            return
+        for one, completion in zip(batch, completions, strict=True):
+            if not one.answer.done():  # it is where its caller has hung up
+                one.answer.set_result(completion)
+
+    async def _generate(
+        self, requests: Sequence[Request], sampling: Sampling, bounds: CallBounds
+    ) -> list[Completion]:
+        return await self._pool.run(
+            lambda: self._engine.generate(
+                requests,
+                sampling,
+                should_stop=self._should_stop,
+                min_version=bounds.min_version,
+                exact_version=bounds.exact_version,
+            ),
+        )
+
+
+# --- What outside agents sample for a lease: sessions of calls, and the groups made of them ---
+#
+# A lease of group size G becomes G episodes; whoever asks is given one, as a session. A session
+# records each call's tokens. A call whose context begins with all that an earlier call saw and
+# sampled goes on from it, token by token; any other begins anew, such as after an agent has
+# rewritten its history. When the reward comes, the chain of calls with the most sampled tokens
+# becomes the rollout: what was sampled is trained on, what stands between is masked.
+#
+# The prompts of a group's sessions may differ (names, times, tools). What all begin with is the
+# group's prompt, and the rest of each is the masked beginning of its rollout.
+
+
+MAX_EPISODE_ATTEMPTS = 3
+"""How often one episode is handed out before its group is given up."""
+
+Ids = npt.NDArray[np.int32]
+
+
+class SessionError(EchoError):
+    """An agent asked for something that its session does not allow."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One call."""
+
+    context_ids: Ids
+    """[C] all that the model saw."""
+    completion: Completion
+    text: str
+    """Context and completion as text, special tokens included."""
+    parent: Turn | None
+    """The call that it goes on from."""
+
+    @property
+    def ids(self) -> Ids:
+        """[C + T] context and completion."""
+        return np.concatenate([self.context_ids, self.completion.token_ids])
+
+    @property
+    def chain(self) -> list[Turn]:
+        """The calls that led here, oldest first, this one included."""
+        return [*(self.parent.chain if self.parent is not None else []), self]
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled along the chain."""
+        return sum(len(turn.completion.token_ids) for turn in self.chain)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One episode in an agent's hands."""
+
+    session_id: str
+    lease: Lease
+    member: int
+    touched_at: float
+    """When its agent was last heard of, seconds."""
+    num_running: int = 0
+    """Calls that are being sampled."""
+    num_calls: int = 0
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def best(self) -> Turn | None:
+        """The end of the chain that becomes the rollout: the longest, of equals the last."""
+        return max(reversed(self.turns), key=lambda turn: turn.num_sampled, default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionOutcome:
+    """A finished episode."""
+
+    leaf: Turn
+    reward: float
+
+
+@dataclass(slots=True, eq=False)
+class _Hand:
+    """A lease that is being worked on."""
+
+    lease: Lease
+    waiting: deque[int]
+    """Members that nobody has, in order."""
+    touched_at: float
+    num_attempts: dict[int, int] = field(default_factory=dict)
+    outcomes: dict[int, SessionOutcome] = field(default_factory=dict)
+    sessions: set[str] = field(default_factory=set)
+
+
+class Episodes:
+    """The leases in hand and the sessions on them."""
+
+    def __init__(self, *, group_size: int, timeout_s: float) -> None:
+        """Start with nothing in hand.
+
+        Args:
+            group_size: episodes of a lease.
+            timeout_s: seconds without a sign of its agent after which an episode is free again,
+                and without a sign of any agent after which a lease is given up.
+        """
+        self._group_size = group_size
+        self._timeout_s = timeout_s
+        self._hands: dict[tuple[int, int], _Hand] = {}
+        self._sessions: dict[str, Session] = {}
+
+    @property
+    def leases(self) -> list[Lease]:
+        """What is in hand."""
+        return [hand.lease for hand in self._hands.values()]
+
+    @property
+    def num_free(self) -> int:
+        """Episodes that nobody has."""
+        return sum(len(hand.waiting) for hand in self._hands.values())
+
+    def has_sessions(self, lease: Lease) -> bool:
+        """Return whether an agent works on a lease in hand."""
+        return bool(self._hands[_key(lease)].sessions)
+
+    def add(self, lease: Lease, *, now: float) -> None:
+        """Take a lease in hand."""
+        key = (lease.group_id, lease.attempt)
+        self._hands[key] = _Hand(lease, deque(range(self._group_size)), now)
+
+    def begin(self, *, now: float) -> Session | None:
+        """Give out the oldest free episode, if there is one."""
+        hand = next((hand for hand in self._hands.values() if hand.waiting), None)
+        if hand is None:
+            return None
+        member = hand.waiting.popleft()
+        attempt = hand.num_attempts[member] = hand.num_attempts.get(member, 0) + 1
+        lease = hand.lease
+        name = f"{lease.group_id}-{lease.attempt}-{member}-{attempt}"
+        session = self._sessions[name] = Session(name, lease, member, now)
+        hand.sessions.add(name)
+        hand.touched_at = now
+        return session
+
+    def find(self, session_id: str, *, now: float) -> Session:
+        """Return an open session, and note that its agent lives.
+
+        Raises:
+            SessionError: if there is none of that name.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionError(
+                f"there is no open session {session_id!r}: it was rewarded, given up, or timed "
+                "out; begin another with POST /v1/echo/sessions"
+            )
+        self._touch(session, now)
+        return session
+
+    def leaf_of(self, session: Session) -> Turn:
+        """Return the end of the chain of calls that becomes a session's rollout.
+
+        Raises:
+            SessionError: if nothing was sampled in it, or a call still runs.
+        """
+        if session.num_running:
+            raise SessionError(f"session {session.session_id}: a call is still being answered")
+        leaf = session.best
+        if leaf is None:
+            raise SessionError(
+                f"session {session.session_id} has no call to be rewarded: send its id with each "
+                "call, as the header X-Echo-Session or in the address /sessions/ID/v1"
+            )
+        return leaf
+
+    def finish(self, session: Session, reward: float) -> list[SessionOutcome] | None:
+        """End a session with its reward; return the group's outcomes if it was the last.
+
+        Raises:
+            SessionError: as `leaf_of`.
+        """
+        leaf = self.leaf_of(session)
+        hand = self._close(session)
+        hand.outcomes[session.member] = SessionOutcome(leaf, reward)
+        if len(hand.outcomes) < self._group_size:
+            return None
+        del self._hands[_key(session.lease)]
+        return [hand.outcomes[member] for member in range(self._group_size)]
+
+    def abandon(self, session: Session) -> bool:
+        """Free an episode; return False if it was tried too often, and its lease is given up."""
+        hand = self._close(session)
+        if hand.num_attempts[session.member] >= MAX_EPISODE_ATTEMPTS:
+            self._drop(hand)
+            return False
+        hand.waiting.append(session.member)
+        return True
+
+    def expire(self, *, now: float) -> list[tuple[Lease, str]]:
+        """Free the episodes of agents that are gone; return leases that are given up, and why."""
+        given_up = []
+        for session in list(self._sessions.values()):
+            is_late = now - session.touched_at > self._timeout_s and not session.num_running
+            if is_late and not self.abandon(session):
+                text = f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode {session.member}"
+                given_up.append((session.lease, text))
+        for hand in list(self._hands.values()):
+            if not hand.sessions and now - hand.touched_at > 2 * self._timeout_s:
+                self._drop(hand)
+                given_up.append((hand.lease, f"no agent came within {2 * self._timeout_s:g} s"))
+        return given_up
+
+    def _touch(self, session: Session, now: float) -> None:
+        session.touched_at = self._hands[_key(session.lease)].touched_at = now
+
+    def _close(self, session: Session) -> _Hand:
+        del self._sessions[session.session_id]
+        hand = self._hands[_key(session.lease)]
+        hand.sessions.discard(session.session_id)
+        return hand
+
+    def _drop(self, hand: _Hand) -> None:
+        del self._hands[_key(hand.lease)]
+        for name in hand.sessions:
+            del self._sessions[name]
+
+
+def group_of(lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome]) -> Group:
+    """Return the group of a lease's finished episodes.
+
+    Raises:
+        SessionError: if their contexts do not begin alike.
+    """
+    num_shared = _num_shared([outcome.leaf.chain[0].context_ids for outcome in outcomes])
+    if not num_shared:
+        raise SessionError(
+            "the first calls of the group's sessions do not begin with the same token; give all of "
+            "them the same beginning, such as a system message"
+        )
+    return Group(
+        group_id=lease.group_id,
+        attempt=lease.attempt,
+        worker_id=worker_id,
+        prompt_ids=outcomes[0].leaf.context_ids[:num_shared].astype(np.int32),
+        rollouts=tuple(_make_rollout(outcome, num_shared) for outcome in outcomes),
+    )
+
+
+def _make_rollout(outcome: SessionOutcome, start: int) -> Rollout:
+    ids = outcome.leaf.ids.astype(np.int32)
+    chain = outcome.leaf.chain
+    logprobs = np.zeros(len(ids), np.float32)
+    mask = np.zeros(len(ids), np.bool_)
+    # Nobody sampled what is masked; the codec wants a version there, and none that is newer.
+    versions = np.tile(chain[0].completion.policy_versions[:1], (len(ids), 1))
+    for turn in chain:
+        first = len(turn.context_ids)
+        sampled = slice(first, first + len(turn.completion.token_ids))
+        logprobs[sampled] = turn.completion.logprobs
+        versions[sampled] = turn.completion.policy_versions
+        mask[sampled] = True
+    return Rollout(
+        token_ids=ids[start:],
+        sampler_logprobs=logprobs[start:],
+        policy_versions=versions[start:].astype(np.int32),
+        completion_mask=mask[start:],
+        reward=outcome.reward,
+        finish_reason=outcome.leaf.completion.finish_reason,
+    )
+
+
+def _num_shared(contexts: Sequence[Ids]) -> int:
+    """Return how many tokens all of these begin with."""
+    length = min(map(len, contexts))
+    table = np.stack([context[:length] for context in contexts])
+    differs = np.flatnonzero((table != table[0]).any(axis=0))
+    return int(differs[0]) if len(differs) else length
+
+
+def _key(lease: Lease) -> tuple[int, int]:
+    return (lease.group_id, lease.attempt)
+
+
+# Calls of outside agents as tokens: what was sampled before goes in again as it was sampled
+#
+# An agent sends text. Tokenising that anew could give other tokens than were sampled ("12" sampled
+# as "1", "2"), so the learner would train on a context that the sampler never saw. Where the text
+# of a call begins with what an earlier one saw and sampled, its tokens are taken, and only the rest
+# is encoded.
+
+
+class Known(Protocol):
+    """An earlier call."""
+
+    @property
+    def text(self) -> str:
+        """Context as it was sent or rendered, then the completion with its special tokens."""
+
+    @property
+    def ids(self) -> Ids:
+        """The same as tokens."""
+
+
+KnownT = TypeVar("KnownT", bound=Known)
+
+
+class Dialogue:
+    """Text to tokens and back, for one tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stop_ids: Iterable[int],
+        chat_template_kwargs: Mapping[str, Any],
+    ) -> None:
+        """Take transformers' tokenizer, what ends a completion, and the template's arguments."""
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+        self._chat_template_kwargs = chat_template_kwargs
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return messages as text, with the opening of the assistant's turn.
+
+        Args:
+            messages: OpenAI's.
+            tools: those that may be called, likewise.
+
+        Raises:
+            DataError: if there is no chat template, it knows no tools, or it fails.
+        """
+        kwargs = dict(self._chat_template_kwargs)
+        if tools:
+            if "tools" not in str(self._tokenizer.chat_template):
+                raise DataError(
+                    "the model's chat template knows no tools; describe them in a message, or set "
+                    "model.chat_template to one that does"
+                )
+            kwargs["tools"] = [dict(tool) for tool in tools]
+        return render_messages(self._tokenizer, messages, kwargs)
+
+    def continue_text(
+        self, text: str, known: Sequence[KnownT], *, is_rendered: bool
+    ) -> tuple[Ids, KnownT | None]:
+        """Return the tokens of a text, and the earlier call that it goes on from.
+
+        Args:
+            text: the whole context.
+            known: earlier calls.
+            is_rendered: whether a template wrote it, special tokens included.
+        """
+        begun = [call for call in known if text.startswith(call.text)]
+        if not begun:
+            ids = self._tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
+            return np.array(ids, np.int32), None
+        call = max(begun, key=lambda call: len(call.text))
+        rest = text[len(call.text) :]
+        more = self._tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
+        return np.concatenate([call.ids, np.array(more, np.int32)]), call
+
+    def continue_ids(
+        self, ids: Sequence[int], known: Sequence[KnownT]
+    ) -> tuple[Ids, KnownT | None]:
+        """Return tokens as they are, and the earlier call that they go on from."""
+        context = np.array(ids, np.int32)
+        begun = [
+            call
+            for call in known
+            if len(call.ids) <= len(context) and (call.ids == context[: len(call.ids)]).all()
+        ]
+        return context, max(begun, key=lambda call: len(call.ids), default=None)
+
+    def text_of(self, ids: Iterable[int]) -> str:
+        """Return tokens as text, special tokens included."""
+        return decode(self._tokenizer, ids, ())
+
+    def answer_of(self, ids: Iterable[int]) -> str:
+        """Return a completion as text, without the token that ended it."""
+        return decode(self._tokenizer, ids, self._stop_ids)
+
+
+SEGMENT_TOKENS = 16
+"""Tokens between two pieces of a streamed answer."""
+
+UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
+"""What tokenizers and chat templates raise on messages that they were not made for."""
+
+VERSION_POLL_S = 0.05
+"""Seconds between two looks at which version is installed."""
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids or messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentParts:
+    """What agents get to work with."""
+
+    dialogue: Dialogue
+    sampling: Sampling
+    """Of the run."""
+    group_size: int
+    window: int
+    """Tokens that the model takes."""
+    vocab_size: int
+    """Token ids lie below it."""
+    max_session_tokens: int
+    session_timeout_s: float
+    model_name: str
+    listen: str
+    """tcp://host:port of the endpoint."""
+    endpoint_path: Path
+    """File that tells agents the address and the token."""
+    reward: Callable[[Example, str], float]
+    """The task's, for agents that report none; blocks."""
+    max_abs_reward: float
+    """Largest reward, either way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """What a call asks for; a session's calls are limited in tokens only."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    """For the chat template."""
+    bounds: CallBounds = ANY_VERSION
+    """Which versions may sample."""
+    version_wait_s: float = 0.0
+    """How long to wait for a version that is not installed yet."""
+
+
+class SessionsFullError(SessionError):
+    """A context leaves no space for an answer."""
+
+
+class StoppingError(SessionError):
+    """The worker stops, or has no weights yet."""
+
+
+class Agents:
+    """The worker's side of all outside agents."""
+
+    def __init__(
+        self,
+        parts: AgentParts,
+        session: Worker,
+        sampler: CallSampler,
+        *,
+        reward_pool: Pool,
+        perform: Callable[[Iterable[Action]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Join the parts; `watch` has to run beside.
+
+        Args:
+            parts: what agents get.
+            session: the worker's.
+            sampler: of single requests.
+            reward_pool: where the task judges.
+            perform: carries out what the session decides.
+            clock: the loop's, seconds.
+        """
+        self.parts = parts
+        self.session = session
+        self._sampler = sampler
+        self._reward_pool = reward_pool
+        self._perform = perform
+        self._clock = clock
+        self._episodes = Episodes(group_size=parts.group_size, timeout_s=parts.session_timeout_s)
+        self._num_waiting = 0
+        self._num_plain = 0
+        self._has_news = asyncio.Event()
+        self._is_over = False
+        session.max_groups = 0
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def take(self, leases: Iterable[Lease]) -> None:
+        """Offer the episodes of leases."""
+        for lease in leases:
+            self._episodes.add(lease, now=self._clock())
+        self._has_news.set()
+
+    async def watch(self) -> None:
+        """Keep leases alive while agents work on them, and give up those that nobody works on."""
+        num_ticks = 0
+        while True:
+            await asyncio.sleep(self.session.heartbeat_s / 2)
+            num_ticks += 1
+            for lease, why in self._episodes.expire(now=self._clock()):
+                self._give_up(lease, "agent_timeout", why)
+            for lease in self._episodes.leases:
+                self.session.progress(lease, num_ticks)
+            self._demand()
+
+    def close(self) -> None:
+        """Hand out nothing more; what nobody works on is given back to the learner."""
+        self._is_over = True
+        for lease in self._episodes.leases:
+            if not self._episodes.has_sessions(lease):
+                self.session.partials.end((lease.group_id, lease.attempt))
+        self._has_news.set()
+
+    def _demand(self) -> None:
+        """Ask for as many leases as waiting agents need."""
+        missing = max(0, self._num_waiting - self._episodes.num_free)
+        held = len(self._episodes.leases) + len(self.session.outbox)
+        wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
+        if wanted != self.session.max_groups:
+            self.session.max_groups = wanted
+            if self.session.is_admitted:
+                self._perform(self.session.heartbeat(now=self._clock()))
+
+    def _give_up(self, lease: Lease, reason: str, why: str) -> None:
+        self._perform(self.session.failed(lease, reason, why, now=self._clock()))
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    async def begin(self, *, wait_s: float) -> Session | None:
+        """Return a new session, or None if there is no episode within so many seconds.
+
+        Raises:
+            StoppingError: if there will never be one.
+        """
+        give_up_at = self._clock() + wait_s
+        self._num_waiting += 1
+        try:
+            while not self._is_over:
+                session = self._episodes.begin(now=self._clock())
+                left = give_up_at - self._clock()
+                if session is not None or left <= 0:
+                    return session
+                self._demand()
+                self._has_news.clear()
+                try:
+                    await asyncio.wait_for(self._has_news.wait(), left)
+                except TimeoutError:
+                    continue
+            raise StoppingError("this worker stops, or the run is finished: there are no episodes")
+        finally:
+            self._num_waiting -= 1
+            self._demand()
+
+    async def reward(self, session_id: str, reward: float | None) -> float:
+        """End a session; None lets the task judge its last answer. Return the reward.
+
+        Raises:
+            SessionError: if the session cannot be rewarded, or not so.
+            RewardError: if the task fails.
+        """
+        session = self._episodes.find(session_id, now=self._clock())
+        leaf = self._episodes.leaf_of(session)
+        if reward is None:
+            text = self.parts.dialogue.answer_of(leaf.completion.token_ids)
+            example = Example(**session.lease.example)
+            reward = await self._reward_pool.run(self.parts.reward, example, text)
+        if not math.isfinite(reward):
+            raise SessionError(f"a reward of {reward} is no finite number")
+        bound = self.parts.max_abs_reward
+        if abs(reward) > bound:
+            raise SessionError(f"a reward of {reward:g} lies beyond task.max_reward = {bound:g}")
+        session = self._episodes.find(session_id, now=self._clock())  # it may be over by now
+        outcomes = self._episodes.finish(session, reward)
+        if outcomes is not None:
+            lease, now = session.lease, self._clock()
+            try:
+                group = group_of(lease, self.session.settings.node_id, outcomes)
+            except SessionError as error:
+                self._give_up(lease, "agent_error", str(error))
+            else:
+                self._perform(self.session.finished(group, now=now))
+        self._demand()
+        return reward
+
+    def abandon(self, session_id: str) -> None:
+        """Free the episode of a session for another try.
+
+        Raises:
+            SessionError: if there is no such session.
+        """
+        session = self._episodes.find(session_id, now=self._clock())
+        if not self._episodes.abandon(session):
+            self._give_up(session.lease, "agent_failed", "its agents gave an episode up each time")
+        self._has_news.set()
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        session_id: str | None,
+        prompt: Prompt,
+        options: CallOptions,
+        on_progress: Callable[[npt.NDArray[np.int32]], Awaitable[None]] | None = None,
+    ) -> Turn:
+        """Sample one answer, recorded where it belongs to a session.
+
+        Args:
+            session_id: None for a call that is not trained on.
+            prompt: the whole context.
+            options: see there.
+            on_progress: told, every few tokens, all that were sampled so far.
+
+        Raises:
+            SessionError: if the session is over, there is no space, or nothing can be sampled now.
+            VersionError: if another version is installed than is asked for.
+            EchoError: if the prompt or the engine fails.
+        """
+        if self._is_over or self.session.installed_version is None:
+            raise StoppingError("no weights to sample from: this worker starts or stops; try again")
+        if options.bounds != ANY_VERSION:
+            await self._await_version(options.bounds, options.version_wait_s)
+        session = None
+        if session_id is not None:
+            session = self._episodes.find(session_id, now=self._clock())
+        try:
+            ids, parent, text = self._tokens(
+                prompt, options.tools, [] if session is None else session.turns
+            )
+        except UNUSABLE as error:
+            raise DataError(f"the prompt cannot be turned into tokens: {error}") from error
+        sampling = self._sampling(options, len(ids), is_recorded=session is not None)
+        seed = self._seed(options, session)
+        if session is not None:
+            session.num_running += 1
+            session.num_calls += 1
+        try:
+            completion = await self._sample(ids, sampling, seed, options.bounds, on_progress)
+        except VersionError:
+            self.session.counters.add("engine/version_refused")
+            raise
+        finally:
+            if session is not None:
+                session.num_running -= 1
+                session.touched_at = self._clock()
+        if completion.finish_reason == "abort":
+            raise StoppingError("the worker stops; this answer was cut short")
+        self.session.tokens_sampled += len(completion.token_ids)
+        text += self.parts.dialogue.text_of(completion.token_ids)
+        turn = Turn(ids, completion, text, parent)
+        if session is not None:
+            session.turns.append(turn)
+        return turn
+
+    async def _await_version(self, bounds: CallBounds, wait_s: float) -> None:
+        """Return once a version within the bounds may be installed.
+
+        Raises:
+            VersionError: if there is none in time, or it has been replaced.
+        """
+        wanted, give_up_at = bounds.exact_version or bounds.min_version, self._clock() + wait_s
+        assert wanted is not None
+        while (installed := self.session.installed_version) is None or installed < wanted:
+            if self._clock() >= give_up_at or self._is_over:
+                self.session.counters.add("engine/version_refused")
+                raise VersionError(
+                    f"{wanted} is wanted, {installed} is installed, and no newer one has come "
+                    f"within version_wait_s = {wait_s:g} s"
+                )
+            await asyncio.sleep(VERSION_POLL_S)
+
+    def _tokens(
+        self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
+    ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
+        """Return a context's tokens, the call that it goes on from, and its text."""
+        dialogue = self.parts.dialogue
+        if isinstance(prompt, str):
+            return *dialogue.continue_text(prompt, known, is_rendered=False), prompt
+        if prompt and isinstance(prompt[0], int):
+            ids = [token for token in prompt if isinstance(token, int)]
+            if max(ids) >= self.parts.vocab_size:
+                raise DataError(
+                    f"token id {max(ids)} is none of the model's {self.parts.vocab_size}"
+                )
+            return *dialogue.continue_ids(ids, known), dialogue.text_of(ids)
+        messages = [message for message in prompt if isinstance(message, Mapping)]
+        text = dialogue.render(messages, tools)
+        return *dialogue.continue_text(text, known, is_rendered=True), text
+
+    def _sampling(self, options: CallOptions, num_context: int, *, is_recorded: bool) -> Sampling:
+        own = self.parts.sampling
+        room = self.parts.window - num_context
+        limit = options.max_tokens or own.max_completion_tokens
+        if is_recorded:
+            room = min(room, self.parts.max_session_tokens - num_context)
+            limit = min(limit, own.max_completion_tokens)
+        if room < 1:
+            raise SessionsFullError(
+                f"the context has {num_context} tokens; the model takes {self.parts.window}, and "
+                f"a session agent.max_session_tokens = {self.parts.max_session_tokens}: nothing is "
+                "left for an answer"
+            )
+        sampling = replace(own, max_completion_tokens=min(limit, room))
+        if is_recorded:
+            return sampling
+        temperature = own.temperature if options.temperature is None else options.temperature
+        return replace(
+            sampling,
+            greedy=temperature == 0,
+            temperature=temperature or 1.0,
+            top_p=own.top_p if options.top_p is None else options.top_p,
+            top_k=own.top_k if options.top_k is None else max(0, options.top_k),
+        )
+
+    def _seed(self, options: CallOptions, session: Session | None) -> str:
+        if session is not None:
+            return f"{session.lease.seed} {session.session_id} {session.num_calls}"
+        self._num_plain += 1
+        return str(self._num_plain if options.seed is None else options.seed)
+
+    async def _sample(
+        self,
+        ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        seed: str,
+        bounds: CallBounds,
+        on_progress: Callable[[npt.NDArray[np.int32]], Awaitable[None]] | None,
+    ) -> Completion:
+        """Sample in one go, or piece by piece where somebody watches."""
+        limit = sampling.max_completion_tokens
+        # Between two pieces another version could take over.
+        is_whole = on_progress is None or bounds.exact_version is not None
+        step = limit if is_whole else SEGMENT_TOKENS
+        whole: Completion | None = None
+        while True:
+            prefix = np.empty(0, np.int32) if whole is None else whole.token_ids
+            name = f"{seed} {len(prefix)}"
+            request = Request(
+                name, ids, int.from_bytes(blake3(name.encode()).digest(8)), prefix_ids=prefix
+            )
+            until = min(limit, len(prefix) + step)
+            piece = await self._sampler.sample(
+                request, replace(sampling, max_completion_tokens=until), bounds
+            )
+            whole = piece if whole is None else _join(whole, piece)
+            if on_progress is not None:
+                await on_progress(whole.token_ids)
+            if whole.finish_reason != "length" or len(whole.token_ids) >= limit:
+                return whole
+
+
+def _join(first: Completion, second: Completion) -> Completion:
+    return Completion(
+        second.request_id,
+        np.concatenate([first.token_ids, second.token_ids]),
+        np.concatenate([first.logprobs, second.logprobs]),
+        second.finish_reason,
+        np.concatenate([first.policy_versions, second.policy_versions]),
+    )

@@ -1,0 +1,1066 @@
+"""Versions of the weights in mapped files, so that a killed node continues where it was.
+
+Layout of the directory (network.store_dir), all names this module's own:
+
+    v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
+    v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
+    *.keyframe               what has come of keyframes (`runtime/disk_store.py`)
+    echo-image-<n>.tmp       what is being made, and spares that wait for recycling
+    echo-store.lock          flock held by the process that owns the directory, with its pid
+
+What happens when
+* **Killed in mid-write** (kill -9, out of memory): written pages are the kernel's and stay. The
+  next process finds version store and manifest, and `verify_held` finds the chunks. Nothing is
+  synced to the disk on purpose: after a power failure a lost or torn page fails its hash and is
+  fetched again, and a torn manifest fails its signature. A version store gets its name only with
+  all its room, a version store without a manifest is worthless: both are removed.
+* **Disk full**: room is preallocated before the file is mapped, because a mapped file without room
+  kills the process (SIGBUS) at some later write. Where the disk has too little, spares go first;
+  then the version is kept in memory if that has room for it, with one warning: the node works as
+  without network.store_dir, and only its restart costs a transfer. If memory has no space either,
+  `create` raises StorageError.
+* **Limit** (network.store_bytes): counts every version that was not dropped, wherever it lies.
+* **Slow disk**: a write into the mapping is a write into the page cache; the kernel writes it back
+  in the background. Only when more than vm.dirty_ratio (20 % of memory) is dirty does it make the
+  writer wait, within a page fault. So chunks are written in threads (`write`, without the GIL) and
+  credit for them is given when they are written: on a disk slower than the link the transfer falls
+  to the disk's pace, and the node does everything else as before (`echo/weights/receiver.py`).
+  Where that is too slow, point store_dir to a tmpfs such as /dev/shm/echo (survives the process,
+  not the machine), or raise vm.dirty_ratio.
+  Manifests and journals are written, and files removed, in a thread of their own, in order. On the
+  loop remain what an image needs before its first chunk: its file is made, given its room and
+  renamed, once per version, mostly in milliseconds (a spare needs no more than a new name); and
+  the pages of one that nobody reads any more are unmapped.
+  A disk that fails to read a page back kills the process (SIGBUS), as for any mapped file.
+* **Shared by mistake**: the second process gets StorageError with the pid of the first.
+* **Other runs**: their versions are removed in `recover`. Files of other names are never touched.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import errno
+import itertools
+import logging
+import mmap
+import os
+import re
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from echo.config.memory import read_machine
+from echo.core.errors import LocalProtocolError, StorageError
+from echo.core.rollout import PolicyVersion
+from echo.core.units import format_bytes
+from echo.records.files import lock_directory
+from echo.weights.delta import fill
+from echo.weights.manifest import Manifest
+from echo.weights.store import SavedItem
+from echo.wire.codec import Frame
+
+# --- Which chunks of a version store are right: hash every one, but for those never written ---
+#
+# A file that was preallocated and written in part has holes (extents without data), which the file
+# system knows. A hole reads as zeros, so a chunk that lies in one is looked at only if its hash is
+# to be that of zeros. Where the file system cannot tell, every chunk is hashed.
+
+
+BATCH_BYTES = 1 << 20
+"""Bytes hashed per task of the pool: below, handing out the task costs more than the hash."""
+
+
+def held_chunks(manifest: Manifest, storage: memoryview, path: Path | None) -> bytearray:
+    """Return one byte per chunk: 1 if its bytes match their hash.
+
+    Args:
+        manifest: what the version store should hold; of the version store's size.
+        storage: the bytes.
+        path: the file under the version store, to skip its holes; None for memory.
+    """
+    has_chunk = bytearray(manifest.num_chunks)
+    descriptor = _open(path)
+    try:
+        written = _chunks_with_data(manifest, descriptor)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    worthwhile = [*written, *_zeros(manifest, set(written))]
+    step = max(1, BATCH_BYTES // manifest.chunk_bytes)
+    batches = [worthwhile[start : start + step] for start in range(0, len(worthwhile), step)]
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="rehash") as pool:
+        for found in pool.map(lambda batch: _matching(manifest, storage, batch), batches):
+            for index in found:
+                has_chunk[index] = 1
+    return has_chunk
+
+
+def _open(path: Path | None) -> int | None:
+    """Open the file under a version store; it may have been dropped since, which is no error."""
+    try:
+        return None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _matching(manifest: Manifest, storage: memoryview, batch: list[int]) -> list[int]:
+    return [
+        index
+        for index in batch
+        if blake3(storage[slice(*manifest.chunk_range(index))]).digest()
+        == manifest.chunk_hash(index)
+    ]
+
+
+def _zeros(manifest: Manifest, written: set[int]) -> Iterator[int]:
+    """Yield the chunks that lie in holes and are meant to be zeros."""
+    hash_by_size: dict[int, bytes] = {}
+    for index in range(manifest.num_chunks):
+        if index not in written:
+            start, stop = manifest.chunk_range(index)
+            if stop - start not in hash_by_size:
+                hash_by_size[stop - start] = blake3(bytes(stop - start)).digest()
+            if manifest.chunk_hash(index) == hash_by_size[stop - start]:
+                yield index
+
+
+def _chunks_with_data(manifest: Manifest, descriptor: int | None) -> list[int]:
+    """Return the chunks that do not lie in a hole of the file, ascending; all if unknown."""
+    if descriptor is None or not hasattr(os, "SEEK_DATA"):
+        return list(range(manifest.num_chunks))
+    try:
+        return list(_walk_data(manifest, descriptor))
+    except OSError:  # a file system that cannot tell
+        return list(range(manifest.num_chunks))
+
+
+def _walk_data(manifest: Manifest, descriptor: int) -> Iterator[int]:
+    index = 0
+    while index < manifest.num_chunks:
+        try:
+            data_at = os.lseek(descriptor, manifest.chunk_range(index)[0], os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                return
+            raise
+        index = max(index, data_at // manifest.chunk_bytes)
+        if index < manifest.num_chunks:
+            yield index
+        index += 1
+
+
+# --- The one thread in which small files beside the version stores are written and removed, in
+# order ---
+#
+# Even a small write waits where the kernel holds back whoever dirties more pages, or commits the
+# journal of its file system; the loop must not. What is done here is of use to a later process
+# only, so nobody waits for it either, but `flush`: before the directory is read, or its room
+# counted.
+
+
+_log = logging.getLogger(__name__)
+
+
+class DiskThread:
+    """Calls functions, one after the other, in the order in which they were handed over."""
+
+    def __init__(self) -> None:
+        """Start; the thread begins with the first call."""
+        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, thread_name_prefix="version_store"
+        )
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function that handles its own faults; at once after `close`."""
+        if self._pool is None:
+            function()
+        else:
+            self._pool.submit(function).add_done_callback(_report)
+
+    def flush(self) -> None:
+        """Wait until everything handed over so far was called."""
+        if self._pool is not None:
+            self._pool.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Wait for everything, and end the thread."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _report(future: Future[None]) -> None:
+    error = future.exception()
+    if error is not None:
+        _log.error("internal error", exc_info=error)
+
+
+# --- What has come of keyframes, in files that a restarted node reads again ---
+#
+# An image is fetched into a version store that is a file itself. A keyframe is not: its size is not
+# known before its last table, and what comes out of its chunks lies elsewhere. So each has a
+# journal, to which tables and chunks are appended as they have been verified:
+#
+#     v12-L1-<run>.keyframe             of version 12, lineage 1
+#
+#     record: magic (4 bytes), index of the chunk or 2^32 - 1 for a table, length, then the bytes
+#
+# * **Killed in mid-write**: the last record is torn, and cut off before more is appended. Nothing
+#   is synced; after a power failure a lost page fails its hash or its signature
+#   (`echo/weights/store.py`), and what follows a lost header is not read.
+# * **Limit and full disk**: a journal only spares a later process a transfer. So all of them
+#   together take what versions leave of network.store_bytes, the oldest give way first, and one
+#   that cannot be written is removed. Chunks are in memory besides, so nothing else changes.
+# * **Slow disk**: files are made, added to and removed in a thread of their own
+#   (`runtime/disk_store.py`), and what is queued for it are views of chunks that are held in memory
+#   anyway. A journal that has MAX_BEHIND_BYTES queued is given up: what it would spare a later
+#   process, it costs this one.
+# * A journal is removed with its keyframe, which may long outlive the fetch: children take it.
+#
+# Deltas have none: one is some hundredth of an image, and is fetched again after a restart.
+
+
+_HEADER = struct.Struct("<4sII")
+_MAGIC = b"echo"
+_TABLE = 2**32 - 1
+MAX_BEHIND_BYTES = 256 << 20
+"""What may wait to be written to all journals; `close` waits for that."""
+_NAME = re.compile(r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.keyframe")
+
+
+def is_keyframe_file(name: str) -> bool:
+    """Return whether a file bears the name of a journal."""
+    return _NAME.fullmatch(name) is not None
+
+
+class KeyframeFile:
+    """The journal of one keyframe.
+
+    Its descriptor belongs to the thread; everything else to the loop.
+    """
+
+    def __init__(self, files: KeyframeFiles, path: Path, num_bytes: int = 0) -> None:
+        """Name a file; `open` makes or continues it."""
+        self.path = path
+        self.num_bytes = num_bytes
+        """Bytes on the disk, or queued for it."""
+        self._files = files
+        self._is_closed = True
+        self._is_removed = False
+        """Whether what is queued for it need not be written any more."""
+        self._descriptor: int | None = None
+        self._num_sound = 0
+        """Bytes up to the end of the last record that was read and accepted."""
+
+    def open(self) -> None:
+        """Add behind what `records` has accepted from now on; a torn end is cut off."""
+        self._is_closed = False
+        self.num_bytes = self._num_sound
+        self._files.thread.call(self._open)
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._descriptor = os.open(self.path, flags, 0o600)
+            os.ftruncate(self._descriptor, self._num_sound)
+        except OSError as error:
+            self._give_up(error.strerror or "unknown error")
+
+    def records(self) -> Iterator[tuple[int | None, bytes]]:
+        """Yield (index of a chunk, or None for a table; bytes), up to where the file is torn.
+
+        Whoever asks for the next record has accepted the one before.
+
+        Raises:
+            OSError: if the file cannot be read.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as file:
+            size = os.fstat(descriptor).st_size
+            while len(header := file.read(_HEADER.size)) == _HEADER.size:
+                magic, index, length = _HEADER.unpack(header)
+                stop = self._num_sound + _HEADER.size + length
+                if magic != _MAGIC or stop > size:
+                    return
+                yield (None if index == _TABLE else index), file.read(length)
+                self._num_sound = stop
+
+    def table(self, frame: bytes) -> None:
+        """Add the signed table of the next segment."""
+        self._append(_TABLE, frame)
+
+    def chunk(self, index: int, data: memoryview) -> None:
+        """Add a chunk that has been verified."""
+        self._append(index, data)
+
+    def _append(self, index: int, data: bytes | memoryview) -> None:
+        if self._is_closed:
+            return
+        size = _HEADER.size + len(data)
+        fault = ""
+        if not self._files.make_space(size, keep=self):
+            fault = "no space under the limit"
+        elif self._files.behind_bytes + size > MAX_BEHIND_BYTES:
+            fault = "the disk is behind"
+        if fault:
+            _log.info("%s: %s; a restart would fetch it anew", self.path, fault)
+            self.remove()
+            return
+        self.num_bytes += size
+        self._files.add_behind(size)
+        self._files.thread.call(lambda: self._write(index, data))
+
+    def _write(self, index: int, data: bytes | memoryview) -> None:
+        size = _HEADER.size + len(data)
+        self._files.add_behind(-size)
+        if self._descriptor is None or self._is_removed:
+            return
+        try:
+            num_written = os.writev(
+                self._descriptor, [_HEADER.pack(_MAGIC, index, len(data)), data]
+            )
+            fault = "" if num_written == size else os.strerror(errno.ENOSPC)
+        except OSError as error:
+            fault = error.strerror or "unknown error"
+        if fault:
+            self._give_up(fault)
+
+    def _give_up(self, fault: str) -> None:
+        """Remove what cannot be written, in the thread; the loop goes on as if it were there."""
+        self._files.warn(f"{self.path.name} cannot be written: {fault}")
+        self._unlink()
+        self.num_bytes = 0
+        self._is_closed = True
+
+    def remove(self) -> None:
+        """Forget everything."""
+        self._files.forget(self)
+        self._is_closed = self._is_removed = True
+        self._files.thread.call(self._unlink)
+
+    def _unlink(self) -> None:
+        self._close()
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            self._files.warn(f"{self.path.name} cannot be removed: {error.strerror}")
+
+    def close(self) -> None:
+        """Write no more; what is there, or queued, stays."""
+        self._is_closed = True
+        self._files.thread.call(self._close)
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedKeyframe:
+    """What a former process has written down of a keyframe; nothing about it has been verified."""
+
+    version: PolicyVersion
+    journal: KeyframeFile
+
+
+class KeyframeFiles:
+    """All journals in a directory.
+
+    Args:
+        directory: where.
+        has_space: whether so many bytes more would fit beside versions and journals.
+        warn: says something to the operator, once.
+        thread: where files are written and removed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        has_space: Callable[[int], bool],
+        warn: Callable[[str], None],
+        thread: DiskThread,
+    ) -> None:
+        self.directory = directory
+        self.warn = warn
+        self.thread = thread
+        self.behind_bytes = 0
+        """What is queued for all journals."""
+        self._guard = threading.Lock()
+        self._has_space = has_space
+        self._open: list[KeyframeFile] = []
+        """Oldest first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all journals."""
+        return sum(file.num_bytes for file in self._open)
+
+    def add_behind(self, num_bytes: int) -> None:
+        """Count bytes that are queued, or no more."""
+        with self._guard:
+            self.behind_bytes += num_bytes
+
+    def begin(self, version: PolicyVersion, run: str) -> KeyframeFile:
+        """Return a new journal."""
+        path = self.directory / f"v{version.step}-L{version.lineage}-{run}.keyframe"
+        file = KeyframeFile(self, path)
+        file.open()
+        self._open.append(file)
+        return file
+
+    def forget(self, file: KeyframeFile) -> None:
+        """Count a journal no more."""
+        if file in self._open:
+            self._open.remove(file)
+
+    def make_space(self, num_bytes: int, *, keep: KeyframeFile | None = None) -> bool:
+        """Remove the oldest until `num_bytes` more fit; tell whether they do."""
+        while not self._has_space(num_bytes):
+            file = next((file for file in self._open if file is not keep), None)
+            if file is None:
+                return False
+            file.remove()
+        return True
+
+    def remove_all(self) -> None:
+        """Remove every journal: their room is wanted for a version."""
+        for file in self._open[:]:
+            file.remove()
+
+    def recover(self, run: str) -> list[SavedKeyframe]:
+        """Return what a former process left of a run, newest first, and remove the rest."""
+        known = {file.path for file in self._open}
+        saved = []
+        for entry in os.scandir(self.directory):
+            path, match = Path(entry.path), _NAME.fullmatch(entry.name)
+            if match is None or path in known or not entry.is_file(follow_symlinks=False):
+                continue
+            journal = KeyframeFile(self, path, entry.stat(follow_symlinks=False).st_size)
+            if match["run"] != run:
+                journal.remove()
+                continue
+            version = PolicyVersion(int(match["lineage"]), int(match["step"]))
+            saved.append(SavedKeyframe(version, journal))
+        saved.sort(key=lambda each: each.version, reverse=True)
+        for each in saved[:]:
+            if not self._has_space(each.journal.num_bytes):
+                each.journal.remove()
+                saved.remove(each)
+            else:
+                self._open.insert(0, each.journal)
+        return saved
+
+    def close(self) -> None:
+        """Write no more; what is there stays for a later process."""
+        for file in self._open:
+            file.close()
+        self._open.clear()
+
+
+# --- Where versions of the weights lie: in memory, or in files that outlive the process ---
+#
+# An **version store** is the room for one version, handed out as a writable memoryview. Who fills
+# it, which of its chunks are right and whom they are sent to is the protocol's business; a store
+# finds the room, counts it against one limit, and takes it back.
+#
+# * `MemoryStore` is the default. What it holds is gone with the process.
+# * `DiskStore` (runtime/disk_store.py, network.store_dir) maps files, so that a relay or worker
+#   that was killed in mid-transfer finds its chunks again and asks for the missing ones only.
+#
+# A dropped version store may still be on its way out: libzmq sends slices of it without a copy,
+# long after the protocol has forgotten the version. So nothing is ever unmapped by hand. Each view
+# is lent by a small exporter object whose only owners are the view and what was sliced or made from
+# it. While the exporter lives, somebody can read the bytes; when it has died, nobody can. The pages
+# themselves follow by reference counting.
+#
+# That same test makes recycling safe. The first touch of fresh memory costs a page fault, more than
+# writing the bytes does, so a dropped version store of the same size is handed out again once its
+# exporter has died. 1 GiB written in chunks of 1 MiB, on a virtual machine with two cores, took
+# 0.05 s in a recycled version store of any kind; in fresh memory 0.12 s with pages of 2 MiB, 0.4 s
+# with pages of 4 KiB, and more than 2 s where the host had yet to find the memory; in a fresh file
+# 0.2 to 1.6 s on ext4, 0.6 s on tmpfs, 0.2 s of these in `create`. At most MAX_SPARES wait to be
+# recycled; they count against the limit, and go at once where their room is wanted.
+#
+# torch.frombuffer keeps the view alive as it should, but does not notice `release()` on it: never
+# release a view that was lent.
+#
+# Not thread-safe, but for `write`, and for `verify_held`, which takes long and belongs into a
+# thread.
+
+
+MAX_SPARES = 2
+"""Dropped images kept for recycling: one is still being sent while the other is filled anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A version that a former process left behind; nothing about it has been verified."""
+
+    version: PolicyVersion
+    signed_manifest: bytes
+    """As it was given to `create` or `sealed`; whether the learner signed it is to be checked."""
+    storage: memoryview
+    """Its bytes so far, writable; which chunks are there, `verify_held` tells."""
+
+
+@dataclass(slots=True, eq=False)
+class Pages:
+    """The mapping under one version store."""
+
+    mapping: mmap.mmap
+    path: Path | None = None
+    """The file that is mapped; None for memory."""
+    _exporter: weakref.ref[npt.NDArray[np.uint8]] | None = field(default=None, init=False)
+
+    def __len__(self) -> int:
+        return len(self.mapping)
+
+    def lend(self) -> memoryview:
+        """Return a view of all bytes."""
+        exporter = np.frombuffer(self.mapping, dtype=np.uint8)
+        self._exporter = weakref.ref(exporter)
+        return exporter.data
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether anybody can still reach the bytes."""
+        return self._exporter is not None and self._exporter() is not None
+
+
+def map_memory(num_bytes: int) -> Pages:
+    """Return pages of memory, found one by one as they are touched.
+
+    Raises:
+        OSError: if there is no address space or memory for them.
+    """
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advise_huge_pages(mapping)
+    return Pages(mapping)
+
+
+def advise_huge_pages(mapping: mmap.mmap) -> None:
+    """Ask for pages of 2 MiB, each of which saves 511 faults; a wish that needs no answer."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+
+
+class MappedStore(abc.ABC):
+    """Finds room for versions and takes it back.
+
+    Args:
+        limit_bytes: what all version stores that were not dropped may take together.
+    """
+
+    may_block = False
+    """Whether `write` may take long, so that it belongs into a thread."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        if limit_bytes < 1:
+            raise ValueError(f"limit_bytes is {limit_bytes}, must be at least 1")
+        self.limit_bytes = limit_bytes
+        self._live: dict[PolicyVersion, Pages] = {}
+        self._spares: list[Pages] = []
+
+    # --- for the protocol's shell ----------------------------------------------------------------
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the version stores that were not dropped."""
+        return sum(map(len, self._live.values()))
+
+    def create(
+        self, version: PolicyVersion, signed_manifest: bytes | None, num_bytes: int
+    ) -> memoryview:
+        """Return room for a version; its bytes mean nothing until they are written.
+
+        Args:
+            version: its name, not in this store yet.
+            signed_manifest: the learner's signed manifest as it travels, kept beside the version
+            store;
+                None if it is known later (`sealed`).
+            num_bytes: size of the version store, at least 1.
+
+        Raises:
+            StorageError: if the limit, the disk or the memory does not allow it.
+        """
+        if version in self._live or num_bytes < 1:
+            raise ValueError(f"{version}: {num_bytes} bytes asked for, or asked for twice")
+        pages = self._take_spare(num_bytes)
+        if pages is None:
+            self._make_space(version, num_bytes)
+            pages = self._allocate(version, num_bytes)
+        self._enter(version, pages)
+        self._live[version] = pages
+        if signed_manifest is not None:
+            self.sealed(version, signed_manifest)
+        return pages.lend()
+
+    @abc.abstractmethod
+    def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
+        """Keep a manifest that has become known; without one a version is not recovered."""
+
+    def drop(self, version: PolicyVersion) -> None:
+        """Give a version's room back; one that has no version store here is no error.
+
+        Views of it, and what libzmq has yet to send of it, stay valid.
+        """
+        pages = self._live.pop(version, None)
+        if pages is None:
+            return
+        if not self._leave(pages):
+            self._free(pages)
+            return
+        self._spares.append(pages)
+        # The largest stay: small ones are cheap to make anew.
+        self._spares.sort(key=len, reverse=True)
+        for spare in self._spares[MAX_SPARES:]:
+            self._free(spare)
+        del self._spares[MAX_SPARES:]
+
+    @abc.abstractmethod
+    def recover(self, run_id: str) -> list[Saved]:
+        """Return what a former process left of this run, newest first; to be called once joined.
+
+        The caller verifies the manifest (echo.weights.manifest.verify), then the chunks
+        (`verify_held`), and drops what it does not want. Versions of other runs are dropped.
+        """
+
+    def write(self, place: memoryview, data: Frame) -> None:
+        """Copy a chunk to its place in a version store, from any thread and without the GIL."""
+        fill(place, data)
+
+    def journal(self, version: PolicyVersion) -> SavedItem | None:
+        """Return where to write down what comes of a keyframe; None where nothing is kept."""
+        return None
+
+    def recover_encoded(self) -> list[SavedKeyframe]:
+        """Return what a former process left of keyframes, newest first; needs `recover`."""
+        return []
+
+    def verify_held(self, manifest: Manifest, storage: memoryview) -> bytearray:
+        """Return one byte per chunk: 1 if its bytes in `storage` match their hash.
+
+        Raises:
+            StorageError: if the version store does not have the manifest's size.
+        """
+        if len(storage) != manifest.num_bytes:
+            raise StorageError(
+                f"the image of {manifest.version} has {len(storage)} bytes, its manifest says "
+                f"{manifest.num_bytes}; drop it and fetch the version anew"
+            )
+        pages = self._live.get(manifest.version)
+        return held_chunks(manifest, storage, None if pages is None else pages.path)
+
+    def close(self) -> None:
+        """Let go of everything but what a later process may recover; views stay valid."""
+        self._drop_spares()
+        self._live.clear()
+
+    # --- for the kinds of stores -----------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def where(self) -> str:
+        """The place, for messages."""
+
+    @abc.abstractmethod
+    def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
+        """Find fresh pages, or raise StorageError."""
+
+    @abc.abstractmethod
+    def _enter(self, version: PolicyVersion, pages: Pages) -> None:
+        """Give pages the name of a version, or raise StorageError."""
+
+    @abc.abstractmethod
+    def _leave(self, pages: Pages) -> bool:
+        """Take the name from the pages of a dropped version; tell whether they may be recycled."""
+
+    @abc.abstractmethod
+    def _free(self, pages: Pages) -> None:
+        """Let go of pages for good; they are unmapped when the last view of them has gone."""
+
+    def _drop_spares(self) -> None:
+        for spare in self._spares:
+            self._free(spare)
+        self._spares.clear()
+
+    def _take_spare(self, num_bytes: int) -> Pages | None:
+        for index, spare in enumerate(self._spares):
+            if len(spare) == num_bytes and not spare.is_lent:
+                return self._spares.pop(index)
+        return None
+
+    def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
+        """Let spares go until `num_bytes` fit under the limit."""
+        room = self.limit_bytes - self.bytes_held
+        if num_bytes > room:
+            raise StorageError(
+                f"{self.where}: {version} needs {format_bytes(num_bytes)}, but "
+                f"{format_bytes(self.bytes_held)} of {format_bytes(self.limit_bytes)} are taken by "
+                f"{_names(list(self._live))}; raise network.store_bytes"
+            )
+        while self._spares and sum(map(len, self._spares)) + num_bytes > room:
+            self._free(self._spares.pop())
+
+
+class MemoryStore(MappedStore):
+    """Keeps versions in memory; see DiskStore for the arguments."""
+
+    @property
+    def where(self) -> str:
+        """The place, for messages."""
+        return "memory for versions of the weights"
+
+    def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
+        """Do nothing: there is no later process that could read it."""
+
+    def recover(self, run_id: str) -> list[Saved]:
+        """Return nothing, and drop what is held of an earlier run."""
+        for version in list(self._live):
+            self.drop(version)
+        return []
+
+    def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
+        try:
+            return map_memory(num_bytes)
+        except OSError as error:
+            raise StorageError(
+                f"{self.where}: no {format_bytes(num_bytes)} for {version}: {error.strerror}; "
+                "use a machine with more, or set network.store_dir to a directory on a disk"
+            ) from error
+
+    def _enter(self, version: PolicyVersion, pages: Pages) -> None:
+        """Do nothing: memory has no name."""
+
+    def _leave(self, pages: Pages) -> bool:
+        return True
+
+    def _free(self, pages: Pages) -> None:
+        """Do nothing: the last reference is the caller's."""
+
+
+def _names(versions: Sequence[PolicyVersion]) -> str:
+    return ", ".join(map(str, sorted(versions))) or "no version"
+
+
+DEFAULT_SHARE = 0.9
+"""Share of the free memory or disk that versions may take, where network.store_bytes is unset."""
+_LOCK = "echo-store.lock"
+_OWN = re.compile(
+    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>image|manifest)"
+    r"|echo-image-\d+\.tmp"
+)
+
+
+def open_store(directory: str | None, limit_bytes: int | None) -> MappedStore:
+    """Return the store that the configuration asks for.
+
+    Args:
+        directory: network.store_dir; None for memory.
+        limit_bytes: network.store_bytes; None for DEFAULT_SHARE of what is free now.
+
+    Raises:
+        StorageError: if the directory cannot be used.
+    """
+    if directory is not None:
+        return DiskStore(Path(directory), limit_bytes)
+    if limit_bytes is None:
+        limit_bytes = max(1, int(DEFAULT_SHARE * read_machine().host_bytes))
+    return MemoryStore(limit_bytes)
+
+
+class DiskStore(MappedStore):
+    """Keeps versions in files that are mapped into memory.
+
+    Args:
+        directory: where; made if it does not exist, and locked until `close`.
+        limit_bytes: what all versions may take together; None for DEFAULT_SHARE of the free disk.
+
+    Raises:
+        StorageError: if the directory cannot be used, or another process uses it.
+    """
+
+    may_block = True
+
+    def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
+        self.directory = directory
+        self._lock: int | None = lock_directory(directory, _LOCK)
+        if limit_bytes is None:
+            limit_bytes = max(1, int(DEFAULT_SHARE * self._available_bytes()))
+        super().__init__(limit_bytes)
+        self._run: str | None = None
+        self._thread = DiskThread()
+        self._encoded_versions = KeyframeFiles(
+            directory, has_space=self._has_space, warn=self._warn, thread=self._thread
+        )
+        self._ids = itertools.count(1)
+        self._has_warned = False
+
+    @property
+    def where(self) -> str:
+        """The place, for messages."""
+        return f"network.store_dir = {self.directory}"
+
+    def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
+        """Write a manifest beside its image; if that fails the version is just not recovered."""
+        path = self._live[version].path
+        if path is None:
+            return
+        temporary = self._temporary()
+        self._thread.call(lambda: self._write_manifest(version, path, temporary, signed_manifest))
+
+    def _write_manifest(
+        self, version: PolicyVersion, path: Path, temporary: Path, signed_manifest: bytes
+    ) -> None:
+        try:
+            # Not synced, as the version store is not: after a power failure the signature tells.
+            temporary.write_bytes(signed_manifest)
+            temporary.rename(path.with_suffix(".manifest"))
+        except OSError as error:
+            self._warn(f"the manifest of {version} cannot be written: {error.strerror}")
+            _remove(temporary)
+
+    def recover(self, run_id: str) -> list[Saved]:
+        """Return what a former process left of this run, newest first, and remove the rest.
+
+        Must be called before the first `create`. What this process itself holds is not returned;
+        if it is of another run, it is dropped. May take long, and belongs into a thread.
+        """
+        run = blake3(run_id.encode()).hexdigest()[:16]
+        if run != self._run:
+            for version in list(self._live):
+                self.drop(version)
+        self._run = run
+        self.flush()
+        saved = []
+        known = {spare.path for spare in self._spares} | {p.path for p in self._live.values()}
+        for version in self._sift(known):
+            found = self._reopen(version)
+            if found is not None:
+                saved.append(found)
+        return saved
+
+    def journal(self, version: PolicyVersion) -> SavedItem | None:
+        """Return a file for what comes of a keyframe."""
+        return self._encoded_versions.begin(version, self._run_hash)
+
+    def recover_encoded(self) -> list[SavedKeyframe]:
+        """Return what a former process left of keyframes, newest first; needs `recover`."""
+        self.flush()
+        return self._encoded_versions.recover(self._run_hash)
+
+    def close(self) -> None:
+        """Release the directory; the versions in it stay for a later process.
+
+        Waits for what is queued for the disk. A later process should begin when this one has ended:
+        until then its threads may still write chunks, verified ones, into the version stores.
+        """
+        super().close()
+        self._encoded_versions.close()
+        self._thread.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def flush(self) -> None:
+        """Wait until manifests and journals are written, and dropped files removed."""
+        self._thread.flush()
+
+    # --- making and taking back ------------------------------------------------------------------
+
+    def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
+        """Preallocate and map a file, still under a temporary name; fall back on memory."""
+        assert self._run_hash
+        try:
+            try:
+                return self._map_new(num_bytes)
+            except OSError:
+                self._drop_spares()
+                self._encoded_versions.remove_all()
+                self.flush()
+                return self._map_new(num_bytes)
+        except OSError as error:
+            fault = (
+                f"no {format_bytes(num_bytes)} for {version}: {error.strerror} "
+                f"({format_bytes(self._free_bytes())} free)"
+            )
+            remedy = "free some, or point network.store_dir to a larger disk"
+            if num_bytes > DEFAULT_SHARE * read_machine().host_bytes:
+                raise StorageError(f"{self.where}: {fault}; {remedy}") from error
+            self._warn(f"{fault}; it is kept in memory and lost with this process: {remedy}")
+            return self._map_memory(version, num_bytes, error)
+
+    def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
+        """Let spares go, and then journals, until `num_bytes` fit under the limit."""
+        super()._make_space(version, num_bytes)
+        self._encoded_versions.make_space(num_bytes)
+
+    def _has_space(self, num_bytes: int) -> bool:
+        """Let spares go until so much fits beside versions and journals; tell whether it does."""
+        room = self.limit_bytes - self.bytes_held - self._encoded_versions.num_bytes - num_bytes
+        while self._spares and sum(map(len, self._spares)) > room:
+            self._free(self._spares.pop())
+        return room >= 0
+
+    def _map_memory(self, version: PolicyVersion, num_bytes: int, cause: OSError) -> Pages:
+        try:
+            return map_memory(num_bytes)
+        except OSError as error:
+            raise StorageError(
+                f"{self.where}: no {format_bytes(num_bytes)} for {version}, neither there "
+                f"({cause.strerror}) nor in memory ({error.strerror}); point "
+                "network.store_dir to a larger disk"
+            ) from error
+
+    def _map_new(self, num_bytes: int) -> Pages:
+        path = self._temporary()
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, num_bytes)
+                return Pages(_map_file(descriptor, num_bytes), path)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            _remove(path)
+            raise
+
+    def _enter(self, version: PolicyVersion, pages: Pages) -> None:
+        if pages.path is None:
+            return
+        try:
+            pages.path = pages.path.rename(self.directory / f"{self._stem(version)}.image")
+        except OSError as error:
+            _remove(pages.path)
+            raise StorageError(
+                f"{self.where}: a file for {version} cannot be named: {error.strerror}; does the "
+                "directory still exist?"
+            ) from error
+
+    def _leave(self, pages: Pages) -> bool:
+        """Make a spare of a file, and remove its manifest, which says nothing without it.
+
+        What had to be kept in memory is not recycled: the next version may fit on the disk again.
+        """
+        if pages.path is None:
+            return False
+        self._remove_later(pages.path.with_suffix(".manifest"))
+        try:
+            pages.path = pages.path.rename(self._temporary())
+        except OSError:
+            return False
+        return True
+
+    def _free(self, pages: Pages) -> None:
+        if pages.path is not None:
+            self._remove_later(pages.path)
+
+    def _remove_later(self, path: Path) -> None:
+        """Remove a file behind everything that is still to be written to it."""
+        self._thread.call(lambda: _remove(path))
+
+    # --- what a former process left --------------------------------------------------------------
+
+    def _sift(self, known: set[Path | None]) -> list[PolicyVersion]:
+        """Return the versions in the directory, newest first; remove what belongs to none."""
+        kinds: dict[PolicyVersion, set[str]] = {}
+        foreign = []
+        for entry in os.scandir(self.directory):
+            path, match = Path(entry.path), _OWN.fullmatch(entry.name)
+            if entry.name == _LOCK or path in known or path.with_suffix(".image") in known:
+                continue
+            if is_keyframe_file(entry.name):
+                continue
+            if match is None or not entry.is_file(follow_symlinks=False):
+                foreign.append(entry.name)
+            elif match["run"] != self._run:
+                _remove(path)
+            else:
+                version = PolicyVersion(int(match["lineage"]), int(match["step"]))
+                kinds.setdefault(version, set()).add(match["kind"])
+        if foreign:
+            names = ", ".join(sorted(foreign)[:3])
+            _log.info("%s: left alone %d foreign files: %s", self.where, len(foreign), names)
+        return sorted(kinds, reverse=True)
+
+    def _reopen(self, version: PolicyVersion) -> Saved | None:
+        """Map a version again, or remove its files if they are of no use."""
+        path = self.directory / f"{self._stem(version)}.image"
+        if not (path.exists() and path.with_suffix(".manifest").exists()):
+            # It was being decoded (from what it comes, its journal tells), or had been dropped.
+            _remove(path)
+            _remove(path.with_suffix(".manifest"))
+            return None
+        try:
+            signed_manifest = path.with_suffix(".manifest").read_bytes()
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                num_bytes = os.fstat(descriptor).st_size
+                self._make_space(version, num_bytes)
+                pages = Pages(_map_file(descriptor, num_bytes), path)
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError, StorageError) as error:
+            _log.warning("%s: removed what was left of %s: %s", self.where, version, error)
+            _remove(path)
+            _remove(path.with_suffix(".manifest"))
+            return None
+        self._live[version] = pages
+        return Saved(version, signed_manifest, pages.lend())
+
+    # --- names and numbers -----------------------------------------------------------------------
+
+    @property
+    def _run_hash(self) -> str:
+        if self._run is None:
+            raise LocalProtocolError("DiskStore: `recover` names the run, and must come first")
+        return self._run
+
+    def _stem(self, version: PolicyVersion) -> str:
+        return f"v{version.step}-L{version.lineage}-{self._run}"
+
+    def _temporary(self) -> Path:
+        return self.directory / f"echo-image-{next(self._ids)}.tmp"
+
+    def _free_bytes(self) -> int:
+        stat = os.statvfs(self.directory)
+        return stat.f_bavail * stat.f_frsize
+
+    def _available_bytes(self) -> int:
+        """Return what is free and what a former process of ours has taken."""
+        taken = (
+            entry.stat(follow_symlinks=False).st_size
+            for entry in os.scandir(self.directory)
+            if _OWN.fullmatch(entry.name) or is_keyframe_file(entry.name)
+        )
+        return self._free_bytes() + sum(taken)
+
+    def _warn(self, text: str) -> None:
+        """Warn once: whoever has read it need not read it again with every version."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s: %s", self.where, text)
+
+
+def _map_file(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Map a file that has all its room; ValueError if it is empty."""
+    mapping = mmap.mmap(descriptor, num_bytes)
+    advise_huge_pages(mapping)
+    return mapping
+
+
+def _remove(path: Path) -> None:
+    """Remove a file if it is there; one that cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -1,0 +1,297 @@
+"""Checkpoints of the learner: written beside the old ones, made visible by one rename.
+
+    checkpoints/step_000020/   trainer state (echo/train/trainer.py), checkpoint.json,
+                               and BLAKE3SUMS, which `b3sum --check` reads, too
+    checkpoints/latest         the name of the newest, replaced atomically
+
+A directory is complete if it has its final name: it is filled under a temporary one, forced onto
+the disk, then renamed. So a full disk or a kill at any moment leaves the older checkpoints whole.
+A checkpoint is used only if the hash of each file is the one in BLAKE3SUMS; a damaged one is passed
+over for the one before it, and the caller is told. What is not in a checkpoint (prompt cursor,
+buffer, leases) is in the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from echo.core.errors import StorageError
+from echo.records.files import hash_file, sync_path, write_file
+
+FORMAT = 2
+INFO_FILE = "checkpoint.json"
+SUMS_FILE = "BLAKE3SUMS"
+
+
+class DamagedCheckpointError(StorageError):
+    """A checkpoint's files are not what was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """What a checkpoint says of itself."""
+
+    run_id: str
+    lineage: int
+    step: int
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """The newest checkpoint that is whole."""
+
+    path: Path
+    info: CheckpointInfo
+    damage: tuple[str, ...] = ()
+    """What is wrong with each newer one, the newest first."""
+
+
+class Checkpoints:
+    """When the learner saves, and what it has saved."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        interval_steps: int,
+        interval_s: float | None,
+        keep_last: int,
+        min_free_bytes: int,
+        saved_step: int | None,
+        now: float,
+    ) -> None:
+        """Start counting from now.
+
+        Args:
+            directory: the run's `checkpoints`.
+            run_id: the run's id.
+            interval_steps: steps between checkpoints.
+            interval_s: seconds after which one is due even so; None for no such rule.
+            keep_last: checkpoints to keep, at least 1.
+            min_free_bytes: free disk below which nothing is written.
+            saved_step: step of the checkpoint that the run was resumed from; None without one.
+            now: the loop's clock, seconds.
+        """
+        self.saved_step = saved_step
+        self._directory = directory
+        self._run_id = run_id
+        self._interval_steps = interval_steps
+        self._interval_s = interval_s
+        self._keep_last = keep_last
+        self._min_free_bytes = min_free_bytes
+        self._tried_at = now
+
+    def is_due(self, step: int, *, now: float) -> bool:
+        """Return whether to save after `step`."""
+        elapsed_s = now - self._tried_at
+        is_late = self._interval_s is not None and elapsed_s >= self._interval_s
+        return step % self._interval_steps == 0 or is_late
+
+    def save(
+        self, *, lineage: int, step: int, write_state: Callable[[Path], None], now: float
+    ) -> int:
+        """Save; return the step of the oldest checkpoint kept.
+
+        Args:
+            lineage: the present lineage.
+            step: optimizer steps done.
+            write_state: fills a directory with the trainer's state.
+            now: the loop's clock, seconds. A save that fails is tried again an interval later.
+
+        Raises:
+            StorageError: if it could not be written; older checkpoints are untouched.
+        """
+        self._tried_at = now
+        oldest_step = save_checkpoint(
+            self._directory,
+            CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step),
+            write_state=write_state,
+            keep_last=self._keep_last,
+            min_free_bytes=self._min_free_bytes,
+        )
+        self.saved_step = step
+        return oldest_step
+
+
+def save_checkpoint(
+    directory: Path,
+    info: CheckpointInfo,
+    *,
+    write_state: Callable[[Path], None],
+    keep_last: int,
+    min_free_bytes: int,
+) -> int:
+    """Write a checkpoint and drop those beyond `keep_last`; return the step of the oldest kept.
+
+    Args:
+        directory: the run's `checkpoints`.
+        info: what to call it.
+        write_state: fills a directory with the trainer's state.
+        keep_last: checkpoints to keep, this one included; at least 1.
+        min_free_bytes: free disk below which nothing is written.
+
+    Raises:
+        StorageError: if it could not be written; older checkpoints are untouched.
+    """
+    name = f"step_{info.step:06d}"
+    temporary = directory / f".{name}.tmp"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _check_space(directory, min_free_bytes)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        write_state(temporary)
+        (temporary / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
+        sums = "".join(f"{hash_file(path)}  {path.name}\n" for path in sorted(temporary.iterdir()))
+        (temporary / SUMS_FILE).write_text(sums, encoding="utf-8")
+        for path in (*temporary.iterdir(), temporary):
+            sync_path(path)
+        final = directory / name
+        # Of another lineage if it exists: a step is saved once in each.
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        sync_path(directory)
+        write_file(directory / "latest", f"{name}\n".encode())
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(f"no checkpoint of step {info.step} in {directory}: {error}") from error
+    except StorageError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    steps = list_checkpoints(directory)
+    # Not only the highest steps: one above this belongs to a history that was left.
+    kept = [step for step in steps if step <= info.step][-keep_last:]
+    for step in steps.keys() - set(kept):
+        shutil.rmtree(steps[step], ignore_errors=True)
+    return kept[0]
+
+
+def list_checkpoints(directory: Path) -> dict[int, Path]:
+    """Return the complete checkpoints by step, ascending."""
+    found = {
+        int(match[1]): path
+        for path in directory.glob("step_*")
+        if (match := re.fullmatch(r"step_(\d{6,})", path.name)) is not None
+    }
+    return dict(sorted(found.items()))
+
+
+def drop_later(directory: Path, step: int) -> None:
+    """Delete the checkpoints after `step`: the run continues from there without them.
+
+    Raises:
+        StorageError: if `latest` cannot be written.
+    """
+    complete = list_checkpoints(directory)
+    if step in complete and step < max(complete):
+        try:
+            write_file(directory / "latest", f"{complete[step].name}\n".encode())
+        except OSError as error:
+            raise StorageError(f"cannot write {directory / 'latest'}: {error}") from error
+    for later, path in complete.items():
+        if later > step:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find_whole(directory: Path) -> FoundCheckpoint | None:
+    """Return the newest checkpoint whose files are what was written; None if there is none.
+
+    Raises:
+        StorageError: if there are checkpoints and all are damaged, if `latest` names none of them,
+            or if another release wrote it.
+    """
+    pointer = directory / "latest"
+    complete = list_checkpoints(directory)
+    if not complete and not pointer.exists():
+        return None
+    names = ", ".join(path.name for path in complete.values()) or "none"
+    try:
+        # Killed before the very first pointer was written, a run has a checkpoint without one.
+        named = pointer.read_text("utf-8").strip() if pointer.exists() else ""
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"{pointer} cannot be read ({error}); write the name of a checkpoint into it; there "
+            f"are: {names}"
+        ) from error
+    newest = max(complete, default=0)
+    if named:
+        steps = [step for step, path in complete.items() if path.name == named]
+        if not steps:
+            raise StorageError(
+                f"{pointer} names {named!r}, which is no checkpoint here; write the name of one "
+                f"into it; there are: {names}"
+            )
+        newest = steps[0]
+    damage: list[str] = []
+    for step in sorted((step for step in complete if step <= newest), reverse=True):
+        try:
+            info = _read_whole(complete[step])
+        except DamagedCheckpointError as error:
+            damage.append(str(error))
+        else:
+            return FoundCheckpoint(path=complete[step], info=info, damage=tuple(damage))
+    raise StorageError(
+        f"no checkpoint in {directory} is whole: {'; '.join(damage)}. Restore one from a copy, or "
+        f"delete {directory}: --resume then makes every step again from the initial weights"
+    )
+
+
+def _read_whole(path: Path) -> CheckpointInfo:
+    """Return what the checkpoint in `path` says of itself, once all its files are verified.
+
+    Raises:
+        DamagedCheckpointError: if a file is not what was written, or missing.
+        StorageError: if another release wrote it.
+    """
+    sums = path / SUMS_FILE
+    try:
+        if sums.exists():
+            _verify(path, sums.read_text(encoding="utf-8"))
+        info = CheckpointInfo(**json.loads((path / INFO_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+    if info.format != FORMAT:
+        raise StorageError(
+            f"{path} has format {info.format}, this release reads {FORMAT}; a new run starts from "
+            "exported weights with --init-from"
+        )
+    if not sums.exists():
+        raise DamagedCheckpointError(f"{sums} is missing")
+    return info
+
+
+def _verify(path: Path, sums: str) -> None:
+    """Compare every file that `sums` lists, in the form of b3sum, with its hash.
+
+    Raises:
+        DamagedCheckpointError: if one differs.
+        OSError: if one cannot be read.
+    """
+    lines = [line.partition("  ") for line in sums.split("\n") if line]
+    expected = {name: digest for digest, _, name in lines}
+    unlisted = {file.name for file in path.iterdir()} - expected.keys() - {SUMS_FILE}
+    if unlisted or INFO_FILE not in expected:
+        names = ", ".join(sorted(unlisted | ({INFO_FILE} - expected.keys())))
+        raise DamagedCheckpointError(f"{path / SUMS_FILE} is damaged: it does not list {names}")
+    for name, digest in expected.items():
+        found = hash_file(path / name)
+        if found != digest:
+            raise DamagedCheckpointError(
+                f"{path / name} is damaged: its BLAKE3 hash is {found}, {SUMS_FILE} has {digest}"
+            )
+
+
+def _check_space(directory: Path, min_free_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < min_free_bytes:
+        raise StorageError(
+            f"no checkpoint: {directory} has {free_bytes} bytes free, limits.min_free_disk_bytes "
+            f"asks for {min_free_bytes}; free some space"
+        )

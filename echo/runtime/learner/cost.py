@@ -1,0 +1,896 @@
+"""Which workers generate and which stand by, while the run goes on.
+
+    look (often) -> measured rates, times, idle share
+    question (when something has drifted) -> answer, in a thread -> decision -> set_standby
+
+A question (`echo.fleet.activation`) is asked when a worker comes or goes, when a rate, a price or
+the learner's step has moved by DRIFT, when the learner waits, or while a change is still to be
+made. While answers change nothing and nothing drifts, questions come more and more seldom.
+
+A worker that was activated stays so for `min_dwell_s` before it is dropped for its cost, twice as
+long each time that it was dropped and soon missed. One that joins generates, so that its rate is
+seen; until then it is taken for as fast as the mean of the others. With it above the budget it
+stands by from the beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from echo.config.schema import Config
+from echo.core.metrics import CostView
+from echo.core.units import GIGABYTE
+from echo.fleet.activation import (
+    IDLE_TOLERANCE,
+    UNLIMITED,
+    ActivationDecision,
+    Links,
+    Outlook,
+    PricedWorker,
+    Question,
+    ReviewAnswer,
+)
+from echo.fleet.job import Job
+from echo.leases.dispatch import Throughput
+from echo.records.ledger import Ledger, read_records
+from echo.roles.learner import Learner
+from echo.roles.members import Member, Roster
+from echo.runtime.learner.report import Progress
+from echo.runtime.threads import Pool
+from echo.weights.schedule import PublishPace
+from echo.wire.actions import Action, Note
+from echo.wire.codec import BYTES_PER_TOKEN
+
+DRIFT = 0.2
+"""Change of a rate or time, as a share, that asks for another answer."""
+SURPRISE = 0.05
+"""By how much the learner may wait more than predicted before the rates count as too high."""
+RECOVERY = 0.2
+"""By how much of the difference to 1 the correction of the rates returns with each question."""
+CORRECTED = 0.9
+"""Below this correction the rates are asked about again once the learner waits no more."""
+RESTART_S = 300.0
+"""Until a lost machine is replaced: renting one, starting it and catching up take minutes."""
+MIN_STEPS = 3
+"""Steps before T_train counts as known; the first ones contain start-up."""
+MAX_STEPS = 8
+"""Steps over which times are averaged."""
+MAX_DOUBLINGS = 5
+"""Of a worker's dwell, and of the time between questions that change nothing."""
+MAX_PENDING_DOUBLINGS = 2
+"""Of that time while a change waits for something, such as the end of a dwell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSettings:
+    """What the configuration says."""
+
+    groups_per_step: int
+    group_size: int
+    max_completion_tokens: int
+    margin: float
+    budget_per_h: float
+    """$ per hour for workers and traffic; infinite without a cap."""
+    min_saving: float = 0.05
+    """Share of the cost that another set must save: rates are measured to some 5 %."""
+    min_dwell_s: float = 120.0
+    """How long a worker stays active at least: some times what it needs for the weights."""
+    review_s: float = 10.0
+    """Between two questions at least: an answer takes seconds, and no fleet changes faster."""
+    upload_bytes_per_token: float = BYTES_PER_TOKEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """What one optimizer step has shown."""
+
+    step_s: float
+    waited_s: float
+    """Of `step_s`."""
+    completion_tokens: float
+    useful_share: float
+
+
+@dataclass(slots=True)
+class _State:
+    """What is kept of a worker."""
+
+    incarnation: str
+    throughput: Throughput
+    since: float
+    """When it became active, or was put on standby."""
+    num_doublings: int = 0
+
+
+class Activation:
+    """Measures, asks, and carries out."""
+
+    def __init__(self, settings: ActivationSettings, *, now: float) -> None:
+        """Start with every worker active."""
+        self.settings = settings
+        self.outlook: Outlook | None = None
+        """Of what is active, by the last answer."""
+        self._states: dict[str, _State] = {}
+        self._steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
+        self._steps_since_change = 0
+        self._inputs: dict[str, float] = {}
+        """What the last question for drift was asked about, by name."""
+        self._asked_at = now
+        self._num_idle_answers = 0
+        self._is_pending = False
+        self._trust = 1.0
+        """By what the rates are multiplied: below 1 if the learner waited more than predicted."""
+
+    # --- measuring -------------------------------------------------------------------------------
+
+    def look(self, session: Learner, *, now: float) -> list[Action]:
+        """Take what workers have done since the last call; call it at least with each heartbeat.
+
+        Args:
+            session: the learner's.
+            now: the present.
+        """
+        members = session.roster.members("worker")
+        actions: list[Action] = []
+        for member in members:
+            state = self._states.get(member.node_id)
+            if state is None or state.incarnation != member.incarnation:
+                throughput = Throughput(tokens_sampled=member.num_sampled, now=now)
+                self._states[member.node_id] = _State(member.incarnation, throughput, now)
+                actions += self._welcome(session, member, now)
+                continue
+            slots = max(1, member.worker.capacity // 2)
+            state.throughput.look(
+                load=session.leases.num_leases(member.node_id) / slots,
+                tokens_sampled=member.num_sampled,
+                now=now,
+            )
+        if len(self._states) > len(members):
+            present = {member.node_id for member in members}
+            self._states = {name: s for name, s in self._states.items() if name in present}
+        return actions
+
+    def _welcome(self, session: Learner, member: Member, now: float) -> list[Action]:
+        """Have a worker stand by that would be too dear; warn of one without a price."""
+        cap = self.settings.budget_per_h
+        if math.isinf(cap):
+            return []
+        if member.price.per_h is None:
+            text = (
+                f"{member.node_id} states no price and counts as free, so activation.budget_per_h "
+                "cannot see it; set worker.price_per_h there"
+            )
+            return [Note("warning", text)]
+        workers = session.roster.members("worker")
+        cost = sum(m.price.per_h or 0.0 for m in workers if not m.is_standby)
+        if cost <= cap:
+            return []
+        standby = {m.node_id for m in workers if m.is_standby} | {member.node_id}
+        text = (
+            f"{member.node_id} stands by: with it the active workers would cost ${cost:.2f}/h, "
+            f"activation.budget_per_h is ${cap:.2f}"
+        )
+        return [Note("info", text), *session.set_standby(standby, now=now)]
+
+    def stepped(self, times: StepTimes) -> None:
+        """Take the times of a step."""
+        self._steps.append(times)
+        self._steps_since_change += 1
+
+    @property
+    def train_s(self) -> float | None:
+        """T_train: what a step takes without waiting; None before MIN_STEPS steps."""
+        if len(self._steps) < MIN_STEPS:
+            return None
+        return median(times.step_s - times.waited_s for times in self._steps)
+
+    def idle_share(self, waiting_s: float = 0.0) -> float:
+        """Return the share of the time that the learner has waited lately, since the last change.
+
+        Args:
+            waiting_s: seconds that it has been waiting now.
+        """
+        recent = list(self._steps)[-self._steps_since_change :] if self._steps_since_change else []
+        step_s = sum(times.step_s for times in recent) + waiting_s
+        waited_s = sum(times.waited_s for times in recent) + waiting_s
+        return waited_s / step_s if step_s > 0 else 0.0
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def question(
+        self,
+        session: Learner,
+        *,
+        publish_period: int,
+        broadcast_s: float | None,
+        waiting_s: float,
+        now: float,
+    ) -> Question | None:
+        """Return what is to be answered now, if anything is.
+
+        Args:
+            session: the learner's.
+            publish_period: kappa.
+            broadcast_s: what the last broadcast has taken; None while that is not known.
+            waiting_s: seconds that the learner has been waiting for groups now.
+            now: the present.
+        """
+        # Who is set aside delivers nothing that counts, whatever rate and price it states.
+        members = [m for m in session.roster.members("worker") if not m.worker.is_set_aside]
+        train_s = self.train_s
+        is_too_soon = now < self._asked_at + self.settings.review_s
+        if is_too_soon or not train_s or not any(member.price.per_h for member in members):
+            return None
+        rates = self._rates(members)
+        if not rates or not self._is_due(members, rates, train_s, waiting_s, now):
+            return None
+        self._asked_at = now
+        idle_share = self.idle_share(waiting_s)
+        job = self._job(session, train_s, publish_period)
+        self._learn(job, rates, members)
+        return Question(
+            workers=tuple(self._worker(session, m, rates[m.node_id]) for m in members),
+            job=job,
+            links=self._links(session, members, broadcast_s),
+            active=frozenset(m.node_id for m in members if not m.is_standby),
+            steady=frozenset(m.node_id for m in members if self._is_steady(m, now)),
+            ready=frozenset(m.node_id for m in members if _is_ready(m, session)),
+            idle_share=idle_share,
+            min_saving=self.settings.min_saving,
+        )
+
+    def _is_due(
+        self,
+        members: Iterable[Member],
+        rates: dict[str, float],
+        train_s: float,
+        waiting_s: float,
+        now: float,
+    ) -> bool:
+        """Return whether anything has drifted, or there is something to mend and time to do it."""
+        inputs = {f"rate of {name}": rate for name, rate in rates.items()}
+        inputs |= {f"price of {m.node_id}": m.price.per_h or 0.0 for m in members}
+        inputs["train_s"] = train_s
+        if _has_drifted(self._inputs, inputs):
+            self._inputs, self._num_idle_answers = inputs, 0
+            return True
+        has_seen_enough = self._steps_since_change >= MIN_STEPS or waiting_s > 2 * train_s
+        is_waiting = has_seen_enough and self.idle_share(waiting_s) > IDLE_TOLERANCE
+        most = MAX_PENDING_DOUBLINGS if self._is_pending else MAX_DOUBLINGS
+        pause_s = self.settings.review_s * 2 ** min(most, self._num_idle_answers)
+        has_cause = self._is_pending or is_waiting or self._trust < CORRECTED
+        return has_cause and now >= self._asked_at + pause_s
+
+    def _rates(self, members: Iterable[Member]) -> dict[str, float]:
+        """Return tokens per second by worker; empty if nothing is known of any."""
+        found = {m.node_id: self._states[m.node_id].throughput.tokens_per_s for m in members}
+        known = [rate for rate in found.values() if rate is not None]
+        if not known:
+            return {}
+        mean = fmean(known)
+        return {name: mean if rate is None else rate for name, rate in found.items()}
+
+    def _learn(self, job: Job, rates: dict[str, float], members: Iterable[Member]) -> None:
+        """Correct the rates by what the learner got in steps in which it had to wait for it."""
+        active = [rates[m.node_id] for m in members if not m.is_standby]
+        estimated = sum(active) / job.completion_tokens
+        recent = list(self._steps)[-MIN_STEPS:]
+        step_s, waited_s = sum(t.step_s for t in recent), sum(t.waited_s for t in recent)
+        is_short = waited_s > (IDLE_TOLERANCE + SURPRISE) * step_s
+        if is_short and estimated > 0 and self._steps_since_change >= MIN_STEPS:
+            made = job.rollouts_per_step * len(recent) / step_s
+            self._trust = min(1.0, max(0.1, made / estimated))
+        else:
+            self._trust += RECOVERY * (1 - self._trust)
+
+    def _job(self, session: Learner, train_s: float, publish_period: int) -> Job:
+        settings, steps = self.settings, self._steps
+        tokens = max(1.0, fmean(times.completion_tokens for times in steps))
+        bound = min(session.settings.leases.max_staleness, session.buffer.admission_staleness)
+        return Job(
+            groups_per_step=settings.groups_per_step,
+            group_size=settings.group_size,
+            useful_share=min(1.0, max(0.01, fmean(times.useful_share for times in steps))),
+            max_staleness=bound,
+            publish_period=publish_period,
+            train_s=train_s,
+            completion_tokens=tokens,
+            max_completion_tokens=max(tokens, settings.max_completion_tokens),
+            version_bytes=session.planning.payload_bytes,
+            chunk_bytes=min(session.planning.chunk_bytes, session.planning.payload_bytes),
+            upload_bytes_per_token=settings.upload_bytes_per_token,
+            margin=settings.margin,
+            budget_per_h=settings.budget_per_h,
+        )
+
+    def _worker(self, session: Learner, member: Member, rate: float) -> PricedWorker:
+        stats, price = member.stats, member.price
+        down = session.planning.downlink_limits.get(member.node_id)
+        return PricedWorker(
+            name=member.node_id,
+            tokens_per_s=rate * self._trust,
+            concurrency=max(1, member.worker.capacity // 2) * self.settings.group_size,
+            price_per_h=price.per_h or 0.0,
+            price_per_gb=price.per_gb,
+            losses_per_h=price.losses_per_h,
+            restart_s=RESTART_S,
+            region=member.node.region,
+            can_listen=member.node.advertise is not None,
+            down_bytes_per_s=down or UNLIMITED,
+            up_bytes_per_s=stats.uplink_bytes_per_s or UNLIMITED,
+        )
+
+    def _links(self, session: Learner, members: Collection[Member], took_s: float | None) -> Links:
+        uplink = session.broadcast.uplink_bytes_per_s
+        relays = session.roster.members("relay")
+        nodes = [member.node for member in (*relays, *members)]
+        forecast = session.planning.forecast(nodes, uplink_bytes_per_s=uplink)
+        planned = session.planning.topology
+        # What coding, decoding and installing add to the forecast.
+        overhead_s = max(0.0, took_s - planned.predicted_s) if planned and took_s else 0.0
+
+        def broadcast_s(names: Collection[str]) -> float:
+            return forecast([*(relay.node_id for relay in relays), *names]) + overhead_s
+
+        return Links(
+            broadcast_s=broadcast_s,
+            uplink_bytes_per_s=uplink or UNLIMITED,
+            price_per_gb=session.settings.site.price_per_gb,
+            relay_regions=frozenset(relay.node.region for relay in relays if relay.node.region),
+        )
+
+    def _is_steady(self, member: Member, now: float) -> bool:
+        state = self._states[member.node_id]
+        dwell_s = self.settings.min_dwell_s * 2**state.num_doublings
+        return not member.is_standby and now >= state.since + dwell_s
+
+    # --- carrying out ----------------------------------------------------------------------------
+
+    def decide(
+        self,
+        session: Learner,
+        question: Question,
+        answer: ReviewAnswer,
+        *,
+        now: float,
+    ) -> tuple[list[Action], ActivationDecision | None]:
+        """Carry out an answer; return the actions, and the decision if anything changes.
+
+        Workers that came meanwhile stay active; of those that left nothing is said.
+        """
+        self.outlook = answer.after
+        members = {m.node_id: m for m in session.roster.members("worker")}
+        known = {worker.name for worker in question.workers} & members.keys()
+        interrupted = sorted(n for n in known - answer.active if not members[n].is_standby)
+        activated = sorted(n for n in known & answer.active if members[n].is_standby)
+        self._is_pending = answer.is_pending
+        if not interrupted and not activated:
+            self._num_idle_answers += 1
+            return [], None
+        self._num_idle_answers = 0
+        standby = {n for n, m in members.items() if m.is_standby} - set(activated) | set(
+            interrupted
+        )
+        decision = ActivationDecision(
+            step=session.step,
+            cause=answer.cause,
+            activated=tuple(activated),
+            interrupted=tuple(interrupted),
+            num_active=len(members) - len(standby),
+            num_standby=len(standby),
+            before=answer.before,
+            after=answer.after,
+            train_s=question.job.train_s,
+            idle_share=question.idle_share,
+            slowdown=answer.choice.slowdown,
+            is_exact=answer.choice.is_exact,
+        )
+        for name in [*interrupted, *activated]:
+            state = self._states[name]
+            if name in activated and now < state.since + 2 * self.settings.min_dwell_s:
+                # It was dropped and is missed already: not so soon again.
+                state.num_doublings = min(MAX_DOUBLINGS, state.num_doublings + 1)
+            state.since = now
+        self._steps_since_change = 0
+        return session.set_standby(standby, now=now), decision
+
+
+def _is_ready(member: Member, session: Learner) -> bool:
+    """Return whether a worker holds weights that leases are granted for."""
+    if member.installed is None:
+        return False
+    return session.step - member.installed.step <= session.settings.leases.max_staleness
+
+
+def _has_drifted(before: dict[str, float], after: dict[str, float]) -> bool:
+    """Return whether anything came or went, or moved by DRIFT of what it was."""
+    if before.keys() != after.keys():
+        return True
+    return any(abs(after[name] - value) > DRIFT * abs(value) for name, value in before.items())
+
+
+# --- What the run has cost so far, and what it costs per hour ---
+#
+# A machine counts from its first Hello until the learner knows that it was given back: until a
+# Goodbye that says so. A worker on standby counts, because its machine bills. One that fell silent,
+# or left without giving its machine back, counts for LOST_COUNTS_FOR_S more, since nobody can tell
+# from here whether it still bills; if it comes back meanwhile it simply goes on.
+#
+# Traffic counts by the bytes that nodes report: weights in and out, and rollouts out. Their
+# counters go on while the learner is away, so what a node reports first to one that was resumed is
+# what the learner before it has counted.
+
+
+LOST_COUNTS_FOR_S = 3600.0
+"""The usual step of a bill: nobody is told that a machine which vanished bills no more."""
+_TRAFFIC_WINDOW_S = 300.0
+"""Seconds over which traffic is averaged."""
+
+
+@dataclass(slots=True)
+class _Machine:
+    """One machine that is paid for."""
+
+    price_per_h: float
+    incarnation: str
+    is_standby: bool = False
+    gone_at: float | None = None
+    """Since when nothing has been heard of it; None while it is there."""
+    traffic_bytes: float | None = 0.0
+    """As reported by this incarnation; None where its first report is still to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """What is paid for at one instant."""
+
+    total: float
+    """$ so far."""
+    machines_per_h: float
+    """$ per hour for all machines together: learner, relays, workers, and those below."""
+    standby_per_h: float
+    """The part of it for workers on standby."""
+    unconfirmed_per_h: float
+    """The part of it for machines that are gone without word that they were given back."""
+    traffic_per_h: float
+    """$ per hour, lately."""
+
+    @property
+    def per_h(self) -> float:
+        """$ per hour in all."""
+        return self.machines_per_h + self.traffic_per_h
+
+
+class CostMeter:
+    """Adds up what the machines of a run and their traffic cost."""
+
+    def __init__(
+        self,
+        *,
+        learner_per_h: float,
+        learner_per_gb: float,
+        spent: float,
+        now: float,
+        bytes_per_token: float = BYTES_PER_TOKEN,
+    ) -> None:
+        """Start to count.
+
+        Args:
+            learner_per_h: $ per hour of the learner's own machine.
+            learner_per_gb: $ per GB that the learner sends.
+            spent: $ before now, as before a resume.
+            now: the present.
+            bytes_per_token: what a sampled token takes on the wire.
+        """
+        self.total = spent
+        self._is_resumed = spent > 0
+        self._bytes_per_token = bytes_per_token
+        self._learner_per_h = learner_per_h
+        self._learner_per_gb = learner_per_gb
+        self._machines: dict[str, _Machine] = {}
+        self._sent_bytes = 0
+        self._at = now
+        self._traffic_per_s = 0.0
+
+    @property
+    def has_prices(self) -> bool:
+        """Whether anything that is paid for has a price."""
+        prices = [machine.price_per_h for machine in self._machines.values()]
+        return bool(self._learner_per_h or self.total or any(prices))
+
+    def update(self, roster: Roster, *, bytes_sent: int, now: float) -> None:
+        """Count the time since the last call, then take what has changed.
+
+        Args:
+            roster: the nodes there are.
+            bytes_sent: weights that the learner has sent since it started.
+            now: the present.
+        """
+        elapsed_s = max(0.0, now - self._at)
+        self._at = now
+        self.total += elapsed_s / 3600 * (
+            self._learner_per_h + sum(m.price_per_h for m in self._machines.values())
+        )  # fmt: skip
+        traffic = self._learner_per_gb * (bytes_sent - self._sent_bytes) / GIGABYTE
+        self._sent_bytes = bytes_sent
+        traffic += self._take(roster.nodes.values())
+        self.total += traffic
+        if elapsed_s > 0:
+            weight = min(1.0, elapsed_s / _TRAFFIC_WINDOW_S)
+            self._traffic_per_s += weight * (traffic / elapsed_s - self._traffic_per_s)
+        self._drop_gone(roster, now)
+
+    def _take(self, members: Iterable[Member]) -> float:
+        """Enter every node that is there; return $ for its traffic since the last call."""
+        cost = 0.0
+        for member in members:
+            machine = self._machines.get(member.node_id)
+            if machine is None:
+                machine = _Machine(0.0, member.incarnation)
+                machine.traffic_bytes = None if self._is_resumed else 0.0
+                self._machines[member.node_id] = machine
+            if machine.incarnation != member.incarnation:
+                machine.incarnation, machine.traffic_bytes = member.incarnation, 0
+            machine.price_per_h = member.price.per_h or 0.0
+            machine.is_standby, machine.gone_at = member.is_standby, None
+            stats = member.stats
+            rollouts = self._bytes_per_token * stats.tokens_sampled
+            total = stats.bytes_received + stats.bytes_sent + rollouts
+            if machine.traffic_bytes is None:
+                machine.traffic_bytes = None if member.num_sampled is None else total
+                continue
+            cost += member.price.per_gb * max(0, total - machine.traffic_bytes) / GIGABYTE
+            machine.traffic_bytes = max(total, machine.traffic_bytes)
+        return cost
+
+    def _drop_gone(self, roster: Roster, now: float) -> None:
+        for name, machine in list(self._machines.items()):
+            if name in roster.nodes:
+                continue
+            if machine.gone_at is None:
+                machine.gone_at, machine.is_standby = now, False
+            is_released = roster.released.get(name) == machine.incarnation
+            if is_released or now - machine.gone_at >= LOST_COUNTS_FOR_S:
+                del self._machines[name]
+
+    def bill(self) -> Bill:
+        """Return what is paid for, as of the last update."""
+        machines = self._machines.values()
+        return Bill(
+            total=self.total,
+            machines_per_h=self._learner_per_h + sum(m.price_per_h for m in machines),
+            standby_per_h=sum(m.price_per_h for m in machines if m.is_standby),
+            unconfirmed_per_h=sum(m.price_per_h for m in machines if m.gone_at is not None),
+            traffic_per_h=3600 * self._traffic_per_s,
+        )
+
+
+# Costs and activation in the learner's process: measured, decided off the loop, written down
+#
+#     look (10 times a second) -> meter, rates, times of broadcasts
+#     question -> answer (in a thread) -> decision -> journal, log, plans and leases
+#
+# Records in the journal:
+#
+#     activation  step, cause, activated, parked, and the numbers before and after
+#     cost        step, total, per_h            with each step, so that a resume goes on counting
+
+
+LOOK_S = 0.1
+"""Seconds between looks at who holds the newest version: how finely a broadcast is timed."""
+METER_S = 1.0
+"""Seconds between looks at costs, and at whether anything is to be decided."""
+LOOKS_PER_S = 10_000
+"""Workers looked at per second at most; of larger fleets each is looked at less often."""
+
+
+class CostControl:
+    """Watches the workers of a run, its costs, and which of them are needed."""
+
+    def __init__(
+        self,
+        session: Learner,
+        activation: Activation | None,
+        meter: CostMeter,
+        *,
+        pace: PublishPace,
+        progress: Progress,
+        ledger: Ledger,
+        trains_on_all: bool,
+        budget_per_run: float | None,
+        log: logging.Logger,
+    ) -> None:
+        """Join the parts; `run` watches.
+
+        Args:
+            session: the learner's conversation.
+            activation: who is needed; None if nobody is to be chosen.
+            meter: what it costs.
+            pace: is told when versions have arrived.
+            progress: says whether the learner trains just now, or waits for groups.
+            ledger: the journal, open.
+            trains_on_all: whether groups without a gradient count towards a step.
+            budget_per_run: $ after which the run is to end; None for no limit.
+            log: where to tell decisions.
+        """
+        self._session = session
+        self._activation = activation
+        self._meter = meter
+        self._pace = pace
+        self._progress = progress
+        self._ledger = ledger
+        self._trains_on_all = trains_on_all
+        self._budget_per_run = budget_per_run
+        self._log = log
+        self.train_s: float | None = None
+        """Seconds of the last optimizer step."""
+        self._waiting_since: float | None = None
+        self._metered_at = self._looked_at = -math.inf
+        self._total_at_start = meter.total
+        self._num_tokens = 0.0
+        self._total_at_step = meter.total
+        self._last_decision = ""
+
+    # --- watching --------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        perform: Callable[[Iterable[Action]], None],
+        clock: Callable[[], float],
+        *,
+        wake: Callable[[], None],
+        pool: Pool,
+    ) -> None:
+        """Look again and again, until the node ends.
+
+        Args:
+            perform: carries out the session's actions.
+            clock: the loop's, seconds.
+            wake: ends the learner's waiting, for when the budget is spent.
+            pool: where questions are answered.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = clock()
+            if self._progress.activity:
+                self._waiting_since = None
+            elif self._waiting_since is None:
+                self._waiting_since = now
+            workers = self._session.roster.active("worker")
+            installed = [member.installed for member in workers]
+            self._pace.received(installed, now=now, train_s=self.train_s)
+            if now >= self._looked_at + len(workers) / LOOKS_PER_S:
+                self._looked_at = now
+                self._look(perform, now)
+            if now < self._metered_at + METER_S:
+                continue
+            self._metered_at = now
+            self._meter_now(now)
+            if self.is_spent:
+                wake()
+            await self._review(perform, clock, pool)
+
+    def _meter_now(self, now: float) -> None:
+        session = self._session
+        self._meter.update(session.roster, bytes_sent=session.broadcast.bytes_sent, now=now)
+
+    def _look(self, perform: Callable[[Iterable[Action]], None], now: float) -> None:
+        if self._activation is not None and self._session.finish_reason is None:
+            perform(self._activation.look(self._session, now=now))
+
+    async def _review(
+        self,
+        perform: Callable[[Iterable[Action]], None],
+        clock: Callable[[], float],
+        pool: Pool,
+    ) -> None:
+        activation, session, now = self._activation, self._session, clock()
+        if activation is None or session.finish_reason is not None:
+            return
+        waited_s = 0.0 if self._waiting_since is None else now - self._waiting_since
+        question = activation.question(
+            session,
+            publish_period=self._pace.period,
+            broadcast_s=self._pace.broadcast_s,
+            waiting_s=waited_s,
+            now=now,
+        )
+        if question is None:
+            return
+        answer = await pool.run(question.solve)
+        if session.finish_reason is None:
+            perform(self._decide(activation, question, answer, clock()))
+
+    def _decide(
+        self, activation: Activation, question: Question, answer: ReviewAnswer, now: float
+    ) -> list[Action]:
+        actions, decision = activation.decide(self._session, question, answer, now=now)
+        if decision is not None:
+            self._tell(decision)
+        return actions
+
+    def _tell(self, decision: ActivationDecision) -> None:
+        self._last_decision = str(decision)
+        self._log.info("activation: %s", self._last_decision)
+        self._ledger.append("activation", **_json(asdict(decision)))
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the budget of the run is spent."""
+        return self._budget_per_run is not None and self._meter.total >= self._budget_per_run
+
+    def describe_spent(self, step: int) -> str:
+        """Say that the budget is spent, and how to go on, in one line."""
+        return (
+            f"${self._meter.total:.2f} are spent of activation.budget_per_run = "
+            f"${self._budget_per_run:.2f}: the run ends at step {step}; go on with --resume --set "
+            "activation.budget_per_run=..."
+        )
+
+    def metrics(self, row: Mapping[str, Any], *, now: float) -> dict[str, float]:
+        """Take the row of a step that was just made; return what it cost.
+
+        Args:
+            row: its times, lengths and rates.
+            now: the loop's clock, seconds.
+        """
+        if self._activation is not None:
+            times = StepTimes(
+                step_s=row["time/step"],
+                waited_s=min(row["time/wait_for_batch"], row["time/step"]),
+                completion_tokens=row.get("completions/mean_length", 1.0),
+                useful_share=1.0 if self._trains_on_all else row.get("groups/useful", 1.0),
+            )
+            self._activation.stepped(times)
+        self._meter_now(now)
+        if not self._meter.has_prices:
+            return {}
+        self._num_tokens += row["perf/tokens_per_s"] * row["time/step"]
+        bill, session = self._meter.bill(), self._session
+        self._ledger.append("cost", step=session.step, total=round(bill.total, 6), per_h=bill.per_h)
+        metrics = {
+            "cost/per_hour": bill.per_h,
+            "cost/total": bill.total,
+            "cost/per_step": bill.total - self._total_at_step,
+            "cost/standby_per_hour": bill.standby_per_h,
+            "cost/unconfirmed_per_hour": bill.unconfirmed_per_h,
+            "workers/active": len(session.roster.active("worker")),
+            "workers/standby": self._num_standby,
+        }
+        self._total_at_step = bill.total
+        per_token = self._per_million_tokens
+        if per_token is not None:
+            metrics["cost/per_million_tokens"] = per_token
+        outlook = None if self._activation is None else self._activation.outlook
+        if outlook is not None:
+            metrics["activation/rate"] = outlook.rate
+            metrics["activation/required_rate"] = outlook.required
+            metrics["activation/predicted_idle"] = outlook.idle_share
+        return metrics
+
+    @property
+    def _num_standby(self) -> int:
+        return sum(member.is_standby for member in self._session.roster.members("worker"))
+
+    @property
+    def _per_million_tokens(self) -> float | None:
+        if self._num_tokens <= 0:
+            return None
+        return (self._meter.total - self._total_at_start) / self._num_tokens * 1e6
+
+    def view(self) -> CostView | None:
+        """Return what the live view shows; None where nothing has a price."""
+        if not self._meter.has_prices:
+            return None
+        bill = self._meter.bill()
+        return CostView(
+            per_h=bill.per_h,
+            total=bill.total,
+            per_million_tokens=self._per_million_tokens,
+            standby_per_h=bill.standby_per_h,
+            unconfirmed_per_h=bill.unconfirmed_per_h,
+            budget_per_run=self._budget_per_run,
+            num_active=len(self._session.roster.active("worker")),
+            num_standby=self._num_standby,
+            decision=self._last_decision,
+        )
+
+
+def _json(value: Any) -> Any:
+    """Return a value as JSON has it: without infinity, with short numbers."""
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def spent_before(ledger: Path, *, now: float) -> float:
+    """Return $ that a run has cost before it is resumed.
+
+    Machines went on billing while the learner was away; for how much of that time is not known,
+    and LOST_COUNTS_FOR_S of it count at most.
+
+    Args:
+        ledger: the journal.
+        now: unix time, seconds.
+    """
+    last: Mapping[str, Any] | None = None
+    for _, record in read_records(ledger):
+        if record["kind"] == "cost":
+            last = record
+    if last is None:
+        return 0.0
+    away_s = min(max(0.0, now - last["at"]), LOST_COUNTS_FOR_S)
+    return float(last["total"] + last["per_h"] * away_s / 3600)
+
+
+def make_activating(
+    config: Config,
+    session: Learner,
+    *,
+    pace: PublishPace,
+    progress: Progress,
+    ledger: Ledger,
+    spent: float,
+    now: float,
+    log: logging.Logger,
+) -> CostControl:
+    """Return what watches a run's workers and costs.
+
+    Args:
+        config: the learner's.
+        session: its conversation.
+        pace: when to publish.
+        progress: running totals.
+        ledger: the journal, open.
+        spent: $ before a resume.
+        now: the loop's clock, seconds.
+        log: where to tell decisions.
+    """
+    section = config.activation
+    activation = None
+    if section.mode != "off" and config.sync.mode != "pull":
+        settings = ActivationSettings(
+            groups_per_step=config.batch.groups_per_step,
+            group_size=config.batch.group_size,
+            max_completion_tokens=config.sampling.max_completion_tokens,
+            margin=section.margin,
+            budget_per_h=math.inf if section.budget_per_h is None else section.budget_per_h,
+        )
+        activation = Activation(settings, now=now)
+    meter = CostMeter(
+        learner_per_h=config.learner.price_per_h or 0.0,
+        learner_per_gb=config.network.price_per_gb,
+        spent=spent,
+        now=now,
+    )
+    if spent:
+        log.info("$%.2f were spent before; they count towards the budget of the run", spent)
+    return CostControl(
+        session,
+        activation,
+        meter,
+        pace=pace,
+        progress=progress,
+        ledger=ledger,
+        trains_on_all=config.batch.keep_zero_variance,
+        budget_per_run=section.budget_per_run,
+        log=log,
+    )
+
+
+def resumed_spending(ledger: Ledger, *, resume: bool) -> float:
+    """Return $ that count before this start."""
+    return spent_before(ledger.path, now=time.time()) if resume else 0.0

@@ -1,0 +1,206 @@
+"""Held-out pass rates of one published version, sampled and greedy.
+
+The evaluation has its own engine and thread, so training goes on; it is pinned to the version whose
+weights it was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from echo.core.rollout import PolicyVersion
+from echo.engine.engine import Engine, Request, Sampling
+from echo.engine.weights import Weights
+from echo.runtime.episodes import EpisodeRunner, Opening
+from echo.tasks.rewards import RewardError, TaskHost
+from echo.tasks.task import Example
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Mean rewards over the held-out prompts."""
+
+    version: PolicyVersion
+    sampled: float
+    """At the run's sampling temperature."""
+    greedy: float
+    num_rewards: int
+    """Completions that were to be judged."""
+    num_reward_errors: int
+    """Those whose reward failed; each counts as 0."""
+    error: str = ""
+    """What the last of these says."""
+
+    @property
+    def has_figure(self) -> bool:
+        """Whether anything was judged at all."""
+        return self.num_reward_errors < self.num_rewards
+
+    def metrics(self, task_name: str) -> dict[str, float]:
+        """Return the row for metrics.jsonl; without pass rates where nothing was judged."""
+        row: dict[str, float] = {
+            "eval/version": self.version.step,
+            "eval/reward_errors": self.num_reward_errors,
+        }
+        if self.has_figure:
+            row[f"eval/{task_name}/pass@1"] = self.sampled
+            row[f"eval/{task_name}/greedy"] = self.greedy
+        return row
+
+    def __str__(self) -> str:
+        figure = f"sampled {self.sampled:.3f}, greedy {self.greedy:.3f}"
+        if not self.num_reward_errors:
+            return f"evaluation of {self.version}: {figure}"
+        failed = f"{self.num_reward_errors} of {self.num_rewards} rewards failed"
+        if self.has_figure:
+            figure, failed = f"{figure}; ", f"{failed} and count as 0"
+        else:
+            figure = "no figure, "
+        return f"evaluation of {self.version}: {figure}{failed}: {self.error}"
+
+
+class Evaluator:
+    """Scores versions on a fixed set of held-out prompts."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        host: TaskHost,
+        *,
+        prompts: Sequence[tuple[Example, list[int]]],
+        decode: Callable[[Sequence[int]], str],
+        sampling: Sampling,
+        seed: int,
+        runner: EpisodeRunner | None = None,
+    ) -> None:
+        """Take engine, judge, the held-out prompts with their token ids, and who plays episodes."""
+        self._engine = engine
+        self._host = host
+        self._prompts = prompts
+        self._decode = decode
+        self._sampling = sampling
+        self._seed = seed
+        self._runner = runner
+
+    def evaluate(
+        self,
+        version: PolicyVersion,
+        tensors: Weights,
+        *,
+        should_stop: Callable[[], bool],
+    ) -> EvalResult | None:
+        """Return the pass rates of a version, or None if told to stop."""
+        self._engine.load(tensors)
+        rates: list[float] = []
+        errors: list[RewardError] = []
+        for is_greedy in (False, True):
+            sampling = replace(self._sampling, greedy=is_greedy)
+            rewards = self._rewards(sampling, should_stop)
+            if rewards is None:
+                return None
+            errors += [reward for reward in rewards if isinstance(reward, RewardError)]
+            figures = [0.0 if isinstance(reward, RewardError) else reward for reward in rewards]
+            rates.append(float(np.mean(figures)))
+        return EvalResult(
+            version=version,
+            sampled=rates[0],
+            greedy=rates[1],
+            num_rewards=2 * len(self._prompts),
+            num_reward_errors=len(errors),
+            error=str(errors[-1]) if errors else "",
+        )
+
+    def _rewards(
+        self, sampling: Sampling, should_stop: Callable[[], bool]
+    ) -> list[float | RewardError] | None:
+        """Return one reward per prompt, or why it has none; None in all if told to stop."""
+        if self._runner is not None:
+            return self._play(self._runner, sampling, should_stop)
+        requests = [
+            Request(
+                request_id=f"eval.{index}",
+                prompt_ids=np.array(token_ids, dtype=np.int32),
+                seed=self._seed_of(index),
+            )
+            for index, (_, token_ids) in enumerate(self._prompts)
+        ]
+        completions = self._engine.generate(requests, sampling, should_stop=should_stop)
+        rewards: list[float | RewardError] = []
+        for (example, _), completion in zip(self._prompts, completions, strict=True):
+            if should_stop():
+                return None
+            text = self._decode(completion.token_ids.tolist())
+            try:
+                rewards.append(self._host.score(example, text))
+            except RewardError as error:
+                rewards.append(error)
+        return rewards
+
+    def _play(
+        self, runner: EpisodeRunner, sampling: Sampling, should_stop: Callable[[], bool]
+    ) -> list[float | RewardError] | None:
+        openings = [
+            Opening(
+                name=f"eval.{index}",
+                prompt_ids=np.array(token_ids, dtype=np.int32),
+                example=example,
+                seeds=(self._seed_of(index),),
+            )
+            for index, (example, token_ids) in enumerate(self._prompts)
+        ]
+        results = runner.play(
+            openings, sampling, should_stop=should_stop, on_progress=lambda _: None
+        )
+        if should_stop():
+            return None
+        return [r if isinstance(r, RewardError) else r[0].reward for r in results]
+
+    def _seed_of(self, index: int) -> int:
+        return self._seed * 1_000_003 + index
+
+
+class Evaluations:
+    """Which versions are evaluated, one at a time, without making the training wait.
+
+    The last version always is. Of the others one is due where a multiple of the interval was
+    reached since the version before, for not every step is published; it is skipped if the
+    evaluation before still runs.
+    """
+
+    def __init__(self, evaluator: Evaluator, *, interval_steps: int, max_steps: int) -> None:
+        """Take the evaluator and the steps between evaluations, at least 1."""
+        self.evaluate = evaluator.evaluate
+        self.evaluated_step: int | None = None
+        """Step of the version that was found due last."""
+        self._interval_steps = interval_steps
+        self._max_steps = max_steps
+        self._seen_step: int | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def is_due(self, version: PolicyVersion) -> bool:
+        """Return whether to evaluate this version now; ask once for each, in order."""
+        seen_step = version.step - 1 if self._seen_step is None else self._seen_step
+        self._seen_step = version.step
+        if version.step >= self._max_steps:
+            await self.wait()
+            self.evaluated_step = version.step
+            return True
+        if version.step // self._interval_steps == seen_step // self._interval_steps:
+            return False
+        if self._task is not None and not self._task.done():
+            return False
+        self.evaluated_step = version.step
+        return True
+
+    def started(self, task: asyncio.Task[None]) -> None:
+        """Note the evaluation that now runs beside the training."""
+        self._task = task
+
+    async def wait(self) -> None:
+        """Wait for the evaluation that runs, if one does."""
+        if self._task is not None:
+            await self._task

@@ -1,0 +1,1190 @@
+"""The learner role: take a batch, train, journal, publish; everything else happens beside it.
+
+    groups --> session --> journal (disk) --> buffer --> step --> journal --> publish --> broadcast
+                              |                                      |
+                              +--> acknowledgement                   +--> evaluation, checkpoint
+
+The training loop awaits three things only: a full batch of admissible groups, its own model work,
+and (every so often) a checkpoint. It never waits for the network otherwise: versions are handed to
+the broadcast and pulled by whoever needs them. While it waits for a batch it looks every heartbeat
+whether one can come at all (`runtime/learner/node.py`); without workers the run is saved and ends
+after a while.
+
+Order of events around a step, which recovery relies on: groups are journalled and synced before
+they are acknowledged; the record of a step is written before its weights are published; and
+everything written is synced before a checkpoint becomes visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from echo.algo.corrections import BoundDecision, ControlSettings, Signals, StalenessController
+from echo.config.schema import Config
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import LocalProtocolError, StorageError, TransportError
+from echo.core.metrics import Snapshot
+from echo.core.rollout import Group, PolicyVersion
+from echo.core.units import format_duration
+from echo.engine.weights import Weights
+from echo.leases.dispatch import Usefulness
+from echo.leases.scheduler import (
+    Obstacle,
+    RecordCancel,
+    RecordEnd,
+    RecordGrant,
+    RecordRefusal,
+    StoreGroup,
+)
+from echo.net.transport import Transport
+from echo.records.ledger import Ledger
+from echo.roles.learner import Learner
+from echo.roles.members import Member
+from echo.runtime.learner.checkpoint import Checkpoints
+from echo.runtime.learner.cost import CostControl
+from echo.runtime.learner.evaluation import Evaluations
+from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
+from echo.runtime.learner.report import Progress, StepSettings, TaskMetrics, describe_wait
+from echo.runtime.node import LINGER_S, Node
+from echo.runtime.threads import MAX_BLOCKING, Threads
+from echo.tasks.rewards import RewardError, TaskHost
+from echo.tasks.task import Example
+from echo.train.trainer import StepError, StepResult, Trainer
+from echo.weights.manifest import Manifest
+from echo.weights.schedule import PublishPace
+from echo.wire.actions import Action, Note
+from echo.wire.codec import encode_group
+
+Row = Mapping[str, float | Mapping[str, float]]
+
+
+def partial_metrics(session: Learner) -> dict[str, float]:
+    """Return what became of unfinished rollouts; empty where none was ever continued.
+
+    Totals are among the counters; here are how many groups wait to be continued, how many steps old
+    the oldest token of a continued group was on average, and which share of what was sampled was
+    thrown away or will not be trained on.
+    """
+    counts = session.counters
+    if not counts["partials/resumed"] and not counts["partials/interrupted"]:
+        return {}
+    members = session.roster.members("worker")
+    num_sampled = sum(member.stats.tokens_sampled for member in members)
+    num_wasted = counts["partials/wasted_tokens"] + counts["partials/masked_tokens"]
+    num_wasted += counts["partials/trimmed_tokens"] + session.buffer.num_trimmed_tokens
+    return {
+        "partials/waiting": sum(member.worker.num_waiting for member in members),
+        "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
+        "partials/wasted_ratio": num_wasted / max(1, num_sampled),
+    }
+
+
+# What the learner tells of itself: a row of metrics per step, and the picture on the screen
+
+
+class Reporting:
+    """Rows and pictures, made of running totals."""
+
+    def __init__(
+        self,
+        session: Learner,
+        *,
+        progress: Progress,
+        pace: PublishPace,
+        activating: CostControl,
+        plan: StepSettings,
+        write_metrics: Callable[[int, Row], None],
+        show: Callable[[Snapshot], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            session: the learner's conversation.
+            progress: running totals.
+            pace: when to publish.
+            activating: what the run costs.
+            plan: names and numbers of the run.
+            write_metrics: appends one row of metrics.
+            show: draws a snapshot.
+            clock: the loop's, seconds.
+        """
+        self._session = session
+        self._progress = progress
+        self._pace = pace
+        self._activating = activating
+        self._plan = plan
+        self._write_metrics = write_metrics
+        self._show = show
+        self._clock = clock
+
+    def write_step(
+        self, metrics: Mapping[str, float], staleness: Mapping[int, int], *others: Row
+    ) -> None:
+        """Append the row of the step that was just made.
+
+        Args:
+            metrics: what the trainer reports.
+            staleness: its trained tokens by staleness.
+            others: what else belongs into the row.
+        """
+        session = self._session
+        row = self._progress.step_metrics(
+            metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=self._clock()
+        )
+        row |= self._pace.metrics()
+        row |= self._activating.metrics(row, now=self._clock())
+        row |= self._progress.lengths.metrics(oldest_open=session.leases.oldest_open)
+        row |= partial_metrics(session)
+        for other in others:
+            row |= other
+        row["lineage"] = session.lineages[-1].lineage
+        row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
+        self._write_metrics(session.step, row)
+
+    async def show_loop(self) -> None:
+        """Draw again and again, until everybody is told that the run is over."""
+        while self._session.finish_reason is None:
+            self.display()
+            await asyncio.sleep(self._plan.refresh_s)
+
+    def display(self) -> None:
+        """Draw the present state."""
+        self._show(
+            self._progress.snapshot(
+                self._session,
+                run_name=self._plan.run_name,
+                max_steps=self._plan.max_steps,
+                pace=self._pace,
+                cost=self._activating.view(),
+                now=self._clock(),
+            )
+        )
+
+
+# --- What the learner makes of the staleness controller's decisions ---
+#
+# A lower bound gates new leases only, shortens the publish period and publishes at once;
+# what is buffered or being sampled stays valid up to the hard bound. Each goes to the journal with
+# its cause:
+#
+#     bound  step, before, bound, cause
+
+
+class Adaptation:
+    """The controller, and the places where its bound takes hold."""
+
+    def __init__(
+        self,
+        controller: StalenessController | None,
+        *,
+        buffer: StalenessBuffer,
+        pace: PublishPace,
+        ledger: Ledger,
+        log: logging.Logger,
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            controller: which proposes the bound; None for one that stays as it is.
+            buffer: whose bound for new leases follows it.
+            pace: whose period follows it.
+            ledger: the journal, open.
+            log: where to tell decisions.
+        """
+        self._controller = controller
+        self._buffer = buffer
+        self._pace = pace
+        self._ledger = ledger
+        self._log = log
+
+    def after_step(
+        self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]
+    ) -> bool:
+        """Let the controller decide; return whether to publish now.
+
+        Args:
+            step: optimizer steps done.
+            metrics: of the last one.
+            staleness: its trained tokens by staleness.
+        """
+        if self._controller is None:
+            return False
+        signals = Signals(
+            ess=metrics.get("ess"),
+            mismatch_kl=metrics.get("mismatch_kl"),
+            clip_ratio=metrics.get("clip_ratio/mean"),
+            staleness=max(staleness, default=0),
+        )
+        decision = self._controller.observe(step, signals)
+        if decision is None:
+            return False
+        self._tell(decision)
+        self._buffer.admission_staleness = decision.bound
+        self._pace.limit(decision.bound)
+        return decision.bound < decision.before
+
+    def _tell(self, decision: BoundDecision) -> None:
+        self._ledger.append(
+            "bound",
+            step=decision.step,
+            before=decision.before,
+            bound=decision.bound,
+            cause=decision.cause,
+        )
+        self._log.info(
+            "staleness bound %d -> %d: %s", decision.before, decision.bound, decision.cause
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the bound that new leases are granted for."""
+        if self._controller is None:
+            return {}
+        return {"staleness/bound": self._buffer.admission_staleness}
+
+
+def make_adaptation(
+    config: Config,
+    *,
+    buffer: StalenessBuffer,
+    pace: PublishPace,
+    ledger: Ledger,
+    log: logging.Logger,
+) -> Adaptation:
+    """Return the adaptation; it does nothing if it is off or there is nothing to choose."""
+    sync, controller = config.sync, None
+    if sync.adaptive and sync.min_staleness < sync.max_staleness:
+        settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
+        controller = StalenessController(settings)
+        pace.limit(sync.max_staleness)
+    return Adaptation(controller, buffer=buffer, pace=pace, ledger=ledger, log=log)
+
+
+# --- The end of a learner that has finished: how long it stays so that every node hears of it ---
+#
+# A node that has lost its way to the learner dials at growing pauses: after the learner's crash, a
+# relay's, or a link's. A run that ends meanwhile would be over before such a node came once; it
+# would dial in vain and end with an error. So the learner stays until each node that was heard of a
+# moment ago has gone, or has had the time to come back; and one that goes on where another one
+# stopped stays until whoever worked for that one has had the same time.
+
+
+class EndOfRun:
+    """Tells the nodes of a run that it is over."""
+
+    def __init__(self, node: Node, session: Learner, *, clock: Callable[[], float]) -> None:
+        """Begin with nobody missing."""
+        self._node = node
+        self._session = session
+        self._clock = clock
+        self._missing_until = -float("inf")
+
+    @property
+    def _return_s(self) -> float:
+        """Seconds in which a node has dialled twice, and each time has said who it is."""
+        heartbeat_s = self._session.settings.leases.heartbeat_s
+        return max(LINGER_S, 2 * (self._node.transport.options.max_redial_s + heartbeat_s))
+
+    def expect(self) -> None:
+        """Note that nodes of this run may be out there and dial, as after a crash."""
+        self._missing_until = self._clock() + self._return_s
+
+    async def say(self, reason: str) -> None:
+        """Tell every node, also those that have yet to come back; return when all have gone."""
+        self._node.perform(self._session.finish(reason))
+        # Each heartbeat is told again, and so is who joins; what goes to workers needs the relays.
+        await self._wait_for(lambda node: node.role != "relay")
+        self._node.perform(self._session.dismiss_all())
+        await self._wait_for(lambda node: True)
+
+    async def _wait_for(self, is_meant: Callable[[Member], bool]) -> None:
+        """Wait until the nodes that are meant have gone, or could have come back."""
+        return_s, roster = self._return_s, self._session.roster
+
+        def is_over() -> bool:
+            now = self._clock()
+            return now >= self._missing_until and not any(
+                is_meant(node) and now < node.heard_at + return_s for node in roster.nodes.values()
+            )
+
+        within_s = max(return_s, self._missing_until - self._clock())
+        await self._node.wait_until(is_over, within_s=within_s)
+
+
+# --- The records that the learner's session asks for, as lines of the ledger ---
+
+
+Record = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
+
+
+def record(ledger: Ledger, action: Record, *, step: int) -> None:
+    """Write what happened to a lease or a group.
+
+    Args:
+        ledger: the journal.
+        action: what to write.
+        step: optimizer steps done.
+    """
+    match action:
+        case RecordGrant():
+            installed, lease = action.installed, action.lease
+            version = None if installed is None else [installed.lineage, installed.step]
+            copy_of = {} if action.copy_of is None else {"copy_of": action.copy_of}
+            ledger.append(
+                "granted",
+                group=lease.group_id,
+                attempt=lease.attempt,
+                worker=action.worker_id,
+                version=version,
+                **copy_of,
+            )
+        case RecordCancel():
+            ledger.append(
+                "cancelled",
+                group=action.group_id,
+                attempt=action.attempt,
+                worker=action.worker_id,
+                tokens=action.num_tokens,
+            )
+        case RecordRefusal():
+            ledger.append(
+                "refused",
+                group=action.group_id,
+                attempt=action.attempt,
+                worker=action.worker_id,
+                reason=action.reason,
+            )
+        case RecordEnd():
+            ledger.discarded(action.group_id, action.reason, step=step)
+
+
+# Rewards at the learner, for groups whose workers know no answers (reward.where = "learner")
+#
+# The worker delivers its rollouts with rewards of 0. Before a group is judged by the trainer or
+# written to the journal, each of its completions is decoded and scored here, off the loop, with the
+# example that the learner has kept. A group that cannot be scored ends with the reason, as it would
+# have at a worker.
+
+
+class Spawn(Protocol):
+    """Starts a coroutine whose failure ends the node."""
+
+    def __call__(self, work: Coroutine[Any, Any, None], *, name: str) -> object:
+        """Start it."""
+
+
+class LearnerRewards:
+    """Scores groups on their way into the journal."""
+
+    def __init__(
+        self,
+        host: TaskHost,
+        *,
+        example_of: Callable[[int], Example],
+        decode: Callable[[Sequence[int]], str],
+        spawn: Spawn,
+        threads: Threads,
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            host: who judges.
+            example_of: group id -> its example.
+            decode: token ids -> text.
+            spawn: see there.
+            threads: the node's.
+        """
+        self._host = host
+        self._example_of = example_of
+        self._decode = decode
+        self._spawn = spawn
+        self._pool = threads.pool("reward", MAX_BLOCKING)
+        self._counts: Counter[str] = Counter()
+
+    def counts(self) -> dict[str, int]:
+        """Return what the host has counted since the start."""
+        self._counts.update(self._host.take_counts())
+        return dict(self._counts)
+
+    def score(
+        self,
+        action: StoreGroup,
+        *,
+        then: Callable[[StoreGroup], None],
+        on_fault: Callable[[Group, RewardError], None],
+    ) -> None:
+        """Score a group beside everything else, and hand on what comes of it."""
+
+        async def work() -> None:
+            try:
+                rewards = await self._pool.run(self._rewards, action.group)
+            except RewardError as error:
+                on_fault(action.group, error)
+                return
+            rollouts = tuple(
+                replace(rollout, reward=reward)
+                for rollout, reward in zip(action.group.rollouts, rewards, strict=True)
+            )
+            group = replace(action.group, rollouts=rollouts)
+            then(StoreGroup(group, *encode_group(group)))
+
+        self._spawn(work(), name="reward")
+
+    def _rewards(self, group: Group) -> list[float]:
+        texts = [self._decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
+        example = self._example_of(group.group_id)
+        return list(self._host.score_all(example, texts))
+
+
+# --- What becomes of a delivered group until it may be trained: judged, written, acknowledged ---
+#
+# A group from which the trainer would learn nothing is ended at once with its reason: it is
+# acknowledged, gives its admission back, and another is granted for it. All others are written to
+# the journal, and acknowledged and put into the buffer once they are on the disk.
+#
+# Who delivers nothing that can be learned from while others do is set aside (`usefulness.py`).
+
+
+class Acceptance:
+    """The way of groups from the learner's session into its buffer."""
+
+    def __init__(
+        self,
+        session: Learner,
+        *,
+        ledger: Ledger,
+        buffer: StalenessBuffer,
+        progress: Progress,
+        refusal: Callable[[Group], str | None],
+        max_zero_signal_groups: int,
+        perform: Callable[[Iterable[Action]], None],
+        sync: Callable[[], Awaitable[None]],
+        clock: Callable[[], float],
+    ) -> None:
+        """Join the parts; `run` stores.
+
+        Args:
+            session: the learner's conversation.
+            ledger: the journal, open.
+            buffer: where groups wait to be trained.
+            progress: running totals.
+            refusal: why a group should not count towards a step, or None.
+            max_zero_signal_groups: see `is_zero_signal`.
+            perform: carries out what the session asks for.
+            sync: forces the journal onto the disk, off the loop.
+            clock: the loop's, seconds.
+        """
+        self._session = session
+        self._ledger = ledger
+        self._buffer = buffer
+        self._progress = progress
+        self._refusal = refusal
+        self._max_zero_signal_groups = max_zero_signal_groups
+        self._usefulness = Usefulness(
+            max_zero_signal_groups=max_zero_signal_groups,
+            groups_per_step=session.settings.leases.groups_per_step,
+        )
+        self._has_set_aside = False
+        self._perform = perform
+        self._sync = sync
+        self._clock = clock
+        self._unsynced: list[Group] = []
+        self._store_wanted = asyncio.Event()
+        self._has_news = asyncio.Event()
+        self.is_open = True
+        """Whether groups are taken in; one that comes later is never acknowledged."""
+        self.late_rewards: LearnerRewards | None = None
+        """Who scores the groups, where workers do not."""
+        self._task_metrics = TaskMetrics()
+
+    @property
+    def is_zero_signal(self) -> bool:
+        """Whether nothing could be learned from any of the last `max_zero_signal_groups` groups.
+
+        Those of workers that are set aside do not count.
+        """
+        num_groups = self._progress.zero_signal.num_groups - self._usefulness.num_discounted
+        return num_groups >= self._max_zero_signal_groups
+
+    def take_in(self, action: StoreGroup) -> None:
+        """Have a group scored if nobody has; then write it, or end it and grant another."""
+        if self.late_rewards is None:
+            self._take_in(action)
+        else:
+            self.late_rewards.score(action, then=self._take_in, on_fault=self._on_fault)
+
+    def _take_in(self, action: StoreGroup) -> None:
+        """Write a group that counts towards a step; end one that does not, and grant another."""
+        if not self.is_open:
+            return
+        reason = self._refusal(action.group)
+        if reason == "reward_too_large":
+            self._end_unrewarded(action.group, reason)
+            return
+        if reason is not None:
+            self._progress.left_out(action.group, reason, now=self._clock())
+            self._judge(action.group.worker_id, is_useful=False)
+            self._end(action.group, reason)
+            return
+        self._ledger.store(action.group, action.header, action.arrays)
+        self._unsynced.append(action.group)
+        self._store_wanted.set()
+
+    def _end_unrewarded(self, group: Group, reason: str) -> None:
+        """End a group whose rewards are no numbers to count with."""
+        largest = max(group.rewards, key=abs)
+        text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
+        text += "task.max_reward"
+        self._perform([Note("warning", text)])
+        self._count_failed(group.worker_id, reason, text)
+        self._end(group, reason)
+
+    def _on_fault(self, group: Group, error: RewardError) -> None:
+        if self.is_open:
+            text = f"group {group.group_id}: {error.reason}: {error}"
+            self._perform([Note("warning", text)])
+            cause = f"group {group.group_id} on the learner: {error}\n{error.traceback}".strip()
+            self._count_failed(group.worker_id, error.reason, cause)
+            self._end(group, error.reason)
+
+    def on_failed(self, action: RecordEnd) -> None:
+        """Count a group that its worker could not finish."""
+        cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
+        self._count_failed(action.worker_id, action.reason, cause)
+        self._tell_if_zero_signal()
+
+    def _count_failed(self, worker_id: str, reason: str, cause: str) -> None:
+        """Count a group that could not be finished, for the run's end and against its worker."""
+        self._progress.failed(reason, cause)
+        self._judge(worker_id, is_useful=False)
+
+    def _end(self, group: Group, reason: str) -> None:
+        self._ledger.discarded(group.group_id, reason, step=self._session.step)
+        self._session.counters.add(f"discarded/{reason}")
+        self._perform(self._session.stored(group.group_id, now=self._clock()))
+        self._tell_if_zero_signal()
+
+    def _tell_if_zero_signal(self) -> None:
+        if self.is_zero_signal:
+            self._has_news.set()
+
+    def _judge(self, worker_id: str, *, is_useful: bool) -> None:
+        """Count a group for or against its worker."""
+        texts = self._usefulness.delivered(worker_id, is_useful=is_useful, now=self._clock())
+        self._perform([Note("warning", text) for text in texts])
+        self.review()
+
+    def review(self) -> None:
+        """Decide whose groups are wanted; call it now and then, since nobody is set aside for ever.
+
+        Grants follow from what the caller does next.
+        """
+        if self._usefulness.is_calm and not self._has_set_aside:
+            return
+        members = self._session.roster.members("worker")
+        can_sample = {
+            member.node_id: member.worker.capacity > 0 and not member.worker.is_stuck
+            for member in members
+            if not member.is_standby
+        }
+        texts = self._usefulness.review(can_sample, now=self._clock())
+        for member in members:
+            member.worker.is_set_aside = self._usefulness.is_set_aside(member.node_id)
+        self._has_set_aside = any(member.worker.is_set_aside for member in members)
+        self._perform([Note("warning", text) for text in texts])
+
+    async def run(self) -> None:
+        """Force written groups onto the disk, many at once, then acknowledge them."""
+        while self.is_open or self._unsynced:
+            await self._store_wanted.wait()
+            self._store_wanted.clear()
+            groups, self._unsynced = self._unsynced, []
+            if not groups:
+                continue
+            await self._sync()
+            for group in groups:
+                self._buffer.put(group)
+                self._progress.accepted(group, now=self._clock())
+                self._judge(group.worker_id, is_useful=True)
+                self._perform(self._session.stored(group.group_id, now=self._clock()))
+            self._has_news.set()
+
+    def close(self) -> None:
+        """Take nothing in any more; `run` ends once what was written is in the buffer."""
+        self.is_open = False
+        self._store_wanted.set()
+
+    def wake(self) -> None:
+        """End `wait`."""
+        self._has_news.set()
+
+    async def wait(self, *, until: float) -> None:
+        """Wait until groups have come, or nothing can be learned, since the last call.
+
+        Args:
+            until: instant at which to look again even so.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._has_news.wait()
+        self._has_news.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """Return how the task's code did."""
+        totals = {
+            member.node_id: member.stats.refused
+            for member in self._session.roster.members("worker")
+        }
+        if self.late_rewards is not None:
+            totals["learner"] = self.late_rewards.counts()
+        return self._task_metrics.row(totals)
+
+
+# What a learner without a batch does by time: ask again, say why nothing comes, give up at last
+#
+# Groups are granted and versions published when something happens: a heartbeat, a result, a step.
+# Where nothing happens any more, these looks still do, one per heartbeat:
+#
+#     no version may be sampled for the next step   the learner publishes at once, due or not
+#     nobody can be given a group                   told once per reason, if it lasts
+#     no worker at all                              told each minute; after a bound the run ends
+#
+# Once there were workers the bound is `network.reconnect_for_s`: for so long those that have lost
+# the learner try to come back. Before the first one it is FIRST_WORKER_S, if that is longer:
+# whoever starts a learner may rent or start the workers much later. A worker counts from its Hello
+# on, so one that loads its model is here, and so is one on standby.
+
+
+FIRST_WORKER_S = 4 * 3600.0
+"""How long a learner waits for its first worker at least."""
+TELL_S = 60.0
+"""Between two lines about missing workers."""
+
+_OBSTACLES = {
+    "outdated": "the newest version is too old for the next step",
+    "no_weights": "no worker holds weights that the next step may be trained on",
+    "busy": "no worker takes a group",
+}
+
+
+class BatchWait:
+    """Looks after a learner that waits for groups."""
+
+    def __init__(
+        self,
+        session: Learner,
+        *,
+        address: str,
+        reconnect_for_s: float,
+        log: logging.Logger,
+    ) -> None:
+        """Wait for nothing yet.
+
+        Args:
+            session: the learner's conversation.
+            address: where workers reach it.
+            reconnect_for_s: how long to wait for workers that were there.
+            log: where to tell what is waited for.
+        """
+        self._session = session
+        self._address = address
+        self._reconnect_for_s = reconnect_for_s
+        self._log = log
+        self._last_worker: str | None = None
+        self._alone_since = 0.0
+        self._told_at = 0.0
+        self._obstacle: Obstacle = ""
+        self._obstacle_since = 0.0
+        self._is_told = False
+        self.look_at = 0.0
+        """When to look next."""
+
+    def begin(self, *, now: float) -> None:
+        """Note that the learner waits from now on; while it trained, nobody looked."""
+        self._alone_since = self._told_at = self._obstacle_since = now
+        self._obstacle, self._is_told = "", False
+        self.look_at = now + self._session.settings.leases.heartbeat_s
+
+    def look(self, *, now: float) -> Obstacle:
+        """Look whether anything can come of the waiting; return what keeps groups from workers.
+
+        Raises:
+            TransportError: if there has been no worker for too long.
+        """
+        self.look_at = now + self._session.settings.leases.heartbeat_s
+        nodes = self._session.roster.nodes.values()
+        worker = next((node.node_id for node in nodes if node.role == "worker"), None)
+        if worker is None:
+            self._alone(now)
+        else:
+            self._last_worker = worker
+            self._alone_since = self._told_at = now
+        obstacle = self._session.obstacle()
+        self._note(obstacle, now)
+        return obstacle
+
+    def _alone(self, now: float) -> None:
+        alone_s = now - self._alone_since
+        limit_s, since = self._reconnect_for_s, f"since {self._last_worker} left"
+        if self._last_worker is None:
+            limit_s, since = max(limit_s, FIRST_WORKER_S), "since this learner began to wait"
+        if alone_s >= limit_s:
+            raise TransportError(
+                f"no worker at {self._address} for {format_duration(alone_s)}, {since}; start "
+                "workers and go on with --resume (network.reconnect_for_s sets how long to wait "
+                "for workers that are gone)"
+            )
+        if now >= self._told_at + TELL_S:
+            self._told_at = now
+            self._log.warning(
+                "waiting for workers at %s for %s, %s; without one the run ends in %s",
+                self._address, format_duration(alone_s), since, format_duration(limit_s - alone_s),
+            )  # fmt: skip
+
+    def _note(self, obstacle: Obstacle, now: float) -> None:
+        """Tell a reason once, as soon as it has lasted for as long as a silent node counts."""
+        if obstacle != self._obstacle:
+            self._obstacle, self._obstacle_since, self._is_told = obstacle, now, False
+        lasted_s = now - self._obstacle_since
+        dead_after_s = self._session.settings.admission.dead_after_s
+        is_urgent = obstacle == "outdated" or lasted_s >= dead_after_s
+        what = _OBSTACLES.get(obstacle)
+        if what is None or self._is_told or not is_urgent:
+            return
+        self._is_told = True
+        how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
+        self._log.warning(
+            "nothing can be granted%s: %s; waiting for %s",
+            how_long, what, describe_wait(self._session),
+        )  # fmt: skip
+
+
+MAX_FAILED_STEPS = 5
+"""Batches in a row of which no step could be made, after which the run ends with the cause."""
+
+
+class LearnerNode(Node):
+    """The learner."""
+
+    def __init__(
+        self,
+        session: Learner,
+        transport: Transport,
+        *,
+        plan: StepSettings,
+        buffer: StalenessBuffer,
+        trainer: Trainer,
+        train: Callable[[Sequence[Group]], StepResult],
+        ledger: Ledger,
+        checkpoints: Checkpoints,
+        pace: PublishPace,
+        adaptation: Adaptation,
+        activating: CostControl,
+        waiting: BatchWait,
+        progress: Progress,
+        evaluations: Evaluations | None,
+        publish: Callable[[Weights, PolicyVersion], Publication],
+        coder: Coder,
+        tensors_of: Callable[[Manifest, bytearray], Weights],
+        export: Callable[[Path, Weights], None],
+        write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
+        show: Callable[[Snapshot], None],
+        threads: Threads | None = None,
+        log: logging.Logger,
+    ) -> None:
+        """Join the parts; `run` starts them.
+
+        Args:
+            session: the learner's conversation, holding buffer, leases and broadcast.
+            transport: its links.
+            plan: numbers.
+            buffer: the session's, of groups accepted and not yet trained.
+            trainer: model and optimizer, at the session's step.
+            train: makes one of its steps; called in the trainer's thread.
+            ledger: the journal, open.
+            checkpoints: when and where to save.
+            pace: when to publish.
+            adaptation: of the bound on staleness.
+            activating: what the workers cost, and which of them are needed.
+            waiting: looks after the learner while it waits for groups.
+            progress: running totals for metrics and display.
+            evaluations: held-out evaluation; None for none.
+            publish: (weights, version) -> signed publication; called in the trainer's thread.
+            coder: makes deltas and keyframes of published versions.
+            tensors_of: (manifest, image) -> tensors, zero-copy, for the evaluation.
+            export: writes a Hugging Face directory.
+            write_metrics: appends one row of metrics.
+            show: draws a snapshot.
+            threads: see `Node`.
+            log: where to tell what happens.
+        """
+        super().__init__(session, transport, threads=threads, log=log)
+        self.session: Learner = session
+        self._plan = plan
+        self._buffer = buffer
+        self._trainer = trainer
+        self._train_on = train
+        self._ledger = ledger
+        self._checkpoints = checkpoints
+        self._pace = pace
+        self._adaptation = adaptation
+        self._activating = activating
+        self._waiting = waiting
+        self._progress = progress
+        self._evaluations = evaluations
+        self._publish_version = publish
+        self._coder = coder
+        self._encoded_versions = VersionEncoder(
+            session.broadcast,
+            coder,
+            codec=plan.codec,
+            perform=self.perform,
+            spawn=partial(self.spawn, name="encoded_versions"),
+            pool=self.threads.pool("coder"),
+            now=lambda: self.now,
+        )
+        self._tensors_of = tensors_of
+        self._export = export
+        self._write_metrics = write_metrics
+        self._reporting = Reporting(
+            session,
+            progress=progress,
+            pace=pace,
+            activating=activating,
+            plan=plan,
+            write_metrics=write_metrics,
+            show=show,
+            clock=lambda: self.now,
+        )
+        self._model_pool = self.threads.pool("trainer")
+        self._disk_pool = self.threads.pool("disk")
+        self._eval_pool = self.threads.pool("evaluation")
+        self.acceptance = Acceptance(
+            session,
+            ledger=ledger,
+            buffer=buffer,
+            progress=progress,
+            refusal=trainer.refusal,
+            max_zero_signal_groups=plan.max_zero_signal_groups,
+            perform=self.perform,
+            sync=lambda: self._disk_pool.run(ledger.sync),
+            clock=lambda: self.now,
+        )
+        self._store_task: asyncio.Task[None] | None = None
+        self._published_step = -1
+        self._num_failed_steps = 0
+        self._shutdown = EndOfRun(self, session, clock=lambda: self.now)
+        self._is_stopping = False
+        self._failure: RewardError | None = None
+        """Why the run cannot go on, where it cannot."""
+        self._is_work_over = asyncio.Event()
+
+    def release(self) -> None:
+        """Let go of the journal; where the end was not a clean one it is still open."""
+        self._coder.close()
+        self._ledger.release()
+
+    # --- actions ---------------------------------------------------------------------------------
+
+    def disconnected(self, peer: str, reason: str) -> list[Action]:
+        """Handle that a link is gone."""
+        return self.session.disconnected(peer, now=self.now)
+
+    def on_action(self, action: Action) -> None:
+        """Carry out what concerns the learner."""
+        match action:
+            case StoreGroup() if self.acceptance.is_open:
+                self.acceptance.take_in(action)
+            case RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd() if (
+                self.acceptance.is_open
+            ):
+                record(self._ledger, action, step=self.session.step)
+                if isinstance(action, RecordEnd) and action.worker_id:
+                    self.acceptance.on_failed(action)
+            case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
+                # Too late: it is not acknowledged, or was never accepted, so it needs no end.
+                pass
+            case _:
+                raise LocalProtocolError(f"a learner cannot {type(action).__name__}")
+
+    async def _take_no_more_groups(self) -> None:
+        """Wait until everything that was written is on the disk and in the buffer."""
+        self.acceptance.close()
+        assert self._store_task is not None
+        await self._store_task
+
+    # --- the training loop -----------------------------------------------------------------------
+
+    async def work(self) -> None:
+        """Train until the last step, then tell everybody and end."""
+        self._store_task = self.spawn(self.acceptance.run(), name="store")
+        self.spawn(self._reporting.show_loop(), name="display")
+        watch = self._activating.run(
+            self.perform,
+            lambda: self.now,
+            wake=self.acceptance.wake,
+            pool=self.threads.pool("activation"),
+        )
+        self.spawn(watch, name="activation")
+        if len(self.session.lineages) > 1:  # a run that goes on
+            self._shutdown.expect()
+        try:
+            try:
+                await self._train()
+            except (TransportError, StepError):  # what was trained before is sound
+                await self._save()
+                raise
+            if self._is_stopping:
+                await self._save()
+            elif self._failure is not None:
+                await self._give_up(self._failure)
+            else:
+                await self._finish()
+                self.stop("finished")
+        finally:
+            self._is_work_over.set()
+
+    async def _train(self) -> None:
+        plan, session = self._plan, self.session
+        await self._publish()
+        while session.step < plan.max_steps and not self._is_stopping:
+            waited_from = self.now
+            groups = await self._next_batch()
+            if groups is None:
+                return
+            started_at = self.now
+            self._progress.begin("training", now=self.now)
+            try:
+                result = await self._model_pool.run(self._train_on, groups)
+            except StepError as error:
+                await self._set_aside(groups, error)
+                continue
+            self._num_failed_steps = 0
+            trained_s = self._activating.train_s = self.now - started_at
+            staleness = self._ledger.trained(
+                groups, lineage=session.lineages[-1].lineage, consumed_at=session.step
+            )
+            self.perform(session.advance(session.step + 1, now=self.now))
+            self._discard_unusable()
+            is_lower = self._adaptation.after_step(session.step, result.metrics, staleness)
+            if is_lower or self._pace.is_due(session.step):
+                await self._publish()
+            waited_s = started_at - waited_from
+            self._progress.stepped(
+                groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
+            )
+            others = self.acceptance.metrics(), self._adaptation.metrics()
+            self._reporting.write_step(result.metrics, staleness, *others)
+            if self._checkpoints.is_due(session.step, now=self.now):
+                await self._checkpoint()
+
+    async def _set_aside(self, groups: list[Group], error: StepError) -> None:
+        """End the groups that made a step fail, or all of its batch; the others go back.
+
+        Raises:
+            StepError: if step after step fails, so that they can hardly be to blame.
+        """
+        step, counters = self.session.step, self.session.counters
+        self._num_failed_steps += 1
+        counters.add(f"steps_failed/{error.reason}")
+        faulty = await self._model_pool.run(self._trainer.find_faulty, groups)
+        # None of them alone: then it is all of them together.
+        faulty = faulty or {group.group_id: error.reason for group in groups}
+        for group_id, reason in faulty.items():
+            self._ledger.discarded(group_id, reason, step=step)
+            counters.add(f"discarded/{reason}")
+        names = ", ".join(
+            f"{group.group_id} of {group.worker_id}" for group in groups if group.group_id in faulty
+        )
+        text = f"step {step + 1} failed: {error}; ended without training: group {names}"
+        self.log.warning("%s", text, exc_info=error.__cause__)
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise StepError(
+                f"{self._num_failed_steps} steps in a row failed, the last because {error}; the "
+                "groups have ended, the run is saved, and --resume goes on with others",
+                reason=error.reason,
+            ) from error
+        rest = [group for group in groups if group.group_id not in faulty]
+        self._buffer.put_back(rest, num_taken=len(groups))
+        # Others may be granted in place of those that have ended.
+        self.perform(self.session.grant(now=self.now))
+
+    async def _next_batch(self) -> list[Group] | None:
+        """Wait for a full batch of groups within the bound; None if the training is over."""
+        self._progress.begin("", now=self.now)
+        self._waiting.begin(now=self.now)
+        while not self._is_stopping:
+            if self._activating.is_spent:
+                self.log.warning("%s", self._activating.describe_spent(self.session.step))
+                return None
+            self._discard_unusable()
+            num_groups = self._plan.groups_per_step
+            groups = self._buffer.take(num_groups, step=self.session.step)
+            if groups is not None:
+                # There is room in the buffer again.
+                self.perform(self.session.grant(now=self.now))
+                return groups
+            if self.acceptance.is_zero_signal:
+                failing = self._progress.describe_failing(self.session.step)
+                if failing is None:
+                    self.log.warning("%s", self._progress.describe_zero_signal(self.session.step))
+                else:
+                    self._failure = RewardError(failing)
+                return None
+            await self.acceptance.wait(until=self._waiting.look_at)
+            if self.now >= self._waiting.look_at and not self._is_stopping:
+                await self._look()
+        return None
+
+    async def _look(self) -> None:
+        """Ask again what nothing else may ask: who can be given a group, and from which version."""
+        self.acceptance.review()
+        obstacle = self._waiting.look(now=self.now)
+        if obstacle == "outdated" and self._published_step != self.session.step:
+            await self._publish()
+            self._progress.begin("", now=self.now)
+        self.perform(self.session.grant(now=self.now))
+
+    def _discard_unusable(self) -> None:
+        evicted = self._buffer.evict(step=self.session.step)
+        for each in evicted:
+            self._ledger.discarded(each.group.group_id, each.reason, step=self.session.step)
+            self.session.counters.add(f"discarded/{each.reason}")
+        if evicted:
+            # Others may be granted in their place, now and not at the next heartbeat.
+            self.perform(self.session.grant(now=self.now))
+
+    async def _publish(self) -> None:
+        """Hand the present weights to the broadcast, and to the evaluation when it is due."""
+        session = self.session
+        self._progress.begin("publishing", now=self.now)
+        version = PolicyVersion(session.lineages[-1].lineage, session.step)
+        publication = await self._model_pool.run(
+            lambda: self._publish_version(self._trainer.tensors(), version)
+        )
+        manifest, root = publication.manifest, publication.signed.root
+        self._ledger.published(version, root=root, image_hash=manifest.image_hash)
+        self._pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
+        self._published_step = session.step
+        self.perform(session.make_way(now=self.now))
+        await self._encoded_versions.publish(publication)
+        if self._evaluations is not None and await self._evaluations.is_due(version):
+            tensors = self._tensors_of(manifest, publication.image)
+            task = self.spawn(self._evaluate(version, tensors), name="evaluation")
+            self._evaluations.started(task)
+
+    async def _evaluate(self, version: PolicyVersion, tensors: Weights) -> None:
+        assert self._evaluations is not None
+        evaluate = self._evaluations.evaluate
+        result = await self._eval_pool.run(
+            lambda: evaluate(
+                version, tensors, should_stop=lambda: self._is_stopping or self.has_ended
+            ),
+        )
+        if result is None:
+            return
+        if result.has_figure:
+            self._progress.evaluated(
+                version.step, result.sampled, result.greedy, num_errors=result.num_reward_errors
+            )
+        row = {**result.metrics(self._plan.task_name), "lineage": version.lineage}
+        self._write_metrics(version.step, row)
+        level = logging.WARNING if result.num_reward_errors else logging.INFO
+        self.log.log(level, "%s", result)
+
+    async def _evaluate_present(self) -> None:
+        """Evaluate the present weights, as where a run ends before its last step."""
+        version = PolicyVersion(self.session.lineages[-1].lineage, self.session.step)
+        publication = await self._model_pool.run(
+            lambda: self._publish_version(self._trainer.tensors(), version)
+        )
+        await self._evaluate(version, self._tensors_of(publication.manifest, publication.image))
+
+    # --- checkpoints and the end -----------------------------------------------------------------
+
+    async def _checkpoint(self) -> None:
+        """Save the whole state; a full disk is reported and survived."""
+        session, checkpoints = self.session, self._checkpoints
+        lineage, step, now = session.lineages[-1].lineage, session.step, self.now
+        if checkpoints.saved_step == step:
+            return
+        self._progress.begin("saving a checkpoint", now=self.now)
+
+        def write_state(directory: Path) -> None:
+            self._ledger.sync()
+            self._trainer.save_state(directory)
+
+        try:
+            oldest_step = await self._model_pool.run(
+                lambda: checkpoints.save(
+                    lineage=lineage, step=step, write_state=write_state, now=now
+                ),
+            )
+        except StorageError as error:
+            session.counters.add("checkpoints_failed")
+            self.log.warning("%s; the checkpoint before stays the newest", error)
+            return
+        self._ledger.checkpointed(lineage=lineage, step=step, oldest_step=oldest_step)
+        self.log.info("checkpoint of step %d saved", step)
+
+    async def _finish(self) -> None:
+        """Evaluate, give every remaining group its end, save, export, tell every node."""
+        self.session.is_granting = False
+        if self._published_step != self.session.step:
+            # The last weights are evaluated and exported even if no worker will use them.
+            await self._publish()
+        if self._evaluations is not None:
+            self._progress.begin("evaluating", now=self.now)
+            await self._evaluations.wait()
+            if self._evaluations.evaluated_step != self.session.step:
+                await self._evaluate_present()
+        await self._take_no_more_groups()
+        for group in self._buffer.clear():
+            self._ledger.discarded(group.group_id, "run_finished", step=self.session.step)
+        await self._checkpoint()
+        tensors = await self._model_pool.run(self._trainer.snapshot)
+        final = self._plan.run_dir / "final"
+        self._progress.begin("exporting", now=self.now)
+        await self._disk_pool.run(self._export, final, tensors)
+        await self._disk_pool.run(self._ledger.close)
+        # The last picture shows who took part, so it is drawn before they leave.
+        self._progress.begin("done", now=self.now)
+        self._reporting.display()
+        await self._shutdown.say("the run is finished")
+
+    async def _save(self) -> None:
+        """Save where the run does not end for good, so that --resume goes on from here."""
+        await self._close_records()
+        self.log.info(
+            "stopped at step %d; --resume continues from step %d%s",
+            self.session.step, self._checkpoints.saved_step or 0,
+            ", workers wait for it" if self.session.roster.members("worker") else "",
+        )  # fmt: skip
+
+    async def _give_up(self, failure: RewardError) -> None:
+        """Save, so that --resume goes on once the task is mended, tell every node, and fail."""
+        self.session.is_granting = False
+        await self._close_records()
+        self._reporting.display()
+        await self._shutdown.say("groups cannot be finished, see the learner's log")
+        self.stop("failed", failure)
+
+    async def _close_records(self) -> None:
+        await self._take_no_more_groups()
+        await self._checkpoint()
+        await self._disk_pool.run(self._ledger.close)
+
+    async def drain(self) -> None:
+        """Let the running step come to its end and the state be saved."""
+        self._is_stopping = True
+        self.session.is_granting = False
+        self.acceptance.wake()
+        await self._is_work_over.wait()

@@ -1,0 +1,361 @@
+"""The learner's coder: encoded versions, segment by segment, while the trainer goes on.
+
+`VersionEncoder.publish` decides in which forms a version goes out (`weights/schedule.py` has the
+rules), and hands them to the broadcast:
+
+    image --+--> in full, at once where there is no delta, else behind the delta's first segment
+            +--> delta against the version before   } coded in threads, block by block;
+            +--> keyframe, where due                  } each segment is signed and sent as it is
+            ready
+
+The delta's first segment is announced before the image, so that a node that holds the base does not
+begin with the image. One version is coded after the other, in the order of publication.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from echo.config.schema import Config
+from echo.core.rollout import PolicyVersion
+from echo.engine.weights import CodedDelta, VersionImages, Weights
+from echo.runtime.threads import Pool
+from echo.weights.broadcast import Broadcast
+from echo.weights.delta import block_bytes_of, encode_block, split_blocks, word_bytes_of
+from echo.weights.manifest import (
+    HASH_BYTES,
+    Manifest,
+    SegmentTable,
+    SignedManifest,
+    build_manifest,
+    encode_signed,
+    sign,
+)
+from echo.weights.schedule import EncodedOffer, KeyframeSchedule
+from echo.weights.store import Transfer
+from echo.wire.actions import Action
+from echo.wire.messages import Form
+
+# --- From the trainer's weights to a signed version that can be sent ---
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One version, ready for the broadcast."""
+
+    signed: SignedManifest
+    manifest: Manifest
+    image: bytearray
+    coded: CodedDelta | None = None
+    """Its delta against the version before, where making the image has made it too."""
+
+
+def make_images(config: Config) -> VersionImages:
+    """Return what makes the images of a run; without deltas there is nothing to find on a GPU."""
+    return VersionImages(
+        config.model.dtype,
+        block_bytes=block_bytes_of(config.network.chunk_bytes),
+        is_on_device=False if config.network.codec == "full" else None,
+    )
+
+
+def make_publication(
+    tensors: Weights,
+    version: PolicyVersion,
+    *,
+    run_id: str,
+    model_digest: str,
+    images: VersionImages,
+    chunk_bytes: int,
+    key: Ed25519PrivateKey,
+) -> Publication:
+    """Round weights to the published dtype, lay them out, hash and sign them."""
+    made = images.make(tensors, version)
+    manifest = build_manifest(
+        run_id=run_id,
+        version=version,
+        model_digest=model_digest,
+        tensors=made.specs,
+        image=made.image,
+        chunk_bytes=chunk_bytes,
+    )
+    return Publication(sign(manifest, key), manifest, made.image, made.coded)
+
+
+_log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 256 << 20
+"""Image bytes of one segment: coded in a tenth of a second or so by one core."""
+DELTA_CHUNK_BYTES = 256 << 10
+"""Payload chunk of a delta: small ones fill a chain of nodes sooner."""
+MIN_IMAGE_BYTES = 4 << 20
+"""Smaller versions go in full unless deltas are asked for: they cost one window anyway."""
+HOPELESS_SHARE = 0.9
+"""Coded size to image size in the first segment, above which the image is sent instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSegment:
+    """One segment of an encoded version, ready for the broadcast."""
+
+    table: SegmentTable
+    frame: bytes
+    payload: memoryview
+
+
+class Coder:
+    """Codes images into encoded versions, with a pool of threads."""
+
+    def __init__(self, key: Ed25519PrivateKey, *, num_threads: int | None = None) -> None:
+        """Sign with the learner's key."""
+        self._key = key
+        threads = num_threads or min(16, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="coder")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
+        """Code a version against `base`, or on its own; the next segment is coded meanwhile."""
+        block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
+        per_segment = max(1, SEGMENT_BYTES // block_bytes)
+        made = publication.coded
+        version = None if base is None else base.manifest.version
+        batches: Iterator[tuple[bytes, ...]]
+        if made is not None and (made.base, made.block_bytes) == (version, block_bytes):
+            # It was needed for the image already.
+            starts = range(0, len(made.blocks), per_segment)
+            batches = (made.blocks[start : start + per_segment] for start in starts)
+        else:
+            batches = self._code(publication, base, block_bytes, per_segment)
+        first = 0
+        for index, coded in enumerate(batches):
+            yield self._segment(publication, base, index, first, block_bytes, coded)
+            first += len(coded)
+
+    def _code(
+        self, publication: Publication, base: Transfer | None, block_bytes: int, per_segment: int
+    ) -> Iterator[tuple[bytes, ...]]:
+        """Yield the coded blocks of one segment after the other."""
+        manifest, image = publication.manifest, memoryview(publication.image)
+        old = None if base is None else memoryview(base.storage)
+        blocks = split_blocks(manifest.num_bytes, block_bytes)
+
+        def submit(first: int) -> list[Future[bytes]]:
+            return [
+                self._pool.submit(
+                    encode_block,
+                    None if old is None else old[start:stop],
+                    image[start:stop],
+                    word_bytes=word_bytes_of(manifest.tensors, start, stop),
+                )
+                for start, stop in blocks[first : first + per_segment]
+            ]
+
+        under_way = submit(0)
+        for first in range(0, len(blocks), per_segment):
+            ahead = submit(first + per_segment)
+            yield tuple(future.result() for future in under_way)
+            under_way = ahead
+
+    def _segment(
+        self,
+        publication: Publication,
+        base: Transfer | None,
+        index: int,
+        first_block: int,
+        block_bytes: int,
+        coded: Sequence[bytes],
+    ) -> CodedSegment:
+        manifest = publication.manifest
+        chunk_bytes = manifest.chunk_bytes
+        if base is not None:
+            chunk_bytes = min(chunk_bytes, DELTA_CHUNK_BYTES)
+        payload = memoryview(b"".join(coded))
+        stop = min((first_block + len(coded)) * block_bytes, manifest.num_bytes)
+        first_result = first_block * block_bytes // manifest.chunk_bytes
+        last_result = -(-stop // manifest.chunk_bytes)
+        table = SegmentTable(
+            run_id=manifest.run_id,
+            version=manifest.version,
+            base=None if base is None else base.manifest.version,
+            index=index,
+            image_bytes=manifest.num_bytes,
+            image_chunk_bytes=manifest.chunk_bytes,
+            block_bytes=block_bytes,
+            chunk_bytes=chunk_bytes,
+            first_block=first_block,
+            block_sizes=tuple(map(len, coded)),
+            chunk_hashes=b"".join(
+                blake3(payload[start : start + chunk_bytes]).digest()
+                for start in range(0, len(payload), chunk_bytes)
+            ),
+            result_hashes=manifest.chunk_hashes[
+                first_result * HASH_BYTES : last_result * HASH_BYTES
+            ],
+            manifest=encode_signed(publication.signed) if stop == manifest.num_bytes else None,
+        )
+        return CodedSegment(table, msgspec.msgpack.encode(sign(table, self._key)), payload)
+
+
+class VersionEncoder:
+    """Publishes versions in the forms that are worth it."""
+
+    def __init__(
+        self,
+        broadcast: Broadcast,
+        coder: Coder,
+        *,
+        codec: str,
+        perform: Callable[[Sequence[Action]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        pool: Pool,
+        now: Callable[[], float],
+    ) -> None:
+        """Publish through a broadcast.
+
+        Args:
+            broadcast: the learner's.
+            coder: codes; the caller closes it.
+            codec: "auto", "full" (never an encoded version) or "delta" (always one, however large).
+            perform: carries out the broadcast's actions, on the loop.
+            spawn: runs a coroutine beside the others; its failure ends the node.
+            pool: waits for the coder.
+            now: the loop's clock.
+        """
+        self._broadcast = broadcast
+        self._coder = coder
+        self._codec = codec
+        self._perform = perform
+        self._spawn = spawn
+        self._pool = pool
+        self._now = now
+        self._plan: KeyframeSchedule | None = None
+        self._last: asyncio.Task[None] | None = None
+        self.coded_bytes: dict[PolicyVersion, int] = {}
+        """Size of the delta of each version that went out as one; the last few."""
+
+    async def wait(self) -> None:
+        """Wait for the version that is being coded."""
+        if self._last is not None:
+            await asyncio.wait([self._last])
+
+    async def publish(self, publication: Publication) -> asyncio.Task[None] | None:
+        """Send a version out; return the task that codes it, None if there is nothing to code.
+
+        The version before is waited for, so the learner is never more than one version ahead of
+        its coder.
+        """
+        await self.wait()
+        manifest = publication.manifest
+        base = self._base(manifest)
+        if self._codec == "full" or (
+            self._codec == "auto" and manifest.num_bytes < MIN_IMAGE_BYTES
+        ):  # fmt: skip
+            self._publish_image(publication)
+            return None
+        if self._plan is None:
+            self._plan = KeyframeSchedule(manifest.num_bytes)
+        if base is None or (self._codec == "auto" and not self._plan.is_delta_due()):
+            self._publish_image(publication)
+            base = None
+        self._last = self._spawn(self._code(publication, base))
+        return self._last
+
+    def _base(self, manifest: Manifest) -> Transfer | None:
+        """Return the version before, if a delta against it is possible."""
+        newest = self._broadcast.newest_complete
+        if newest is None:
+            return None
+        held = self._broadcast.store[newest]
+        is_alike = held.manifest.tensors == manifest.tensors
+        return held if is_alike and held.manifest.num_bytes == manifest.num_bytes else None
+
+    def _publish_image(self, publication: Publication) -> None:
+        manifest = publication.manifest
+        if manifest.version in self._broadcast.store:
+            return
+        self._perform(
+            self._broadcast.publish(
+                publication.signed, manifest, publication.image, now=self._now()
+            )
+        )
+        if self._plan is not None:
+            self._plan.made(EncodedOffer(manifest.version, None, "full", manifest.num_bytes))
+
+    async def _code(self, publication: Publication, base: Transfer | None) -> None:
+        assert self._plan is not None
+        version = publication.manifest.version
+        if base is not None:
+            num_bytes = await self._send(publication, base)
+            if num_bytes:
+                self.coded_bytes[version] = num_bytes
+                while len(self.coded_bytes) > 16:
+                    del self.coded_bytes[min(self.coded_bytes)]
+        if self._plan.is_keyframe_due(self._offers(), version):
+            await self._send(publication, None)
+
+    def _offers(self) -> list[EncodedOffer]:
+        offers = [
+            EncodedOffer(version, None, "full", image.num_bytes)
+            for version, image in self._broadcast.store.items()
+        ]
+        offers += [
+            EncodedOffer(version, form.base, form.kind, encoded.num_bytes)
+            for (version, form), encoded in self._broadcast.encoded_versions.items()
+        ]
+        return offers
+
+    async def _send(self, publication: Publication, base: Transfer | None) -> int:
+        """Code one form and hand over its segments; return its bytes, 0 if it was hopeless."""
+        manifest = publication.manifest
+        is_fallback_due = base is not None
+        segments = self._coder.segments(publication, base)
+        total = image_bytes = 0
+        while (segment := await self._pool.run(next, segments, None)) is not None:
+            table = segment.table
+            total += table.num_bytes
+            image_bytes += len(table.block_sizes) * table.block_bytes
+            image_bytes = min(image_bytes, manifest.num_bytes)
+            is_hopeless = total > HOPELESS_SHARE * image_bytes and self._codec == "auto"
+            if table.index == 0 and is_hopeless:
+                self._note(manifest, base, total * manifest.num_bytes // image_bytes)
+                self._publish_image(publication)
+                return 0
+            expected_bytes = total * manifest.num_bytes // image_bytes
+            self._perform(
+                self._broadcast.publish_segment(
+                    table,
+                    segment.frame,
+                    segment.payload,
+                    expected_bytes=expected_bytes,
+                    now=self._now(),
+                )
+            )
+            if is_fallback_due:
+                is_fallback_due = False
+                self._publish_image(publication)
+        self._note(manifest, base, total)
+        form = Form("keyframe") if base is None else Form("delta", base.manifest.version)
+        _log.debug("%s as %s: %d of %d bytes", manifest.version, form, total, manifest.num_bytes)
+        return total
+
+    def _note(self, manifest: Manifest, base: Transfer | None, num_bytes: int) -> None:
+        assert self._plan is not None
+        if base is None:
+            self._plan.made(EncodedOffer(manifest.version, None, "keyframe", num_bytes))
+        else:
+            self._plan.made(
+                EncodedOffer(manifest.version, base.manifest.version, "delta", num_bytes)
+            )

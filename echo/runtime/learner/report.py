@@ -1,0 +1,439 @@
+"""Running totals of the learner: what goes into the metrics and onto the screen."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo.algo.diagnostics import GroupStats, LengthBias
+from echo.core.metrics import CostView, LearningCurve, Snapshot
+from echo.core.rollout import Group
+from echo.core.units import format_bytes
+from echo.roles.learner import Learner
+from echo.weights.schedule import PublishPace
+
+RATE_WINDOW_S = 10.0
+"""Seconds over which the display averages its rates."""
+IDLE_WINDOW_S = 60.0
+"""Seconds over which the display says how much the learner waits, at least."""
+IDLE_WINDOW_STEPS = 10
+"""Steps over which it does: a window shorter than a step would say either nothing or all."""
+MAX_HISTORY = 10_000
+"""Points of a curve kept for the display."""
+
+
+class Progress:
+    """Counts what the learner has done since it started (for staleness and curve, before, too)."""
+
+    def __init__(
+        self,
+        *,
+        staleness_tokens: Mapping[int, int],
+        now: float,
+        step: int = 0,
+        earlier: LearningCurve | None = None,
+    ) -> None:
+        """Start counting.
+
+        Args:
+            staleness_tokens: trained tokens by staleness of the steps before a resume.
+            now: the loop's clock, seconds.
+            step: the step that the learner starts from.
+            earlier: what was learned before a resume; what lies after `step` is void.
+        """
+        self._first_step = step
+        self._started_at = now
+        self._stepped_at = now
+        self._waited_s = 0.0
+        self._trained_s = 0.0
+        self._step_times: tuple[float, float] = (0.0, 0.0)
+        self._accepted: deque[tuple[float, int]] = deque()
+        self._tokens_since_step = 0
+        self._bytes_reported = 0
+        self._staleness_tokens = dict(staleness_tokens)
+        self._rewards: deque[float] = deque(maxlen=MAX_HISTORY)
+        self._evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
+        self._eval_errors: dict[int, int] = {}
+        if earlier is not None:
+            first = step
+            while first in earlier.rewards:
+                first -= 1
+            self._rewards.extend(earlier.rewards[at] for at in range(first + 1, step + 1))
+            self._evals.extend(point for point in earlier.evaluations if point[0] <= step)
+        self._groups = GroupStats()
+        self._left_out = GroupStats()
+        self._reasons: Counter[str] = Counter()
+        self._dropped: dict[str, float] = {}
+        self.lengths = LengthBias()
+        self.zero_signal = GroupStats()
+        """Groups from which nothing can be learned, since the last one that is useful."""
+        self._zero_signal_reasons: Counter[str] = Counter()
+        self._num_failed = 0
+        self._cause = ""
+        self.activity = "starting"
+        """What the learner does; empty while it waits for groups."""
+        self._waits: deque[tuple[float, float]] = deque()
+        """(start, end) of the last waits, one for each step."""
+        self._waiting_since: float | None = None
+        self._all_waits_s = 0.0
+
+    def begin(self, activity: str, *, now: float) -> None:
+        """Note what the learner does from now on; an empty `activity` is waiting for groups."""
+        self.activity = activity
+        if not activity:
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        elif self._waiting_since is not None:
+            self._waits.append((self._waiting_since, now))
+            self._all_waits_s += now - self._waiting_since
+            self._waiting_since = None
+            horizon = now - IDLE_WINDOW_S
+            while len(self._waits) > IDLE_WINDOW_STEPS and self._waits[0][1] < horizon:
+                self._waits.popleft()
+
+    def idle_ratio_by_now(self, now: float) -> float:
+        """Return the share of the time since the start, a wait that goes on included."""
+        since = now if self._waiting_since is None else self._waiting_since
+        return (self._all_waits_s + now - since) / max(now - self._started_at, 1e-9)
+
+    def recent_idle_ratio(self, now: float) -> float:
+        """Return the share of the last minute, or of more steps, that was spent waiting."""
+        waits = list(self._waits)
+        if self._waiting_since is not None:
+            waits.append((self._waiting_since, now))
+        since = now - IDLE_WINDOW_S
+        if waits:
+            since = min(since, waits[max(-IDLE_WINDOW_STEPS, -len(waits))][0])
+        since = max(since, self._started_at)
+        waited_s = sum(max(0.0, end - max(start, since)) for start, end in waits)
+        return min(1.0, waited_s / max(now - since, 1e-9))
+
+    def accepted(self, group: Group, *, now: float) -> None:
+        """Count a group that was stored."""
+        self.zero_signal = GroupStats()
+        self._zero_signal_reasons.clear()
+        self._num_failed = 0
+        self._count_tokens(group, now)
+
+    def left_out(self, group: Group, reason: str, *, now: float) -> None:
+        """Count a group that was delivered and does not count towards a step."""
+        stats = GroupStats.of([group])
+        self._reasons[reason] += 1
+        self._zero_signal_reasons[reason] += 1
+        self._left_out += stats
+        self.zero_signal += stats
+        self._count_tokens(group, now)
+
+    def failed(self, reason: str, cause: str) -> None:
+        """Count a group that could not be finished, such as one whose reward raised.
+
+        Args:
+            reason: one word.
+            cause: who says what of it; further lines may hold a traceback.
+        """
+        self._zero_signal_reasons[reason] += 1
+        self._num_failed += 1
+        self._cause = cause
+        self.zero_signal += GroupStats(num_groups=1)
+
+    def _count_tokens(self, group: Group, now: float) -> None:
+        self.lengths.delivered(group)
+        self._tokens_since_step += group.num_tokens
+        self._accepted.append((now, group.num_tokens))
+        while self._accepted and now - self._accepted[0][0] > RATE_WINDOW_S:
+            self._accepted.popleft()
+
+    def stepped(
+        self,
+        groups: Sequence[Group],
+        *,
+        waited_s: float,
+        trained_s: float,
+        staleness: Mapping[int, int],
+    ) -> None:
+        """Count a step.
+
+        Args:
+            groups: what it was made of.
+            waited_s: seconds waited for them.
+            trained_s: seconds trained.
+            staleness: their tokens by staleness.
+        """
+        self.lengths.trained(groups)
+        # What was left out since the step before belongs to the same prompts' rewards.
+        self._groups, self._left_out = GroupStats.of(groups) + self._left_out, GroupStats()
+        num_groups = self._groups.num_groups
+        # A reason that was met once is told from then on, so that its column has no holes.
+        self._dropped = {
+            f"groups/dropped/{reason}": count / num_groups
+            for reason, count in self._reasons.items()
+        }
+        self._reasons = Counter(dict.fromkeys(self._reasons, 0))
+        self._waited_s += waited_s
+        self._trained_s += trained_s
+        self._step_times = (waited_s, trained_s)
+        for lag, num_tokens in staleness.items():
+            self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
+
+    def evaluated(self, step: int, sampled: float, greedy: float, *, num_errors: int = 0) -> None:
+        """Add a point to the pass-rate curves, in place of one that a resume has made again.
+
+        So many of its rewards failed.
+        """
+        for known in [point for point in self._evals if point[0] == step]:
+            self._evals.remove(known)
+        self._evals.append((step, sampled, greedy))
+        if num_errors:
+            self._eval_errors[step] = num_errors
+
+    def step_metrics(
+        self,
+        metrics: Mapping[str, float],
+        staleness: Mapping[int, int],
+        *,
+        bytes_sent: int,
+        now: float,
+    ) -> dict[str, float | Mapping[str, float]]:
+        """Return one row: the trainer's metrics with times, rates and staleness of this step.
+
+        Rewards, lengths and shares of groups are those of every group since the step before, also
+        of those that did not count towards it.
+
+        Args:
+            metrics: what the trainer reports.
+            staleness: trained tokens of the step by staleness.
+            bytes_sent: weights sent since the start, bytes.
+            now: the loop's clock, seconds.
+        """
+        metrics = {**metrics, **self._groups.metrics(), **self._dropped}
+        self._rewards.append(metrics.get("reward/mean", 0.0))
+        num_tokens = sum(staleness.values())
+        waited_s, trained_s = self._step_times
+        step_s = max(now - self._stepped_at, 1e-9)
+        row: dict[str, float | Mapping[str, float]] = {
+            **metrics,
+            "time/step": step_s,
+            "time/train": trained_s,
+            "time/wait_for_batch": waited_s,
+            "learner/idle_ratio": self.idle_ratio,
+            "perf/tokens_per_s": self._tokens_since_step / step_s,
+            "broadcast/bytes": bytes_sent - self._bytes_reported,
+        }
+        if num_tokens:
+            total = sum(lag * count for lag, count in staleness.items())
+            row["staleness/mean"] = total / num_tokens
+            row["staleness/max"] = max(staleness)
+            row["staleness/hist"] = {str(lag): n for lag, n in sorted(staleness.items())}
+        self._stepped_at, self._tokens_since_step, self._bytes_reported = now, 0, bytes_sent
+        return row
+
+    def _describe_wait(self, session: Learner) -> str:
+        """Say what the learner waits for, and whether what comes is of any use."""
+        waiting, num_zero_signal = describe_wait(session), self.zero_signal.num_groups
+        if not waiting or num_zero_signal < session.settings.leases.groups_per_step:
+            return waiting
+        return f"{waiting}; nothing could be learned from the last {num_zero_signal} groups"
+
+    def describe_zero_signal(self, step: int) -> str:
+        """Say that nothing is learned any more, and what could be done, in one line."""
+        zero_signal = self.zero_signal
+        what = (
+            f"nothing could be learned from the last {zero_signal.num_groups} groups "
+            f"({self._reasons_text}; all answers right in {zero_signal.num_all_right}, all "
+            f"wrong in {zero_signal.num_all_wrong})"
+        )
+        if zero_signal.num_all_right > zero_signal.num_all_wrong:
+            return f"{what}: the task is solved, and the run ends at step {step}"
+        return (
+            f"{what}: the run ends at step {step}; choose easier prompts, or raise "
+            "batch.group_size, sampling.temperature or batch.max_zero_signal_batches"
+        )
+
+    def describe_failing(self, step: int) -> str | None:
+        """Say why the groups of a zero-signal stretch failed; None if most of them did not."""
+        num_groups = self.zero_signal.num_groups
+        if 2 * self._num_failed < num_groups:
+            return None
+        return (
+            f"{self._num_failed} of the last {num_groups} groups could not be finished "
+            f"({self._reasons_text}): the run ends at step {step} and is saved; mend what fails "
+            f"and continue with --resume. The last one, {self._cause}"
+        )
+
+    @property
+    def _reasons_text(self) -> str:
+        return ", ".join(f"{n} {reason}" for reason, n in self._zero_signal_reasons.most_common())
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of the time of the steps so far that the learner waited for groups."""
+        total_s = self._waited_s + self._trained_s
+        return self._waited_s / total_s if total_s else 0.0
+
+    def snapshot(
+        self,
+        session: Learner,
+        *,
+        run_name: str,
+        max_steps: int,
+        pace: PublishPace,
+        cost: CostView | None = None,
+        now: float,
+    ) -> Snapshot:
+        """Return everything that the live view draws."""
+        held, wanted = broadcast_progress(session)
+        newest = session.broadcast.newest_complete
+        window_s = min(RATE_WINDOW_S, max(now - self._started_at, 1e-9))
+        return Snapshot(
+            run_name=run_name,
+            elapsed_s=now - self._started_at,
+            step=session.step,
+            max_steps=max_steps,
+            max_staleness=session.settings.leases.max_staleness,
+            publish_period=pace.period,
+            resumed_at=self._first_step,
+            activity=self.activity,
+            waiting_for="" if self.activity else self._describe_wait(session),
+            nodes=session.views(now=now),
+            reward_history=tuple(self._rewards),
+            eval_history=tuple(sorted(self._evals)),
+            eval_errors=dict(self._eval_errors),
+            staleness_tokens=dict(self._staleness_tokens),
+            idle_ratio=self.idle_ratio_by_now(now),
+            recent_idle_ratio=self.recent_idle_ratio(now),
+            tokens_per_s=sum(n for at, n in self._accepted if now - at <= RATE_WINDOW_S) / window_s,
+            num_buffered=len(session.buffer),
+            groups_per_step=session.settings.leases.groups_per_step,
+            num_leased=session.leases.num_running,
+            broadcast_version="-" if newest is None else str(newest),
+            broadcast_done=held / wanted if wanted else 1.0,
+            broadcast_bytes=session.broadcast.bytes_sent,
+            refused=_refusals(session),
+            cost=cost,
+        )
+
+
+def broadcast_progress(session: Learner) -> tuple[int, int]:
+    """Return (chunks of the newest version that nodes hold, chunks that they want), summed."""
+    newest = session.broadcast.newest_complete
+    if newest is None:
+        return 0, 0
+    num_chunks = session.broadcast.store[newest].manifest.num_chunks
+    held = 0
+    members = session.roster.active()
+    for member in members:
+        if member.installed is not None and member.installed >= newest:
+            held += num_chunks
+        elif member.stats.fetching == newest:
+            held += member.stats.num_chunks_held
+    return held, num_chunks * len(members)
+
+
+def describe_wait(session: Learner) -> str:
+    """Say what the learner waits for, and for whom, in one line."""
+    settings, buffered = session.settings, len(session.buffer)
+    missing = settings.leases.groups_per_step - buffered
+    workers = session.roster.active("worker")
+    if missing <= 0:
+        return ""
+    if not workers:
+        has_standby = bool(session.roster.members("worker"))
+        why = "every worker is on standby" if has_standby else "no worker is connected"
+        return f"{missing} groups; {why}"
+    parts = []
+    for member in workers:
+        stats, leases = member.stats, session.leases.num_leases(member.node_id)
+        if stats.fetching is not None:
+            progress = f"{stats.num_chunks_held}/{stats.num_chunks} chunks from {stats.parent}"
+            if stats.downlink_bytes_per_s is not None:
+                progress += f" at {format_bytes(stats.downlink_bytes_per_s)}/s"
+            parts.append(f"{member.node_id} has {leases} and fetches {stats.fetching} ({progress})")
+        else:
+            parts.append(f"{member.node_id} has {leases} ({stats.state})")
+    return f"{missing} of {settings.leases.groups_per_step} groups; {'; '.join(parts)}"
+
+
+def _refusals(session: Learner) -> dict[str, int]:
+    prefixes = ("refused/", "discarded/")
+    return {
+        name.split("/", 1)[1]: int(count)
+        for name, count in session.counters.as_dict().items()
+        if name.startswith(prefixes)
+    }
+
+
+# --- The numbers and names that the learner follows ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """The numbers that the training loop follows."""
+
+    run_name: str
+    run_dir: Path
+    task_name: str
+    max_steps: int
+    groups_per_step: int
+    max_zero_signal_groups: int
+    """Groups in a row from which nothing could be learned after which the run ends."""
+    codec: str
+    """In which forms versions go out (`runtime/learner/publish.py`)."""
+    refresh_s: float = 0.25
+    """Seconds between snapshots for the display."""
+
+
+# --- How the task's own code and the engines do, over all workers: `env/...` and `engine/...` ---
+#
+# Workers count for themselves and tell their totals with every heartbeat; here the totals become
+# differences from one step to the next. A worker that starts anew counts from 0 again.
+
+
+COUNTED = ("env/calls", "env/errors", "env/retries")
+
+RARE = (
+    "env/turn_limit",
+    "env/token_limit",
+    "engine/out_of_memory",
+    "engine/installs_failed",
+    "engine/version_refused",
+)
+"""Shown from the first time on that they happen."""
+
+MILLISECONDS = "env/milliseconds"
+
+
+class TaskMetrics:
+    """Differences between totals."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Mapping[str, int]] = {}
+        self._seen: set[str] = set()
+
+    def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+        """Return what happened since the last call; nothing of what never happens.
+
+        Args:
+            totals: the counts of each node by its name, since that node's start.
+        """
+        names = (*COUNTED, MILLISECONDS, *RARE)
+        sums = {
+            name: sum(
+                _increase(self._before.get(node, {}).get(name, 0), counts.get(name, 0))
+                for node, counts in totals.items()
+            )
+            for name in names
+        }
+        self._before |= totals
+        self._seen.update(name for name in names if sums[name])
+        row: dict[str, float] = {name: sums[name] for name in RARE if name in self._seen}
+        if not self._seen.intersection((*COUNTED, MILLISECONDS)):
+            return row
+        row |= {name: sums[name] for name in COUNTED}
+        if sums["env/calls"]:
+            row["env/latency"] = sums[MILLISECONDS] / sums["env/calls"] / 1000
+        return row
+
+
+def _increase(before: int, now: int) -> int:
+    return now - before if now >= before else now

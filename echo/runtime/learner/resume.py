@@ -1,0 +1,174 @@
+"""Where a learner begins: at the start of a new run, or where a killed one can go on.
+
+After a crash the run continues from the newest checkpoint in a new lineage. The ledger says which
+groups were accepted and not trained on the surviving line; those that may still be trained return
+to the buffer, the others end with their reason. Groups that were granted and not delivered are
+entered as leases of an unknown worker: the worker that has them claims them with its next
+heartbeat, otherwise they expire and are granted again. Checkpoints after the one that the run
+continues from are deleted: their steps are on no history any more.
+
+What a disk has damaged is not used. Instead of a damaged checkpoint the one before it is, and the
+steps between them are void, as if the user had gone back; a damaged group ends as "lost", and
+another one is granted.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from echo.config.schema import Config
+from echo.core.errors import ConfigError, StorageError
+from echo.core.rollout import Group, Lineage, find_fault, trim_stale
+from echo.records.ledger import Ledger, read_state
+from echo.runtime.identity import Identity
+from echo.runtime.learner.checkpoint import CheckpointInfo, drop_later, find_whole
+
+
+@dataclass(slots=True, kw_only=True)
+class StartingPoint:
+    """What the learner starts from."""
+
+    lineages: tuple[Lineage, ...]
+    step: int = 0
+    checkpoint: Path | None = None
+    """Trainer state to load; None for the initial weights."""
+    next_group_id: int = 0
+    finished: set[int] = field(default_factory=set)
+    open_attempts: dict[int, int] = field(default_factory=dict)
+    """Granted groups without a result: id -> attempts so far."""
+    buffered: list[Group] = field(default_factory=list)
+    staleness_tokens: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+    """Accepted groups that cannot be trained any more: id -> reason."""
+    losses: list[str] = field(default_factory=list)
+    """What could not be read back, one line per group; they end as "lost"."""
+    damage: tuple[str, ...] = ()
+    """What is wrong with newer checkpoints than `checkpoint`, the newest first."""
+
+    @property
+    def lineage(self) -> int:
+        """The present lineage."""
+        return self.lineages[-1].lineage
+
+
+def begin(ledger: Ledger) -> StartingPoint:
+    """Return the start of a new run in an empty ledger; nothing is written before `enter`.
+
+    Raises:
+        ConfigError: if a run lives there already.
+    """
+    if ledger.path.stat().st_size:
+        raise ConfigError(
+            f"{ledger.path.parent} holds a run already; continue it with --resume, or choose "
+            "another name with --set run.name=..."
+        )
+    return StartingPoint(lineages=(Lineage(1, 0),))
+
+
+def recover(
+    ledger: Ledger, *, run_id: str, max_staleness: int, trims_stale: bool = False
+) -> StartingPoint:
+    """Return where a run continues from its newest whole checkpoint; nothing is written yet.
+
+    Args:
+        ledger: the run's journal.
+        run_id: the run's id; a checkpoint of another run is refused.
+        max_staleness: S, inclusive.
+        trims_stale: whether a group of which some tokens have grown too old keeps the others.
+
+    Raises:
+        ConfigError: if there is no run to continue.
+        StorageError: if the journal is damaged, or every checkpoint.
+    """
+    run_dir = ledger.path.parent
+    if not ledger.path.stat().st_size:
+        raise ConfigError(f"{run_dir} holds no run to resume; start it without --resume")
+    found = find_whole(run_dir / "checkpoints")
+    path = None if found is None else found.path
+    info = CheckpointInfo(run_id=run_id, lineage=1, step=0) if found is None else found.info
+    if info.run_id != run_id:
+        raise ConfigError(f"{path} belongs to run {info.run_id}, the directory to {run_id}")
+    history = read_state(ledger.path, lineage=info.lineage, step=info.step)
+    lineage = Lineage(history.lineages[-1].lineage + 1, info.step)
+    start = StartingPoint(
+        lineages=(*history.lineages, lineage),
+        step=info.step,
+        checkpoint=path,
+        next_group_id=history.next_group_id,
+        finished=history.finished,
+        open_attempts=history.granted,
+        staleness_tokens=history.staleness_tokens,
+        damage=() if found is None else found.damage,
+    )
+    for group_id, place in sorted(history.waiting.items()):
+        try:
+            group = ledger.load(group_id, place)
+        except StorageError as error:
+            # Such as one from before a checkpoint that was left for an older one: it was freed.
+            start.losses.append(str(error))
+            start.ends[group_id] = "lost"
+            continue
+        if trims_stale:
+            trimmed = trim_stale(group, step=info.step, max_staleness=max_staleness)
+            group = trimmed or group
+        fault = find_fault(
+            group, step=info.step, max_staleness=max_staleness, lineages=start.lineages
+        )
+        if fault is None:
+            start.buffered.append(group)
+        else:
+            start.ends[group_id] = fault
+    return start
+
+
+def enter(ledger: Ledger, start: StartingPoint) -> None:
+    """Open the lineage in the journal, once everything else is ready for it.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    ledger.append("lineage", lineage=start.lineage, fork_step=start.step)
+    for group_id, reason in start.ends.items():
+        ledger.discarded(group_id, reason, step=start.step)
+    ledger.sync()
+    # Only now: the journal has left these files and steps for good.
+    ledger.free_unused()
+    drop_later(ledger.path.parent / "checkpoints", start.step)
+
+
+def find_start(
+    config: Config, ledger: Ledger, identity: Identity, *, resume: bool, log: logging.Logger
+) -> StartingPoint:
+    """Return where the learner starts: a new run, or where a killed one can go on."""
+    if not resume:
+        return begin(ledger)
+    start = recover(
+        ledger,
+        run_id=identity.run_id,
+        max_staleness=config.sync.max_staleness,
+        trims_stale=trims_stale(config),
+    )
+    log.info(
+        "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
+        start.step, start.lineage, len(start.buffered), len(start.open_attempts), len(start.ends),
+    )  # fmt: skip
+    for damage in start.damage:
+        log.error("%s", damage)
+    if start.damage:
+        log.error(
+            "continuing from %s instead: the steps after %d are void and will be made again",
+            start.checkpoint, start.step,
+        )  # fmt: skip
+    for loss in start.losses:
+        log.warning("lost: %s", loss)
+    return start
+
+
+def trims_stale(config: Config) -> bool:
+    """Return whether a group with some tokens beyond the bound keeps the others.
+
+    On policy, and where old tokens are to be dropped, such a group is of no use.
+    """
+    return config.sync.max_staleness > 0 and config.rollout.stale_tokens != "drop"

@@ -1,0 +1,821 @@
+"""From the configuration to a learner, at the start of a run or after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from echo.algo.corrections import MaskedLoss, RolloutMasks
+from echo.algo.loss import Loss
+from echo.algo.losses import ReferenceKlLoss
+from echo.config.load import inherited_settings, save_resolved
+from echo.config.schema import Config
+from echo.core.bounds import MAX_LEASE_BYTES
+from echo.core.buffer import StalenessBuffer
+from echo.core.errors import ConfigError, DataError
+from echo.core.metrics import LearningCurve, Snapshot
+from echo.core.rollout import PolicyVersion
+from echo.core.units import format_bytes
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.lora import (
+    Lora,
+    base_name,
+    base_settings,
+    export_adapter,
+    initial_adapter,
+    learner_lora,
+    load_adapter,
+)
+from echo.engine.model import (
+    context_window,
+    import_architecture,
+    load_directory,
+    make_sampling,
+    model_digests,
+    pick_device,
+    pick_dtype,
+    resolve_model,
+    set_num_threads,
+)
+from echo.engine.weights import Weights, save_hf, tensors_from_image, torch_dtype
+from echo.leases.book import LeaseBook
+from echo.leases.scheduler import LeaseSettings
+from echo.net.curve import CurveKeys
+from echo.net.transport import Transport
+from echo.records.ledger import Ledger
+from echo.roles.joining import AdmissionSettings
+from echo.roles.learner import Learner, LearnerSettings
+from echo.runtime import node as wiring
+from echo.runtime.episodes import code_settings, make_runner, make_task_host, turns_of
+from echo.runtime.identity import (
+    Identity,
+    join_address,
+    load_or_create_identity,
+    load_or_create_keys,
+    write_join,
+)
+from echo.runtime.learner.checkpoint import Checkpoints
+from echo.runtime.learner.cost import make_activating, resumed_spending
+from echo.runtime.learner.evaluation import Evaluations, Evaluator
+from echo.runtime.learner.node import BatchWait, LearnerNode, LearnerRewards, make_adaptation
+from echo.runtime.learner.publish import Coder, Publication, make_images, make_publication
+from echo.runtime.learner.report import Progress, StepSettings
+from echo.runtime.learner.resume import StartingPoint, enter, find_start, trims_stale
+from echo.runtime.threads import Threads
+from echo.tasks import tokenization
+from echo.tasks.environment import Environment
+from echo.tasks.rewards import TaskHost
+from echo.tasks.task import Example, Task, load_task, task_digests
+from echo.train.attribution import Attribution, make_attribution
+from echo.train.batch import AdvantageSettings
+from echo.train.policy import float32_attention
+from echo.train.trainer import OptimizerSettings, ReferenceModel, Trainer, load_loss
+from echo.weights.manifest import Manifest
+from echo.weights.schedule import PublishPace
+from echo.weights.topology.sites import Site
+from echo.wire.messages import LEARNER_ID, Lease
+
+# --- Which prompt a group id stands for: a pure function of the run's seed ---
+#
+# The ledger's last granted id is therefore the dataset's cursor, and a group that is granted again,
+# by whichever process, has the same prompt as before.
+
+
+CACHED_LEASES = 4096
+"""Leases kept in memory, so that a result is checked without tokenising its prompt again."""
+
+
+CHECKED_PROMPTS = 32
+"""Looked at before a run begins: those of a mixture, or of one table, may be of several kinds."""
+
+
+class PromptSource:
+    """Leases by group id."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        encode: Callable[[Example], list[int]],
+        seed: int,
+        num_examples: int | None,
+        hides_answers: bool = False,
+    ) -> None:
+        """Take the task and how to tokenise its prompts.
+
+        Args:
+            task: where examples come from.
+            encode: example -> prompt token ids.
+            seed: the run's seed: order of the examples and seeds of the leases.
+            num_examples: training examples, visited once per epoch in a new order each time; None
+                for a task that makes them without end.
+            hides_answers: put nothing into leases but the prompt's ids.
+        """
+        self._task = task
+        self._encode = encode
+        self._seed = seed
+        self._num_examples = num_examples
+        self._hides_answers = hides_answers
+        self._cache: OrderedDict[int, Lease] = OrderedDict()
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def lease(self, group_id: int, attempt: int) -> Lease:
+        """Return the lease of a group; every attempt has the same prompt and another seed.
+
+        Raises:
+            DataError: naming the example, if its prompt cannot be turned into tokens.
+        """
+        lease = self._cache.get(group_id)
+        if lease is None:
+            lease = self._make(group_id, attempt, self.example(group_id))
+            self._cache[group_id] = lease
+            if len(self._cache) > CACHED_LEASES:
+                self._cache.popitem(last=False)
+        if lease.attempt != attempt:
+            lease = Lease(
+                group_id=group_id,
+                attempt=attempt,
+                seed=self._seed_of(group_id, attempt),
+                prompt_ids=lease.prompt_ids,
+                example=lease.example,
+            )
+        return lease
+
+    def check(self) -> None:
+        """Refuse prompts that cannot be turned into tokens, as far as the first ones show it.
+
+        Raises:
+            DataError: as `lease`.
+        """
+        num_examples = CHECKED_PROMPTS if self._num_examples is None else self._num_examples
+        for group_id in range(min(CHECKED_PROMPTS, num_examples)):
+            self.lease(group_id, 0)
+
+    def example(self, group_id: int) -> Example:
+        """Return the example of a group, with its answer."""
+        return self._task.example(self._index(group_id), split="train")
+
+    def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
+        """Return the held-out examples of an evaluation with their token ids, always the same.
+
+        Args:
+            num_prompts: how many; fewer if the task has no more, none of them twice.
+        """
+        num_examples = self._task.num_examples(split="heldout")
+        if num_examples is not None:
+            num_prompts = min(num_prompts, num_examples)
+        examples = [self._task.example(index, split="heldout") for index in range(num_prompts)]
+        return [(example, self._encode(example)) for example in examples]
+
+    def _make(self, group_id: int, attempt: int, example: Example) -> Lease:
+        try:
+            prompt_ids = tuple(self._encode(example))
+        except DataError as error:
+            raise DataError(f"example {example.index}: {error}") from error
+        if self._hides_answers:
+            # A source may be a name that tells the answer, so that stays here, too.
+            example = Example(index=example.index, split=example.split, prompt="")
+        lease = Lease(
+            group_id=group_id,
+            attempt=attempt,
+            seed=self._seed_of(group_id, attempt),
+            prompt_ids=prompt_ids,
+            example=asdict(example),
+        )
+        try:
+            num_bytes = len(msgspec.msgpack.encode(lease))
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:
+            raise DataError(
+                f"example {example.index} cannot be sent to a worker: {error}; its fields may "
+                "hold text, lists, tables and numbers of 64 bits"
+            ) from error
+        if num_bytes > MAX_LEASE_BYTES:
+            raise DataError(
+                f"example {example.index}: {num_bytes} bytes with its prompt of {len(prompt_ids)} "
+                f"tokens; a message to a worker holds {MAX_LEASE_BYTES}"
+            )
+        return lease
+
+    def _seed_of(self, group_id: int, attempt: int) -> int:
+        return random.Random(f"{self._seed}/{group_id}/{attempt}").getrandbits(48)
+
+    def _index(self, group_id: int) -> int:
+        if self._num_examples is None:
+            return group_id
+        epoch, position = divmod(group_id, self._num_examples)
+        if epoch != self._epoch:
+            self._order = list(range(self._num_examples))
+            random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._order[position]
+
+
+# The data plane as the learner holds it: task, tokenizer and prompts of one model directory
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What rollouts are made from and judged by."""
+
+    model_dir: Path
+    task: Task
+    host: TaskHost
+    """Where its code runs."""
+    prompts: PromptSource
+    tokenizer: Any
+    decode: Callable[[Sequence[int]], str]
+    stop_ids: list[int]
+    digests: dict[str, str]
+    lora: Lora | None = None
+    """The adapter that is trained in place of all weights."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding: token ids are below it."""
+        fields = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
+        return int({**fields, **fields.get("text_config", {})}["vocab_size"])
+
+    def read_assets(self) -> dict[str, bytes]:
+        """Return the files that workers may inherit.
+
+        Raises:
+            DataError: if one does not fit into a message.
+        """
+        files = tokenization.asset_files(self.model_dir)
+        assets = {name: path.read_bytes() for name, path in files.items()}
+        for name, data in assets.items():
+            if len(data) > wiring.MAX_ASSET_BYTES:
+                raise DataError(
+                    f"{files[name]} has {format_bytes(len(data))}; files that workers inherit may "
+                    f"have {format_bytes(wiring.MAX_ASSET_BYTES)}"
+                )
+        return assets
+
+
+def load_data(config: Config) -> Data:
+    """Load task and tokenizer, and check that they go together."""
+    model = config.model
+    model_dir = resolve_model(model.name or "", model.revision)
+    settings = inherited_settings(config)
+    template: str | None = settings["model.chat_template"]
+    tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
+    stop_ids = tokenization.stop_ids(tokenizer, model_dir)
+    task = load_task(config.task.kind, config.task.options)
+
+    def encode(example: Example) -> list[int]:
+        return tokenization.encode_prompt(
+            tokenizer,
+            example.prompt,
+            chat_template_kwargs=config.model.chat_template_kwargs,
+            tools=task.tools(example) if isinstance(task, Environment) else (),
+        )
+
+    prompts = PromptSource(
+        task,
+        encode=encode,
+        seed=config.run.seed,
+        num_examples=task.num_examples(split="train"),
+        hides_answers=config.reward.where == "learner",
+    )
+    prompts.check()
+    _check_window(config, model_dir, prompts)
+    return Data(
+        model_dir,
+        task,
+        make_task_host(config, task),
+        prompts,
+        tokenizer,
+        lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
+        stop_ids,
+        model_digests(config, model_dir, template) | task_digests(task),
+        learner_lora(config, model_dir),
+    )
+
+
+def _check_window(config: Config, model_dir: Path, prompts: PromptSource) -> None:
+    """Refuse a run whose first prompt leaves no space for a completion."""
+    window, max_new = context_window(model_dir), config.sampling.max_completion_tokens
+    num_prompt_tokens = len(prompts.lease(0, 0).prompt_ids)
+    if num_prompt_tokens + max_new > window:
+        raise ConfigError(
+            f"the model's window holds {window} tokens; the first prompt has {num_prompt_tokens} "
+            f"and sampling.max_completion_tokens = {max_new} does not fit beside it; lower it to "
+            f"at most {max(1, window - num_prompt_tokens)}"
+        )
+
+
+# From the configuration to the learner's trainer: loss, reference policy, optimizer, precision
+
+
+def build_trainer(
+    config: Config, model_dir: Path, start: StartingPoint, lora: Lora | None = None
+) -> Trainer:
+    """Return the trainer at the starting point, of all weights or of an adapter."""
+    learner, optimizer, loss = config.learner, config.optimizer, config.loss
+    max_tokens = config.sampling.max_completion_tokens
+    set_num_threads(learner.num_threads)
+    device = pick_device(learner.device)
+    tensors = None
+    if start.checkpoint is None:
+        tensors = initial_weights(config, lora)
+    trainer = Trainer(
+        model_dir,
+        loss=build_loss(config),
+        optimizer=OptimizerSettings(
+            learning_rate=optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps,
+            weight_decay=optimizer.weight_decay,
+            betas=optimizer.betas,
+            max_grad_norm=optimizer.max_grad_norm,
+        ),
+        temperature=config.sampling.temperature,
+        advantages=AdvantageSettings(
+            normalize_by_std=loss.normalize_by_std,
+            leave_one_out=loss.leave_one_out,
+            max_completion_tokens=max_tokens,
+            overlong_buffer_tokens=loss.overlong_buffer_tokens,
+            overlong_filter=loss.overlong_filter,
+            keep_zero_variance=config.batch.keep_zero_variance,
+            max_abs_reward=config.task.max_reward,
+        ),
+        reference=find_reference(config, model_dir, lora),
+        device=device,
+        dtype=pick_dtype(learner.dtype, device),
+        init_tensors=tensors,
+        lora=lora,
+        micro_batch_tokens=learner.micro_batch_tokens,
+        gradient_checkpointing=learner.gradient_checkpointing,
+        attn_implementation=config.model.attn_implementation,
+        seed=config.run.seed,
+    )
+    if start.checkpoint is not None:
+        trainer.load_state(start.checkpoint)
+    return trainer
+
+
+def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
+    """Return the weights that the run starts from, if they are not the model directory's.
+
+    With `lora` they are those of an adapter, and None where it starts as nothing on its base.
+    """
+    adapter = initial_adapter(config)
+    if adapter is not None:
+        return load_adapter(adapter)
+    if config.learner.init_from is None or lora is not None:
+        return None
+    return load_directory(Path(config.learner.init_from).expanduser(), "float32")
+
+
+def build_loss(config: Config) -> Loss:
+    """Return the policy loss, with the pull towards the reference if there is one."""
+    section, reference = config.loss, config.reference
+    options = section.own_options()
+    if section.kind == "dr_grpo":
+        options["max_completion_tokens"] = config.sampling.max_completion_tokens
+    loss = load_loss(section.kind, options)
+    masks = RolloutMasks(**section.masks())
+    if not masks.is_off:
+        loss = MaskedLoss(loss=loss, masks=masks)
+    if not reference.kl_coef:
+        return loss
+    return ReferenceKlLoss(
+        loss=loss,
+        coef=reference.kl_coef,
+        estimator=reference.kl_estimator,
+    )
+
+
+def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ReferenceModel | None:
+    """Return where the reference policy comes from: the same after a resume as before."""
+    section = config.reference
+    if not section.kl_coef:
+        return None
+    if section.name is None:
+        tensors = initial_weights(config, lora)
+        return ReferenceModel(model_dir=model_dir, tensors=tensors, lora=lora)
+    return ReferenceModel(model_dir=resolve_model(section.name))
+
+
+# --- What a learner knows when it begins: its journal, its trainer, and its session ---
+#
+# All of it is opened before anything is written: a run that cannot begin leaves no trace.
+
+
+LOST_WORKER = "(before the restart)"
+"""Holder of leases that were out when the learner died, until their worker claims them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRun:
+    """A run that has begun, or goes on."""
+
+    ledger: Ledger
+    start: StartingPoint
+    spent: float
+    """$ before now."""
+    trainer: Trainer
+    attribution: Attribution | None
+    buffer: StalenessBuffer
+    session: Learner
+
+
+def open_run(
+    config: Config,
+    data: Data,
+    identity: Identity,
+    advertise: str,
+    *,
+    resume: bool,
+    log: logging.Logger,
+) -> OpenedRun:
+    """Open the journal, build trainer and session, and enter the new lineage.
+
+    Args:
+        config: the whole configuration.
+        data: model, tokenizer, task.
+        identity: the run's.
+        advertise: address that other nodes may dial; empty for none.
+        resume: continue the run in the run directory.
+        log: where to tell what happens.
+
+    Raises:
+        EchoError: if something is missing or does not fit; the message is for the user.
+    """
+    with ExitStack() as on_failure:
+        ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
+        on_failure.callback(ledger.close)
+        start = find_start(config, ledger, identity, resume=resume, log=log)
+        spent = resumed_spending(ledger, resume=resume)
+        trainer = build_trainer(config, data.model_dir, start, data.lora)
+        attribution = make_attribution(config, data.model_dir, trainer, data.lora)
+        buffer = StalenessBuffer(
+            max_staleness=config.sync.max_staleness,
+            lineages=start.lineages,
+            trims_stale=trims_stale(config),
+        )
+        for group in start.buffered:
+            reason = trainer.refusal(group)
+            if reason is None:
+                buffer.put(group)
+            else:
+                # It was taken in for the loss of another configuration.
+                start.ends[group.group_id] = reason
+        session = build_session(config, identity, data, start, buffer, advertise)
+        for reason in start.ends.values():
+            session.counters.add(f"discarded/{reason}")
+        save_resolved(config, config.run_dir / "config.json")
+        enter(ledger, start)
+        on_failure.pop_all()
+    return OpenedRun(
+        ledger=ledger,
+        start=start,
+        spent=spent,
+        trainer=trainer,
+        attribution=attribution,
+        buffer=buffer,
+        session=session,
+    )
+
+
+def build_session(
+    config: Config,
+    identity: Identity,
+    data: Data,
+    start: StartingPoint,
+    buffer: StalenessBuffer,
+    advertise: str,
+) -> Learner:
+    """Return the learner's session with its leases as they were."""
+    network, sync = config.network, config.sync
+    leases = LeaseBook(timeout_s=network.lease_timeout_s)
+    now = asyncio.get_running_loop().time()
+    for group_id, num_attempts in sorted(start.open_attempts.items()):
+        leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
+    return Learner(
+        LearnerSettings(
+            admission=AdmissionSettings(
+                run_id=identity.run_id,
+                key=identity.key,
+                settings=inherited_settings(config)
+                | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
+                | code_settings(config),
+                assets=data.read_assets(),
+                digests=data.digests,
+                heartbeat_s=network.heartbeat_s,
+                dead_after_s=network.dead_after_s,
+            ),
+            leases=LeaseSettings(
+                max_staleness=sync.max_staleness,
+                groups_per_step=config.batch.groups_per_step,
+                group_size=config.batch.group_size,
+                max_completion_tokens=_max_rollout_tokens(config),
+                vocab_size=data.vocab_size,
+                heartbeat_s=network.heartbeat_s,
+                prompts_are_free=config.agent.listen is not None,
+                trims_stale=trims_stale(config),
+                hedge_factor=config.leases.hedge_factor or None,
+                exact_version=config.rollout.exact_version,
+            ),
+            site=Site(
+                LEARNER_ID,
+                "learner",
+                advertise,
+                region=network.region,
+                price_per_gb=network.price_per_gb,
+            ),
+            chunk_bytes=network.chunk_bytes,
+        ),
+        broadcast=wiring.make_broadcast(LEARNER_ID, network),
+        buffer=buffer,
+        leases=leases,
+        make_lease=data.prompts.lease,
+        lineages=start.lineages,
+        step=start.step,
+        next_group_id=start.next_group_id,
+        finished=start.finished,
+    )
+
+
+def _max_rollout_tokens(config: Config) -> int:
+    """Return the tokens of the longest rollout: an agent's counts its whole conversation."""
+    longest, agent = config.sampling.max_completion_tokens, config.agent
+    return longest if agent.listen is None else max(longest, agent.max_session_tokens)
+
+
+EVALUATION_SEED = 1
+"""The same prompts and samples whatever run.seed is, so that runs compare."""
+
+
+async def build_learner(
+    config: Config,
+    *,
+    resume: bool,
+    write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
+    show: Callable[[Snapshot], None],
+    log: logging.Logger,
+    earlier: LearningCurve | None = None,
+) -> LearnerNode:
+    """Return a learner that is ready to run, listening already.
+
+    Args:
+        config: the whole configuration.
+        resume: continue the run in the run directory, in a new lineage.
+        write_metrics: appends one row of metrics.
+        show: draws a snapshot.
+        log: where to tell what happens.
+        earlier: what the run had learned before it was resumed, for the display.
+
+    Raises:
+        EchoError: if something is missing or does not fit; the message is for the user.
+    """
+    data = load_data(config)
+    # Before strangers can take the descriptors that it needs.
+    import_architecture(data.model_dir if data.lora is None else data.lora.base_dir)
+    keys, secret = load_or_create_keys(config.run_dir) if config.security.curve else (None, b"")
+    # Bound before more is written: a port that is taken must not open a lineage.
+    transport = await wiring.start_transport(
+        config.network, config.learner.listen, keys, listens_later=True
+    )
+    wiring.warn_of_kernel(config.learner.listen)
+    try:
+        if keys is not None:
+            invite(config, keys, secret, transport, log=log)
+        node = assemble_learner(
+            config,
+            data,
+            transport,
+            resume=resume,
+            write_metrics=write_metrics,
+            show=show,
+            log=log,
+            earlier=earlier,
+        )
+        # Not before its files are open, for which strangers could leave no descriptor.
+        transport.listen()
+    except BaseException:
+        await transport.close()
+        raise
+    return node
+
+
+def invite(
+    config: Config, keys: CurveKeys, secret: bytes, transport: Transport, *, log: logging.Logger
+) -> None:
+    """Write the run's join string and tell where it is; the log, which others may read, has not it.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    address = join_address(str(transport.listen_address), config.learner.advertise)
+    write_join(config.run_dir, address, keys, secret)
+    log.info(
+        "others join with the line in %s: ECHO_JOIN=THAT_LINE bin/echo-node --role worker",
+        config.run_dir / "keys" / "join",
+    )
+
+
+def assemble_learner(
+    config: Config,
+    data: Data,
+    transport: Transport,
+    *,
+    resume: bool,
+    write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
+    show: Callable[[Snapshot], None],
+    log: logging.Logger,
+    earlier: LearningCurve | None = None,
+    threads: Threads | None = None,
+) -> LearnerNode:
+    """Join a learner on a transport that has been started; otherwise as `build_learner`."""
+    evaluations = build_evaluations(config, data, log=log)
+    run_dir = config.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    identity = load_or_create_identity(run_dir, run_name=config.run.name)
+    now = asyncio.get_running_loop().time()
+    advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
+    if not advertise:
+        log.warning(
+            "learner.listen is a wildcard and learner.advertise is not set: workers that reach "
+            "this learner through a relay cannot find it when the relay dies"
+        )
+    opened = open_run(config, data, identity, advertise, resume=resume, log=log)
+    session, start, ledger = opened.session, opened.start, opened.ledger
+    trainer, buffer, attribution = opened.trainer, opened.buffer, opened.attribution
+    pace = PublishPace(
+        period=config.sync.initial_publish_period,
+        is_auto=config.sync.publish_period == "auto",
+        max_staleness=config.sync.max_staleness,
+    )
+    progress = Progress(
+        staleness_tokens=start.staleness_tokens, now=now, step=start.step, earlier=earlier
+    )
+    publish: Callable[[Weights, PolicyVersion], Publication] = partial(
+        make_publication,
+        run_id=identity.run_id,
+        model_digest=data.digests["model"],
+        images=make_images(config),
+        chunk_bytes=config.network.chunk_bytes,
+        key=identity.key,
+    )
+    if attribution is not None:
+        publish = partial(_publish_and_keep, publish, attribution)
+    node = LearnerNode(
+        session,
+        transport,
+        plan=_make_plan(config),
+        buffer=buffer,
+        trainer=trainer,
+        train=trainer.step if attribution is None else attribution.step,
+        ledger=ledger,
+        checkpoints=Checkpoints(
+            run_dir / "checkpoints",
+            run_id=identity.run_id,
+            interval_steps=config.checkpoint.interval_steps,
+            interval_s=config.checkpoint.interval_s,
+            keep_last=config.checkpoint.keep_last,
+            min_free_bytes=config.limits.min_free_disk_bytes,
+            saved_step=None if start.checkpoint is None else start.step,
+            now=now,
+        ),
+        pace=pace,
+        adaptation=make_adaptation(config, buffer=buffer, pace=pace, ledger=ledger, log=log),
+        activating=make_activating(
+            config,
+            session,
+            pace=pace,
+            progress=progress,
+            ledger=ledger,
+            spent=opened.spent,
+            now=now,
+            log=log,
+        ),
+        waiting=BatchWait(
+            session,
+            address=advertise or str(transport.listen_address),
+            reconnect_for_s=config.network.reconnect_for_s,
+            log=log,
+        ),
+        progress=progress,
+        evaluations=evaluations,
+        publish=publish,
+        coder=Coder(identity.key),
+        tensors_of=_tensors_of,
+        export=partial(_export, config, data),
+        write_metrics=write_metrics,
+        show=show,
+        threads=threads,
+        log=log,
+    )
+    node.at_release.append(data.host.close)
+    if config.reward.where == "learner":
+        node.acceptance.late_rewards = LearnerRewards(
+            data.host,
+            example_of=data.prompts.example,
+            decode=data.decode,
+            spawn=node.spawn,
+            threads=node.threads,
+        )
+    return node
+
+
+def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Evaluations | None:
+    """Return the held-out evaluation, or None if it is off.
+
+    Raises:
+        DataError: if there is no held-out prompt that the model can take.
+    """
+    section = config.eval
+    if not section.interval_steps:
+        return None
+    found = data.prompts.heldout(section.num_prompts)
+    max_tokens = context_window(data.model_dir) - config.sampling.max_completion_tokens
+    prompts = [(example, ids) for example, ids in found if len(ids) <= max_tokens]
+    if len(prompts) < len(found):
+        log.warning(
+            "%d of %d held-out prompts have more than %d tokens and are left out",
+            len(found) - len(prompts), len(found), max_tokens,
+        )  # fmt: skip
+    if not prompts:
+        raise DataError(
+            f"the task {config.task.kind} has no held-out prompt of at most {max_tokens} tokens to "
+            "evaluate on; give it some, or set eval.interval_steps=0"
+        )
+    engine = TransformersEngine(
+        data.model_dir,
+        device=pick_device(config.learner.device),
+        attn_implementation=float32_attention(config.model.attn_implementation),
+        lora=data.lora,
+    )
+    evaluator = Evaluator(
+        engine,
+        data.host,
+        prompts=prompts,
+        decode=data.decode,
+        sampling=make_sampling(config, data.stop_ids),
+        seed=EVALUATION_SEED,
+        runner=make_runner(
+            config,
+            turns_of(config, data.task),
+            data.host,
+            engine,
+            data.tokenizer,
+            data.stop_ids,
+        ),
+    )
+    return Evaluations(
+        evaluator, interval_steps=section.interval_steps, max_steps=config.run.max_steps
+    )
+
+
+def _make_plan(config: Config) -> StepSettings:
+    return StepSettings(
+        run_name=config.run.name,
+        run_dir=config.run_dir,
+        task_name=config.task.kind.rpartition(":")[2],
+        max_steps=config.run.max_steps,
+        groups_per_step=config.batch.groups_per_step,
+        max_zero_signal_groups=config.batch.groups_per_step * config.batch.max_zero_signal_batches,
+        codec=config.network.codec,
+    )
+
+
+def _tensors_of(manifest: Manifest, image: bytearray) -> Weights:
+    return tensors_from_image(manifest.tensors, memoryview(image).toreadonly())
+
+
+def _export(config: Config, data: Data, directory: Path, tensors: Weights) -> None:
+    """Write the weights as they are published, as a directory for transformers or peft."""
+    dtype = torch_dtype(config.model.dtype)
+    rounded = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    assets = tokenization.asset_files(data.model_dir)
+    if data.lora is None:
+        save_hf(directory, assets, rounded)
+    else:
+        name = base_name(config, data.lora)
+        export_adapter(directory, assets, rounded, data.lora, base_name=name)
+
+
+def _publish_and_keep(
+    publish: Callable[[Weights, PolicyVersion], Publication],
+    attribution: Attribution,
+    weights: Weights,
+    version: PolicyVersion,
+) -> Publication:
+    publication = publish(weights, version)
+    attribution.keep(publication.manifest, publication.image)
+    return publication

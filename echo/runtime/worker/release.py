@@ -1,0 +1,146 @@
+"""A worker on a rented machine: when it leaves, and how its machine is given back.
+
+A worker on standby still bills. So with `worker.release_after_s` a worker leaves by itself: after
+so long on standby, or without the learner. It then takes no more leases, finishes and delivers what
+it has in hand, runs the user's command that gives the machine back, and says goodbye with the news
+of how that went: only a release that is confirmed ends the learner's counting.
+
+The command also runs when the learner says that the run is over. It does not run after Ctrl-C or an
+error: then somebody will want to look at the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from contextlib import suppress
+from typing import Any
+
+from echo.config.schema import Config
+from echo.roles.worker import RELEASE_CHECK_S, ReleaseTerms
+from echo.runtime.agents.endpoint import AgentWorkerNode
+from echo.wire.messages import Goodbye
+
+RELEASE_TIMEOUT_S = 60.0
+"""That worker.on_release may take: a provider answers within seconds, its retries within this."""
+MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
+"""Of the release command's output that are logged, the last ones."""
+
+
+def terms_of(config: Config) -> ReleaseTerms:
+    """Return the terms that a configuration states.
+
+    A short silence of the learner is no reason to leave; and after `reconnect_for_s` a worker would
+    give up with an error, and give nothing back.
+    """
+    after_s, network = config.worker.release_after_s, config.network
+    if after_s is None:
+        return ReleaseTerms(standby_s=None, learner_gone_s=None)
+    gone_s = min(max(after_s, network.dead_after_s), network.reconnect_for_s)
+    return ReleaseTerms(standby_s=after_s, learner_gone_s=gone_s)
+
+
+class RentedMachine(AgentWorkerNode):
+    """A worker that leaves by itself, and gives its machine back."""
+
+    def __init__(
+        self,
+        *args: Any,
+        terms: ReleaseTerms,
+        on_release: str | None,
+        **kwargs: Any,
+    ) -> None:
+        """Join the parts.
+
+        Args:
+            *args: see `WorkerNode`.
+            terms: when to leave.
+            on_release: shell command that gives the machine back; None for none.
+            **kwargs: see `WorkerNode`.
+        """
+        super().__init__(*args, **kwargs)
+        self._terms = terms
+        self._on_release = on_release
+        self._releasing: asyncio.Task[bool] | None = None
+
+    async def work(self) -> None:
+        """Work until it is time to leave."""
+        if self._terms.standby_s is not None:
+            self.spawn(self._retire(), name="retirement")
+        await super().work()
+
+    async def run(self) -> str:
+        """Run until stopped; give the machine back if the run is over."""
+        reason = await super().run()
+        # What has begun goes on: the run may have ended in the middle of it.
+        if self._num_interrupts == 0 or self._releasing is not None:
+            await self._release(reason)
+        return reason
+
+    async def _retire(self) -> None:
+        reason: str | None = None
+        while reason is None:
+            await asyncio.sleep(RELEASE_CHECK_S)
+            reason = self._terms.reason_to_leave(self.session, now=self.now)
+        self.log.warning("leaving: %s", reason)
+        await self.finish_work()
+        self.session.activity = "releasing"
+        is_released = await self._release(reason)
+        if self.session.is_admitted:
+            goodbye = Goodbye(reason=reason, is_released=is_released)
+            self.perform(self.session.to_learner(goodbye))
+        self.stop(reason)
+
+    async def _release(self, reason: str) -> bool:
+        """Run the command that gives the machine back, once; return whether it says that it has."""
+        if self._on_release is None:
+            return False
+        if self._releasing is None:
+            work = release(self._on_release, reason=reason, log=self.log)
+            self._releasing = asyncio.create_task(work, name="release")
+        return await asyncio.shield(self._releasing)
+
+
+async def release(
+    command: str, *, reason: str, log: logging.Logger, timeout_s: float = RELEASE_TIMEOUT_S
+) -> bool:
+    """Run a shell command within a time, log what it prints, and return whether it succeeded.
+
+    Args:
+        command: for the shell; finds the reason in ECHO_RELEASE_REASON.
+        reason: why the machine is given back.
+        log: where its output goes.
+        timeout_s: seconds after which it and its children are killed.
+    """
+    log.info("giving the machine back: running worker.on_release")
+    outcome = f"did not end within {timeout_s:g} s and was killed"
+    # A file and no pipe: what the command leaves in the background may hold a pipe open.
+    with tempfile.TemporaryFile() as output:
+        process = await asyncio.create_subprocess_shell(
+            command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "ECHO_RELEASE_REASON": reason},
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+                outcome = f"ended with code {process.returncode}"
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
+        lines = output.read().decode(errors="replace").splitlines()[-MAX_OUTPUT_LINES:]
+    for line in lines:
+        log.info("on_release: %s", line)
+    if process.returncode == 0:
+        log.info("on_release %s: the machine is given back", outcome)
+        return True
+    log.error("on_release %s: the machine may go on billing; look after it", outcome)
+    return False

@@ -1,0 +1,329 @@
+"""From the configuration, and what the learner adds to it, to a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from echo.config.load import apply_inherited, check_inherited, keys_set_by_user
+from echo.config.memory import read_machine
+from echo.config.schema import Config, VllmSection
+from echo.core.errors import ConfigError, StorageError
+from echo.core.rollout import PolicyVersion
+from echo.engine.engine import Engine
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.lora import Lora, worker_lora
+from echo.engine.model import (
+    _model_directory,
+    _model_fields,
+    context_window,
+    has_own_model,
+    import_architecture,
+    load_directory,
+    make_sampling,
+    model_digests,
+    own_model,
+    pick_device,
+)
+from echo.engine.vllm.arguments import Process
+from echo.engine.weights import publish_image
+from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
+from echo.net.transport import Transport
+from echo.roles.worker import Worker
+from echo.runtime import node as wiring
+from echo.runtime.agents.sessions import AgentParts, Dialogue
+from echo.runtime.disk_store import open_store
+from echo.runtime.episodes import check_inherited_code, make_local_host, make_runner, turns_of
+from echo.runtime.identity import dial_addresses, node_keys
+from echo.runtime.threads import Threads
+from echo.runtime.worker.node import WorkerNode, WorkerParts
+from echo.runtime.worker.release import RentedMachine, terms_of
+from echo.runtime.worker.sampling import PartialRules
+from echo.tasks import tokenization
+from echo.tasks.rewards import LaterHost, TaskHost
+from echo.tasks.task import load_task, task_digests
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTask:
+    """What a worker needs of a task."""
+
+    host: TaskHost
+    turns: int | None
+    """Most turns of an episode; None where an answer is one turn."""
+    digests: dict[str, str]
+    """Hashes of its code and data, as far as this node has them."""
+
+
+def make_worker_task(config: Config) -> WorkerTask:
+    """Return who judges the answers of a worker.
+
+    Raises:
+        ConfigError: if the task cannot be loaded.
+    """
+    if config.reward.where == "learner":
+        return WorkerTask(LaterHost(), None, {})
+    task = load_task(config.task.kind, config.task.options)
+    return WorkerTask(make_local_host(config, task), turns_of(config, task), task_digests(task))
+
+
+DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
+"""Rollouts sampled at once where memory would hold more: beyond, a CPU or GPU gains little."""
+
+
+async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
+    """Return a worker that is ready to run, listening already if it listens at all.
+
+    Raises:
+        EchoError: if something does not fit; the message is for the user.
+    """
+    keys = node_keys(config, "worker")
+    import_engine(config)  # before strangers can take the descriptors that it needs
+    transport = await wiring.start_transport(config.network, config.worker.listen, keys)
+    wiring.warn_of_kernel(config.worker.listen, *dial_addresses(config, "worker"))
+    try:
+        return assemble_worker(config, transport, log=log)
+    except BaseException:
+        await transport.close()
+        raise
+
+
+def assemble_worker(
+    config: Config, transport: Transport, *, threads: Threads | None = None, log: logging.Logger
+) -> WorkerNode:
+    """Join a worker on a transport that has been started; otherwise as `build_worker`."""
+    section, network = config.worker, config.network
+    node_id = wiring.node_name("worker", section.name)
+    if config.model.name is not None and not has_own_model(config):
+        log.info(
+            "model.name = %r is the learner's, from whom this worker takes configuration, "
+            "tokenizer and weights; --set model.name=... names a copy of its own",
+            config.model.name,
+        )
+    settings = wiring.node_settings(
+        config,
+        "worker",
+        node_id=node_id,
+        advertise=wiring.advertised(transport.listen_address, section.advertise),
+        max_image_bytes=int(wiring.MAX_IMAGE_SHARE * read_machine().host_bytes),
+    )
+    version_store = open_store(network.store_dir, network.store_bytes)
+    now = asyncio.get_running_loop().time()
+    session = Worker(
+        settings,
+        wiring.make_broadcast(node_id, network, version_store),
+        Outbox(max_deliveries=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * network.heartbeat_s)),
+        now=now,
+    )
+    session.version_wait.max_s = config.engine.version_wait_s
+    node_dir = config.run_dir / "workers" / node_id
+    try:
+        node_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {node_dir}: {error}; set run.dir elsewhere") from error
+    node = RentedMachine(
+        session,
+        transport,
+        terms=terms_of(config),
+        on_release=section.on_release,
+        build=partial(build_parts, config, node_dir),
+        on_installed=partial(record_installed, node_dir / "installed.jsonl"),
+        threads=threads,
+        log=log,
+    )
+    node.version_store = version_store
+    return node
+
+
+def build_parts(
+    config: Config,
+    node_dir: Path,
+    settings: Mapping[str, Any],
+    assets: Mapping[str, bytes],
+) -> WorkerParts:
+    """Build task and engine from the worker's own configuration and the learner's settings.
+
+    Args:
+        config: the worker's configuration.
+        node_dir: the worker's own, where inherited files and unfinished rollouts are put.
+        settings: what the learner decides for all workers.
+        assets: files of the model that are not weights.
+
+    Raises:
+        ConfigError: if the worker's own settings contradict the learner's.
+    """
+    contradictions = check_inherited(config, keys_set_by_user(config), settings)
+    if contradictions:
+        raise ConfigError("\n  ".join(["the learner's settings differ:", *contradictions]))
+    config = apply_inherited(config, settings)
+    # Before a file is written or a module imported.
+    check_inherited_code(config, settings, inherited_dir=node_dir)
+    model_dir = _model_directory(config, node_dir / "model", assets)
+    template: str | None = settings.get("model.chat_template")
+    tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
+    stop_ids = tokenization.stop_ids(tokenizer, model_dir)
+    judge = make_worker_task(config)
+    lora = worker_lora(config, settings)
+    engine = make_engine(config, model_dir, lora)
+    max_new = config.sampling.max_completion_tokens
+    window = min(context_window(model_dir), engine.window or sys.maxsize)
+    prompt_tokens = min(max(1, window - max_new), 1024)
+    num_rollouts = min(
+        engine.max_concurrent_rollouts(prompt_tokens, max_new),
+        config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+    )
+    agents = None
+    if config.agent.listen is not None:
+        agents = _agent_parts(
+            config,
+            config.agent.listen,
+            tokenizer,
+            stop_ids,
+            judge,
+            node_dir,
+            window=window,
+            vocab_size=vocab_size(model_dir),
+        )
+    return WorkerParts(
+        engine=engine,
+        host=judge.host,
+        runner=make_runner(config, judge.turns, judge.host, engine, tokenizer, stop_ids),
+        decode=lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
+        sampling=make_sampling(config, stop_ids),
+        group_size=config.batch.group_size,
+        max_prompt_tokens=max(1, window - max_new),
+        groups_per_batch=max(1, num_rollouts // config.batch.group_size),
+        rules=make_rules(config),
+        partials_path=node_dir / "partials.bin",
+        read_local_image=lambda: read_local_image(config),
+        agents=agents,
+        digests=model_digests(config, model_dir, template) | judge.digests,
+    )
+
+
+def _agent_parts(
+    config: Config,
+    listen: str,
+    tokenizer: Any,
+    stop_ids: list[int],
+    judge: WorkerTask,
+    node_dir: Path,
+    *,
+    window: int,
+    vocab_size: int,
+) -> AgentParts:
+    """Return what outside agents get to work with."""
+    return AgentParts(
+        dialogue=Dialogue(
+            tokenizer, stop_ids=stop_ids, chat_template_kwargs=config.model.chat_template_kwargs
+        ),
+        sampling=make_sampling(config, stop_ids),
+        group_size=config.batch.group_size,
+        window=window,
+        vocab_size=vocab_size,
+        max_session_tokens=config.agent.max_session_tokens,
+        session_timeout_s=config.agent.session_timeout_s,
+        model_name=config.run.name,
+        listen=listen,
+        endpoint_path=node_dir / "endpoint.json",
+        reward=judge.host.score,
+        max_abs_reward=config.task.max_reward,
+    )
+
+
+def make_rules(config: Config) -> PartialRules:
+    """Return what becomes of unfinished rollouts."""
+    rollout = config.rollout
+    return PartialRules(
+        over_submission=rollout.over_submission,
+        stale_tokens=rollout.stale_tokens,
+        max_age=config.sync.max_staleness,
+        ship_s=rollout.partial_ship_s,
+    )
+
+
+def import_engine(config: Config) -> None:
+    """Import the engine's code, and the model's where it is this worker's own.
+
+    Of a model that it inherits it does not know the architecture yet: one more module then.
+    """
+    model_dir = own_model(config)
+    if model_dir is not None:
+        import_architecture(model_dir)
+    if isinstance(config.engine, VllmSection):
+        from echo.engine.vllm.arguments import import_vllm
+
+        section = config.worker
+        import_vllm(
+            is_cpu=pick_device(section.device) == "cpu",
+            passed=config.engine.options,
+            num_threads=section.num_threads,
+        )
+
+
+def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> Engine:
+    """Return the rollout engine of a worker, for all weights or for an adapter on its base."""
+    section, how = config.worker, config.engine
+    device = pick_device(section.device)
+    is_gpu = device.startswith("cuda")
+    dtype = ("bfloat16" if is_gpu else "float32") if section.dtype == "auto" else section.dtype
+    if isinstance(how, VllmSection):
+        # Only here: its modules are of use to nobody else.
+        from echo.engine.vllm.engine import VllmEngine
+
+        by_device: Process = "engine" if is_gpu else "inline"
+        return VllmEngine(
+            model_dir,
+            device=device,
+            dtype=dtype,
+            process=by_device if how.process == "auto" else how.process,
+            kv_cache=how.kv_cache,
+            arguments=how.options,
+            num_threads=section.num_threads,
+            lora=lora,
+        )
+    return TransformersEngine(
+        model_dir,
+        device=device,
+        dtype=dtype,
+        attn_implementation=config.model.attn_implementation,
+        num_threads=section.num_threads,
+        kv_cache=how.kv_cache,
+        lora=lora,
+    )
+
+
+def vocab_size(model_dir: Path) -> int:
+    """Return the number of the model's token ids."""
+    return int(_model_fields(model_dir)["vocab_size"])
+
+
+def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
+    """Append which bytes are installed, so that anyone can compare them with the published ones."""
+    record = {"version": [version.lineage, version.step], "image_hash": image_hash}
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}; free some disk space") from error
+
+
+def read_local_image(config: Config) -> bytearray | None:
+    """Return the weights of the worker's own model as the learner would publish them.
+
+    They are used if they are, by hash, the first version that is announced; None if the worker
+    names no model or has only its configuration, and where the learner publishes an adapter.
+    """
+    model_dir = None if config.lora.rank else own_model(config)
+    if model_dir is None:
+        return None
+    if not any(model_dir.glob("*.safetensors")):
+        return None
+    return publish_image(load_directory(model_dir, config.model.dtype), config.model.dtype)[1]

@@ -1,0 +1,261 @@
+"""From groups to what one step trains on: checks, advantages, expectations, and the counts.
+
+`find_refusal` says why a group must not or need not count towards a step; the learner asks it
+before it takes a group in, so that what a step gets is trained on:
+
+    one_member      nothing to compare a rollout with
+    bad_reward      a reward that is not finite
+    reward_too_large  one beyond the bound, which might overflow in the step
+    bad_logprobs    a sampler's log-probability of a trained token that is none
+    bad_token_ids   an id outside the vocabulary
+    all_masked      not a single trained token, as where every completion was cut off
+    lost_member     a rollout without a token to train, where the loss needs complete groups
+    zero_variance   no trained token has an advantage, and the loss has no other gradient
+
+A step that gets such a group even so raises an error that names it for the first five, which would
+poison the weights; it leaves out whole what only this loss cannot use and counts that under
+`dropped/<reason>`, as a share of the batch's trained tokens; groups of zero variance count in its
+normaliser only, and those without a trained token nowhere.
+
+A completion that `overlong_filter` leaves out is not a lost one: like its reward in the baseline,
+its probability stays in the expectation of its group, which is over all that was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echo.algo.advantages import group_advantages, overlong_penalties
+from echo.algo.batching import TrainingRow
+from echo.algo.diagnostics import GroupStats
+from echo.algo.loss import LossNeeds
+from echo.algo.losses import group_log_expectation
+from echo.core.errors import DataError
+from echo.core.rollout import MAX_LOGPROB, Group, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    """How rewards become advantages."""
+
+    normalize_by_std: bool = True
+    """Divide by the standard deviation of the group's rewards."""
+    leave_one_out: bool = False
+    """Leave a rollout's own reward out of its baseline."""
+    max_completion_tokens: int = 0
+    """The limit that the penalty below counts from; 0 where there is none."""
+    overlong_buffer_tokens: int = 0
+    """Tokens before the limit in which a completion's reward falls by up to 1; 0 is off."""
+    overlong_filter: bool = False
+    """Do not train on completions cut off at the limit; their rewards count in the baseline."""
+    keep_zero_variance: bool = False
+    """Let groups without any advantage count towards a step."""
+    max_abs_reward: float = 1e6
+    """Largest reward, either way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """What one step trains on."""
+
+    samples: list[TrainingRow]
+    """Those that go through the model."""
+    num_tokens: int
+    """Trained tokens of the batch, of rollouts that need no model too."""
+    num_rollouts: int
+    """Rollouts with a trained token, likewise."""
+    metrics: dict[str, float]
+    """What can be said without the model."""
+
+
+def prepare_batch(
+    groups: Sequence[Group],
+    *,
+    settings: AdvantageSettings,
+    needs: LossNeeds,
+    vocab_size: int,
+) -> StepBatch:
+    """Return what a step trains on.
+
+    Args:
+        groups: at least one.
+        settings: of the advantages.
+        needs: of the loss.
+        vocab_size: of the model.
+
+    Raises:
+        DataError: if a group cannot be trained on; it is named.
+    """
+    for group in groups:
+        check_group(group, vocab_size, settings.max_abs_reward)
+    reasons = [_unusable(group, needs) for group in groups]
+    kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
+    samples = [
+        sample
+        for index, group in enumerate(kept)
+        for sample in _group_samples(group, index, settings, needs)
+    ]
+    groups = [_trained_part(group, settings) for group in groups]
+    metrics = GroupStats.of(groups).metrics()
+    if needs.group_expectation:
+        metrics["dropped/lost_member"] = _lost_share(groups, reasons)
+    return StepBatch(
+        samples=_with_gradient(samples, needs),
+        num_tokens=sum(sample.num_trained for sample in samples),
+        num_rollouts=sum(sample.num_trained > 0 for sample in samples),
+        metrics=metrics,
+    )
+
+
+def find_refusal(
+    group: Group, *, settings: AdvantageSettings, needs: LossNeeds, vocab_size: int
+) -> str | None:
+    """Return why a group should not count towards a step, by its name above, or None.
+
+    Args:
+        group: as it was delivered.
+        settings: of the advantages.
+        needs: of the loss.
+        vocab_size: of the model.
+    """
+    damage = _find_damage(group, vocab_size, settings.max_abs_reward)
+    if damage is not None:
+        return damage[0]
+    if not _trained_part(group, settings).num_trained:
+        return "all_masked"
+    reason = _unusable(group, needs)
+    if reason is not None:
+        return reason
+    if settings.keep_zero_variance or needs.every_rollout:
+        return None
+    samples = _group_samples(group, 0, settings, needs)
+    return None if _with_gradient(samples, needs) else "zero_variance"
+
+
+def _unusable(group: Group, needs: LossNeeds) -> str | None:
+    """Return why a loss with these needs cannot use a sound group, or None if it can."""
+    is_whole = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
+    if needs.group_expectation and not is_whole:
+        return "lost_member"
+    return None
+
+
+def check_group(group: Group, vocab_size: int, max_abs_reward: float) -> None:
+    """Refuse what would poison the weights or stop the process inside a GPU kernel.
+
+    Raises:
+        DataError: naming the group and what is wrong with it.
+    """
+    damage = _find_damage(group, vocab_size, max_abs_reward)
+    if damage is not None:
+        where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
+        raise DataError(f"{where}{damage[1]}")
+
+
+def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:
+    """Return the name of what makes a group unsound and its description, or None."""
+    if len(group.rollouts) < 2:
+        return "one_member", " has one rollout: advantages need two or more of each prompt"
+    if not np.isfinite(group.rewards).all():
+        return "bad_reward", f": rewards are not all finite: {group.rewards}"
+    if max(map(abs, group.rewards)) > max_abs_reward:
+        return "reward_too_large", (
+            f": rewards lie beyond task.max_reward = {max_abs_reward:g}: {group.rewards}"
+        )
+    ids = [("prompt", group.prompt_ids)]
+    for index, rollout in enumerate(group.rollouts):
+        ids.append((f"rollout {index}", rollout.token_ids))
+        logprobs = rollout.sampler_logprobs
+        is_bad = rollout.completion_mask & ~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))
+        if is_bad.any():
+            token = int(is_bad.argmax())
+            return "bad_logprobs", (
+                f", rollout {index}: sampler log-prob of token {token} is "
+                f"{logprobs[token]}, expected a finite number of at most 0; the group cannot be "
+                "trained on, and its worker's sampler is at fault"
+            )
+    for name, token_ids in ids:
+        if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+            return "bad_token_ids", (
+                f", {name}: token ids span {token_ids.min()}..{token_ids.max()}, outside "
+                f"the model's vocabulary of {vocab_size}; the worker has another tokenizer"
+            )
+    return None
+
+
+def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
+    """Return the group with nothing trained in the completions that the filter leaves out."""
+    if not settings.overlong_filter:
+        return group
+    rollouts = tuple(
+        replace(rollout, completion_mask=np.zeros_like(rollout.completion_mask))
+        if rollout.finish_reason == "length"
+        else rollout
+        for rollout in group.rollouts
+    )
+    return replace(group, rollouts=rollouts)
+
+
+def _group_samples(
+    group: Group, index: int, settings: AdvantageSettings, needs: LossNeeds
+) -> list[TrainingRow]:
+    rewards = torch.tensor([group.rewards], dtype=torch.float64)
+    if settings.overlong_buffer_tokens:
+        rewards += overlong_penalties(
+            torch.tensor([[rollout.num_tokens for rollout in group.rollouts]]),
+            max_tokens=settings.max_completion_tokens,
+            buffer_tokens=settings.overlong_buffer_tokens,
+        )
+    advantages = group_advantages(
+        rewards,
+        normalize_by_std=settings.normalize_by_std,
+        leave_one_out=settings.leave_one_out,
+    )
+    log_expectation = _log_expectation(group.rollouts) if needs.group_expectation else 0.0
+    rollouts = _trained_part(group, settings).rollouts
+    return [
+        TrainingRow(
+            prompt_ids=group.prompt_ids,
+            rollout=rollout,
+            advantage=advantage,
+            group_index=index,
+            log_expectation=log_expectation,
+        )
+        for rollout, advantage in zip(rollouts, advantages[0].tolist(), strict=True)
+    ]
+
+
+def _log_expectation(rollouts: Sequence[Rollout]) -> float:
+    """Return the log of the group expectation over these rollouts' trained tokens."""
+    means = [
+        float(rollout.sampler_logprobs[rollout.completion_mask].mean(dtype=np.float64))
+        for rollout in rollouts
+    ]
+    own: Tensor = torch.tensor(means, dtype=torch.float64)
+    return float(group_log_expectation(own, torch.zeros(len(means), dtype=torch.int64))[0])
+
+
+def _with_gradient(samples: Sequence[TrainingRow], needs: LossNeeds) -> list[TrainingRow]:
+    """Return the samples that a loss with these needs has a use for."""
+    if needs.every_rollout:
+        live = [sample for sample in samples if sample.num_trained]
+    else:
+        live = [sample for sample in samples if sample.num_trained and sample.advantage != 0]
+    if not needs.whole_groups:
+        return live
+    indices = {sample.group_index for sample in live}
+    return [sample for sample in samples if sample.group_index in indices]
+
+
+def _lost_share(groups: Sequence[Group], reasons: Sequence[str | None]) -> float:
+    """Return the share of the batch's trained tokens in groups that lost a member."""
+    sizes = [
+        sum(int(rollout.completion_mask.sum()) for rollout in group.rollouts) for group in groups
+    ]
+    lost = sum(size for size, reason in zip(sizes, reasons, strict=True) if reason == "lost_member")
+    return lost / max(1, sum(sizes))

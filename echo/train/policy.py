@@ -1,0 +1,361 @@
+"""The policy being trained: a causal language model that scores completion tokens.
+
+Any model that AutoModelForCausalLM knows will do, as long as its logits are exactly hidden states
+times LM head: the log-probabilities are computed from these two, so that [tokens, vocabulary]
+never exists (kernels/logprob.py). Models that scale, cap or shift their logits are refused;
+besides a look at the configuration, a few tokens are put through both ways and compared.
+
+The parameters are float32 masters. With a compute type of bfloat16 the backbone runs under torch's
+autocast, and hidden states and LM head are multiplied in that type with float32 sums; gradients
+arrive in float32. Only then a GPU's tensor cores work, and the fused kernels with them.
+
+Dropout is switched off, because the ratio of learner to sampler probability must be 1 when both
+have the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from echo.algo.batching import MicroBatch
+from echo.core.errors import DataError, EngineError
+from echo.engine.lora import Lora, add_adapter
+from echo.engine.model import BUILDING
+from echo.kernels.contract import BackendName, RatioClip
+from echo.kernels.logprob import TokenLosses, linear_logprob, linear_policy_loss
+
+LOGIT_SETTINGS = {
+    "final_logit_softcapping": None,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+"""Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with their neutral values."""
+
+FLASH = "flash_attention_2"
+"""transformers' name of the attention that computes in 16 bits only."""
+
+
+class Policy:
+    """A causal language model with float32 parameters, seen as a scorer of tokens."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        device: torch.device,
+        tensors: Mapping[str, Tensor] | None = None,
+        lora: Lora | None = None,
+        attn_implementation: str = "sdpa",
+        gradient_checkpointing: bool = False,
+        is_frozen: bool = False,
+        compute_dtype: torch.dtype = torch.float32,
+        backend: BackendName = "auto",
+    ) -> None:
+        """Build the model of a directory.
+
+        Args:
+            model_dir: Hugging Face directory; config.json is enough if `tensors` is given.
+            device: where it computes.
+            tensors: weights by name instead of the directory's, each tied one once; with `lora`
+                those of the adapter, which otherwise changes nothing yet.
+            lora: the adapter that is trained, and the base in place of `model_dir`; None to train
+                all weights. `tensors`, `parameters` and `load` are then about the adapter alone.
+            attn_implementation: transformers' name of the attention code.
+            gradient_checkpointing: recompute the layers' activations in the backward.
+            is_frozen: never trained: it scores only.
+            compute_dtype: float32 or bfloat16, of matrix products and activations.
+            backend: of the log-probabilities (kernels/logprob.py).
+
+        Raises:
+            DataError: if the directory or the tensors do not make up a model.
+            EngineError: if the model cannot be trained here.
+        """
+        if attn_implementation == FLASH and compute_dtype == torch.float32:
+            raise EngineError(
+                f'model.attn_implementation = "{FLASH}" computes in 16 bits only, and the learner '
+                'in float32: set learner.dtype = "bfloat16", or model.attn_implementation = "sdpa"'
+            )
+        # Its bars would be drawn across the live view.
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self.device = device
+        self._compute_dtype = compute_dtype
+        self._backend: BackendName = backend
+        source = model_dir if lora is None else lora.base_dir
+        has_weights = tensors is None or lora is not None
+        self.model = _build(source, device, attn_implementation, has_weights=has_weights)
+        self._adapter = None if lora is None else add_adapter(self.model, lora)
+        if tensors is not None:
+            self.load(tensors)
+        self._backbone = self.model.base_model
+        self._head = _head_weight(self.model)
+        self._enable_training(gradient_checkpointing=gradient_checkpointing)
+        if is_frozen:
+            self.model.requires_grad_(False)
+        elif self._adapter is not None:
+            for tensor in self._adapter.values():
+                tensor.requires_grad_()
+        self._check_logits(compute_dtype if attn_implementation == FLASH else torch.float32)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head."""
+        return int(self._head.shape[0])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers by name, tied ones once, not copied."""
+        if self._adapter is not None:
+            return dict(self._adapter)
+        named: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                named[name] = tensor
+        return named
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the trained tensors by name, tied ones once, not copied."""
+        return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite all weights in place.
+
+        Raises:
+            DataError: if a name or a shape differs from the model's; nothing is changed then.
+        """
+        own = self.tensors()
+        names = own.keys() if self._adapter is not None else self.model.state_dict().keys()
+        if missing := sorted(own.keys() - tensors.keys()):
+            raise DataError(f"weights lack {len(missing)} of the model's tensors: {missing[:5]}")
+        if unknown := sorted(tensors.keys() - names):
+            raise DataError(f"weights hold {len(unknown)} unknown tensors: {unknown[:5]}")
+        for name, tensor in own.items():
+            if tensors[name].shape != tensor.shape:
+                raise DataError(
+                    f"weight {name} has shape {list(tensors[name].shape)}, the model expects "
+                    f"{list(tensor.shape)}: these weights belong to another model"
+                )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+
+    def logprobs(
+        self, batch: MicroBatch, *, inv_temperature: float, vocab_chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the tokens that the batch's mask lets through.
+
+        Args:
+            batch: on this policy's device.
+            inv_temperature: 1 / sampling temperature.
+            vocab_chunk: columns of logits held at a time.
+
+        Returns:
+            [B, T] log-probabilities, 0 where masked, with gradient; and the [N] entropies of the N
+            scored tokens' distributions, without. Nats.
+        """
+        mask = batch.completion_mask
+        states, head = self.predictors(batch)
+        logprobs, entropies = linear_logprob(
+            states,
+            head,
+            batch.token_ids[mask],
+            inv_temperature,
+            entropy="value",
+            vocab_chunk=vocab_chunk,
+            backend=self._backend,
+        )
+        assert entropies is not None, "it was asked for"
+        return _padded(logprobs, mask), entropies
+
+    def token_losses(
+        self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float, vocab_chunk: int
+    ) -> TokenLosses:
+        """Return what `logprobs` does, and each token's clipped loss, in one fused operation.
+
+        Args:
+            batch: on this policy's device.
+            clip: the range of the ratio.
+            inv_temperature: 1 / sampling temperature.
+            vocab_chunk: columns of logits held at a time.
+
+        Returns:
+            Losses (with gradient), log-probabilities and ratios as [B, T], 0 where masked; and the
+            [N] entropies of the scored tokens.
+        """
+        mask = batch.completion_mask
+        states, head = self.predictors(batch)
+        tokens = linear_policy_loss(
+            states,
+            head,
+            batch.token_ids[mask],
+            batch.sampler_logprobs[mask],
+            batch.advantages[:, None].expand(mask.shape)[mask],
+            inv_temperature,
+            clip=clip,
+            entropy="value",
+            vocab_chunk=vocab_chunk,
+            backend=self._backend,
+        )
+        return TokenLosses(
+            losses=_padded(tokens.losses, mask),
+            logprobs=_padded(tokens.logprobs.detach(), mask),
+            ratios=_padded(tokens.ratios, mask),
+            entropies=tokens.entropies,
+        )
+
+    def predictors(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the states [N, D] that predict the scored tokens, and the LM head."""
+        dtype = self._compute_dtype
+        states = self._states(batch.input_ids, dtype).flatten(0, 1)
+        states = states.index_select(0, batch.predictors[batch.completion_mask])
+        return states.to(dtype), self._head.to(dtype)
+
+    def _states(self, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        # Right-padded, so plain causal attention is right and a mask would only slow it down.
+        with self._autocast(dtype):
+            output = self._backbone(input_ids=input_ids, use_cache=False)
+        states: Tensor = output.last_hidden_state
+        return states
+
+    def _autocast(self, dtype: torch.dtype) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    def _enable_training(self, *, gradient_checkpointing: bool) -> None:
+        if not gradient_checkpointing:
+            self.model.eval()  # dropout off; gradients flow all the same
+            return
+        if not self.model.supports_gradient_checkpointing:
+            raise EngineError(
+                f"{type(self.model).__name__} cannot recompute activations: set "
+                "learner.gradient_checkpointing = false"
+            )
+        # Renamed during transformers 5; layers recompute only in training mode.
+        enable = getattr(self.model, "activation_checkpointing_enable", None)
+        (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        self.model.train()
+
+    def _check_logits(self, dtype: torch.dtype) -> None:
+        """Compare a few tokens' logits with hidden states times LM head.
+
+        Best in float32, where a difference shows; in 16 bits both ways round alike.
+        """
+        input_ids = torch.arange(min(self.vocab_size, 8), device=self.device)[None]
+        with torch.no_grad(), self._autocast(dtype):
+            expected = torch.nn.functional.linear(self._states(input_ids, dtype), self._head)
+            logits = self.model(input_ids=input_ids, use_cache=False).logits
+        if logits.shape != expected.shape or not torch.allclose(
+            logits, expected, rtol=1e-3, atol=1e-4
+        ):
+            raise EngineError(
+                f"{type(self.model).__name__} computes its logits in another way than hidden "
+                "states times LM head; such models cannot be trained here"
+            )
+
+
+def float32_attention(attn_implementation: str) -> str:
+    """Return transformers' name of the attention that computes in float32 in place of one."""
+    return "sdpa" if attn_implementation == FLASH else attn_implementation
+
+
+def frozen_policy(
+    model_dir: Path, *, device: str, lora: Lora | None = None, attn_implementation: str = "sdpa"
+) -> Policy:
+    """Return a model that only scores, in float32, for weights that are loaded into it.
+
+    Flash attention knows no float32, and sdpa is the same function: it takes its place.
+
+    Args:
+        model_dir: Hugging Face directory.
+        device: torch's name of it.
+        lora: the adapter, if what is loaded is one.
+        attn_implementation: transformers' name of the attention code.
+
+    Raises:
+        DataError: if the directory does not make up a model.
+    """
+    return Policy(
+        model_dir,
+        device=torch.device(device),
+        lora=lora,
+        attn_implementation=float32_attention(attn_implementation),
+        is_frozen=True,
+    )
+
+
+def _padded(values: Tensor, mask: Tensor) -> Tensor:
+    """Return [B, T] with the values where the mask is, in order, and 0 elsewhere."""
+    zeros = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+    return zeros.masked_scatter(mask, values)
+
+
+def _build(
+    model_dir: Path, device: torch.device, attn_implementation: str, *, has_weights: bool
+) -> Any:
+    """Return the float32 model on the device, with the directory's weights or arbitrary ones."""
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": False,
+    }
+    try:
+        config = AutoConfig.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
+        _refuse_changed_logits(config)  # before a large model is read
+        _switch_off_dropout(config)
+        if not has_weights:
+            with BUILDING, device:
+                return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+        with BUILDING:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                model_dir, config=config, local_files_only=True, output_loading_info=True, **options
+            )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise DataError(
+            f"{model_dir}: cannot load it as a causal language model: {error}"
+        ) from error
+    model, report = loaded
+    if report["missing_keys"]:
+        raise DataError(
+            f"{model_dir}: the weights lack {sorted(report['missing_keys'])[:5]}, which would "
+            "start at random; is this the checkpoint of a causal language model?"
+        )
+    return model.to(device)
+
+
+def _switch_off_dropout(config: Any) -> None:
+    for settings in {id(part): part for part in (config, config.get_text_config())}.values():
+        for key, value in settings.to_dict().items():
+            if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+                setattr(settings, key, 0.0)
+
+
+def _refuse_changed_logits(config: Any) -> None:
+    for key, neutral in LOGIT_SETTINGS.items():
+        value = getattr(config.get_text_config(), key, neutral)
+        if value is not None and value != neutral:
+            raise EngineError(
+                f"{config.model_type} model with {key} = {value}: models that scale or cap their "
+                "logits cannot be trained here, because log-probabilities are computed from "
+                "hidden states and LM head alone"
+            )
+
+
+def _head_weight(model: Any) -> Tensor:
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        raise EngineError(f"{type(model).__name__} has no LM head apart from its backbone")
+    if getattr(head, "bias", None) is not None:
+        raise EngineError(
+            f"{type(model).__name__} has an LM head with a bias, which is not supported"
+        )
+    weight: Tensor = head.weight
+    return weight

@@ -1,0 +1,670 @@
+"""The learner's model work: one optimizer step per batch of rollout groups.
+
+A step: advantages per group, rollouts packed into micro-batches, log-probabilities of the trained
+tokens at the sampling temperature, loss, gradients accumulated, norm clipped, AdamW. Every loss is
+divided by counts of the whole batch, so how it was cut into micro-batches does not matter, and
+rollouts whose advantage is 0 are left out of the forward and backward pass exactly. A loss that
+needs more than that declares it (algo/loss.py), and gets it here: rollouts without an advantage,
+whole groups in a micro-batch, the group's expectation, a first pass over the batch. The proximal
+policy, the one at the start of the step, costs nothing: a batch makes one optimizer step, so it is
+the policy that the gradient is taken at.
+
+`step_count` grows by one with every batch consumed, so that each makes one policy version. Its
+weights equal the previous ones if no rollout had an advantage (momentum and weight decay rest too).
+A batch whose loss or gradient is not finite, or cannot be computed, makes no version: `step` raises
+`StepError` and has changed nothing, and `find_faulty` says which groups are to blame.
+
+Log-probabilities are those of the whole distribution at `temperature`. Sampling with top-p or top-k
+has other ones: ratios then begin below 1, and the configuration refuses losses whose range ends
+above that (config/losses.py).
+
+`save_state` holds everything the next step depends on. A trainer that loads it continues bit by bit
+on a CPU, on the same hardware and number of threads. On a GPU it continues from the same state and
+rounds differently: sums in the backward of embeddings and attention have no fixed order there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from echo.algo.batching import MicroBatch, TrainingRow, collate, pack_micro_batches
+from echo.algo.diagnostics import mismatch_metrics
+from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, LossOutput, needs_of
+from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
+from echo.core.errors import ConfigError, DataError, StorageError
+from echo.core.rollout import Group
+from echo.engine.lora import Lora
+from echo.engine.model import pick_device
+from echo.engine.weights import write_tensors
+from echo.kernels.contract import BackendName
+from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
+from echo.train.policy import Policy
+
+# --- Find a policy loss: a registered one by name, or a user's own by import path ---
+#
+# A loss of one's own is a function of `LossInputs` and keyword options that returns a `LossOutput`:
+#
+#     def my_loss(inputs: LossInputs, *, strength: float = 1.0) -> LossOutput: ...
+#
+# It gets whole rollouts. If it needs more, it says so: `my_loss.needs =
+# LossNeeds(whole_groups=True)` (algo/loss.py). It divides by the counts of the whole batch in
+# `inputs`, or its gradient depends on how the batch was cut.
+
+
+def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
+    """Return the loss that `kind` names, without masks.
+
+    Args:
+        kind: a name of `LOSSES`, or "package.module:function". Modules are looked for in the
+            current directory too.
+        options: its fields, or the keyword arguments of the function.
+
+    Raises:
+        ConfigError: if there is no such function or it does not take these options.
+    """
+    if ":" not in kind:
+        return make_loss(kind, **options)
+    module_name, _, name = kind.partition(":")
+    function = _find_function(kind, module_name, name)
+    _check_options(kind, function, options)
+    needs: object = getattr(function, "needs", LossNeeds())
+    if not isinstance(needs, LossNeeds):
+        raise ConfigError(
+            f"loss.kind = {kind!r}: its attribute needs is {needs!r}, expected "
+            "echo.algo.loss.LossNeeds(...)"
+        )
+    return CustomLoss(kind=kind, function=function, options=options, needs=needs)
+
+
+def _find_function(kind: str, module_name: str, name: str) -> Callable[..., LossOutput]:
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        # Stays: the user's module may import its neighbours later.
+        sys.path.insert(0, directory)
+        importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"loss.kind = {kind!r}: importing {module_name!r} failed (the current directory "
+            f"{directory} is searched too): {type(error).__name__}: {error}"
+        ) from error
+    function: object = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"loss.kind = {kind!r}: {module_name} has no function {name!r}")
+    return function
+
+
+def _check_options(
+    kind: str, function: Callable[..., LossOutput], options: Mapping[str, Any]
+) -> None:
+    try:
+        inspect.signature(function).bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss.kind = {kind!r} is called as function(inputs, **options) with the options "
+            f"{sorted(options)} of [loss.options]: {error}"
+        ) from error
+
+
+# --- What a trainer is told of its optimizer and of the policy that it is pulled towards ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW with a linear warm-up to a constant learning rate."""
+
+    learning_rate: float = 1e-6
+    warmup_steps: int = 10
+    """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first moment and of the second."""
+    max_grad_norm: float = 1.0
+    """Bound on the norm of the whole gradient; infinity for none."""
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of the step that makes version `step`, from 1."""
+        return self.learning_rate * min(1.0, step / max(1, self.warmup_steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReferenceModel:
+    """Where the frozen reference policy comes from; it never changes, so no state holds it."""
+
+    model_dir: Path
+    """Hugging Face directory."""
+    tensors: Mapping[str, Tensor] | None = None
+    """Weights by name instead of the directory's; with `lora` those of its adapter."""
+    lora: Lora | None = None
+    """The adapter, and its base in place of the directory, where the policy has one."""
+
+
+# --- A trainer's state on disk: tensors as safetensors, the rest as JSON ---
+#
+# weights.safetensors     float32 master weights, tied ones once
+# optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/exp_avg_sq", "<parameter>/step"
+# trainer.json            counters, and the state of torch's random generators as hex
+#
+# The caller makes the directory and renames it into place: half a state is never a checkpoint.
+
+
+WEIGHTS_FILE = "weights.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+TRAINER_FILE = "trainer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainerState:
+    """What a trainer continues from."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    counters: dict[str, int]
+
+
+def save(
+    directory: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+    counters: Mapping[str, int],
+    device: torch.device,
+) -> None:
+    """Write a trainer's state, with that of torch's random generators.
+
+    Raises:
+        StorageError: if a file cannot be written.
+    """
+    generators = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        generators["cuda"] = torch.cuda.get_rng_state(device)
+    record = {
+        "counters": dict(counters),
+        "generators": {name: bytes(state.numpy()).hex() for name, state in generators.items()},
+    }
+    try:
+        write_tensors(
+            directory / WEIGHTS_FILE, {n: t.detach().contiguous() for n, t in weights.items()}
+        )
+        write_tensors(directory / OPTIMIZER_FILE, {n: t.contiguous() for n, t in moments.items()})
+        (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
+    except OSError as error:
+        raise StorageError(f"{directory}: cannot write the trainer's state: {error}") from error
+
+
+def load(directory: Path, device: torch.device) -> TrainerState:
+    """Read what `save` wrote, and set torch's random generators.
+
+    Raises:
+        StorageError: if a file is missing or damaged.
+    """
+    try:
+        record = json.loads((directory / TRAINER_FILE).read_text())
+        generators = {
+            name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+            for name, state in record["generators"].items()
+        }
+        state = TrainerState(
+            weights=load_file(directory / WEIGHTS_FILE),
+            moments=load_file(directory / OPTIMIZER_FILE),
+            counters={name: int(count) for name, count in record["counters"].items()},
+        )
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"{directory}: cannot read the trainer's state: {error!r}") from error
+    torch.set_rng_state(generators["cpu"])
+    if device.type == "cuda" and "cuda" in generators:
+        torch.cuda.set_rng_state(generators["cuda"], device)
+    return state
+
+
+def moments_of(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the optimizer's tensors as "<parameter>/<moment>"; none before the first update."""
+    return {
+        f"{name}/{moment}": value
+        for name, parameter in parameters.items()
+        for moment, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_moments(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+) -> None:
+    """Put back what `moments_of` returned.
+
+    Raises:
+        DataError: if a moment belongs to no parameter or has another shape.
+    """
+    restored: dict[Tensor, dict[str, Tensor]] = {}
+    for key, value in moments.items():
+        name, _, moment = key.rpartition("/")
+        parameter = parameters.get(name)
+        if parameter is None or (moment != "step" and value.shape != parameter.shape):
+            raise DataError(
+                f"optimizer state {key} of shape {list(value.shape)} fits no parameter of this "
+                "model: it belongs to another one"
+            )
+        restored.setdefault(parameter, {})[moment] = value.to(parameter.device, copy=True)
+    optimizer.state.clear()
+    optimizer.state.update(restored)
+
+
+FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""What no group is to blame for: settings, a machine that is too small, a device that failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step reports."""
+
+    metrics: dict[str, float]
+    """Finite numbers under the field's names; a metric without meaning in this step is absent."""
+
+
+class StepError(DataError):
+    """A batch that no step can be made of; weights, optimizer and step count are as before."""
+
+    def __init__(self, text: str, *, reason: str) -> None:
+        """Say what happened, and name it for the ledger and the counters."""
+        super().__init__(text)
+        self.reason = reason
+        """bad_group, step_error (the computation raised) or nonfinite_gradient."""
+
+
+class Trainer:
+    """A policy, its optimizer, and the step that joins them."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        loss: Loss,
+        optimizer: OptimizerSettings,
+        temperature: float = 1.0,
+        advantages: AdvantageSettings | None = None,
+        reference: ReferenceModel | None = None,
+        device: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        backend: BackendName = "auto",
+        init_tensors: Mapping[str, Tensor] | None = None,
+        lora: Lora | None = None,
+        micro_batch_tokens: int = 16384,
+        vocab_chunk: int = 8192,
+        gradient_checkpointing: bool = False,
+        attn_implementation: str = "sdpa",
+        seed: int = 0,
+    ) -> None:
+        """Load the model and start its optimizer.
+
+        Args:
+            model_dir: Hugging Face directory; config.json is enough if `init_tensors` is given.
+            loss: the policy loss, for example from `make_loss`.
+            optimizer: its settings.
+            temperature: of sampling, > 0.
+            advantages: how rewards become advantages; None takes the defaults.
+            reference: the frozen policy that the loss pulls towards, if it does.
+            device: torch's name of it, or "auto" for CUDA where there is a GPU, else the CPU.
+            dtype: of matrix products and activations, float32 or bfloat16; weights, gradients,
+                optimizer and log-probabilities are float32 in either case.
+            backend: of the log-probabilities (kernels/logprob.py).
+            init_tensors: what to start from instead: all weights, or those of `lora`.
+            lora: the adapter to train in place of all weights, and its base.
+            micro_batch_tokens: padded tokens that go through the model at once.
+            vocab_chunk: columns of logits held at a time.
+            gradient_checkpointing: recompute activations in the backward, for less memory.
+            attn_implementation: transformers' name of the attention code.
+            seed: of torch's global generator, for models that draw random numbers.
+
+        Raises:
+            DataError: if the model cannot be loaded.
+            EngineError: if it cannot be trained here.
+        """
+        if not 0.0 < temperature < math.inf:
+            raise ValueError(f"temperature = {temperature}: must be positive and finite")
+        torch.manual_seed(seed)
+        self.device = torch.device(pick_device(device))
+        make_policy = partial(
+            Policy,
+            device=self.device,
+            attn_implementation=attn_implementation,
+            compute_dtype=dtype,
+            backend=backend,
+        )
+        self._policy = make_policy(
+            model_dir,
+            tensors=init_tensors,
+            lora=lora,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        self._loss = loss
+        self._needs = needs_of(loss)
+        self._advantages = advantages or AdvantageSettings()
+        self._settings = optimizer
+        self._inv_temperature = 1.0 / temperature
+        self._micro_batch_tokens = micro_batch_tokens
+        self._vocab_chunk = vocab_chunk
+        self._parameters = self._policy.parameters()
+        self._reference = self._load_reference(reference, make_policy)
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._num_skipped_nonfinite = 0
+        self._step_count = 0
+
+    def _load_reference(
+        self, reference: ReferenceModel | None, make_policy: Callable[..., Policy]
+    ) -> Policy | None:
+        """Return the reference policy if the loss needs one.
+
+        Raises:
+            ValueError: if it needs one and there is none.
+            DataError: if it has another vocabulary than the policy.
+        """
+        if not self._needs.reference_logprobs:
+            return None
+        if reference is None:
+            raise ValueError("the loss pulls towards a reference policy, and none is given")
+        policy = make_policy(
+            reference.model_dir, tensors=reference.tensors, lora=reference.lora, is_frozen=True
+        )
+        if policy.vocab_size != self._policy.vocab_size:
+            raise DataError(
+                f"{reference.model_dir}: the reference model has {policy.vocab_size} token ids, "
+                f"the one being trained {self._policy.vocab_size}; their tokenizers differ"
+            )
+        return policy
+
+    @property
+    def step_count(self) -> int:
+        """Batches consumed so far: the step of the policy version that these weights are."""
+        return self._step_count
+
+    def step(self, groups: Sequence[Group]) -> StepResult:
+        """Train on one batch of groups.
+
+        Args:
+            groups: at least one, each with two or more rollouts.
+
+        Raises:
+            StepError: if the batch cannot be trained on; nothing was changed.
+        """
+        try:
+            metrics = self._take_gradient(groups)
+        except StepError as error:
+            self._num_skipped_nonfinite += error.reason == "nonfinite_gradient"
+            raise
+        metrics["lr"] = self._settings.learning_rate_at(self._step_count + 1)
+        if "grad_norm" in metrics:
+            self._update_weights(metrics["grad_norm"])
+        metrics["optimizer/skipped_nonfinite"] = self._num_skipped_nonfinite
+        self._step_count += 1
+        return StepResult(
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)}
+        )
+
+    def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
+        """Return the groups of a batch that `step` refused that fail alone too: id -> reason.
+
+        It takes one more pass over them, and changes nothing.
+        """
+        found: dict[int, str] = {}
+        for group in groups:
+            try:
+                self._take_gradient([group])
+            except StepError as error:
+                found[group.group_id] = error.reason
+        self._optimizer.zero_grad()
+        return found
+
+    def refusal(self, group: Group) -> str | None:
+        """Return why a group should not count towards a step, or None (train/batch.py).
+
+        It only reads what never changes, so other threads may ask while a step is made.
+        """
+        return find_refusal(
+            group,
+            settings=self._advantages,
+            needs=self._needs,
+            vocab_size=self._policy.vocab_size,
+        )
+
+    @torch.no_grad()
+    def score(self, groups: Sequence[Group]) -> list[list[npt.NDArray[np.float32]]]:
+        """Return this policy's log-probability of every completion token, masked ones included.
+
+        Returns:
+            For each group and rollout, [T] nats at the sampling temperature.
+        """
+        samples = [
+            TrainingRow(prompt_ids=group.prompt_ids, rollout=rollout, advantage=0.0)
+            for group in groups
+            for rollout in group.rollouts
+        ]
+        scores: dict[int, npt.NDArray[np.float32]] = {}
+        for indices, batch in self._micro_batches(samples, score_all=True):
+            logprobs, _ = self._logprobs(batch)
+            for index, row in zip(indices, logprobs.cpu().numpy(), strict=True):
+                scores[index] = row[: samples[index].rollout.num_tokens].copy()
+        ordered = iter(range(len(samples)))
+        return [[scores[next(ordered)] for _ in group.rollouts] for group in groups]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights by name, tied ones once, not copied: the next step changes them."""
+        return self._policy.tensors()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return a copy of the weights on the CPU, float32, by name, tied ones once."""
+        return {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self._policy.tensors().items()
+        }
+
+    def save_state(self, directory: Path) -> None:
+        """Write everything the next step depends on into an existing directory.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        save(
+            directory,
+            weights=self._policy.tensors(),
+            moments=moments_of(self._optimizer, self._parameters),
+            device=self.device,
+            counters={
+                "step_count": self._step_count,
+                "num_skipped_nonfinite": self._num_skipped_nonfinite,
+            },
+        )
+
+    def load_state(self, directory: Path) -> None:
+        """Continue where `save_state` left off.
+
+        Raises:
+            StorageError: if the files are missing or damaged.
+            DataError: if they belong to another model.
+        """
+        state = load(directory, self.device)
+        self._policy.load(state.weights)
+        restore_moments(self._optimizer, self._parameters, state.moments)
+        self._step_count = state.counters["step_count"]
+        self._num_skipped_nonfinite = state.counters["num_skipped_nonfinite"]
+
+    def _micro_batches(
+        self, samples: Sequence[TrainingRow], *, score_all: bool = False
+    ) -> Iterator[tuple[list[int], MicroBatch]]:
+        """Yield indices of `samples` and their micro-batch on the device."""
+        packed = pack_micro_batches(
+            [sample.num_inputs for sample in samples],
+            max_tokens=self._micro_batch_tokens,
+            group_index=[sample.group_index for sample in samples]
+            if self._needs.whole_groups and not score_all
+            else None,
+        )
+        for indices in packed:
+            batch = collate([samples[index] for index in indices], score_all=score_all)
+            yield indices, batch.to(self.device)
+
+    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return self._policy.logprobs(
+            batch, inv_temperature=self._inv_temperature, vocab_chunk=self._vocab_chunk
+        )
+
+    def _loss_inputs(
+        self, micro: MicroBatch, logprobs: Tensor, batch: StepBatch, scores: BatchScores | None
+    ) -> LossInputs:
+        return LossInputs(
+            learner_logprobs=logprobs,
+            sampler_logprobs=micro.sampler_logprobs,
+            advantages=micro.advantages,
+            completion_mask=micro.completion_mask,
+            num_tokens=batch.num_tokens,
+            num_rollouts=batch.num_rollouts,
+            group_index=micro.group_index,
+            proximal_logprobs=logprobs.detach(),
+            staleness=self._step_count - micro.version_steps,
+            log_expectation=micro.log_expectations if self._needs.group_expectation else None,
+            batch_scores=scores,
+            reference_logprobs=self._reference_logprobs(micro),
+        )
+
+    @torch.no_grad()
+    def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        logprobs, _ = self._reference.logprobs(
+            micro, inv_temperature=self._inv_temperature, vocab_chunk=self._vocab_chunk
+        )
+        return logprobs
+
+    @torch.no_grad()
+    def _score_batch(self, samples: Sequence[TrainingRow]) -> BatchScores:
+        """Return every trained token's log-ratio and advantage, by a pass without gradient."""
+        log_ratios: list[Tensor] = []
+        advantages: list[Tensor] = []
+        for _, micro in self._micro_batches(samples):
+            mask = micro.completion_mask
+            logprobs, _ = self._logprobs(micro)
+            log_ratios.append((logprobs - micro.sampler_logprobs)[mask])
+            advantages.append(micro.advantages[:, None].expand(mask.shape)[mask])
+        return BatchScores(log_ratios=torch.cat(log_ratios), advantages=torch.cat(advantages))
+
+    def _take_gradient(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Leave the gradient of a batch in the parameters; return the metrics, `grad_norm` too.
+
+        `grad_norm` is absent where nothing has a gradient.
+
+        Raises:
+            StepError: if there is no finite one.
+        """
+        try:
+            batch = prepare_batch(
+                groups,
+                settings=self._advantages,
+                needs=self._needs,
+                vocab_size=self._policy.vocab_size,
+            )
+            metrics = batch.metrics | self._accumulate_gradients(batch)
+        except DataError as error:
+            raise StepError(str(error), reason="bad_group") from error
+        except FATAL_ERRORS:
+            raise
+        except Exception as error:
+            # Whatever it is, a loss of the user's included, it happens before anything changes.
+            text = f"the step raised {type(error).__name__}: {error}"
+            raise StepError(text, reason="step_error") from error
+        if not batch.samples:
+            return metrics
+        gradients = [tensor.grad for tensor in self._parameters.values() if tensor.grad is not None]
+        metrics["grad_norm"] = float(torch.nn.utils.get_total_norm(gradients))
+        if not all(math.isfinite(metrics[name]) for name in ("grad_norm", "loss/policy")):
+            text = (
+                f"the loss is {metrics['loss/policy']:g} and the norm of its gradient "
+                f"{metrics['grad_norm']:g}"
+            )
+            raise StepError(text, reason="nonfinite_gradient")
+        return metrics
+
+    def _accumulate_gradients(self, batch: StepBatch) -> dict[str, float]:
+        """Run forward and backward over the samples; return the metrics of loss and ratios."""
+        self._optimizer.zero_grad()
+        if not batch.samples:
+            return {"loss/policy": 0.0}
+        scores = self._score_batch(batch.samples) if self._needs.batch_scores else None
+        losses: list[Tensor] = []
+        token_counts: dict[str, list[Tensor]] = {}
+        learner: list[Tensor] = []
+        sampler: list[Tensor] = []
+        entropies: list[Tensor] = []
+        for _, micro in self._micro_batches(batch.samples):
+            output, logprobs, entropy = self._score_and_judge(micro, batch, scores)
+            output.loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(output.loss.detach())
+            for name, count in output.token_counts.items():
+                token_counts.setdefault(name, []).append(count)
+            learner.append(logprobs.detach()[micro.completion_mask])
+            sampler.append(micro.sampler_logprobs[micro.completion_mask])
+            entropies.append(entropy)
+        # Read back only here: every number fetched from a GPU makes the CPU wait for it.
+        num_scored = sum(len(part) for part in learner)
+        metrics = mismatch_metrics(torch.cat(learner), torch.cat(sampler))
+        metrics["loss/policy"] = float(torch.stack(losses).sum())
+        metrics["entropy/mean"] = float(torch.cat(entropies).mean())
+        for name, counts in token_counts.items():
+            metrics[name] = float(torch.stack(counts).sum()) / num_scored
+        return metrics
+
+    def _score_and_judge(
+        self, micro: MicroBatch, batch: StepBatch, scores: BatchScores | None
+    ) -> tuple[LossOutput, Tensor, Tensor]:
+        """Return loss, log-probabilities and entropies of one micro-batch."""
+        loss = self._loss
+        if not isinstance(loss, ClippedTokenLoss) or loss.fused_clip is None:
+            logprobs, entropies = self._logprobs(micro)
+            inputs = self._loss_inputs(micro, logprobs, batch, scores)
+            return loss(inputs), logprobs, entropies
+        tokens = self._policy.token_losses(
+            micro,
+            clip=loss.fused_clip,
+            inv_temperature=self._inv_temperature,
+            vocab_chunk=self._vocab_chunk,
+        )
+        assert tokens.entropies is not None, "the policy asks for them"
+        inputs = self._loss_inputs(micro, tokens.logprobs, batch, scores)
+        output = loss.from_tokens(tokens.losses, tokens.ratios, inputs)
+        return output, tokens.logprobs, tokens.entropies
+
+    def _update_weights(self, grad_norm: float) -> None:
+        """Clip the accumulated gradient, whose norm is finite, and apply it."""
+        torch.nn.utils.clip_grads_with_norm_(
+            list(self._parameters.values()),
+            self._settings.max_grad_norm,
+            torch.tensor(grad_norm, device=self.device),
+        )
+        for param_group in self._optimizer.param_groups:
+            param_group["lr"] = self._settings.learning_rate_at(self._step_count + 1)
+        self._optimizer.step()
+        self._optimizer.zero_grad()

@@ -1,0 +1,250 @@
+"""The reference of the metrics as Markdown, checked against the names in the code.
+
+python -m echo.ui.metrics_reference > docs/metrics.md
+
+Metrics are named where they are measured, so the names are read off the source; what each means
+stands here. `reference` refuses a name that has no meaning, and a meaning whose name is gone.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+MEANINGS: Mapping[str, Mapping[str, str]] = {
+    "Every row": {
+        "step": "Optimizer step.",
+        "time": "When the row was written, seconds since 1970.",
+        "lineage": "History that the step belongs to; a resume begins a new one.",
+    },
+    "Reward and completions": {
+        "reward/mean": "Mean reward of every group delivered since the step before, also of those "
+        "that did not count towards it.",
+        "reward/std": "Standard deviation of the same rewards.",
+        "completions/mean_length": "Mean length of a completion, tokens.",
+        "completions/clipped_ratio": "Share of completions that ran into "
+        "`sampling.max_completion_tokens`.",
+        "eval/*/pass@1": "Mean held-out reward at the run's temperature; the middle is the task.",
+        "eval/*/greedy": "Mean held-out reward of the likeliest answers.",
+        "eval/version": "Step of the weights that were evaluated.",
+        "eval/reward_errors": "Held-out rewards that failed; each counts as 0.",
+    },
+    "Groups": {
+        "groups/useful": "Share of groups whose rewards differ, so that there is something to "
+        "learn.",
+        "groups/all_right": "Share whose rewards are equal and above 0.",
+        "groups/all_wrong": "Share whose rewards are equal and 0 or less.",
+        "groups/mixed": "Share that several policy versions sampled.",
+        "groups/dropped/*": "Groups that did not count towards the step, by reason, as a share: "
+        "`zero_variance`, `all_masked`, `lost_member`.",
+    },
+    "Staleness and off-policy": {
+        "staleness/mean": "Mean staleness of the trained tokens, optimizer steps.",
+        "staleness/max": "Largest staleness of a trained token.",
+        "staleness/hist": "Trained tokens by staleness, a table.",
+        "staleness/bound": "Bound for new leases, with `sync.adaptive`.",
+        "is_ratio/mean": "Mean importance ratio, learner over sampler.",
+        "is_ratio/max": "Largest importance ratio of a token.",
+        "ess": "Effective sample size as a share of the tokens; 1 is on-policy.",
+        "mismatch_kl": "Estimate of KL(sampler, learner), nats per token.",
+        "clip_ratio/mean": "Share of tokens whose ratio was clipped.",
+        "clip_ratio/low": "Share clipped at the lower end.",
+        "clip_ratio/high": "Share clipped at the upper end.",
+        "clip_ratio/dual": "Share that the dual clip bounded.",
+        "gepo/gated": "Share of tokens for which GEPO used the learner's own probability.",
+        "dropped/*": "Share of tokens that a correction left out, by reason: `veto`, "
+        "`geometric`, `opsm`, `importance`, `m2`, `tv`, `lost_member`.",
+        "attribution/*": "Where the mismatch is from: `variance` of the log-ratio, nats squared; "
+        "the shares of `staleness`, `numerics`, `truncation` and `tokenisation`; `skipped`, the "
+        "share that could not be scored.",
+    },
+    "Optimizer step": {
+        "loss/policy": "The policy loss.",
+        "kl/reference": "Divergence from the frozen reference policy, nats per token.",
+        "entropy/mean": "Mean entropy of the policy, nats per token.",
+        "grad_norm": "Norm of the gradient before it is clipped.",
+        "lr": "Learning rate of this step.",
+        "optimizer/skipped_nonfinite": "Gradients so far that were not finite.",
+    },
+    "Time and throughput": {
+        "time/step": "Seconds since the step before.",
+        "time/train": "Seconds of it spent training.",
+        "time/wait_for_batch": "Seconds of it spent waiting for groups.",
+        "learner/idle_ratio": "Share of the time of all steps that the learner waited.",
+        "perf/tokens_per_s": "Completion tokens accepted per second.",
+        "publish_period": "Optimizer steps between two published versions.",
+        "broadcast/bytes": "Bytes of weights that the learner sent since the step before.",
+        "broadcast/seconds": "Seconds until the last complete version had reached every node.",
+        "broadcast/goodput": "Its bytes on the wire over these seconds, bytes/s.",
+    },
+    "Lengths and unfinished rollouts": {
+        "lengths/trained/mean": "Mean length of the completions trained last, tokens.",
+        "lengths/trained/p90": "Their 90th percentile.",
+        "lengths/sampled/mean": "Mean length in the order in which groups were granted, tokens.",
+        "lengths/sampled/p90": "Their 90th percentile.",
+        "lengths/bias": "Difference of the two means as a share of the sampled one.",
+        "lengths/ks": "Largest distance between the two distributions, 0 to 1.",
+        "partials/waiting": "Unfinished groups that wait to be continued.",
+        "partials/mean_age": "Age of the oldest token of a group when it was continued, mean, "
+        "steps.",
+        "partials/wasted_ratio": "Share of the sampled tokens that will never be trained on.",
+    },
+    "Task code and engines": {
+        "env/calls": "Calls of rewards and environments.",
+        "env/errors": "Calls that failed.",
+        "env/retries": "Calls that were made again.",
+        "env/latency": "Seconds per call.",
+        "env/turn_limit": "Episodes ended at `task.max_turns`.",
+        "env/token_limit": "Episodes ended at `sampling.max_completion_tokens`.",
+        "engine/out_of_memory": "Times that an engine ran out of memory and halved its rollouts.",
+        "engine/installs_failed": "Versions that an engine refused; it kept the one before.",
+        "engine/version_refused": "Leases given back because their version is not here.",
+    },
+    "Cost": {
+        "cost/per_hour": "$ per hour at present, machines and traffic.",
+        "cost/total": "$ so far.",
+        "cost/per_step": "$ of this step.",
+        "cost/per_million_tokens": "$ per million accepted tokens.",
+        "cost/standby_per_hour": "The part for machines on standby.",
+        "cost/unconfirmed_per_hour": "The part for machines that left without confirming their "
+        "release.",
+        "workers/active": "Workers that generate.",
+        "workers/standby": "Workers on standby.",
+        "activation/rate": "Rollouts per second of the active set.",
+        "activation/required_rate": "Rollouts per second that the learner needs.",
+        "activation/predicted_idle": "Share of the time that it is predicted to wait.",
+    },
+    "Counts since the learner started": {
+        "count/accepted": "Groups accepted.",
+        "count/duplicates": "Results of groups that had ended; harmless.",
+        "count/refused/*": "Results and nodes refused, by "
+        "[reason](troubleshooting.md#refused-and-discarded-groups).",
+        "count/discarded/*": "Groups that ended untrained, by "
+        "[reason](troubleshooting.md#refused-and-discarded-groups).",
+        "count/steps_failed/*": "Optimizer steps that were undone, by reason.",
+        "count/checkpoints_failed": "Checkpoints that could not be written.",
+        "count/leases_expired": "Leases without progress for `network.lease_timeout_s`.",
+        "count/leases_given_back": "Leases that a worker gave back for another one.",
+        "count/leases_cancelled": "Leases of the slower worker of a hedged group.",
+        "count/hedges/issued": "Groups given to a second, faster worker.",
+        "count/hedges/won": "Those that the second worker finished first.",
+        "count/hedges/lost": "Those that the first worker finished first.",
+        "count/hedges/tokens_lost": "Tokens of the slower copies.",
+        "count/partials/*": "What became of unfinished rollouts: `resumed`, `handed_over`, "
+        "`shipped`, `late`, and tokens `resumed_tokens`, `masked_tokens`, `trimmed_tokens`, "
+        "`wasted_tokens`.",
+        "count/dropped/*": "Messages and copies dropped at a bound: `no_route`, `partials_full`.",
+        "count/protocol_errors": "Malformed messages.",
+        "count/internal_errors": "Errors of Echo itself; please report them.",
+    },
+}
+"""By heading: each name, `*` for what varies, and what it means."""
+
+_NOT_MEASURED = ("cli", "config", "sim", "ui")
+"""Rooms that name metrics only to show or simulate them."""
+_OTHER_NAMES = {
+    *("application/json", "refs/convert/parquet"),  # no metrics at all
+    "env/milliseconds",  # becomes env/latency
+    # Counters of workers and relays, which write no metrics.
+    *("count/cancelled", "count/failed/*", "count/forwarded/down", "count/forwarded/up"),
+    *("count/dropped/no_uplink", "count/partials_unsaved"),
+}
+_FORM = re.compile(r"[a-z][a-z_]*(/[a-z0-9_@*]+)+")
+_HEAD = """# Metrics
+
+A run writes a row of `metrics.jsonl` for every optimizer step and one for every evaluation.
+The same names go to TensorBoard and wandb. A name appears once there is something to tell.
+
+This page is generated: `python -m echo.ui.metrics_reference > docs/metrics.md`.
+"""
+
+
+def reference() -> str:
+    """Return the page.
+
+    Raises:
+        ValueError: if a name has no meaning, or a meaning no name.
+    """
+    known = {pattern for table in MEANINGS.values() for pattern in table}
+    measured = set(names())
+    strange = {name for name in measured if not is_known(name)}
+    gone = {p for p in known if not any(fnmatchcase(name, p) for name in measured)}
+    if strange or gone:
+        raise ValueError(f"metrics without a meaning: {strange}; meanings without one: {gone}")
+    parts = [_HEAD]
+    for heading, table in MEANINGS.items():
+        parts.append(f"\n## {heading}\n\n| metric | |\n|---|---|\n")
+        parts += [f"| `{name}` | {meaning} |\n" for name, meaning in table.items()]
+    return "".join(parts)
+
+
+def is_known(name: str) -> bool:
+    """Say whether a name, which may have `*` for what varies, has a meaning here."""
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(pattern, name)
+        for table in MEANINGS.values()
+        for pattern in table
+    )
+
+
+def names() -> Iterator[str]:
+    """Yield the name of every metric in the source, `*` in place of what varies."""
+    package = Path(__file__).parents[1]
+    plain = {name for table in MEANINGS.values() for name in table if "/" not in name}
+    shown: set[str] = set()
+    counted: set[str] = set()
+    for path in sorted(package.rglob("*.py")):
+        if path.relative_to(package).parts[0] in _NOT_MEASURED and path.stem != "sinks":
+            continue  # what writes the rows adds to each
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        calls = {id(text) for text in _counter_names(tree)}
+        reads = {id(text) for text in _read_names(tree)}
+        for node in ast.walk(tree):
+            if id(node) in calls:
+                counted.add(_text(node))
+            elif id(node) not in reads and (_FORM.fullmatch(_text(node)) or _text(node) in plain):
+                shown.add(_text(node))
+    yield from shown - _OTHER_NAMES
+    yield from {f"count/{name}" for name in counted - shown} - _OTHER_NAMES
+
+
+def _counter_names(tree: ast.Module) -> Iterator[ast.expr]:
+    """Yield the texts in calls such as `self.counters.add("accepted")`."""
+    for owner, name in _calls(tree, "add"):
+        if "counters" in ast.unparse(owner):
+            either = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
+            yield from (text for text in either if _text(text))
+
+
+def _read_names(tree: ast.Module) -> Iterator[ast.expr]:
+    """Yield what only looks up a metric: `row["time/step"]` and `row.get("ess")`."""
+    yield from (name for _, name in _calls(tree, "get"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            yield node.slice
+
+
+def _calls(tree: ast.Module, method: str) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield (object, first argument) of every call of a method of this name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[first, *_]):
+                if name == method:
+                    yield owner, first
+
+
+def _text(node: ast.AST) -> str:
+    """Return a literal, with `*` for each inserted part; empty for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or "*" for part in node.values)
+    return ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,404 @@
+"""Weights from parent to child, pulled chunk by chunk, forwarded as they arrive.
+
+Theory of operation. Every node takes weights from its parents and serves any number of children;
+the learner has no parent and gets its versions from `publish`. A node keeps a **store** of items
+(`weights/store.py`): images, and encoded versions, which are versions in coded form
+(`weights/store.py`).
+
+    child                         parent
+      Subscribe(newest held)  ->            once per link, and when something seems to be missing
+                              <-  Announce  what can be had, and again whenever that changes
+      Fetch(missing, credit)  ->            one item at a time, one Fetch per lane
+                              <-  Segment   the tables of an encoded version, as they are signed
+                              <-  Chunk     ascending, as soon as the parent holds it
+      Credit(bytes)           ->            every quarter of the window
+                              <-  Waiting   "I live, but wait for that chunk (or version) myself"
+                              <-  Gone      the parent has that item no more
+
+Rules
+* A parent announces an item as soon as it begins to fetch it: chains are pipelined, a chunk leaves
+  as soon as it has arrived and its hash has matched.
+* A node never stores or forwards a chunk that does not match what the learner signed.
+* A chunk is held, forwarded and credited when it has been written, in a thread where that may take
+  long (`weights/receiver.py`): a node whose disk is slow takes less, and does the rest as before.
+* What a child fetches is the first step of the path to the newest version that costs the fewest
+  bytes: the image in full, a keyframe, or deltas from a version that it holds whole.
+* A newer version pre-empts the one being fetched if less than half of that has come, and going to
+  the newer one directly costs no more than finishing and going on from there; and not twice in a
+  row, or a link slower than the pace of publication would never complete any.
+* Whatever is lost is asked for again: a lane that is silent for too long (`weights/link.py`) is
+  left for the spare parent if there is one; otherwise the child repeats its request, and gives the
+  parent up at the second silence. Chunks with wrong hashes end a parent too, and so does an offer
+  of which nothing ever comes (`watchdog.py`). The session gives the lane another one
+  (`ParentFailed`), whose Fetch names only what is missing: no chunk that is held is requested
+  again.
+* An item for which there is no space is left, and tried again (`weights/receiver.py`).
+* Where a parent says Gone, the item is divided among the lanes whose parents may have it, and given
+  up if there is none. What a parent has offered is forgotten with it.
+
+This file joins the two halves, `receiver.py` (the child's) and `weights/sender.py` (the parent's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
+from echo.core.timers import earliest
+from echo.weights.link import ParentFailed, UplinkEstimate
+from echo.weights.manifest import Manifest, SegmentTable, SignedManifest
+from echo.weights.receiver import Receiver, WriteChunk
+from echo.weights.sender import Child, Sender
+from echo.weights.store import (
+    Chunked,
+    DecodeBlock,
+    EncodedVersion,
+    ItemStore,
+    SavedChunk,
+    Transfer,
+    VersionStore,
+    rebuild,
+)
+from echo.wire.actions import Action, Work
+from echo.wire.codec import Frame
+from echo.wire.messages import (
+    Announce,
+    Chunk,
+    Credit,
+    Fetch,
+    Form,
+    Gone,
+    Message,
+    Segment,
+    Subscribe,
+    Waiting,
+)
+
+GIVE_UP_STALLS = 4
+"""Silences (of stall_s) that a parent may lack a version that the learner has."""
+
+
+class Broadcast:
+    """One node's part in the distribution of weights, parent and child at once."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        window_bytes: int,
+        stall_s: float,
+        keep_versions: int = KEEP_VERSIONS,
+        version_store: VersionStore | None = None,
+    ) -> None:
+        """Start with an empty store, no parent and no children.
+
+        Args:
+            node_id: name of this node.
+            window_bytes: credit that a child keeps outstanding while its link's rate is unknown.
+            stall_s: seconds of silence that a parent is allowed while its link's rate is unknown.
+            keep_versions: complete versions to keep for children and for falling back, at least 1.
+            version_store: where images lie; None for memory without a bound.
+        """
+        if window_bytes < 1 or keep_versions < 1 or stall_s <= 0:
+            raise ValueError("window_bytes, keep_versions and stall_s must be positive")
+        self.node_id = node_id
+        self._stall_s = stall_s
+        self._expected_since: float | None = None
+        self._store = ItemStore(keep_versions=keep_versions, version_store=version_store)
+        self._serving = Sender(self._store, node_id=node_id, stall_s=stall_s)
+        self.receiver = Receiver(
+            self._store,
+            self._serving,
+            node_id=node_id,
+            window_bytes=window_bytes,
+            stall_s=stall_s,
+        )
+
+    # --- state that others read ------------------------------------------------------------------
+
+    @property
+    def store(self) -> dict[PolicyVersion, Transfer]:
+        """Images by version, whole or on their way."""
+        return self._store.images
+
+    @property
+    def encoded_versions(self) -> dict[tuple[PolicyVersion, Form], EncodedVersion]:
+        """Coded forms of versions, whole or on their way."""
+        return self._store.encoded_versions
+
+    @property
+    def newest_complete(self) -> PolicyVersion | None:
+        """Newest version held whole."""
+        return self._store.newest_complete
+
+    @property
+    def newest_known(self) -> PolicyVersion | None:
+        """Newest version that this node has heard of."""
+        known = (self._store.newest_known, self.receiver.offers.newest)
+        return max((version for version in known if version is not None), default=None)
+
+    @property
+    def fetching(self) -> PolicyVersion | None:
+        """Version that is being fetched."""
+        return None if self.receiver.item is None else self.receiver.item[0]
+
+    @property
+    def parent(self) -> str | None:
+        """The parent of the first lane."""
+        return self.receiver.lanes[0].peer
+
+    @property
+    def children(self) -> dict[str, Child]:
+        """Who takes weights from this node, by peer."""
+        return self._serving.children
+
+    @property
+    def bytes_sent(self) -> int:
+        """Weight bytes sent to children."""
+        return self._serving.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Weight bytes received."""
+        return self.receiver.bytes_received
+
+    @property
+    def uplink_bytes_per_s(self) -> float | None:
+        """What this node was seen to send in all; None if no transfer has shown it."""
+        return self._serving.rate.bytes_per_s
+
+    @property
+    def uplink(self) -> UplinkEstimate:
+        """What this node can send to all its children together."""
+        return self._serving.rate
+
+    @property
+    def downlink_bytes_per_s(self) -> float | None:
+        """What this node was seen to receive in all; None if no transfer has shown it."""
+        return self.receiver.rate.bytes_per_s
+
+    @property
+    def payload(self) -> Chunked | None:
+        """The newest version in its smallest form; None without one."""
+        newest = self._store.newest_known
+        forms: list[Chunked] = [
+            *(
+                encoded
+                for (version, _), encoded in self._store.encoded_versions.items()
+                if version == newest
+            ),
+            *(image for version, image in self.store.items() if version == newest),
+        ]
+        return min(forms, key=lambda item: item.num_bytes, default=None)
+
+    @property
+    def num_bad_chunks(self) -> int:
+        """Chunks received whose hash did not match."""
+        return self.receiver.num_bad_chunks
+
+    @property
+    def num_duplicate_chunks(self) -> int:
+        """Chunks received that were held already."""
+        return self.receiver.num_duplicate_chunks
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` should be called next; None while nothing is awaited."""
+        return earliest(self.receiver.deadline, self._serving.deadline)
+
+    def progress(self) -> tuple[PolicyVersion | None, int, int]:
+        """Return (version being fetched, chunks held, chunks known of)."""
+        item = None if self.receiver.item is None else self._store.get(self.receiver.item)
+        if item is None:
+            return None, 0, 0
+        return self.fetching, item.num_held, item.num_chunks
+
+    def offer(self, image: bytearray, image_hash: bytes) -> None:
+        """Offer bytes that lie on this machine already, as of the model's own directory.
+
+        If the first version announced has this image by its signed hash, nothing is transferred;
+        otherwise the offer is dropped and the version fetched.
+
+        Args:
+            image: laid out as a version's image; not changed any more.
+            image_hash: BLAKE3-256 of it, computed here and now.
+        """
+        self.receiver.trust.local_image = (image, image_hash)
+
+    @property
+    def run_id(self) -> str:
+        """The run whose versions are accepted; empty before `trust`."""
+        return self.receiver.trust.run_id
+
+    def manifest(self, version: PolicyVersion, frame: Frame) -> Manifest:
+        """Return the manifest of a version that a former process of this node has left.
+
+        Raises:
+            RemoteProtocolError: if the learner of this run has not signed it.
+        """
+        return self.receiver.trust.manifest(version, frame)
+
+    def recover(
+        self, version: PolicyVersion, storage: memoryview, has_chunk: bytearray, *, now: float
+    ) -> list[Action]:
+        """Take the image, or what is right of it, whose manifest has been verified."""
+        signed, manifest = self.receiver.trust.manifests[version]
+        if len(storage) != manifest.num_bytes or len(has_chunk) != manifest.num_chunks:
+            raise LocalProtocolError(f"{version}: {len(storage)} bytes are not its image")
+        transfer = Transfer(signed, manifest, storage, has_chunk, sum(has_chunk))
+        return self.receiver.adopt(transfer, now=now)
+
+    def rebuild(self, version: PolicyVersion, records: Iterable[SavedChunk]) -> EncodedVersion:
+        """Return what is right of a keyframe that a former process has left; takes long."""
+        return rebuild(version, records, self.receiver.trust)
+
+    def resume(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
+        """Go on with a keyframe that was rebuilt, newer ones first, after all images."""
+        return self.receiver.resume(encoded, now=now)
+
+    def trust(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
+        """Accept manifests of this run signed by this key, up to this size."""
+        self.receiver.trust.set(
+            public_key=public_key, run_id=run_id, max_image_bytes=max_image_bytes
+        )
+
+    @property
+    def has_key(self) -> bool:
+        """Whether `trust` was called: before that nothing can be believed."""
+        return self.receiver.trust.has_key
+
+    # --- the learner's side ----------------------------------------------------------------------
+
+    def publish(
+        self,
+        signed: SignedManifest,
+        manifest: Manifest,
+        image: bytearray | memoryview,
+        *,
+        now: float,
+    ) -> list[Action]:
+        """Add a complete version made here, and announce it."""
+        if len(image) != manifest.num_bytes:
+            raise LocalProtocolError(
+                f"{manifest.version}: image of {len(image)} bytes, manifest says otherwise"
+            )
+        self._store.images[manifest.version] = Transfer(
+            signed, manifest, image, bytearray(b"\1") * manifest.num_chunks, manifest.num_chunks
+        )
+        return [*self._serving.announce(now=now), *self.receiver.retire(now)]
+
+    def publish_segment(
+        self,
+        table: SegmentTable,
+        frame: bytes,
+        payload: memoryview,
+        *,
+        expected_bytes: int,
+        now: float,
+    ) -> list[Action]:
+        """Add the next segment of an encoded version made here, and pass it on to whoever takes it.
+
+        Args:
+            table: what it consists of.
+            frame: the same, signed and encoded.
+            payload: its coded blocks, one after the other; not changed any more.
+            expected_bytes: what the whole encoded version will probably have.
+            now: the present.
+        """
+        form = Form("keyframe") if table.base is None else Form("delta", table.base)
+        item = (table.version, form)
+        encoded = self._store.encoded_versions.setdefault(item, EncodedVersion(table.version, form))
+        encoded.expected_bytes = expected_bytes
+        encoded.add(table, frame, payload)
+        return [*self._serving.announce(now=now), *self._serving.extend(item, now)]
+
+    # --- links -----------------------------------------------------------------------------------
+
+    def set_num_lanes(
+        self, num_lanes: int, num_stripes: int | None = None, *, now: float
+    ) -> list[Action]:
+        """Divide what is fetched among so many links from now on; what is held is kept.
+
+        Lanes that are equal modulo `num_stripes` have the same parent; None if all differ.
+        """
+        return [*self.receiver.set_num_lanes(num_lanes, num_stripes, now=now)]
+
+    def set_parent(
+        self, peer: str | None, *, lane: int = 0, rtt_s: float | None = None, now: float
+    ) -> list[Action]:
+        """Take a lane's weights from `peer` from now on; what is held is kept."""
+        return [*self.receiver.set_parent(peer, lane=lane, rtt_s=rtt_s, now=now)]
+
+    def set_spare(self, lane: int, *, is_ready: bool) -> None:
+        """Note whether another parent stands by for a lane."""
+        if lane < len(self.receiver.lanes):
+            self.receiver.lanes[lane].has_spare = is_ready
+
+    def remove_child(self, peer: str, *, now: float) -> list[Action]:
+        """Forget a child whose link is gone."""
+        self.children.pop(peer, None)
+        return self.receiver.retire(now)
+
+    def resubscribe(self, *, now: float) -> list[Action]:
+        """Ask the parents what is newest: at first, and in case an Announce was lost."""
+        return [*self.receiver.resubscribe(now=now)]
+
+    def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
+        """Ask the parents about a version that the learner says there is, unless it is known.
+
+        Either its Announce is still on its way down the chain, or it was lost on a link. A parent
+        from which nothing can be fetched for GIVE_UP_STALLS silences, although there is something
+        newer, has no space for it or is cut off, and is left.
+        """
+        known = self.newest_known
+        held = self.newest_complete
+        is_news = newest is not None and (known is None or known < newest)
+        is_behind = newest is not None and (held is None or held < newest)
+        if not is_behind or self.progress()[1]:
+            self._expected_since = None
+        elif self._expected_since is None:
+            self._expected_since = now
+        elif self.fetching is None and self.receiver.space.retry_at is None and (
+            now - self._expected_since > GIVE_UP_STALLS * self._stall_s
+        ):  # fmt: skip
+            self._expected_since = None
+            reason = f"it does not have {newest}"
+            return [ParentFailed(peer, reason) for peer in self.receiver.leave()]
+        return [*self.resubscribe(now=now)] if is_news else []
+
+    # --- messages and time -----------------------------------------------------------------------
+
+    def receive(
+        self, peer: str, message: Message, payload: list[Frame], *, now: float
+    ) -> list[Action | ParentFailed]:
+        """Handle one link message of the weights plane.
+
+        Raises:
+            RemoteProtocolError: if the peer broke a rule; the state is unchanged.
+        """
+        match message:
+            case Subscribe() | Fetch() | Credit():
+                return [*self._serving.receive(peer, message, now)]
+            case Chunk():
+                return self.receiver.take(peer, message, payload, now=now)
+            case Announce() | Segment() | Waiting() | Gone():
+                return self.receiver.receive(peer, message, payload, now=now)
+        raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
+
+    def worked(self, work: Work, fault: str, *, now: float) -> list[Action | ParentFailed]:
+        """Take the result of work in a thread: what was wrong with it, or nothing."""
+        match work:
+            case WriteChunk():
+                return self.receiver.written(work, fault, now=now)
+            case DecodeBlock():
+                return self.receiver.decoded(work, fault, now=now)
+        raise LocalProtocolError(f"{type(work).__name__} does not belong to the weights plane")
+
+    def tend(self, *, now: float) -> list[Action]:
+        """Look after the children: all that is due where there are no parents."""
+        return self._serving.expire(now)
+
+    def expire(self, *, now: float) -> list[Action | ParentFailed]:
+        """Repeat what brought nothing; report parents that are silent."""
+        return [*self.tend(now=now), *self.receiver.expire(now=now)]

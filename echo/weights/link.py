@@ -1,0 +1,512 @@
+"""The lanes of a pull: in each a link to a parent, the credit given over it, and its watchdog.
+
+An item's chunks are divided among `num_lanes` lanes by index % num_lanes, and each lane is a link
+of its own: lanes with different parents are the stripes of several trees, lanes with the same
+parent are parallel connections (a single one is slow where TCP's buffers are small). Where a parent
+has not the item, it is divided among the other lanes.
+
+Credit. The window is what may be under way or wait to be written: 1.5 x rate x round trip + 2
+chunks, of the rate that this link has shown, so that it grows by half with every round trip until
+the link is full, and shrinks with it.
+
+Watchdog. A lane is silent when something is awaited and neither a chunk nor a Waiting has come for
+`patience_s`: four round trips, or the time of four chunks at the rate that the link has shown, or
+three times the longest gap between two chunks of late: where many connections share an uplink, each
+of them starves at times. It is at least MIN_PATIENCE_S for each stripe where a spare parent stands
+by (the less comes over a lane, the less its silence costs, and leaving an honest parent costs as
+much as ever), and at least the configured time where none does, and for the first chunk, for which
+everybody asks at once. A parent that waits itself says within how long it will say so again, and
+has PROMISE_GRACE_S more.
+Nor is a lane silent while a chunk of it is being written: where the disk is slower than the link,
+no credit is left with which the parent could send more (`weights/receiver.py`).
+While the link has not shown its rate it is the configured time, and twice as long with each parent
+that was left for its silence: on a slow link nothing would ever come otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from echo.wire.actions import Action, Send
+from echo.wire.codec import encode
+from echo.wire.messages import Probe, ProbeAck
+
+# --- What is learned of a link: its rate, and the credit window that follows ---
+#
+# A rate is bytes over *busy* time: time in which more was wanted than had come. Between the
+# arrivals of two chunks of one burst a link is busy; before the first of them, and while the other
+# side has nothing to give (`pause`), it is not. So the first chunk after a pause only starts the
+# clock, and a burst of one chunk says nothing.
+#
+# Who measures what:
+#
+# * A receiver measures each lane and sizes its window by it: chunks as they arrive, `pause` when
+#   all that was asked for has come or the parent says Waiting. * A sender measures its **uplink**,
+#   all children together: bytes as they are acknowledged, `pause` when no child fetches anything.
+#   Children that have been sent all that is here, or one alone, may be the limit themselves: a
+#   sample in which most of the time passed like that only shows that the uplink is *at least* that
+#   good. One in which the uplink was the limit may still be low, as where TCP lost time: only so
+#   many of them in a row lower the estimate, to the best of them. A plan that forgets what an
+#   uplink has shown wanders for ever. * A receiver's **downlink** cannot be read from what it
+#   receives: as a rule its parents are slower. `weights/topology/sites.py` tells when it is a
+#   limit.
+
+
+SAMPLE_S = 0.1
+"""Busy time that makes one sample, at least."""
+
+SAMPLE_CHUNKS = 4
+"""Chunks that make one sample, at least: coarser than that, a rate is a matter of rounding."""
+
+UPLINK_SAMPLE_S = (2.0, 5.0)
+"""Busy time that makes one sample of an uplink with many acknowledgements, and with few."""
+
+UPLINK_SAMPLE_ACKS = 128
+"""So many are many. Each child acknowledges several chunks at once, at a time of its own: over
+fewer a rate is a matter of chance, and the highest of them far too high."""
+
+IDLE_SHARE = 0.25
+"""Share of its time that children may wait in a sample whose limit was the uplink."""
+
+LOWER_SAMPLES = 4
+"""So many samples in a row, each lower though the uplink was the limit, show that it is lower."""
+
+RISE_S = 4.0
+"""Busy time after which a lower estimate of an uplink weighs 1/e of what it did."""
+
+LOOP_S = 0.001
+"""What a busy node takes to answer, beside the round trip of the network."""
+
+RATE_WINDOW_S = 1.0
+"""Busy time after which an old sample weighs 1/e of what it did."""
+
+MOST_BYTES_PER_S = 1e12
+"""Bound of an estimate: no clock is fine enough to prove more."""
+
+
+class RateEstimate:
+    """Bytes per second over busy time, averaged with exponential weights; of constant size."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._rate: float | None = None
+        self._last_at: float | None = None
+        self._began_at = 0.0
+        self._busy_s = 0.0
+        self._num_bytes = 0.0
+        self._num_chunks = 0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The estimate; None before the first sample is complete."""
+        return self._rate
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the next chunk only starts the clock."""
+        return self._last_at is None
+
+    def add(self, num_bytes: float, *, now: float, since: float = math.inf) -> None:
+        """Count bytes that have come through; the first after a pause only start the clock.
+
+        Args:
+            num_bytes: how many.
+            now: when the last of them came.
+            since: when the first of them came, if not all at once.
+        """
+        if self._last_at is None:
+            self._last_at = self._began_at = now
+            return
+        if since < self._began_at < now:
+            # Of many children's lumps all but one would count whole, as if sent since then.
+            num_bytes *= (now - self._began_at) / (now - since)
+        self._busy_s += max(0.0, now - self._last_at)
+        self._last_at = now
+        self._num_bytes += num_bytes
+        self._num_chunks += 1
+        if self._num_chunks >= SAMPLE_CHUNKS and self._busy_s >= self._least_s(self._num_chunks):
+            sample = min(self._num_bytes / self._busy_s, MOST_BYTES_PER_S)
+            self._rate = self._learn(self._rate, sample, self._busy_s)
+            self._busy_s, self._num_bytes, self._num_chunks = 0.0, 0.0, 0
+
+    def pause(self) -> None:
+        """Note that nothing is under way: the time until the next chunk does not count."""
+        self._last_at = None
+
+    def _least_s(self, num_chunks: int) -> float:
+        """Return the busy time that makes a sample of so many chunks."""
+        return SAMPLE_S
+
+    def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
+        """Return the estimate after a sample."""
+        return sample if rate is None else _towards(sample, rate, busy_s / RATE_WINDOW_S)
+
+
+class UplinkEstimate(RateEstimate):
+    """What a node can send to all its children together, as they acknowledge it."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        super().__init__()
+        self._share = self._shared_at = self._waited_s = 0.0
+        self._lower: list[float] = []
+        self.is_measured = False
+        """Whether it has been the limit, so that the estimate is more than a lower bound."""
+
+    def wait(self, share: float, *, now: float) -> None:
+        """Note which share of the children, 0 to 1, waits from now on for other than the uplink."""
+        if not self.is_paused:
+            since = max(self._shared_at, self._began_at)
+            self._waited_s += self._share * max(0.0, now - since)
+        self._share, self._shared_at = share, now
+
+    def show(self, bytes_per_s: float) -> None:
+        """Note that so much has been sent, by whatever way."""
+        self._rate = bytes_per_s if self._rate is None else max(self._rate, bytes_per_s)
+
+    def _least_s(self, num_chunks: int) -> float:
+        """Return the busy time that makes a sample of so many acknowledgements."""
+        return UPLINK_SAMPLE_S[num_chunks < UPLINK_SAMPLE_ACKS]
+
+    def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
+        """Return the estimate after a sample."""
+        idle_share, self._waited_s = self._waited_s / busy_s, 0.0
+        was_limit = idle_share <= IDLE_SHARE
+        self.is_measured |= was_limit
+        if rate is None:
+            return sample
+        if sample >= rate:
+            self._lower.clear()
+            return _towards(sample, rate, busy_s / RISE_S)
+        if was_limit:
+            self._lower.append(sample)
+        if len(self._lower) < LOWER_SAMPLES:
+            return rate
+        rate = max(self._lower)
+        self._lower.clear()
+        return rate
+
+
+def _towards(sample: float, rate: float, age: float) -> float:
+    """Return a rate that forgets: its past weighs 1/e of what it did after an age of 1."""
+    return rate + (1 - math.exp(-age)) * (sample - rate)
+
+
+def window_bytes(
+    rate: float | None, rtt_s: float | None, chunk_bytes: int, *, first: int, most: int
+) -> int:
+    """Return how many bytes a receiver should have asked for at a time.
+
+    One bandwidth-delay product keeps the link full; half of one more lets the estimate grow where
+    the window itself was the limit; two chunks are under way at the ends. More would lie in the
+    queue of a slow uplink, before all that comes later.
+
+    Args:
+        rate: bytes per second of this link; None if not known yet.
+        rtt_s: its round trip; None if not known yet.
+        chunk_bytes: unit of transfer.
+        first: what to ask for while nothing is known.
+        most: upper bound, what a parent may have to hold for this child.
+    """
+    if rate is None or rtt_s is None:
+        return min(max(first, 2 * chunk_bytes), most)
+    return int(min(1.5 * rate * (rtt_s + LOOP_S) + 2 * chunk_bytes, most))
+
+
+MIN_PATIENCE_S = 0.5
+MAX_PATIENCE_S = 60.0
+PROMISE_GRACE_S = 0.5
+"""Beyond the time within which a parent that waits has promised to be heard from."""
+MAX_PROMISE_S = 2.0
+"""Longest such time that is believed."""
+GAP_MEMORY = 0.98
+"""What is left of the longest gap with every chunk that comes sooner."""
+MAX_WINDOW_BYTES = 64 << 20
+MAX_WRITING_WINDOWS = 4
+"""Largest windows of a link that may wait to be written: what was under way when chunks were asked
+for anew comes besides."""
+MAX_DOUBLINGS = 4
+"""Of the patience with parents that have not shown a rate: 16 times the configured time."""
+MAX_BAD_CHUNKS = 3
+"""Chunks with a wrong hash after which a parent is given up; one can be a memory error."""
+ONE_SOCKET_RTT_S = 0.045
+"""Round trip up to which one connection with 4 MiB of buffer carries 500 Mbit/s; several would
+divide the link unequally, and the slowest of them would be waited for."""
+RTT_PER_SOCKET_S = 0.012
+"""One connection more for each so much beyond: 6 at 100 ms, which fill 1 Gbit/s. Fewer leave some
+of it, and 8 push so much more than the link takes that it drops packets."""
+
+
+def num_sockets(rtt_s: float, *, most: int) -> int:
+    """Return how many connections to a parent at this round trip to open, at most `most`."""
+    more = math.ceil((rtt_s - ONE_SOCKET_RTT_S) / RTT_PER_SOCKET_S)
+    return min(most, max(1, 1 + more))
+
+
+def count_stripes(num_stripes: int, num_sockets: int) -> int:
+    """Return how many lanes to open over so many stripes, for at least `num_sockets` in all.
+
+    Stripes come over connections of their own, which fill a long link together. More than that
+    would only give this node a larger part of its parents' uplinks than its siblings get.
+    """
+    return num_stripes * math.ceil(num_sockets / num_stripes)
+
+
+@dataclass(frozen=True, slots=True)
+class ParentFailed:
+    """The parent of a lane does not deliver; the session must choose another."""
+
+    peer: str
+    reason: str
+    is_corrupt: bool = False
+    """Whether it sent chunks that are not what the learner signed."""
+
+
+@dataclass(slots=True)
+class StripeLink:
+    """The child's half of one link of the weights plane."""
+
+    index: int
+    first_window_bytes: int
+    stall_s: float
+    """Patience while the link has not shown its rate."""
+    peer: str | None = None
+    has_spare: bool = False
+    """Whether another parent stands by, so that this one is left at its first silence."""
+    rtt_s: float | None = None
+    rate: RateEstimate = field(default_factory=RateEstimate)
+    window: int = 0
+    unspent_bytes: int = 0
+    """Bytes that have come and been written since credit was given last."""
+    writing_bytes: int = 0
+    """Bytes that have come and are being written: no credit was given for them yet."""
+    progress_at: float = 0.0
+    longest_gap_s: float = 0.0
+    """Between two chunks of late."""
+    num_stripes: int = 1
+    """Over how many different parents the item is divided."""
+    is_pulling: bool = False
+    """Whether chunks are awaited."""
+    is_fresh: bool = False
+    """Whether nothing has been heard since they were asked for."""
+    is_asking: bool = False
+    """Whether an answer to Subscribe is awaited."""
+    is_waiting: bool = False
+    """Whether the parent has said that it waits itself."""
+    promised_s: float = 0.0
+    """Within how long it will say so again."""
+    is_silent: bool = False
+    """Whether a first silence has passed."""
+    num_failures: int = 0
+    """Parents left for their silence before they had shown a rate."""
+    is_denied: bool = False
+    """Whether the parent has said that it has not the item; the others share its chunks."""
+    num_bad_chunks: int = 0
+
+    def connect(self, peer: str | None, *, rtt_s: float | None) -> None:
+        """Take another parent, or none."""
+        if peer is None or rtt_s is not None:
+            self.rtt_s = rtt_s
+        self.peer, self.num_bad_chunks = peer, 0
+        # What the former link could carry may be far too much for this one.
+        self.rate, self.window = RateEstimate(), 0
+        self.unspent_bytes = self.writing_bytes = 0
+        self.longest_gap_s = 0.0
+        self.is_silent = self.is_asking = self.is_pulling = self.is_waiting = False
+        self.is_denied, self.promised_s = False, 0.0
+
+    def begin(self, *, now: float) -> int:
+        """Note that chunks are asked for; return the credit to give with it.
+
+        What is still being written takes its part of the window, of whatever item it is.
+        """
+        self.window = self.window or self.first_window_bytes
+        self.unspent_bytes = 0
+        self.is_pulling, self.is_fresh, self.is_waiting = True, True, False
+        self.progress_at, self.promised_s = now, 0.0
+        self.rate.pause()
+        return max(0, self.window - self.writing_bytes)
+
+    def has_space(self, num_bytes: int) -> bool:
+        """Return whether so much more may wait to be written; an honest parent heeds its credit."""
+        most = max(MAX_WINDOW_BYTES, self.first_window_bytes)
+        return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * most
+
+    @property
+    def can_bring(self) -> bool:
+        """Whether something is awaited, and the parent has credit left for it."""
+        return self.is_pulling and self.window > self.unspent_bytes + self.writing_bytes
+
+    def came(self, num_bytes: int, *, now: float) -> None:
+        """Note that a chunk has come, and is to be verified and written."""
+        gap_s = 0.0 if self.rate.is_paused else now - self.progress_at
+        self.longest_gap_s = max(gap_s, GAP_MEMORY * self.longest_gap_s)
+        self.lives(now=now)
+        self.rate.add(num_bytes, now=now)
+        self.writing_bytes += num_bytes
+        if self.rate.bytes_per_s is not None:
+            self.num_failures = 0
+
+    def settle(self, num_bytes: int, *, now: float) -> None:
+        """Note that a chunk was written, or is of no use; its parent has patience from now on."""
+        self.writing_bytes -= num_bytes
+        self.progress_at = now
+
+    def took(self, num_bytes: int, *, chunk_bytes: int) -> tuple[int, int]:
+        """Note that a chunk is held; return (bytes to acknowledge, credit), mostly (0, 0)."""
+        self.unspent_bytes += num_bytes
+        if self.unspent_bytes < self.window // 4:
+            return 0, 0
+        wanted = window_bytes(
+            self.rate.bytes_per_s,
+            self.rtt_s,
+            chunk_bytes,
+            first=self.window,
+            most=max(MAX_WINDOW_BYTES, self.first_window_bytes),
+        )
+        taken, self.unspent_bytes = self.unspent_bytes, 0
+        credit = max(0, taken + wanted - self.window)
+        self.window += credit - taken
+        return taken, credit
+
+    def lives(self, *, now: float) -> None:
+        """Note that the parent has sent something of what is awaited, or says that it waits."""
+        self.progress_at, self.promised_s = now, 0.0
+        self.is_silent = self.is_fresh = self.is_waiting = False
+
+    def waits(self, *, again_s: float) -> None:
+        """Note that it says that it waits, and within how long it will say so again."""
+        self.is_waiting = True
+        # What it says is not believed beyond reason; NaN is no promise.
+        self.promised_s = min(max(0.0, again_s), MAX_PROMISE_S)
+
+    def finish(self) -> None:
+        """Note that nothing more is awaited of the item."""
+        self.is_pulling = self.is_silent = self.is_waiting = False
+        self.rate.pause()
+
+    def patience_s(self, chunk_bytes: int) -> float:
+        """Return how long a silence may last."""
+        usual = self._usual_patience_s(chunk_bytes)
+        promised = self.promised_s + PROMISE_GRACE_S if self.promised_s else 0.0
+        return usual if usual > promised else promised
+
+    def _usual_patience_s(self, chunk_bytes: int) -> float:
+        rate = self.rate.bytes_per_s
+        if rate is None or self.rtt_s is None:
+            # Over a link too slow for the configured time nothing would ever come.
+            doubled = math.ldexp(self.stall_s, min(self.num_failures, MAX_DOUBLINGS))
+            return min(doubled, max(MAX_PATIENCE_S, self.stall_s))
+        is_quick = self.has_spare and not self.is_fresh
+        least = MIN_PATIENCE_S * self.num_stripes if is_quick else self.stall_s
+        chunks_s = 4 * chunk_bytes / rate if rate > 1.0 else 4.0 * chunk_bytes
+        longest = max(least, 4 * self.rtt_s, chunks_s, 3 * self.longest_gap_s)
+        most = self.stall_s if self.stall_s > MAX_PATIENCE_S else MAX_PATIENCE_S
+        return longest if longest < most else most
+
+    def silence_s(self, chunk_bytes: int, *, now: float) -> float:
+        """Return how long nothing has come of what is awaited."""
+        return now - self.progress_at + self.patience_s(chunk_bytes) * self.is_silent
+
+    def deadline(self, chunk_bytes: int) -> float | None:
+        """Return when the lane counts as silent; None while nothing is awaited of it."""
+        if self.peer is None or not (self.is_pulling or self.is_asking) or self.writing_bytes:
+            return None
+        return self.progress_at + self.patience_s(chunk_bytes)
+
+
+# A probe of a node's uplink before it has served anybody: one message, and how soon it came
+#
+#     node  -> parent    Probe, with bytes that mean nothing
+#     parent -> node     ProbeAck
+#
+# Transfers show the rate of whoever serves others, and only as much of it as its children could
+# take. A fleet that has just joined is planned as if all were equal, so the slow hold up the fast,
+# which then never show what they have: on paper (bench/bench_uplink_errors.py) three such fleets
+# ended at 0.67, 0.55 and 0.89 of the rate that their uplinks allow, and at 0.84, 0.86 and 0.89 with
+# probes.
+#
+# So a node that can serve, and has not been the limit of a transfer yet, sends a message up its
+# control link when it holds a version. If that has come within QUICK_S, one four times as long
+# follows, up to MAX_PROBE_BYTES: on a slow link the first says enough, and what the node has to say
+# besides waits for a second at most. The time counts whole, with the round trip and the start of a
+# connection, so a probe never shows too much; of a fast link it shows less than all, and transfers
+# raise it. It is repeated after the next versions, MAX_PROBES times in all: what others sent at the
+# same time makes the first one tell less than the truth.
+
+
+FIRST_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
+GROWTH = 4
+QUICK_S = 0.25
+PAYLOAD_SHARE = 1 / 8
+"""What a message may have at most, in relation to the version that it is to speed up."""
+MAX_PROBES = 3
+
+
+class UplinkProbe:
+    """A node's own probes."""
+
+    def __init__(self, uplink: UplinkEstimate, *, node_id: str) -> None:
+        """Show what probes tell to `uplink`."""
+        self._uplink = uplink
+        self._node_id = node_id
+        self._num_probes = 0
+        self._awaited: tuple[str, int, float] | None = None
+        """(who is to acknowledge, bytes, when they were sent)."""
+        self._most_bytes = 0
+
+    def begin(self, peer: str, *, payload_bytes: int, now: float) -> list[Action]:
+        """Send a probe to `peer`, if one is needed.
+
+        Args:
+            peer: who acknowledges it.
+            payload_bytes: of a version; where those are small, a wrong place costs less than this.
+            now: the present.
+        """
+        self._most_bytes = min(MAX_PROBE_BYTES, int(PAYLOAD_SHARE * payload_bytes))
+        is_under_way = self._awaited is not None and self._awaited[0] == peer
+        is_known = self._uplink.is_measured or self._num_probes >= MAX_PROBES
+        if is_under_way or is_known or self._most_bytes < FIRST_BYTES:
+            return []
+        self._num_probes += 1
+        return self._send(peer, FIRST_BYTES, now)
+
+    def _send(self, peer: str, num_bytes: int, now: float) -> list[Action]:
+        self._awaited = peer, num_bytes, now
+        return [Send(peer, encode(Probe(), [bytes(num_bytes)], source=self._node_id))]
+
+    def acknowledged(self, peer: str, *, now: float) -> list[Action]:
+        """Learn from a probe that has come; an answer that is not awaited is ignored."""
+        if self._awaited is None or self._awaited[0] != peer:
+            return []
+        _, num_bytes, sent_at = self._awaited
+        self._awaited = None
+        took_s = now - sent_at
+        self._uplink.show(num_bytes / max(took_s, 1e-3))
+        if took_s > QUICK_S or num_bytes >= self._most_bytes:
+            return []
+        return self._send(peer, min(GROWTH * num_bytes, self._most_bytes), now)
+
+
+def acknowledge(peer: str, *, source: str) -> list[Action]:
+    """Answer another node's probe."""
+    return [Send(peer, encode(ProbeAck(), source=source))]
+
+
+# --- One outbound link of a node, to the learner's side or to a parent for the weights ---
+
+
+@dataclass(slots=True)
+class Connection:
+    """One outbound link."""
+
+    address: str
+    peer: str = ""
+    node_id: str = ""
+    """Who answered; empty until Greeted."""
+    dialled_at: float = 0.0
+    greeted_at: float = 0.0
+    """When Greet was sent."""
+    rtt_s: float | None = None
+    """From Greet to Greeted; None until then."""

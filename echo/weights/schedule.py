@@ -1,0 +1,252 @@
+"""How often to publish: a fixed period, or the smallest that hides the broadcast of a version.
+
+The period is counted from the last publication, whatever its step, and is at most S + 1 of the
+bound in force: so two versions never lie more than S + 1 steps apart, however often period and
+bound change in between. Further apart, the last version would be too old to sample for the step
+after which the next one is due, and learner and workers would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.fleet.overlap import auto_publish_period
+
+MAX_PENDING = 64
+"""Versions whose arrival is awaited for the measurement; a slower node is not waited for."""
+
+
+class PublishPace:
+    """When to publish: a fixed period, or one that follows what was measured."""
+
+    def __init__(self, *, period: int, is_auto: bool, max_staleness: int) -> None:
+        """Start with `period` steps between publications.
+
+        Args:
+            period: kappa, or where to begin if it is measured.
+            is_auto: whether it follows what is measured.
+            max_staleness: S, which bounds it.
+        """
+        self.period = period
+        self._longest = period
+        self._is_auto = is_auto
+        self._max_staleness = max_staleness
+        self._published_step: int | None = None
+        self._published_at: dict[PolicyVersion, float] = {}
+        self._num_bytes = 0
+        self.broadcast_s: float | None = None
+        """Seconds that the last fully received version took to reach every node."""
+
+    def limit(self, max_staleness: int) -> None:
+        """Follow another bound on staleness from now on: a version for each S + 1 steps at least.
+
+        A period that is measured follows with the next measurement.
+        """
+        self._max_staleness = max_staleness
+        longest = self.period if self._is_auto else self._longest
+        self.period = min(longest, max_staleness + 1)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the weights after `step` are to be published."""
+        last = self._published_step
+        return last is None or step - last >= min(self.period, self._max_staleness + 1)
+
+    def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
+        """Note when a version of this size was published."""
+        self._num_bytes = num_bytes
+        self._published_step = version.step
+        self._published_at[version] = now
+        if len(self._published_at) > MAX_PENDING:
+            del self._published_at[min(self._published_at)]
+
+    def received(
+        self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
+    ) -> bool:
+        """Note what every node holds; return whether a version has reached all of them."""
+        slowest = min((v for v in installed if v is not None), default=None)
+        if slowest is None or None in installed:
+            return False
+        arrived = [v for v in self._published_at if v <= slowest]
+        if not arrived:
+            return False
+        self.broadcast_s = now - self._published_at[max(arrived)]
+        for version in arrived:
+            del self._published_at[version]
+        if self._is_auto and train_s is not None:
+            self.period = auto_publish_period(train_s, self.broadcast_s, self._max_staleness)
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """Return the period, and what the last measured broadcast took."""
+        row: dict[str, float] = {"publish_period": self.period}
+        if self.broadcast_s is not None:
+            row["broadcast/seconds"] = self.broadcast_s
+            row["broadcast/goodput"] = self._num_bytes / max(self.broadcast_s, 1e-6)
+        return row
+
+
+# --- The cheapest way from the versions that a node holds to the one it wants ---
+#
+# A version can be had as its full image, as a keyframe (packed, but without a base), or as a delta
+# on top of another version, which in turn can be had in several ways. So versions are the places of
+# a map and what is offered are its roads; full images and keyframes lead there from nowhere. The
+# way with the fewest bytes wins; of those the one with the fewest steps, since each step costs a
+# pass over the whole image.
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedOffer:
+    """One form in which a version can be had."""
+
+    version: PolicyVersion
+    base: PolicyVersion | None
+    """The version that must be held already; None if none is needed."""
+    kind: Literal["full", "keyframe", "delta"]
+    num_bytes: int
+    """Bytes to be sent."""
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other: they come from the network."""
+        if (self.base is None) == (self.kind == "delta") or self.num_bytes < 0:
+            raise RemoteProtocolError(
+                f"an impossible offer of {self.version}: {self.kind} of {self.num_bytes} bytes "
+                f"on top of {self.base}"
+            )
+
+
+_Entry: TypeAlias = tuple[int, int, int, PolicyVersion | None, tuple[EncodedOffer, ...]]
+"""Bytes and steps so far, a number that no other entry has, the place reached, and how."""
+
+
+def cheapest_path(
+    held: Collection[PolicyVersion], offers: Sequence[EncodedOffer], target: PolicyVersion
+) -> list[EncodedOffer] | None:
+    """Return what to fetch, in order: fewest bytes, then fewest steps, then what is offered first.
+
+    Args:
+        held: versions whose image the node has.
+        offers: what can be fetched.
+        target: the version it wants.
+
+    Returns:
+        The offers to take one after the other, empty if the target is held; None if there is no
+        way to it.
+    """
+    if target in held:
+        return []
+    roads: dict[PolicyVersion | None, list[EncodedOffer]] = {}
+    for offer in offers:
+        roads.setdefault(offer.base, []).append(offer)
+    order = itertools.count()
+    start: PolicyVersion | None = None  # where the roads without a base begin
+    queue: list[_Entry] = [(0, 0, next(order), place, ()) for place in (start, *sorted(held))]
+    reached: set[PolicyVersion | None] = set()
+    while queue:
+        num_bytes, num_steps, _, place, path = heapq.heappop(queue)
+        if place == target:
+            return list(path)
+        if place in reached:
+            continue
+        reached.add(place)
+        for offer in roads.get(place, ()):
+            if offer.version not in reached:
+                total = num_bytes + offer.num_bytes
+                entry = (total, num_steps + 1, next(order), offer.version, (*path, offer))
+                heapq.heappush(queue, entry)
+    return None
+
+
+def path_bytes(path: Sequence[EncodedOffer]) -> int:
+    """Return the bytes to be fetched along a path."""
+    return sum(offer.num_bytes for offer in path)
+
+
+# --- When to make a keyframe, and whether a version goes as a delta at all ---
+#
+# The learner makes a delta against its last published version each time. Two more questions are
+# answered here, each from sizes that were measured in this run and by the same yardstick: the bytes
+# that a node has to fetch (`cheapest_path`).
+#
+# **A keyframe** is what a node without any version fetches, and then the deltas made since. It is
+# due as soon as that way costs ANCHOR_MARGIN more than a fresh keyframe would, or leads over more
+# than MAX_STEPS encoded versions, each of which costs a pass over the image. At lr 1e-6 a bf16
+# delta is 1/116 and a keyframe 2/3 of the image: the steps decide, one keyframe in 16 versions. At
+# 5e-6 (1/37) it is one in 7. The first version always gets one, unless keyframes turn out hardly
+# smaller than the image.
+#
+# **A delta** is worth its base only if it is clearly shorter than what needs no base: if the last
+# one was more than DELTA_SHARE of a keyframe (or image), the next version goes without, and a delta
+# is tried again RETRY_AFTER versions later: steps shrink when the learning rate decays.
+
+
+KEYFRAME_MARGIN = 0.25
+"""Share of a keyframe that the deltas behind it may cost before a new one is due."""
+MAX_STEPS = 16
+"""Encoded versions after one another that a node is asked to decode."""
+DELTA_SHARE = 0.8
+"""Share of what needs no base up to which a delta is worth sending."""
+RETRY_AFTER = 8
+"""Versions after which a delta is tried again."""
+KEYFRAME_SHARE = 2 / 3
+"""Keyframe to image before one has been measured: byte planes of bf16 weights."""
+USELESS_SHARE = 0.95
+"""Keyframe to image above which keyframes are not made."""
+
+
+class KeyframeSchedule:
+    """Decides in which coded forms the learner makes a version."""
+
+    def __init__(self, full_bytes: int) -> None:
+        """Plan for images of `full_bytes` bytes."""
+        self._full_bytes = full_bytes
+        self._keyframe_bytes: int | None = None
+        self._delta_bytes = 0
+        """Size of the last delta; 0 before the first, which is always tried."""
+        self._newest: PolicyVersion | None = None
+        self._num_since_delta = 0
+        """Versions since one was last coded as a delta."""
+
+    def made(self, offer: EncodedOffer) -> None:
+        """Note what was made of a version, with its size: full image, keyframe or delta."""
+        if offer.version != self._newest:
+            self._newest = offer.version
+            self._num_since_delta += 1
+        if offer.kind == "keyframe":
+            self._keyframe_bytes = offer.num_bytes
+        elif offer.kind == "delta":
+            self._delta_bytes, self._num_since_delta = offer.num_bytes, 0
+
+    def is_keyframe_due(self, offers: Sequence[EncodedOffer], newest: PolicyVersion) -> bool:
+        """Return whether the newest version should be packed as a keyframe too.
+
+        Args:
+            offers: what can be had of the versions up to the newest.
+            newest: the version that has just been published.
+        """
+        keyframe_bytes = self._expected_keyframe_bytes
+        if keyframe_bytes > USELESS_SHARE * self._full_bytes:
+            return False
+        path = cheapest_path((), offers, newest)
+        return (
+            path is None
+            or len(path) > MAX_STEPS
+            or path_bytes(path) > (1 + KEYFRAME_MARGIN) * keyframe_bytes
+        )
+
+    def is_delta_due(self) -> bool:
+        """Return whether the next version should be coded against the last one."""
+        alone = min(self._expected_keyframe_bytes, self._full_bytes)
+        is_worthwhile = self._delta_bytes <= DELTA_SHARE * alone
+        return is_worthwhile or self._num_since_delta + 1 >= RETRY_AFTER
+
+    @property
+    def _expected_keyframe_bytes(self) -> float:
+        if self._keyframe_bytes is None:
+            return KEYFRAME_SHARE * self._full_bytes
+        return self._keyframe_bytes

@@ -1,0 +1,562 @@
+"""The parent's half of the weights plane: announce items, send the chunks that children ask for.
+
+A child here is one link; a node that fetches over several lanes is several children. It is served
+ascending, as far as its credit reaches and as soon as a chunk is held.
+
+* **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up
+  everybody below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
+  sibling that takes the same chunks. One that says nothing for the time of SILENT_CHUNKS, or is
+  known for SLOW_AFTER_S to take less than half of the median rate of late, as where its disk is
+  slower than its link, is not waited for; nor is one that waits for a chunk which is not here. The
+  time in which a child was held back does not count for its rate, or all siblings would seem to be
+  as slow as the slowest.
+* **Waiting.** A child that waits for a sibling, or for something that this node does not hold
+  itself, is told so again and again, so that one stall does not blame everybody below it. What is
+  not here may be long in coming: each time the child is told to expect twice as long a silence, up
+  to MAX_WAITING_S, and has patience for it. Whether a sibling still is to be waited for, or an
+  item that was not known has become so, is looked after as often as at first.
+* A child pins the item that it takes, so the store is bounded by the number of children. One that
+  never reacted to an announcement is forgotten after a while (the end of an inbound link may go
+  unnoticed); if it lives, the learner's Pulse makes it subscribe again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.core.timers import earliest
+from echo.weights.link import UplinkEstimate
+from echo.weights.store import Chunked, EncodedVersion, ItemStore
+from echo.wire.actions import Action, Send
+from echo.wire.codec import Frame, encode
+from echo.wire.messages import (
+    FULL,
+    OPEN_END,
+    Announce,
+    Chunk,
+    Credit,
+    Fetch,
+    Gone,
+    ItemId,
+    Message,
+    Segment,
+    Subscribe,
+    Waiting,
+)
+
+# --- What a parent remembers of one child, and of what that child has asked for ---
+#
+# A Fetch names places of a lane. Those of an encoded version may lie beyond what this node knows of
+# it so far: they are kept, and wanted as soon as its next segment is here.
+
+
+MAX_STRIPES = 1024
+PACE_S = 10.0
+"""How far back the pace of a child goes: once to twice so long."""
+
+
+class Pace:
+    """The chunks per second that a child takes of late, while nothing but itself holds it back.
+
+    Of late, so that one whose disk or link has just stalled is not taken for a fast one, nor one
+    that has recovered for a slow one; and from one item to the next, so that this needs not be
+    learned anew with every version.
+    """
+
+    def __init__(self) -> None:
+        """Start at rest."""
+        self.began_at: float | None = None
+        """Since when it is known; None before it has asked for anything."""
+        self._runs_since: float | None = None
+        self._num_sent, self._busy_s = 0, 0.0
+        self._before = 0, 0.0
+        """What was sent in the period before, and how long that was."""
+
+    def _look(self, now: float) -> None:
+        if self._runs_since is not None:
+            self._busy_s += now - self._runs_since
+            self._runs_since = now
+        if self._busy_s >= PACE_S:
+            self._before = self._num_sent, self._busy_s
+            self._num_sent, self._busy_s = 0, 0.0
+
+    def run(self, now: float) -> None:
+        """Note that it could be sent chunks from now on, as far as this node is concerned."""
+        self._look(now)
+        self._runs_since = now
+        if self.began_at is None:
+            self.began_at = now
+
+    def rest(self, now: float) -> None:
+        """Note that it wants nothing, or is held back for a sibling."""
+        self._look(now)
+        self._runs_since = None
+
+    def sent(self, now: float) -> None:
+        """Note that it was sent a chunk."""
+        self.run(now)
+        self._num_sent += 1
+
+    def rate(self, now: float) -> float:
+        """Return the chunks per second."""
+        self._look(now)
+        num_sent, busy_s = self._before
+        return (num_sent + self._num_sent) / max(busy_s + self._busy_s, 1e-3)
+
+
+@dataclass(slots=True)
+class Child:
+    """What a parent remembers of one child."""
+
+    is_subscribed: bool = False
+    newest: PolicyVersion | None = None
+    """What it said it holds."""
+    announced: object = None
+    """What it was told last."""
+    told_of: PolicyVersion | None = None
+    """Newest version that it was told of."""
+    fetching: ItemId | None = None
+    awaiting: ItemId | None = None
+    """What it asked for before it was known here."""
+    lane: int = 0
+    num_lanes: int = 1
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Places of its lane that it asked for, known here or not."""
+    num_places: int = 0
+    """Places of its lane that were known when `wanted` was last added to."""
+    wanted: deque[int] = field(default_factory=deque)
+    is_open: bool = False
+    """Whether it wants chunks that will be added to the encoded version."""
+    num_segments: int = 0
+    credit_bytes: int = 0
+    lead: int = 0
+    """How far into the item it is, in chunks of all lanes, from where its siblings were then."""
+    pace: Pace = field(default_factory=Pace)
+    acked_at: float = 0.0
+    """When it acknowledged chunks last, or began."""
+    held_at: float | None = None
+    """Since when it is held back for a sibling."""
+    heard_at: float = 0.0
+    told_waiting_at: float = 0.0
+    waiting_s: float = 0.0
+    """Within how long it was told that it will be told again."""
+    unanswered_since: float | None = None
+    """When it was told of an item, if nothing was heard of it since."""
+
+    def stop(self, now: float) -> None:
+        """Forget what it fetches."""
+        self.pace.rest(now)
+        self.fetching = self.awaiting = self.held_at = None
+        self.ranges, self.num_places, self.is_open = (), 0, False
+        self.wanted.clear()
+
+    def takes_as(self, other: Child) -> bool:
+        """Return whether it fetches chunks of an item that another child fetches as well."""
+        common = math.gcd(self.num_lanes, other.num_lanes)
+        is_same_item = self.fetching is not None and self.fetching == other.fetching
+        return is_same_item and (self.lane - other.lane) % common == 0
+
+    def begin(self, message: Fetch, *, now: float) -> None:
+        """Take down what it asks for, which is here or on its way."""
+        self.fetching = (message.version, message.form)
+        self.lane, self.num_lanes, self.ranges = message.lane, message.num_lanes, message.ranges
+        self.num_segments = max(0, message.num_segments)
+        self.credit_bytes = max(0, message.credit_bytes)
+        self.acked_at = self.told_waiting_at = now
+        self.waiting_s = 0.0
+        self.lead = 0
+        self.pace.run(now)
+
+    def grow(self, item: Chunked) -> None:
+        """Want what has become known of what it asked for."""
+        num_places = len(range(self.lane, item.num_chunks, self.num_lanes))
+        for start, stop in self.ranges:
+            places = range(max(start, self.num_places), min(stop, num_places))
+            self.wanted.extend(self.lane + place * self.num_lanes for place in places)
+        self.num_places = num_places
+        self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_places
+
+    def hold_back(self, now: float) -> None:
+        """Note that it could be sent a chunk, and is not."""
+        if self.held_at is None:
+            self.held_at, self.waiting_s = now, 0.0
+            self.pace.rest(now)
+
+    def sent(self, num_bytes: int, now: float) -> None:
+        """Note that it was sent a chunk."""
+        self.credit_bytes -= num_bytes
+        self.lead += self.num_lanes
+        self.pace.sent(now)
+        self.told_waiting_at, self.waiting_s = now, 0.0
+        self.held_at = None
+
+
+def check_fetch(message: Fetch, item: Chunked) -> None:
+    """Refuse a Fetch of what an item does not consist of.
+
+    Raises:
+        RemoteProtocolError: if its lane or its ranges are impossible.
+    """
+    lane, num_lanes = message.lane, message.num_lanes
+    if not 0 <= lane < num_lanes <= MAX_STRIPES:
+        raise RemoteProtocolError(f"a Fetch of lane {lane} of {num_lanes}")
+    num_places = len(range(lane, item.num_chunks, num_lanes))
+    is_encoded = message.form != FULL
+    previous = 0
+    for start, stop in message.ranges:
+        # An encoded version may be longer at the child than here, or its end be known only here.
+        is_known = stop <= num_places or (is_encoded and (item.is_open or stop == OPEN_END))
+        if not (previous <= start < stop and is_known):
+            raise RemoteProtocolError(
+                f"a Fetch of {message.version} with bad ranges {message.ranges!r:.80}"
+            )
+        previous = stop
+
+
+PIN_STALLS = 10
+"""Silences (of stall_s) after which a child no longer pins the item that it was fetching."""
+FORGET_STALLS = 60
+"""Silences after an announcement, after which a child that did not react is forgotten."""
+MAX_LEAD_CHUNKS = 4
+"""Chunks that a child may be ahead of its slowest healthy sibling."""
+MAX_SIBLINGS = 64
+"""Beyond this many nobody is held back: it is a star, and the uplink is shared anyway."""
+SLOW_AFTER_S = 5.0
+SILENT_CHUNKS = 8
+"""A child that says nothing for the time of so many chunks is not waited for: it may be dead."""
+SILENT_AFTER_S = 0.5
+"""Nor is it waited for less than this."""
+WAITING_PERIOD_S = 0.2
+"""How often a waiting child is told at first; well below the shortest patience of a lane."""
+MAX_WAITING_S = 1.6
+"""How often at last; a parent that vanishes meanwhile is missed only after that."""
+
+
+class Sender:
+    """One node's children, served from its store."""
+
+    def __init__(self, store: ItemStore, *, node_id: str, stall_s: float) -> None:
+        """Start without children; `store` is shared with the child's half."""
+        self.store = store
+        self.node_id = node_id
+        self.stall_s = stall_s
+        self.children: dict[str, Child] = {}
+        self.bytes_sent = 0
+        self.rate = UplinkEstimate()
+        """Of this node's uplink: bytes that all children have acknowledged with credit."""
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def receive(self, peer: str, message: Subscribe | Fetch | Credit, now: float) -> list[Action]:
+        """Handle one message of a child.
+
+        Raises:
+            RemoteProtocolError: if it broke a rule.
+        """
+        child = self.children.get(peer)
+        if isinstance(message, Credit):
+            return self._on_credit(peer, child, message, now)
+        child = self.children.setdefault(peer, Child()) if child is None else child
+        child.heard_at, child.unanswered_since = now, None
+        if isinstance(message, Fetch):
+            return self._on_fetch(peer, child, message, now)
+        child.is_subscribed, child.newest = True, message.newest
+        child.announced = child.told_of = None
+        waiting = self._send(peer, Waiting(version=None))
+        return self.announce(peer, now=now) or [waiting]
+
+    def announce(self, *peers: str, now: float) -> list[Action]:
+        """Tell what can be had to these children, or to all, unless they know it."""
+        says = self.store.announcement()
+        newest = self.store.newest_known
+        if says is None or newest is None:
+            return []
+        version, offers, manifest = says
+        told = (version, tuple((offer.version, offer.base) for offer in offers), manifest is None)
+        actions: list[Action] = []
+        for peer in peers or tuple(self.children):
+            child = self.children[peer]
+            is_news = child.newest is None or child.newest < newest
+            if not child.is_subscribed or child.announced == told or not is_news:
+                continue
+            child.announced = told
+            # Another form of what it knows of asks for no answer.
+            if child.unanswered_since is None and (child.told_of is None or child.told_of < newest):
+                child.unanswered_since = now
+            child.told_of = newest
+            payload = () if manifest is None else (manifest,)
+            actions.append(self._send(peer, Announce(version=version, offers=offers), *payload))
+        return actions
+
+    def _on_fetch(self, peer: str, child: Child, message: Fetch, now: float) -> list[Action]:
+        item_id = (message.version, message.form)
+        item = self.store.get(item_id)
+        if item is None:
+            child.stop(now)
+            return self._lacks(peer, child, item_id, now)
+        check_fetch(message, item)
+        child.stop(now)
+        child.begin(message, now=now)
+        child.lead = min((other.lead for _, other in self._siblings(peer, child)), default=0)
+        child.grow(item)
+        actions = self._segments(peer, child, item) if isinstance(item, EncodedVersion) else []
+        if sent := self._serve(peer, child, now):
+            return actions + sent
+        return [*actions, self._send(peer, Waiting(version=message.version, form=message.form))]
+
+    def _lacks(self, peer: str, child: Child, item_id: ItemId, now: float) -> list[Action]:
+        """Tell a child that an item is not here: not yet, or no more."""
+        newest = self.store.newest_known
+        version, form = item_id
+        if newest is None or newest < version:
+            # Not known here yet, as after a restart: the child keeps what it has and asks again.
+            child.awaiting = item_id
+            return [self._tell_waiting(peer, child, item_id, now)]
+        # What there is is announced anew, so that the child is not left with nothing.
+        child.awaiting = child.announced = None
+        gone = self._send(peer, Gone(version=version, form=form))
+        return [gone, *self.announce(peer, now=now)]
+
+    def _on_credit(
+        self, peer: str, child: Child | None, message: Credit, now: float
+    ) -> list[Action]:
+        if child is None or child.fetching != (message.version, message.form):
+            return []
+        child.heard_at, child.unanswered_since = now, None
+        child.credit_bytes += max(0, message.credit_bytes)
+        self.rate.add(max(0, message.taken_bytes), now=now, since=child.acked_at)
+        child.acked_at = now
+        sent = self._serve(peer, child, now)
+        self._note_load(now)
+        return sent
+
+    def _note_load(self, now: float) -> None:
+        """Tell the estimate how many children have been sent all that is here.
+
+        One held back for a sibling does not wait: the uplink carries what that one gets.
+        """
+        fetching = [child for child in self.children.values() if child.fetching is not None]
+        num_waiting = sum(map(self._lacks_next, fetching))
+        share = num_waiting / len(fetching) if len(fetching) > 1 else 1.0
+        self.rate.wait(share, now=now)
+
+    # --- chunks ----------------------------------------------------------------------------------
+
+    def _siblings(self, peer: str, child: Child) -> list[tuple[str, Child]]:
+        """Return who takes the same chunks; other lanes, of whomever, need not keep in step."""
+        return [
+            (name, other)
+            for name, other in self.children.items()
+            if name != peer and other.takes_as(child)
+        ]
+
+    def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
+        """Send what the child may have, and then what its siblings may have because of it."""
+        actions: list[Action] = []
+        if child.fetching is None:
+            return actions
+        siblings = self._siblings(peer, child)
+        if not siblings or len(siblings) > MAX_SIBLINGS:
+            return self._send_chunks(peer, child, None, now)
+        everyone = [(peer, child), *siblings]
+        is_even = all(other.num_lanes == child.num_lanes for _, other in siblings)
+        has_moved = True
+        while has_moved:
+            has_moved, limit = False, self._limit(everyone, now)
+            for name, other in everyone:
+                if not is_even:  # a sibling's siblings are others than these
+                    limit = self._limit([(name, other), *self._siblings(name, other)], now)
+                sent = self._send_chunks(name, other, limit, now)
+                has_moved = has_moved or bool(sent)
+                actions += sent
+        return actions
+
+    def _patience_s(self, child: Child, now: float) -> float:
+        """Return how long a child without credit may say nothing and still be waited for."""
+        return min(
+            max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
+        )
+
+    def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
+        """Return how far a child may be, given the slowest of those that are to be waited for."""
+        members = [
+            child
+            for _, child in family
+            if child.wanted
+            and not self._lacks_next(child)
+            and (child.credit_bytes > 0 or now - child.heard_at < self._patience_s(child, now))
+        ]
+        rates = {
+            id(child): child.pace.rate(now)
+            for child in members
+            if child.pace.began_at is not None and now - child.pace.began_at >= SLOW_AFTER_S
+        }
+        median = statistics.median_high(rates.values()) if rates else 0.0
+        leads = [child.lead for child in members if rates.get(id(child), median) >= 0.5 * median]
+        reach = MAX_LEAD_CHUNKS * max(child.num_lanes for child in members) if leads else 0
+        return min(leads) + reach if leads else None
+
+    def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
+        """Send what one child wants, holds credit for, and this node has, in order."""
+        actions: list[Action] = []
+        if child.fetching is None:
+            return actions
+        version, form = child.fetching
+        item = self.store.get(child.fetching)
+        assert item is not None
+        while child.wanted and child.credit_bytes > 0 and item.has_chunk[child.wanted[0]]:
+            if limit is not None and child.lead >= limit:
+                child.hold_back(now)
+                break
+            index = child.wanted.popleft()
+            chunk = item.chunk(index)
+            child.sent(len(chunk), now)
+            self.bytes_sent += len(chunk)
+            actions.append(self._send(peer, Chunk(version=version, index=index, form=form), chunk))
+        if not child.wanted and not child.is_open:
+            child.stop(now)
+        if all(other.fetching is None for other in self.children.values()):
+            self.rate.pause()
+        return actions
+
+    def forward(self, item: ItemId, index: int, now: float) -> list[Action]:
+        """Send on a chunk that has just arrived, to the children that wait for it."""
+        actions = [
+            action
+            for peer, child in tuple(self.children.items())
+            if child.fetching == item and child.wanted and child.wanted[0] == index
+            for action in self._serve(peer, child, now)
+        ]
+        self._note_load(now)
+        return actions
+
+    def extend(self, item: ItemId, now: float) -> list[Action]:
+        """Pass on a segment that has just been added, and with it what is held of its chunks."""
+        encoded = self.store.encoded_versions[item]
+        actions: list[Action] = []
+        for peer, child in tuple(self.children.items()):
+            if child.fetching == item:
+                child.grow(encoded)
+                actions += self._segments(peer, child, encoded)
+                actions += self._serve(peer, child, now)
+        return actions
+
+    def _segments(self, peer: str, child: Child, encoded: EncodedVersion) -> list[Action]:
+        """Send the tables that a child lacks."""
+        first = child.num_segments
+        child.num_segments = max(first, encoded.num_segments)
+        return [
+            self._send(
+                peer,
+                Segment(version=encoded.version, form=encoded.form, index=index),
+                encoded.frames[index],
+            )
+            for index in range(first, encoded.num_segments)
+        ]
+
+    # --- keeping and dropping --------------------------------------------------------------------
+
+    def pinned(self, now: float) -> set[ItemId]:
+        """Return the whole items that children are taking.
+
+        One that is not whole here is not pinned: if this node has moved on to a newer version it
+        would never be completed, and the child would wait for ever.
+        """
+        return {
+            child.fetching
+            for child in self.children.values()
+            if child.fetching is not None
+            and now - child.heard_at <= PIN_STALLS * self.stall_s
+            and (item := self.store.get(child.fetching)) is not None
+            and item.is_complete
+        }
+
+    def drop(self, item: ItemId, *, now: float) -> list[Action]:
+        """Remove an item from the store and tell the children that were fetching it."""
+        self.store.drop(item)
+        version, form = item
+        actions: list[Action] = []
+        for peer, child in self.children.items():
+            if child.fetching == item:
+                child.stop(now)
+                child.announced = None
+                actions.append(self._send(peer, Gone(version=version, form=form)))
+                actions += self.announce(peer, now=now)
+        return actions
+
+    def forget_silent(self, now: float) -> None:
+        """Forget the children that never reacted to an announcement."""
+        for peer, child in list(self.children.items()):
+            since = child.unanswered_since
+            if since is not None and now - since > FORGET_STALLS * self.stall_s:
+                del self.children[peer]
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def _lacks_next(self, child: Child) -> bool:
+        """Return whether the next chunk that a child wants is not here."""
+        if child.fetching is None:
+            return False
+        item = self.store.get(child.fetching)
+        assert item is not None
+        return child.is_open if not child.wanted else not item.has_chunk[child.wanted[0]]
+
+    def _waits(self, child: Child) -> bool:
+        """Return whether a child waits for a sibling, or for what this node waits for itself."""
+        is_held = child.held_at is not None or child.awaiting is not None
+        return is_held or (child.credit_bytes > 0 and self._lacks_next(child))
+
+    @property
+    def deadline(self) -> float | None:
+        """When a waiting child is to be told so again."""
+        return earliest(
+            *[
+                _tell_at(child)
+                for child in self.children.values()
+                if (child.fetching is not None or child.awaiting is not None) and self._waits(child)
+            ]
+        )
+
+    def expire(self, now: float) -> list[Action]:
+        """Tell the waiting children that this node lives, unless they need not wait any more."""
+        actions: list[Action] = []
+        for peer, child in tuple(self.children.items()):
+            if not self._waits(child) or now < _tell_at(child):
+                continue
+            if child.awaiting is not None:
+                actions += self._await(peer, child, child.awaiting, now)
+                continue
+            sent = self._serve(peer, child, now) if child.held_at is not None else []
+            actions += sent
+            if not sent and child.fetching is not None:
+                actions.append(self._tell_waiting(peer, child, child.fetching, now))
+        return actions
+
+    def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
+        """Tell a child what has become of an item that was not known here when it asked."""
+        if self.store.get(item) is None:
+            return self._lacks(peer, child, item, now)
+        child.awaiting = None  # It has been announced; if that was lost, the child asks again.
+        return []
+
+    def _tell_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
+        """Tell a child that it has to wait, and for how long it may hear nothing of it."""
+        is_looked_after = child.held_at is not None or child.awaiting is not None
+        doubled = WAITING_PERIOD_S if is_looked_after else 2 * child.waiting_s
+        child.waiting_s = min(max(doubled, WAITING_PERIOD_S), MAX_WAITING_S)
+        child.told_waiting_at = now
+        version, form = item
+        return self._send(peer, Waiting(version=version, form=form, again_s=child.waiting_s))
+
+    def _send(self, peer: str, message: Message, *payload: Frame) -> Send:
+        return Send(peer, encode(message, payload, source=self.node_id))
+
+
+def _tell_at(child: Child) -> float:
+    """Return when a child that waits is to be told so again."""
+    return child.told_waiting_at + max(child.waiting_s, WAITING_PERIOD_S)

@@ -1,0 +1,896 @@
+"""A version in coded form: a delta against a version that the receiver holds, or a keyframe.
+
+    learner   image -> blocks -> coded blocks -> segments, each signed as soon as it is coded
+    network   the chunks of each segment, as they come, in any order, verified one by one
+    receiver  chunks -> coded blocks -> decoded into a new version store and checked -> image
+
+* A **block** is a run of the image, a whole number of image chunks (the last may be shorter), and
+  is coded on its own, so blocks are coded and decoded in parallel (`echo/weights/delta.py`).
+* A **segment** is a run of blocks. Its table says how long each coded block is, what each of its
+  payload chunks hashes to, and what the image chunks that come out must hash to. The learner signs
+  each table, so chunks flow while later blocks are still being coded, and a relay can verify and
+  forward them without the version that they are coded against. Tables come in order.
+* The last table carries the signed manifest of the image. Its chunk hashes must be those that the
+  tables promised, so an image that has been decoded is the same thing as one that was fetched in
+  full: it can be installed, and served to others chunk by chunk.
+* Decoding never works in place: it reads the base and writes another version store, so a node that
+  is interrupted still has the version that it had.
+
+Every size is bounded by the image's, before anything is allocated; the decoder is bounded by the
+block that it fills.
+"""
+
+from __future__ import annotations
+
+import abc
+import base64
+import bisect
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
+from echo.weights.delta import decode_block, fill
+from echo.weights.manifest import (
+    HASH_BYTES,
+    Manifest,
+    SegmentTable,
+    SignedManifest,
+    _check,
+    _table_decoder,
+    encode_signed,
+    verify,
+    verify_signature,
+)
+from echo.wire.actions import Work
+from echo.wire.codec import Frame
+from echo.wire.messages import FULL, OPEN_END, EncodedVersionOffer, Form, ItemId, Welcome
+
+# --- What travels chunk by chunk: which chunks are here, and which are missing ---
+#
+# An item is a version in one form. `Transfer` is a version's image with its manifest; a `Parcel`
+# (`weights/store.py`) is its coded form. Both are served and fetched alike, through `Chunked`.
+
+
+def allocate(num_bytes: int) -> memoryview:
+    """Return room for an image; its bytes mean nothing until they are written.
+
+    The system finds the memory chunk by chunk, as they come. A bytearray would be filled with zeros
+    here and now, 0.6 s for each GB in which the node does nothing else.
+    """
+    return np.empty(num_bytes, dtype=np.uint8).data
+
+
+class SavedItem(Protocol):
+    """What has come of one keyframe, written down so that a later process finds it."""
+
+    def table(self, frame: bytes) -> None:
+        """Add the signed table of the next segment."""
+
+    def chunk(self, index: int, data: memoryview) -> None:
+        """Add a chunk that has been verified."""
+
+    def remove(self) -> None:
+        """Forget everything: the encoded version was dropped."""
+
+
+class VersionStore(Protocol):
+    """Where images lie; `runtime/disk_store.py` has those that survive the process."""
+
+    @property
+    def may_block(self) -> bool:
+        """Whether `write` may take long, so that it belongs into a thread."""
+
+    def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
+        """Return room for an image.
+
+        Raises:
+            StorageError: if there is none.
+        """
+
+    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
+        """Note the manifest of an image that was created without it."""
+
+    def drop(self, version: PolicyVersion) -> None:
+        """Let go of an image; who still reads it keeps it."""
+
+    def journal(self, version: PolicyVersion) -> SavedItem | None:
+        """Return where to write down what comes of a keyframe; None if nothing is to be kept."""
+
+    def write(self, place: memoryview, data: Frame) -> None:
+        """Copy a chunk to its place in an image; from any thread, of which none does so twice.
+
+        Raises:
+            OSError: if the disk refuses it.
+        """
+
+
+class HeapStore:
+    """Images in this process's memory, without a bound."""
+
+    may_block = False
+
+    def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
+        """Return room for an image."""
+        return allocate(num_bytes)
+
+    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
+        """Need nothing: it does not outlive the process."""
+
+    def drop(self, version: PolicyVersion) -> None:
+        """Need nothing: memory that nobody reads is freed."""
+
+    def journal(self, version: PolicyVersion) -> None:
+        """Write nothing down: there is no later process that could read it."""
+
+    def write(self, place: memoryview, data: Frame) -> None:
+        """Copy a chunk to its place."""
+        fill(place, data)
+
+
+class Chunked(abc.ABC):
+    """Something of which some chunks are here."""
+
+    has_chunk: bytearray
+    """One byte per chunk: 1 if held and verified."""
+    num_held: int
+    writing: set[int]
+    """Chunks that are being verified and written."""
+    journal: SavedItem | None = None
+    """Where chunks are written down as they come."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that are known so far."""
+        return len(self.has_chunk)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether chunks may be added."""
+        return False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every chunk is held."""
+        return self.num_held == self.num_chunks and not self.is_open
+
+    @property
+    @abc.abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of all chunks that are known so far."""
+
+    @abc.abstractmethod
+    def place(self, index: int) -> memoryview:
+        """Return where the bytes of a chunk are, or are to be written."""
+
+    def chunk(self, index: int) -> memoryview:
+        """Return the bytes of a chunk that is held, without copying."""
+        return self.place(index).toreadonly()
+
+    @abc.abstractmethod
+    def chunk_size(self, index: int) -> int:
+        """Return the bytes that a chunk must have."""
+
+    @abc.abstractmethod
+    def chunk_hash(self, index: int) -> bytes:
+        """Return the BLAKE3-256 hash that a chunk must have."""
+
+    def hold(self, index: int, data: Frame) -> None:
+        """Keep a chunk whose hash is known to be right."""
+        fill(self.place(index), data)
+        self.mark(index)
+
+    def mark(self, index: int) -> None:
+        """Count a chunk that has been written and verified as held."""
+        self.has_chunk[index] = 1
+        self.num_held += 1
+        if self.journal is not None:
+            self.journal.chunk(index, self.chunk(index))
+
+    def _come(self, lane: int, num_lanes: int) -> bytearray:
+        """Return one byte per place of a lane: 1 if its chunk is held or being written."""
+        has_chunk = self.has_chunk
+        if self.writing:
+            has_chunk = has_chunk.copy()
+            for index in self.writing:
+                has_chunk[index] = 1
+        return has_chunk[lane::num_lanes] if num_lanes > 1 else has_chunk
+
+    def is_missing(self, lane: int = 0, num_lanes: int = 1) -> bool:
+        """Return whether a lane lacks a chunk, or may be given more."""
+        has_chunk = self._come(lane, num_lanes)
+        return self.is_open or has_chunk.find(0) >= 0
+
+    def missing(self, lane: int = 0, num_lanes: int = 1) -> tuple[tuple[int, int], ...]:
+        """Return the half-open runs of places of a lane that have not come, ascending.
+
+        Place p of a lane is the chunk lane + p * num_lanes. While chunks may be added the last run
+        stops at OPEN_END.
+        """
+        has_chunk = self._come(lane, num_lanes)
+        runs, start = [], 0
+        while (start := has_chunk.find(0, start)) >= 0:
+            stop = has_chunk.find(1, start)
+            stop = len(has_chunk) if stop < 0 else stop
+            runs.append((start, stop))
+            start = stop
+        if self.is_open:
+            first = runs.pop()[0] if runs and runs[-1][1] == len(has_chunk) else len(has_chunk)
+            runs.append((first, OPEN_END))
+        return tuple(runs)
+
+
+@dataclass(slots=True)
+class Transfer(Chunked):
+    """A version's image in the store, whole or on its way."""
+
+    signed: SignedManifest
+    manifest: Manifest
+    storage: bytearray | memoryview
+    has_chunk: bytearray
+    num_held: int = 0
+    writing: set[int] = field(default_factory=set)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the image."""
+        return self.manifest.num_bytes
+
+    def place(self, index: int) -> memoryview:
+        """Return where the bytes of a chunk are, or are to be written."""
+        start, stop = self.manifest.chunk_range(index)
+        return memoryview(self.storage)[start:stop]
+
+    def chunk_size(self, index: int) -> int:
+        """Return the bytes that a chunk must have."""
+        start, stop = self.manifest.chunk_range(index)
+        return stop - start
+
+    def chunk_hash(self, index: int) -> bytes:
+        """Return the BLAKE3-256 hash that a chunk must have."""
+        return self.manifest.chunk_hash(index)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeBlock(Work):
+    """Work for a thread: decode one block and check what comes out; then call `decoded`."""
+
+    encoded: EncodedVersion
+    block: int
+    coded: memoryview
+    base: memoryview | None
+    out: memoryview
+    hashes: bytes
+    """Of the image chunks in `out`."""
+    chunk_bytes: int
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version that it is a part of."""
+        return self.encoded.version
+
+    @property
+    def form(self) -> Form:
+        """The form in which that version came."""
+        return self.encoded.form
+
+    def run(self) -> str:
+        """Return what is wrong with the block, or nothing."""
+        try:
+            decode_block(self.coded, self.base, self.out)
+        except RemoteProtocolError as error:
+            return str(error)
+        digests = (
+            blake3(self.out[start : start + self.chunk_bytes]).digest()
+            for start in range(0, len(self.out), self.chunk_bytes)
+        )
+        if b"".join(digests) != self.hashes:
+            return "what comes out does not have the hashes that the learner signed"
+        return ""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A segment and its payload."""
+
+    table: SegmentTable
+    payload: memoryview
+    first_chunk: int
+    offsets: list[int]
+    """Where each coded block begins, and where the last ends."""
+
+
+class EncodedVersion(Chunked):
+    """The coded form of a version, whole or on its way."""
+
+    def __init__(self, version: PolicyVersion, form: Form) -> None:
+        """Start without segments."""
+        self.version = version
+        self.form = form
+        self.frames: list[bytes] = []
+        """The signed tables, as they travel."""
+        self.has_chunk = bytearray()
+        self.num_held = 0
+        self.writing: set[int] = set()
+        self.storage: memoryview | None = None
+        """Where the image is decoded to, of `image_bytes`; the caller provides it."""
+        self.expected_bytes = 0
+        """Size that was announced, before all segments are known."""
+        self._parts: list[_Part] = []
+        self._starts: list[int] = []
+        self._started_blocks: set[int] = set()
+        self._decoded_blocks: set[int] = set()
+
+    # --- segments --------------------------------------------------------------------------------
+
+    @property
+    def num_segments(self) -> int:
+        """Segments whose tables are known."""
+        return len(self._parts)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the image that comes out; 0 before the first segment."""
+        return self._parts[0].table.image_bytes if self._parts else 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether segments may be added."""
+        return not self._parts or self._parts[-1].table.manifest is None
+
+    @property
+    def is_being_coded(self) -> bool:
+        """Whether this is the learner's, which has yet to code the rest."""
+        return self.is_open and not self.is_half
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is being fetched, or was given up, or its image has yet to come out."""
+        return not self._parts or self.storage is not None or self.num_held < self.num_chunks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all segments; what was announced while they are not all known."""
+        known = sum(part.table.num_bytes for part in self._parts)
+        return max(known, self.expected_bytes) if self.is_open else known
+
+    def add(self, table: SegmentTable, frame: bytes, payload: memoryview | None = None) -> None:
+        """Append the next segment, with its payload at the learner."""
+        first_chunk = len(self.has_chunk)
+        self._starts.append(first_chunk)
+        offsets = [0, *itertools.accumulate(table.block_sizes)]
+        is_held = payload is not None
+        self.has_chunk += (b"\1" if is_held else b"\0") * table.num_chunks
+        self.num_held += table.num_chunks if is_held else 0
+        if payload is None:
+            payload = allocate(table.num_bytes)
+            if self.journal is not None:
+                self.journal.table(frame)
+        self._parts.append(_Part(table, payload, first_chunk, offsets))
+        self.frames.append(frame)
+
+    def verify(
+        self, frame: bytes | bytearray | memoryview, *, public_key: bytes, run_id: str,
+        max_bytes: int,
+    ) -> SegmentTable:  # fmt: skip
+        """Check a table that came from the network and is to be the next.
+
+        Raises:
+            RemoteProtocolError: if signature, run, order or any size is wrong.
+        """
+        signed = verify_signature(frame, public_key=public_key)
+        try:
+            table = _table_decoder.decode(signed.body)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise RemoteProtocolError(f"a malformed segment: {error}") from error
+        where = f"segment {self.num_segments} of {self.version} as {self.form}"
+        named = (table.run_id, table.version, table.base, table.index)
+        if named != (run_id, self.version, self.form.base, self.num_segments):
+            raise RemoteProtocolError(f"{where}: got {named}")
+        if self._parts and table.layout != self._parts[0].table.layout:
+            raise RemoteProtocolError(f"{where}: its layout is not that of the first segment")
+        first_block = sum(len(part.table.block_sizes) for part in self._parts)
+        _check(table, where, first_block=first_block, max_bytes=max_bytes)
+        if table.manifest is not None:
+            self._check_manifest(table, public_key=public_key, max_bytes=max_bytes)
+        return table
+
+    def _check_manifest(self, table: SegmentTable, *, public_key: bytes, max_bytes: int) -> None:
+        _, manifest = verify(
+            table.manifest or b"", public_key=public_key, run_id=table.run_id, max_bytes=max_bytes
+        )
+        hashes = b"".join(part.table.result_hashes for part in self._parts) + table.result_hashes
+        said = (table.version, table.image_bytes, table.image_chunk_bytes, hashes)
+        is_so = (
+            manifest.version, manifest.num_bytes, manifest.chunk_bytes, manifest.chunk_hashes
+        )  # fmt: skip
+        if said != is_so:
+            raise RemoteProtocolError(
+                f"the segments of {self.version} promise another image than its manifest"
+            )
+
+    # --- chunks ----------------------------------------------------------------------------------
+
+    def _part(self, index: int) -> _Part:
+        return self._parts[bisect.bisect_right(self._starts, index) - 1]
+
+    def _span(self, index: int) -> tuple[_Part, int, int]:
+        part = self._part(index)
+        start = (index - part.first_chunk) * part.table.chunk_bytes
+        return part, start, min(start + part.table.chunk_bytes, part.table.num_bytes)
+
+    def place(self, index: int) -> memoryview:
+        """Return where the bytes of a chunk are, or are to be written."""
+        part, start, stop = self._span(index)
+        return part.payload[start:stop]
+
+    def chunk_size(self, index: int) -> int:
+        """Return the bytes that a chunk must have."""
+        _, start, stop = self._span(index)
+        return stop - start
+
+    def chunk_hash(self, index: int) -> bytes:
+        """Return the BLAKE3-256 hash that a chunk must have."""
+        part = self._part(index)
+        place = (index - part.first_chunk) * HASH_BYTES
+        return part.table.chunk_hashes[place : place + HASH_BYTES]
+
+    # --- blocks ----------------------------------------------------------------------------------
+
+    def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock]:
+        """Return the work that has become possible with a chunk, each piece once.
+
+        Args:
+            index: the chunk that has just been kept.
+            base: the whole image of `form.base`, of the same size; None for a keyframe.
+
+        `storage` must have been given before.
+        """
+        part, start, stop = self._span(index)
+        first = max(0, bisect.bisect_right(part.offsets, start) - 1)
+        work = []
+        for number in range(first, len(part.table.block_sizes)):
+            if part.offsets[number] >= stop:
+                break
+            block = part.table.first_block + number
+            if block not in self._started_blocks and self._has_block(part, number):
+                self._started_blocks.add(block)
+                work.append(self._work(part, number, base))
+        return work
+
+    def _has_block(self, part: _Part, number: int) -> bool:
+        size = part.table.chunk_bytes
+        first = part.first_chunk + part.offsets[number] // size
+        last = part.first_chunk + (part.offsets[number + 1] - 1) // size
+        return self.has_chunk.find(0, first, last + 1) < 0
+
+    def _work(self, part: _Part, number: int, base: memoryview | None) -> DecodeBlock:
+        table = part.table
+        assert self.storage is not None
+        block = table.first_block + number
+        start = block * table.block_bytes
+        stop = min(start + table.block_bytes, table.image_bytes)
+        hashes_per_block = table.block_bytes // table.image_chunk_bytes * HASH_BYTES
+        hashes = table.result_hashes[number * hashes_per_block : (number + 1) * hashes_per_block]
+        return DecodeBlock(
+            encoded=self,
+            block=block,
+            coded=part.payload[part.offsets[number] : part.offsets[number + 1]],
+            base=None if base is None else base[start:stop],
+            out=self.storage[start:stop],
+            hashes=hashes,
+            chunk_bytes=table.image_chunk_bytes,
+        )
+
+    def decoded(self, work: DecodeBlock) -> Transfer | None:
+        """Note that a block came out right; return the image when it was the last."""
+        self._decoded_blocks.add(work.block)
+        last = self._parts[-1].table
+        if last.manifest is None or len(self._decoded_blocks) < last.num_blocks_in_image:
+            return None
+        signed = msgspec.msgpack.decode(last.manifest, type=SignedManifest)
+        manifest = msgspec.msgpack.decode(signed.body, type=Manifest)
+        # From now on it is the image's: the encoded version may outlive it.
+        storage, self.storage = self.storage, None
+        assert storage is not None
+        has_chunk = bytearray(b"\1") * manifest.num_chunks
+        return Transfer(signed, manifest, storage, has_chunk, manifest.num_chunks)
+
+
+# --- What a node holds of the weights: images, encoded versions, and what it may offer to others
+# ---
+#
+# An item is named by (version, form). Images are kept while they are among the newest
+# `keep_versions` that are whole; of the encoded versions the newest keyframe and the newest deltas
+# that together are smaller than an image (a late joiner walks along them); whatever is being coded
+# here, fetched, decoded from, or taken by a child is kept as well. Everything else is dropped, half
+# of a encoded version that was given up before all, since room for a whole image hangs on it: so
+# the store is bounded by the number of children.
+
+
+MAX_ENCODED_VERSIONS = 64
+"""Encoded versions kept for others at most, however small they are."""
+
+
+class ItemStore:
+    """Images and encoded versions by name."""
+
+    def __init__(
+        self, *, keep_versions: int = KEEP_VERSIONS, version_store: VersionStore | None = None
+    ) -> None:
+        """Start empty.
+
+        Args:
+            keep_versions: whole images to keep for children and for falling back, at least 1.
+            version_store: where the images lie.
+        """
+        self.keep_versions = keep_versions
+        self.version_store = HeapStore() if version_store is None else version_store
+        self.images: dict[PolicyVersion, Transfer] = {}
+        self.encoded_versions: dict[ItemId, EncodedVersion] = {}
+
+    def get(self, item: ItemId) -> Chunked | None:
+        """Return an item, or None if nothing of it is here."""
+        version, form = item
+        return self.images.get(version) if form == FULL else self.encoded_versions.get(item)
+
+    def begun_otherwise(self, item: ItemId) -> list[ItemId]:
+        """Return the halves of the same version in other forms: they give way to `item`."""
+        version, _ = item
+        image = self.images.get(version)
+        halves = [(version, FULL)] if image is not None and not image.is_complete else []
+        halves += [key for key, encoded in self.encoded_versions.items() if encoded.is_half]
+        return [half for half in halves if half[0] == version and half != item]
+
+    def begin_image(self, signed: SignedManifest, manifest: Manifest) -> None:
+        """Make room for an image that is to be fetched in full.
+
+        Raises:
+            StorageError: if there is none.
+        """
+        version = manifest.version
+        storage = self.version_store.create(version, encode_signed(signed), manifest.num_bytes)
+        has_chunk = bytearray(manifest.num_chunks)
+        self.images[version] = Transfer(signed, manifest, storage, has_chunk)
+
+    def begin_encoded(self, item: ItemId, *, expected_bytes: int) -> None:
+        """Begin to fetch an encoded version.
+
+        A keyframe is written down as it comes, so that a restart goes on with it as with an image;
+        a delta is some hundredth of that, and is fetched again.
+        """
+        encoded = self.encoded_versions[item] = EncodedVersion(*item)
+        encoded.expected_bytes = expected_bytes
+        version, form = item
+        if form.base is None:
+            encoded.journal = self.version_store.journal(version)
+
+    def add_segment(self, encoded: EncodedVersion, table: SegmentTable, frame: bytes) -> str:
+        """Add the next segment of an encoded version; the first one reserves space for its image.
+
+        Returns:
+            Why this encoded version is of no use here; nothing if it is.
+
+        Raises:
+            StorageError: if there is no space.
+        """
+        if not encoded.num_segments:
+            fault = self._begin_decoding(encoded, table.image_bytes)
+            if fault:
+                return fault
+        encoded.add(table, frame)
+        return ""
+
+    def _begin_decoding(self, encoded: EncodedVersion, image_bytes: int) -> str:
+        base = None if encoded.form.base is None else self.images.get(encoded.form.base)
+        if base is not None and base.num_bytes != image_bytes:
+            return f"it has {image_bytes} bytes, its base {base.num_bytes}"
+        encoded.storage = self.version_store.create(encoded.version, None, image_bytes)
+        return ""
+
+    def resume(self, encoded: EncodedVersion) -> None:
+        """Take a keyframe that a former process of this node has left, to go on decoding it.
+
+        Raises:
+            StorageError: if there is no space for what comes out of it.
+        """
+        encoded.storage = self.version_store.create(encoded.version, None, encoded.image_bytes)
+        self.encoded_versions[encoded.version, encoded.form] = encoded
+
+    def may_block(self, item: ItemId) -> bool:
+        """Return whether chunks of an item are to be written by a thread."""
+        return item[1] == FULL and self.version_store.may_block
+
+    def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock]:
+        """Return the blocks that can be decoded with a chunk that has just been kept."""
+        base = None
+        if encoded.form.base is not None:
+            image = self.images.get(encoded.form.base)
+            if image is None or not image.is_complete:
+                return []
+            base = memoryview(image.storage)
+        return encoded.decodable(index, base)
+
+    def end_decoding(self, image: Transfer) -> None:
+        """Take an image that has come out of an encoded version whole."""
+        version = image.manifest.version
+        self.version_store.sealed(version, encode_signed(image.signed))
+        self.images[version] = image
+
+    def chunk_bytes(self, item: ItemId | None) -> int:
+        """Return the size of an item's chunks, or a usual one where it is not known."""
+        found = None if item is None else self.get(item)
+        return found.chunk_size(0) if found is not None and found.num_chunks else 1 << 20
+
+    def drop(self, item: ItemId) -> None:
+        """Forget an item."""
+        version, form = item
+        if form == FULL:
+            image = self.images.pop(version, None)
+            is_lent = image is not None
+        else:
+            encoded = self.encoded_versions.pop(item, None)
+            # An image that is only half decoded goes with its encoded version.
+            is_lent = encoded is not None and encoded.storage is not None
+            if encoded is not None and encoded.journal is not None:
+                encoded.journal.remove()
+        if is_lent:
+            self.version_store.drop(version)
+
+    @property
+    def newest_complete(self) -> PolicyVersion | None:
+        """Newest version held whole."""
+        return max((v for v, image in self.images.items() if image.is_complete), default=None)
+
+    @property
+    def newest_known(self) -> PolicyVersion | None:
+        """Newest version of which anything is here, or is about to come."""
+        versions = [*self.images, *(version for version, _ in self.encoded_versions)]
+        return max(versions, default=None)
+
+    def announcement(
+        self,
+    ) -> tuple[PolicyVersion, tuple[EncodedVersionOffer, ...], bytes | None] | None:
+        """Return what an Announce says: (version, offers, signed manifest of its image)."""
+        offers = tuple(
+            EncodedVersionOffer(version, form.base, encoded.num_bytes)
+            for (version, form), encoded in self.encoded_versions.items()
+        )
+        newest = max(self.images, default=None)
+        if newest is not None:
+            return newest, offers, encode_signed(self.images[newest].signed)
+        known = self.newest_known
+        return None if known is None else (known, offers, None)
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether there is nothing to drop, whatever is to be kept: mostly there is not."""
+        if self.encoded_versions or len(self.images) > self.keep_versions:
+            return False
+        newest = max(self.images, default=None)
+        return all(image.is_complete or v == newest for v, image in self.images.items())
+
+    def expendable(self, keep: Iterable[ItemId]) -> list[ItemId]:
+        """Return what is to be dropped, apart from `keep` and the newest."""
+        kept = set(keep)
+        whole = sorted((v for v, image in self.images.items() if image.is_complete), reverse=True)
+        kept.update((version, FULL) for version in whole[: self.keep_versions])
+        newest = max(self.images, default=None)
+        if newest is not None:
+            kept.add((newest, FULL))
+        kept.update(self._worthwhile_encoded())
+        kept.update(
+            item for item, encoded in self.encoded_versions.items() if encoded.is_being_coded
+        )
+        items = [*((version, FULL) for version in self.images), *self.encoded_versions]
+        return [item for item in items if item not in kept]
+
+    def _worthwhile_encoded(self) -> list[ItemId]:
+        """Return the newest keyframe, and the newest deltas that together are below an image."""
+        room = max((image.num_bytes for image in self.images.values()), default=0)
+        usable = (item for item, encoded in self.encoded_versions.items() if not encoded.is_half)
+        newest_first = sorted(usable, key=lambda item: item[0], reverse=True)
+        keyframes = [item for item in newest_first if item[1].base is None]
+        items = keyframes[:1]
+        for item in [item for item in newest_first if item[1].base is not None][
+            :MAX_ENCODED_VERSIONS
+        ]:
+            room -= self.encoded_versions[item].num_bytes
+            if room < 0 and len(items) > 1:
+                break
+            items.append(item)
+        return items
+
+
+# --- What a node believes: what the learner of its run has signed ---
+#
+# Links are encrypted hop by hop, and any member may be a hop. So what a node takes over from the
+# learner is signed end to end: manifests, segment tables, and Welcome with the settings and the
+# hashes of files. The join string holds the fingerprint of the key, which a node therefore knows
+# before anybody has told it anything. Where no fingerprint is known (links that are not encrypted,
+# `security.curve = false`) a node can only check that one key has signed everything it sees.
+
+
+FINGERPRINT_BYTES = 16
+"""128 bits: whoever wants another key with the same fingerprint has 2^128 to try."""
+
+# Neither hash can be taken for a manifest's root, which the same key signs.
+_FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
+_WELCOME = "echo-rl 2026-11 welcome"
+
+_welcome_decoder = msgspec.msgpack.Decoder(Welcome)
+
+
+def fingerprint(public_key: bytes) -> bytes:
+    """Return the fingerprint of a signing key, FINGERPRINT_BYTES long."""
+    return blake3(public_key, derive_key_context=_FINGERPRINT).digest(length=FINGERPRINT_BYTES)
+
+
+def show_fingerprint(value: bytes) -> str:
+    """Return a fingerprint as it stands in a join string."""
+    return base64.urlsafe_b64encode(value).decode().rstrip("=")
+
+
+def sign_welcome(welcome: Welcome, key: Ed25519PrivateKey) -> Welcome:
+    """Return the message with the signature of everything else in it.
+
+    It names the incarnation of the node that it answers, so it is of no use to any other process.
+    """
+    # As it arrives: a whole number in the place of a fraction would be encoded otherwise there.
+    arriving = _welcome_decoder.decode(msgspec.msgpack.encode(welcome))
+    return msgspec.structs.replace(arriving, signature=key.sign(_hash(arriving)))
+
+
+def welcome_fault(welcome: Welcome, *, known: bytes | None) -> tuple[str, str] | None:
+    """Return why a Welcome is not the learner's, as (reason, detail), or None if it is.
+
+    Args:
+        welcome: as it arrived.
+        known: the fingerprint of the learner's key; None where nothing has told it.
+    """
+    found = fingerprint(welcome.public_key)
+    if known is not None and found != known:
+        return "wrong_signing_key", (
+            f"the signing key has the fingerprint {show_fingerprint(found)}, this node's join "
+            "string (or the run directory, where links are not encrypted) says "
+            f"{show_fingerprint(known)}. Either the line in runs/NAME/keys/join on the learner's "
+            "machine is another one by now: copy it again; or somebody between poses as the learner"
+        )
+    try:
+        key = Ed25519PublicKey.from_public_bytes(welcome.public_key)
+        key.verify(welcome.signature, _hash(welcome))
+    except (InvalidSignature, ValueError):
+        return "wrong_signature", (
+            "the learner's key has not signed the settings and files that this node is to take "
+            "over: somebody on the way has changed them"
+        )
+    return None
+
+
+def _hash(welcome: Welcome) -> bytes:
+    body = msgspec.msgpack.encode(msgspec.structs.replace(welcome, signature=b""))
+    return blake3(body, derive_key_context=_WELCOME).digest()
+
+
+class TrustedManifests:
+    """The learner's key, and the manifests that it was found under."""
+
+    def __init__(self) -> None:
+        """Believe nobody until `set` is called."""
+        self.manifests: dict[PolicyVersion, tuple[SignedManifest, Manifest]] = {}
+        self.local_image: tuple[bytearray, bytes] | None = None
+        """Bytes that lie here, laid out as an image, and their hash."""
+        self._public_key: bytes | None = None
+        self.run_id = ""
+        self._max_image_bytes = 0
+
+    def set(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
+        """Accept what this key has signed for this run, up to this size."""
+        self._public_key, self.run_id, self._max_image_bytes = public_key, run_id, max_image_bytes
+
+    @property
+    def has_key(self) -> bool:
+        """Whether `set` was called."""
+        return self._public_key is not None
+
+    def _key(self) -> bytes:
+        if self._public_key is None:
+            raise LocalProtocolError("a parent was set before the learner's key was known")
+        return self._public_key
+
+    def manifest(self, version: PolicyVersion, frame: Frame) -> Manifest:
+        """Return the verified manifest of a version that was announced.
+
+        Raises:
+            RemoteProtocolError: if it is not what it says, or not the learner's.
+        """
+        if version not in self.manifests:
+            signed, manifest = verify(
+                frame,
+                public_key=self._key(),
+                run_id=self.run_id,
+                max_bytes=self._max_image_bytes,
+            )
+            if manifest.version != version:
+                raise RemoteProtocolError(
+                    f"an Announce of {version} with the manifest of {manifest.version}"
+                )
+            self.manifests[version] = signed, manifest
+        return self.manifests[version][1]
+
+    def use_local_image(self, version: PolicyVersion) -> Transfer | None:
+        """Return the image that this machine has already, if it is the first one announced."""
+        found, local = self.manifests.get(version), self.local_image
+        if found is None or local is None:
+            return None
+        self.local_image = None
+        signed, manifest = found
+        if local[1] != manifest.image_hash:
+            return None
+        has_chunk = bytearray(b"\1") * manifest.num_chunks
+        return Transfer(signed, manifest, local[0], has_chunk, manifest.num_chunks)
+
+    def segment(self, encoded: EncodedVersion, frame: Frame) -> SegmentTable:
+        """Return the verified next table of an encoded version.
+
+        Raises:
+            RemoteProtocolError: if it is not that, or not the learner's.
+        """
+        return encoded.verify(
+            frame,
+            public_key=self._key(),
+            run_id=self.run_id,
+            max_bytes=self._max_image_bytes,
+        )
+
+    def retire(self, oldest: PolicyVersion | None) -> None:
+        """Forget the manifests of versions older than this one."""
+        for version in [v for v in self.manifests if oldest is not None and v < oldest]:
+            del self.manifests[version]
+
+
+# --- What is right of a keyframe that a killed process of this node has left half done ---
+#
+# Its journal is a list of records: signed tables and chunks, in the order in which they came.
+# Nothing of it is believed: each table must be the next one that the learner has signed, each chunk
+# must match the hash in its table. What is right counts as held: it is decoded anew, since nobody
+# can tell how much of the image had come out, and never asked for again.
+
+
+SavedChunk = tuple[int | None, bytes]
+"""A signed table (None, frame), or a chunk (its index, its bytes)."""
+
+
+def rebuild(
+    version: PolicyVersion, records: Iterable[SavedChunk], trust: TrustedManifests
+) -> EncodedVersion:
+    """Return what is right of a journal; it is read up to the first table that is not.
+
+    Args:
+        version: what the keyframe is said to be of.
+        records: the journal; not asked for more after a table that is refused.
+        trust: whom the tables must be signed by.
+    """
+    encoded = EncodedVersion(version, Form("keyframe"))
+    for index, data in records:
+        if index is None:
+            try:
+                encoded.add(trust.segment(encoded, data), data)
+            except RemoteProtocolError:
+                break
+        elif (
+            index < encoded.num_chunks
+            and not encoded.has_chunk[index]
+            and len(data) == encoded.chunk_size(index)
+            and blake3(data).digest() == encoded.chunk_hash(index)
+        ):
+            encoded.hold(index, data)
+    return encoded

@@ -1,0 +1,752 @@
+"""The learner's view of the links, and the plan that it makes of it.
+
+A plan is made when a node joins or leaves, when one is caught sending wrong chunks, and again every
+REPLAN_S while versions take longer than WORTHWHILE_S to spread: then what the transfers have shown
+of the links may ask for another one. While versions are on their way it must save more: whoever
+changes its parent in the middle of a transfer loses time, and what is under way. So one is made
+before a version goes out, too, unless there was one at rest less than REPLAN_S ago: where versions
+follow each other closely, links would otherwise be known better and better to no use.
+`plan_topology` keeps the plan in force unless another is clearly better; only in a small fleet it
+starts afresh when a node that can serve has come or gone.
+
+What is known: each node's uplink from the chunks that its children have acknowledged, its downlink
+where that limits it (`weights/topology/sites.py`), its round trip to its parent, its region and
+the price of its traffic from its configuration, and whom it caught sending wrong chunks: those
+serve nobody any more until the quarantine is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from echo.core.timers import MANY_NODES
+from echo.weights.store import Chunked
+from echo.weights.topology.sites import (
+    ASSUMED_RTT_S,
+    SAME_REGION_RTT_S,
+    Hop,
+    PlannedNode,
+    Site,
+    Sites,
+    downlink_limits,
+    survey,
+)
+from echo.weights.topology.throughput import (
+    HOP_WORK_S,
+    PlanThroughput,
+    Trees,
+    num_children,
+    order,
+    throughput_of,
+)
+from echo.weights.topology.trees import REGION_COST, chain, star, stripe_trees
+from echo.wire.messages import LEARNER_ID, TopologyPlan
+
+PLAN_S = 1e-2
+"""The same between two plans: 10 s with 1000 nodes, so that many who join make one plan."""
+
+
+# --- Name for each node and stripe the parents to turn to, in order of preference ---
+#
+# The parent in the tree comes first, the learner last, stand-ins between: the grandparent, a node
+# beside the parent (which does not share the parent's fate), further ancestors.
+#
+# Why falling back makes no circle: every node on a list for a stripe lies strictly nearer to the
+# learner in that stripe's tree, counted in hops. So whichever entries the nodes choose, each at its
+# own will, every step leads to fewer hops, and the walk ends at the learner. This holds within one
+# plan; while nodes follow plans of different epochs a circle is possible for a moment, and the
+# progress watchdog ends it, since every list ends in the learner.
+
+
+MAX_PARENTS = 6
+"""Entries for one node and stripe, the learner included."""
+
+Parents = Mapping[str, tuple[tuple[Hop, ...], ...]]
+"""Node id -> for each stripe -> parents in order of preference."""
+
+
+def with_backups(fleet: Sites, trees: Trees, *, previous: Parents) -> Parents:
+    """Return everyone's parents.
+
+    Args:
+        fleet: the nodes.
+        trees: for each stripe the parent of each node.
+        previous: lists in force; one that still serves is kept, so that nodes need not be told.
+    """
+    counts = num_children(trees)
+    numbers = {name: index for index, name in enumerate(fleet.names)}
+    hops = list(zip(fleet.names, fleet.addresses, strict=True))
+    lists: list[list[tuple[Hop, ...]]] = [[] for _ in fleet.names]
+    for stripe, parents in enumerate(trees):
+        rows = _Rows(fleet, parents)
+        for node in order(parents)[1:]:
+            chosen = tuple(hops[i] for i in rows.stand_ins(node, counts))
+            old = previous.get(fleet.names[node], ())[stripe : stripe + 1]
+            if old and old[0] != chosen and rows.can_keep(node, old[0], numbers, hops):
+                chosen = old[0]
+            lists[node].append(chosen)
+    return {fleet.names[i]: tuple(lists[i]) for i in range(1, len(lists))}
+
+
+class _Rows:
+    """One stripe's tree, row by row of equal distance from the learner."""
+
+    def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
+        """Count hops; who can serve stands in its row, and every child knows its rank."""
+        self._fleet, self._parents = fleet, parents
+        self._depths = [0] * len(parents)
+        self._ranks = [0] * len(parents)
+        self._rows: list[list[int]] = [[] for _ in parents]
+        num_seen = [0] * len(parents)
+        for node in order(parents)[1:]:
+            parent = parents[node]
+            self._depths[node] = self._depths[parent] + 1
+            self._ranks[node] = num_seen[parent]
+            num_seen[parent] += 1
+            if fleet.uplinks[node] > 0:
+                self._rows[self._depths[node]].append(node)
+
+    def stand_ins(self, node: int, counts: Sequence[int]) -> list[int]:
+        """Return the parents of a node, the learner last.
+
+        Where a parent dies, its own parent has room for one child more: the first child goes there,
+        the others first to nodes beside the parent, spread over the row.
+        """
+        above = [self._parents[node]]
+        while above[-1] > 0 and len(above) < MAX_PARENTS:
+            above.append(self._parents[above[-1]])
+        if above[0] == 0:
+            return above
+        elders = [i for i in above[1:] if i > 0]
+        row = self._rows[self._depths[above[0]]]
+        near = [row[(node + i) % len(row)] for i in range(min(4, len(row)))]
+        beside = sorted(
+            (i for i in near if i != above[0]),
+            key=lambda i: -self._fleet.uplinks[i] / (counts[i] + 1),
+        )[:1]
+        first, rest = elders[:1], elders[1:]
+        ranked = [*first, *beside] if self._ranks[node] == 0 else [*beside, *first]
+        return [above[0], *[*ranked, *rest][: MAX_PARENTS - 2], 0]
+
+    def can_keep(
+        self, node: int, old: tuple[Hop, ...], numbers: Mapping[str, int], hops: Sequence[Hop]
+    ) -> bool:
+        """Return whether a list still begins with the parent and leads to the learner."""
+        chosen = [numbers.get(name, -1) for name, _ in old]
+        return (
+            chosen[0] == self._parents[node]
+            and chosen[-1] == 0
+            and (len(chosen) > 2 or self._parents[node] == 0 or self._depths[node] == 2)
+            and all(
+                i >= 0
+                and hops[i] == hop
+                and self._depths[i] < self._depths[node]
+                and self._fleet.uplinks[i] > 0
+                for i, hop in zip(chosen, old, strict=True)
+            )
+        )
+
+
+# --- Keep a plan in force while nodes come and go ---
+#
+# Whoever has lost its parent (it left, cannot be dialled any more, or is suspected) moves with all
+# that hangs from it, and newcomers become leaves: each goes where it is nearest to the learner,
+# among the nodes that can feed one child more at the plan's rate, else to the one with the most to
+# spare. A newcomer's own uplink is used only by the next new plan. Where much has changed there is
+# nothing to keep.
+
+
+MOST_CHANGED = 0.25
+"""Share of the links beyond which a plan is not patched."""
+
+
+def patched(
+    fleet: Sites, previous: Parents, *, num_stripes: int, rate_bytes_per_s: float
+) -> list[list[int]] | None:
+    """Return the trees of a former plan, fitted to the nodes of now; None if too much changed.
+
+    Args:
+        fleet: the nodes of now.
+        previous: everyone's parents in the former plan.
+        num_stripes: stripes of the former plan.
+        rate_bytes_per_s: what it gives every receiver.
+    """
+    trees = _surviving(fleet, previous, num_stripes)
+    orphans = [[i for i in range(1, len(t)) if t[i] < 0] for t in trees]
+    num_links = num_stripes * fleet.num_receivers
+    if sum(map(len, orphans)) > max(num_stripes, MOST_CHANGED * num_links):
+        return None
+    counts = num_children(trees)
+    former = sum(hops[0][0] == fleet.names[0] for lists in previous.values() for hops in lists)
+    hosts = _Hosts(fleet, counts, rate_bytes_per_s / num_stripes, former)
+    for parents, lost in zip(trees, orphans, strict=True):
+        children: list[list[int]] = [[] for _ in parents]
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                children[parent].append(node)
+        reached = _below(children, 0)
+        below = {node: _below(children, node) for node in lost}
+        latencies = [0.0] * len(parents)
+        hosts.extend_latencies(latencies, parents, reached[1:])
+        # The largest subtree first: it may hold places for the others.
+        for node in sorted(lost, key=lambda i: (-len(below[i]), i)):
+            parents[node] = hosts.choose(reached, latencies, node)
+            counts[parents[node]] += 1
+            hosts.extend_latencies(latencies, parents, below[node])
+            reached += below[node]
+    return trees
+
+
+def _surviving(fleet: Sites, previous: Parents, num_stripes: int) -> list[list[int]]:
+    numbers = {name: index for index, name in enumerate(fleet.names)}
+    trees = [[-1] * len(fleet.names) for _ in range(num_stripes)]
+    for node, name in enumerate(fleet.names[1:], start=1):
+        for stripe, hops in enumerate(previous.get(name, ())):
+            parent = numbers.get(hops[0][0], -1)
+            if parent >= 0 and fleet.uplinks[parent] > 0:
+                trees[stripe][node] = parent
+    return trees
+
+
+def _below(children: list[list[int]], node: int) -> list[int]:
+    found = [node]
+    for each in found:
+        found += children[each]
+    return found
+
+
+class _Hosts:
+    """Finds places for those that need one."""
+
+    def __init__(self, fleet: Sites, counts: list[int], share: float, former: int) -> None:
+        """Look at the fleet.
+
+        Args:
+            fleet: the nodes of now.
+            counts: children that each node serves, kept up to date by the caller.
+            share: bytes per second that a link should carry.
+            former: links that the learner served in the former plan.
+        """
+        self._fleet, self._counts, self._share, self._former = fleet, counts, share, former
+
+    def extend_latencies(
+        self, latencies: list[float], parents: list[int], nodes: list[int]
+    ) -> None:
+        """Note for nodes in order how far from the learner they are, in seconds."""
+        for node in nodes:
+            hop_s = self._fleet.rtt_s(parents[node], node) / 2 + HOP_WORK_S
+            latencies[node] = latencies[parents[node]] + hop_s
+
+    def choose(self, reached: list[int], latencies: list[float], node: int) -> int:
+        """Return the parent for a node; more of the learner only if nobody else has room."""
+        fleet = self._fleet
+        hosts = [i for i in reached if fleet.uplinks[i] > 0]
+        spare = {i: fleet.uplinks[i] / (self._counts[i] + 1) for i in hosts}
+        able = [i for i in hosts if spare[i] >= self._share * (1 - 1e-9)]
+        if not able:
+            return max(hosts, key=lambda i: (spare[i], -i))
+        return min(
+            able,
+            key=lambda i: (
+                i == 0 and self._counts[0] >= self._former,
+                fleet.is_crossing(i, node),
+                latencies[i] + fleet.rtt_s(i, node) / 2,
+                -spare[i],
+                i,
+            ),
+        )
+
+
+# --- Who gets weights from whom: pure planning over what is known of the nodes ---
+#
+# `plan_topology` builds several plans (`weights/topology/trees.py`), predicts how long each would
+# take for this payload (`weights/topology/throughput.py`), and takes the thriftiest of those that
+# are about as fast as the fastest: fewest bytes for money, fewest copies from the learner, fewest
+# stripes. So the learner sends each stripe once unless a second copy saves clearly more time.
+#
+# Before that come regions: of the plans that take at most half as long again as the fastest only
+# those with the fewest links between regions count. So a version enters each region once, unless
+# that would cost much more time than the traffic is worth, as where nobody of a region can serve
+# others.
+#
+# A plan has one tree for each stripe (stripe s is the chunks whose index is s modulo the number of
+# stripes), and names for each node and stripe its parents in order of preference: the parent in the
+# tree, then stand-ins, the learner always last, so that any node can fall back without asking
+# (`weights/topology/plan.py`, which also says why that makes no circle).
+#
+# A plan in force is patched rather than replaced (`weights/topology/plan.py`) until another one
+# would save a stated share of the time: rates that are measured again and again must not move
+# anybody.
+
+
+Kind = Literal["chain", "tree", "stripes", "star"]
+
+THRIFT = 0.05
+"""Plans within this share of the fastest count as equally fast."""
+
+INSIGNIFICANT_S = 0.25
+"""And so do plans that take so little more, as for small versions: that is nothing to a step."""
+
+STRIPES = (1, 2, 4, 8, 16)
+"""Numbers of stripes that are considered, up to the caller's bound."""
+
+SHARES = (1.0, 0.5, 0.25, 0.125)
+"""Parts of the best rate to build for: flatter trees are faster for what is small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was considered."""
+
+    kind: Kind
+    num_stripes: int
+    predicted_s: float
+    rate_bytes_per_s: float
+    """What the slowest receiver would get."""
+    learner_copies: float
+    """How often the payload would leave the learner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A plan: for each node and stripe the parents in order of preference."""
+
+    kind: Kind
+    num_stripes: int
+    parents: Parents
+    """Node id -> for each stripe -> ((node id, address), ...), the learner last."""
+    predicted_s: float
+    """Until the last node has it all, apart from those whose own downlink is far too slow."""
+    rate_bytes_per_s: float
+    """What the slowest receiver should get: one that gets clearly less is limited by itself."""
+    candidates: tuple[Candidate, ...]
+    """What was considered, fastest first."""
+
+
+def plan_topology(
+    sites: Sequence[Site],
+    *,
+    learner: Site,
+    payload_bytes: int,
+    chunk_bytes: int,
+    rtt_s: Callable[[str, str], float],
+    previous: Topology | None = None,
+    min_gain: float = 0.1,
+    max_stripes: int = 4,
+) -> Topology:
+    """Return the plan for a payload.
+
+    Args:
+        sites: every live node except the learner, in a stable order (that of joining).
+        learner: the learner; its address may be empty or None for "as you reached it".
+        payload_bytes: what one version takes on the wire, typically.
+        chunk_bytes: unit of forwarding.
+        rtt_s: (node id, node id) -> seconds of the round trip, an assumption where unknown.
+        previous: the plan in force; kept, patched for nodes that came and went, while no other is
+            clearly better, since every change of parents costs connections.
+        min_gain: share of the predicted time that a new plan must save.
+        max_stripes: most stripes to consider.
+    """
+    fleet = survey(sites, learner=learner, rtt_s=rtt_s)
+    if not sites:
+        return Topology("star", 1, {}, 0.0, fleet.uplinks[0], ())
+    planner = _Planner(fleet, payload_bytes, chunk_bytes, max_stripes)
+    kept = None if previous is None else planner.keep(previous)
+    if kept is not None and kept.saves_less(payload_bytes / fleet.best_rate, min_gain):
+        plans = [kept]
+    else:
+        plans = planner.compare()
+        if kept is not None and kept.saves_less(_by_region(plans)[0].seconds, min_gain):
+            plans = [kept]
+    chosen = _thriftiest(_by_region(plans))
+    return Topology(
+        kind=chosen.kind,
+        num_stripes=len(chosen.trees),
+        parents=with_backups(
+            fleet, chosen.trees, previous={} if previous is None else previous.parents
+        ),
+        predicted_s=chosen.seconds,
+        rate_bytes_per_s=chosen.forecast.rate_bytes_per_s,
+        candidates=tuple(plan.candidate for plan in plans),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    kind: Kind
+    trees: Trees
+    forecast: PlanThroughput
+
+    @property
+    def seconds(self) -> float:
+        return self.forecast.predicted_s
+
+    @property
+    def cost(self) -> tuple[float, ...]:
+        """What decides among plans that are equally fast."""
+        found = self.forecast
+        price = round(found.egress_gb_price, 9)
+        busiest = max(num_children(self.trees))
+        copies, crossings = found.learner_copies, found.crossings
+        return price, copies, crossings, len(self.trees), busiest, self.seconds
+
+    @property
+    def candidate(self) -> Candidate:
+        rate, copies = self.forecast.rate_bytes_per_s, self.forecast.learner_copies
+        return Candidate(self.kind, len(self.trees), self.seconds, rate, copies)
+
+    def saves_less(self, other_s: float, min_gain: float) -> bool:
+        """Return whether a plan of that duration would not be worth the change."""
+        return self.seconds * (1 - min_gain) <= other_s
+
+
+def _by_region(plans: Sequence[_Plan]) -> list[_Plan]:
+    """Return the plans with the fewest links between regions that take no more than so much longer.
+
+    Args:
+        plans: the fastest first; so are those that are returned.
+    """
+    enough_s = plans[0].seconds + max(REGION_COST * plans[0].seconds, INSIGNIFICANT_S)
+    near = [plan for plan in plans if plan.seconds <= enough_s]
+    fewest = min(plan.forecast.crossings for plan in near)
+    return [plan for plan in near if plan.forecast.crossings <= fewest + 1e-9]
+
+
+def _thriftiest(plans: Sequence[_Plan]) -> _Plan:
+    enough_s = max((1 + THRIFT) * plans[0].seconds, plans[0].seconds + INSIGNIFICANT_S)
+    return min((plan for plan in plans if plan.seconds <= enough_s), key=lambda plan: plan.cost)
+
+
+class _Planner:
+    """Builds and judges plans for one fleet and payload."""
+
+    def __init__(
+        self, fleet: Sites, payload_bytes: int, chunk_bytes: int, max_stripes: int
+    ) -> None:
+        """Bound the stripes: none may be without a chunk, or have no other node to go through."""
+        self._fleet, self._payload_bytes, self._chunk_bytes = fleet, payload_bytes, chunk_bytes
+        most = min(max_stripes, fleet.num_receivers, math.ceil(payload_bytes / chunk_bytes))
+        self._stripes = [m for m in STRIPES if m <= max(1, most)]
+        self._has_regions = len(set(fleet.regions)) > 1
+
+    def keep(self, previous: Topology) -> _Plan | None:
+        """Return the plan in force, patched for who came and went."""
+        trees = patched(
+            self._fleet,
+            previous.parents,
+            num_stripes=previous.num_stripes,
+            rate_bytes_per_s=previous.rate_bytes_per_s,
+        )
+        return None if trees is None else self._judge(previous.kind, trees)
+
+    def compare(self) -> list[_Plan]:
+        """Return all candidates, the fastest first."""
+        plans = [self._judge("star", star(self._fleet))]
+        line = chain(self._fleet)
+        if line is not None:
+            plans.append(self._judge("chain", line))
+        for is_by_region in (False, True) if self._has_regions else (False,):
+            best_s = math.inf if is_by_region else min(plan.seconds for plan in plans)
+            for num_stripes in self._stripes:
+                for does_spare_learner in (True, False):
+                    found = self._striped(num_stripes, does_spare_learner, is_by_region, best_s)
+                    plans += found
+                    best_s = min([best_s, *(plan.seconds for plan in found)])
+        return sorted(plans, key=lambda plan: plan.seconds)
+
+    def _striped(
+        self, num_stripes: int, does_spare_learner: bool, is_by_region: bool, best_s: float
+    ) -> list[_Plan]:
+        """Return m trees at the best rate, and at lower ones while those could be the fastest."""
+        kind: Kind = "tree" if num_stripes == 1 else "stripes"
+        plans: list[_Plan] = []
+        for share in SHARES:
+            trees = stripe_trees(
+                self._fleet,
+                num_stripes,
+                does_spare_learner=does_spare_learner,
+                is_by_region=is_by_region,
+                share=share,
+            )
+            if trees is None:
+                break
+            plan = self._judge(kind, trees)
+            plans.append(plan)
+            best_s = min(best_s, plan.seconds)
+            next_s = 2 * self._payload_bytes / max(plan.forecast.rate_bytes_per_s, 1.0)
+            if next_s >= best_s:
+                break
+        return plans
+
+    def _judge(self, kind: Kind, trees: Trees) -> _Plan:
+        found = throughput_of(
+            self._fleet,
+            trees,
+            payload_bytes=self._payload_bytes,
+            chunk_bytes=self._chunk_bytes,
+        )
+        return _Plan(kind, trees, found)
+
+
+def plan_parents(
+    sites: Sequence[Site], *, learner_address: str
+) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Return each node's parents, most wanted first, in one chain: relays, workers, then leaves.
+
+    Args:
+        sites: every live node except the learner, in a stable order (that of joining).
+        learner_address: the learner's advertised address; empty for "as you reached it".
+    """
+    learner = (LEARNER_ID, learner_address)
+    line = [site for site in sites if site.address is not None and site.role == "relay"]
+    line += [site for site in sites if site.address is not None and site.role != "relay"]
+    hops = [(site.node_id, site.address or "") for site in line]
+    parents = {}
+    for index, site in enumerate(line):
+        parents[site.node_id] = (*reversed(hops[:index]), learner)
+    leaves = [site for site in sites if site.address is None]
+    for number, site in enumerate(leaves):
+        last = len(hops) - number % len(hops) if hops else 0
+        parents[site.node_id] = (*reversed(hops[:last]), learner)
+    return parents
+
+
+REPLAN_S = 10.0
+MIN_GAIN, BUSY_GAIN = 0.03, 0.1
+"""Share of the predicted time that another plan must save, at rest and in mid-transfer."""
+WORTHWHILE_S = 0.5
+MAX_REBUILT = 64
+"""Nodes up to which the plan is made from scratch when one that can serve has come or gone."""
+ASSUMED_PAYLOAD_BYTES = 1 << 30
+"""Size of a version before the first one is published."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What is known of the links at one instant."""
+
+    learner: Site
+    sites: tuple[Site, ...]
+    rtts: Mapping[str, float | None]
+    regions: Mapping[str, str]
+
+    def plan(
+        self,
+        sites: Sequence[Site],
+        payload_bytes: int,
+        chunk_bytes: int,
+        previous: Topology | None = None,
+        min_gain: float = 0.0,
+    ) -> Topology:
+        """Return the plan for some of the sites."""
+        return plan_topology(
+            sites,
+            learner=self.learner,
+            payload_bytes=payload_bytes,
+            chunk_bytes=chunk_bytes,
+            rtt_s=self._rtt_s,
+            previous=previous,
+            min_gain=min_gain,
+        )
+
+    def _rtt_s(self, first: str, second: str) -> float:
+        # Asked for many times by every plan.
+        region = self.regions[first]
+        if region and region == self.regions[second]:
+            return SAME_REGION_RTT_S
+        one, other = self.rtts.get(first), self.rtts.get(second)
+        if one is None or other is None:
+            found = one if other is None else other
+            return ASSUMED_RTT_S if found is None else found
+        return one if one > other else other
+
+
+class Planner:
+    """Which plan is in force."""
+
+    def __init__(self, *, learner: Site, chunk_bytes: int) -> None:
+        """Start without nodes.
+
+        Args:
+            learner: its address may be empty for "as you reached it"; its uplink counts until
+                transfers have shown it.
+            chunk_bytes: unit of forwarding, until a version has been published.
+        """
+        self.learner = learner
+        self.chunk_bytes = chunk_bytes
+        self.payload_bytes = ASSUMED_PAYLOAD_BYTES
+        self.epoch = 0
+        self.topology: Topology | None = None
+        self.downlink_limits: dict[str, float] = {}
+        """Bytes per second that nodes can take which are limited by themselves, as last seen."""
+        self._planned_at, self._rested_at, self._num_nodes = 0.0, 0.0, 0
+        self._listening: tuple[str, ...] = ()
+
+    def expect(self, payload: Chunked | None) -> None:
+        """Plan for versions of that size, forwarded in such chunks."""
+        if payload is not None and payload.num_chunks:
+            self.payload_bytes, self.chunk_bytes = payload.num_bytes, payload.chunk_size(0)
+
+    def is_due(self, *, now: float, is_between: bool = False) -> bool:
+        """Return whether what has been learned meanwhile may ask for another plan.
+
+        Args:
+            now: the present.
+            is_between: whether one version has been sent and the next is about to be.
+        """
+        if self.topology is None or self.topology.predicted_s < WORTHWHILE_S:
+            return False
+        # A plan costs in proportion to the fleet: larger ones are looked at less often.
+        period_s = REPLAN_S * max(1.0, self._num_nodes / MANY_NODES)
+        return now >= (self._rested_at if is_between else self._planned_at) + period_s
+
+    def plan(
+        self,
+        nodes: Sequence[PlannedNode],
+        *,
+        uplink_bytes_per_s: float | None,
+        now: float,
+        is_between: bool = False,
+    ) -> dict[str, TopologyPlan]:
+        """Plan anew and return every node's plan, changed or not.
+
+        Workers on standby get no weights: neither do they slow those down that generate, nor is
+        traffic paid for that nobody uses. Activated again, they fetch what they lack like a late
+        joiner.
+
+        Args:
+            nodes: every live node except the learner, in the order in which they joined.
+            uplink_bytes_per_s: the learner's own, as far as it is known.
+            now: the present.
+            is_between: whether one version has been sent and the next is about to be.
+        """
+        self._planned_at, self._num_nodes = now, len(nodes)
+        receivers = [node for node in nodes if not node.is_standby]
+        view = self._survey(receivers, uplink_bytes_per_s)
+        if not self.learner.address:
+            plans = self._plan_behind_relays(view.sites)
+        else:
+            is_busy = any(node.stats.fetching is not None for node in receivers)
+            # In its first version a fleet is unknown, and almost any other plan teaches something.
+            is_steady = all(node.installed is not None for node in receivers)
+            does_disturb = is_busy and is_steady and not is_between
+            if not does_disturb:
+                self._rested_at = now
+            plans = self._plan_from(view, BUSY_GAIN if does_disturb else MIN_GAIN)
+        for node in nodes:
+            if node.is_standby:
+                plans[node.node_id] = TopologyPlan(epoch=self.epoch, stripes=())
+        return plans
+
+    def move(
+        self,
+        nodes: Sequence[PlannedNode],
+        *,
+        uplink_bytes_per_s: float | None,
+        now: float,
+        is_between: bool = False,
+    ) -> list[tuple[str, TopologyPlan]]:
+        """Plan anew, as `plan`; return (node id, plan) of those whose parents change."""
+        plans = self.plan(
+            nodes, uplink_bytes_per_s=uplink_bytes_per_s, now=now, is_between=is_between
+        )
+        moved = []
+        for node in nodes:
+            plan = plans[node.node_id]
+            if node.plan is None or node.plan.stripes != plan.stripes:
+                node.plan = plan
+                moved.append((node.node_id, plan))
+        return moved
+
+    def forecast(
+        self, nodes: Sequence[PlannedNode], *, uplink_bytes_per_s: float | None
+    ) -> Callable[[Collection[str]], float]:
+        """Return (node ids) -> seconds of a broadcast to those of `nodes` alone.
+
+        What it returns knows the links as they are now, and may be called in another thread.
+        """
+        view = self._survey(nodes, uplink_bytes_per_s)
+        payload_bytes, chunk_bytes = self.payload_bytes, self._forwarded_bytes
+
+        def broadcast_s(names: Collection[str]) -> float:
+            chosen = set(names)
+            sites = [site for site in view.sites if site.node_id in chosen]
+            return view.plan(sites, payload_bytes, chunk_bytes).predicted_s
+
+        return broadcast_s
+
+    def _survey(self, nodes: Sequence[PlannedNode], uplink_bytes_per_s: float | None) -> _View:
+        """Return what is known of the links."""
+        # Relays exist to serve: they come first wherever nothing else is known.
+        ordered = sorted(nodes, key=lambda node: node.role != "relay")
+        suspects = {name for node in ordered for name in node.stats.suspects}
+        rtts = {node.node_id: node.stats.rtt_s for node in ordered}
+        regions = {node.node_id: node.region for node in ordered}
+        regions[LEARNER_ID] = self.learner.region
+        learner = Site(
+            self.learner.node_id,
+            "learner",
+            self.learner.address,
+            uplink_bytes_per_s=uplink_bytes_per_s or self.learner.uplink_bytes_per_s,
+            region=self.learner.region,
+            price_per_gb=self.learner.price_per_gb,
+        )
+        uplinks = {node.node_id: node.stats.uplink_bytes_per_s for node in ordered}
+        uplinks[LEARNER_ID] = uplink_bytes_per_s
+        received = {node.node_id: node.stats.downlink_bytes_per_s for node in ordered}
+        self.downlink_limits = downlink_limits(
+            {node.node_id: node.stats.parent.split(",") for node in ordered},
+            {name: rate for name, rate in received.items() if rate is not None},
+            {name: rate for name, rate in uplinks.items() if rate is not None},
+            root=LEARNER_ID,
+        )
+        sites = tuple(self._site(node, suspects) for node in ordered)
+        return _View(learner, sites, rtts, regions)
+
+    @property
+    def _forwarded_bytes(self) -> int:
+        return min(self.chunk_bytes, self.payload_bytes)
+
+    def _plan_from(self, view: _View, min_gain: float) -> dict[str, TopologyPlan]:
+        listening = tuple(site.node_id for site in view.sites if site.address is not None)
+        has_new_hosts = listening != self._listening and len(view.sites) <= MAX_REBUILT
+        self._listening = listening
+        previous = None if has_new_hosts else self.topology
+        topology = view.plan(
+            view.sites, self.payload_bytes, self._forwarded_bytes, previous, min_gain
+        )
+        if self.topology is None or topology.parents != self.topology.parents:
+            self.epoch += 1
+        self.topology = topology
+        return {
+            node_id: TopologyPlan(epoch=self.epoch, stripes=stripes)
+            for node_id, stripes in topology.parents.items()
+        }
+
+    def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
+        """Plan one chain, relays first.
+
+        The learner tells nobody its address, so who reaches it through a relay cannot take weights
+        from it.
+        """
+        self.epoch += 1
+        parents = plan_parents(sites, learner_address="")
+        return {
+            node_id: TopologyPlan(epoch=self.epoch, stripes=(hops,))
+            for node_id, hops in parents.items()
+        }
+
+    def _site(self, node: PlannedNode, suspects: set[str]) -> Site:
+        return Site(
+            node.node_id,
+            node.role,
+            node.advertise,
+            uplink_bytes_per_s=node.stats.uplink_bytes_per_s,
+            downlink_bytes_per_s=self.downlink_limits.get(node.node_id),
+            region=node.region,
+            price_per_gb=node.price_per_gb,
+            is_suspect=node.node_id in suspects,
+        )

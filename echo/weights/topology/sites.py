@@ -1,0 +1,195 @@
+"""What the topology planner knows of the nodes, as numbers.
+
+Nodes are counted from 1 in the order given, the learner is 0, so that plans are lists of integers.
+
+Rates that nobody has measured yet are assumed: an unknown uplink is the median of the known ones
+(the learner's among them), and if none is known all are equal; an unknown downlink is no limit,
+since downlinks are told only of nodes that were seen to be limited by them. A node that cannot be
+dialled, or that is suspected of having sent a corrupt chunk, serves nobody: its uplink counts as
+nothing. The same holds for stragglers: nodes with a downlink so thin that whoever hung from them
+would starve.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from echo.core.rollout import PolicyVersion
+from echo.wire.messages import NodeStats, TopologyPlan
+
+Hop = tuple[str, str]
+"""(node id, address); an empty address means: as this node reached it itself."""
+
+ASSUMED_BYTES_PER_S = 12.5e6
+"""100 Mbit/s each, if nothing is known: only the proportions between nodes matter then."""
+
+STRAGGLER_SHARE = 0.5
+"""A node whose downlink is below this share of what the uplinks could give is not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What is known of a node."""
+
+    node_id: str
+    role: str
+    address: str | None
+    """Where it serves weights; None for a node that can only dial out: always a leaf."""
+    uplink_bytes_per_s: float | None = None
+    """What it can send in all; None if no transfer has shown it yet."""
+    downlink_bytes_per_s: float | None = None
+    """What it can take; None unless it took less than was offered (`weights/link.py`)."""
+    region: str = ""
+    """Where it stands, any name; empty for unknown: then it gets no special treatment."""
+    price_per_gb: float = 0.0
+    """Price of 1e9 bytes that leave its region."""
+    is_suspect: bool = False
+    """Quarantined: always a leaf, nobody's parent."""
+
+
+@dataclass(slots=True)
+class PlannedNode:
+    """A live node, as far as the plan of the weights goes; the role keeps it up to date."""
+
+    node_id: str
+    role: str
+    advertise: str | None
+    """Where it serves weights; None for a node that can only dial out."""
+    region: str = ""
+    price_per_gb: float = 0.0
+    stats: NodeStats = field(default_factory=NodeStats)
+    """Of its last heartbeat: rates, parents, what it fetches."""
+    installed: PolicyVersion | None = None
+    is_standby: bool = False
+    """Whether it is given no weights for now."""
+    plan: TopologyPlan | None = None
+    """What it was told of its parents last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """The learner (0) and the nodes (1..), by number."""
+
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+    """Where it is dialled; empty for "as you reached it" or not at all."""
+    uplinks: tuple[float, ...]
+    """Bytes per second to others; 0 for a node that serves nobody."""
+    downlinks: tuple[float, ...]
+    stragglers: frozenset[int]
+    """Nodes whose downlink cannot keep up with the others, whatever the plan: leaves."""
+    regions: tuple[str, ...]
+    prices: tuple[float, ...]
+    rtts_from: Callable[[str, str], float]
+
+    @property
+    def num_receivers(self) -> int:
+        """Nodes besides the learner."""
+        return len(self.names) - 1
+
+    def rtt_s(self, first: int, second: int) -> float:
+        """Return the round trip between two nodes."""
+        return self.rtts_from(self.names[first], self.names[second])
+
+    def is_crossing(self, sender: int, receiver: int) -> bool:
+        """Return whether a link leads from one known region to another."""
+        first, second = self.regions[sender], self.regions[receiver]
+        return first != second and first != "" and second != ""
+
+    @property
+    def best_rate(self) -> float:
+        """Most that any plan could give to every receiver but stragglers, in bytes per second."""
+        downlinks = (d for i, d in enumerate(self.downlinks) if i and i not in self.stragglers)
+        return min(_uplink_rate(self.uplinks), min(downlinks, default=math.inf))
+
+
+def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], float]) -> Sites:
+    """Number the nodes and assume what is not known of them."""
+    everyone = [learner, *sites]
+    measured = [rate for site in everyone if (rate := site.uplink_bytes_per_s)]
+    uplink = statistics.median_low(measured) if measured else ASSUMED_BYTES_PER_S
+    downlinks = tuple(_known(site.downlink_bytes_per_s, math.inf) for site in everyone)
+    uplinks = [
+        _known(site.uplink_bytes_per_s, uplink) if _may_serve(site) else 0.0 for site in everyone
+    ]
+    # A learner without uplink would end the run; such a measurement is a mistake.
+    uplinks[0] = learner.uplink_bytes_per_s or uplink
+    least = STRAGGLER_SHARE * _uplink_rate(uplinks)
+    stragglers = frozenset(i for i, rate in enumerate(downlinks) if i and rate < least)
+    return Sites(
+        names=tuple(site.node_id for site in everyone),
+        addresses=tuple(site.address or "" for site in everyone),
+        uplinks=tuple(0.0 if i in stragglers else rate for i, rate in enumerate(uplinks)),
+        downlinks=downlinks,
+        stragglers=stragglers,
+        regions=tuple(site.region for site in everyone),
+        prices=tuple(site.price_per_gb for site in everyone),
+        rtts_from=rtt_s,
+    )
+
+
+def _uplink_rate(uplinks: Sequence[float]) -> float:
+    """Return what all uplinks together could give to every receiver; the learner's comes first."""
+    return min(uplinks[0], math.fsum(uplinks) / max(1, len(uplinks) - 1))
+
+
+def _may_serve(site: Site) -> bool:
+    return site.address is not None and not site.is_suspect
+
+
+def _known(rate: float | None, assumed: float) -> float:
+    return assumed if rate is None or rate < 0 else rate
+
+
+# Who is limited by its own downlink, as far as that can be told from what everybody received
+#
+# As a rule a node receives what its parents can spare, and that says nothing of its downlink. To
+# take it for a limit would be worse than to know nothing: a plan that is slow for another reason
+# would prove itself right for ever. So a node is limited by itself only if all its parents could
+# have given it clearly more: they receive faster than it does, and all that they send is clearly
+# less than their uplinks have carried.
+
+
+LIMIT_SHARE = 0.7
+"""What is below this share of another rate is clearly less."""
+
+
+def downlink_limits(
+    parents: Mapping[str, Sequence[str]],
+    received: Mapping[str, float],
+    uplinks: Mapping[str, float],
+    *,
+    root: str,
+) -> dict[str, float]:
+    """Return what the nodes can take that are limited by themselves, in bytes per second.
+
+    Args:
+        parents: of every node those that it took weights from, one per stripe.
+        received: bytes per second that came to a node in all, over busy time, where known.
+        uplinks: bytes per second that a node has been seen to send, where known.
+        root: the learner, which has everything.
+    """
+    loads: dict[str, float] = defaultdict(float)
+    for node_id, names in parents.items():
+        for name in names:
+            loads[name] += received.get(node_id, 0.0) / len(names)
+
+    def could_give_more(parent: str, rate: float) -> bool:
+        has = math.inf if parent == root else received.get(parent, 0.0)
+        return rate < LIMIT_SHARE * has and loads[parent] < LIMIT_SHARE * uplinks.get(parent, 0.0)
+
+    return {
+        node_id: received[node_id]
+        for node_id, names in parents.items()
+        if names
+        and node_id in received
+        and all(could_give_more(name, received[node_id]) for name in names)
+    }
+
+
+SAME_REGION_RTT_S = 0.005
+ASSUMED_RTT_S = 0.05

@@ -1,0 +1,303 @@
+"""Build the trees that a plan is made of.
+
+A plan of m stripes at the rate r gives each receiver m links of r/m, so a node with uplink u can
+take floor(m u / r) of them: its **slots**, over all stripes. Every stripe needs a slot for every
+receiver, and as a node takes one and brings at least one, a tree can always be grown from the
+learner through the nodes with slots, most first, and closed with leaves. So a rate can be built if
+and only if the slots suffice, and the largest such rate is found by bisection.
+
+Slots are dealt so that a node is interior in as few stripes as possible (one, as in SplitStream,
+unless the last gaps of another stripe must be filled from what is left), and so that every region
+hangs from one entry in each stripe and the learner's from none: a link between regions carries the
+payload once. So the rate is also bounded by what each region can pass on within itself, but for
+those that could not keep up with the others by far (REGION_COST): they import more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from echo.weights.topology.sites import Sites
+
+_Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+WINDOW = 16
+"""How many candidates for a place are compared by distance."""
+
+REGION_COST = 0.5
+"""By how much one entry per region may slow a version down before a region is let have more."""
+
+HEADROOM = 1.25
+"""Where something else limits the rate, uplinks are loaded as if it were this much higher."""
+
+_STEPS = 50
+"""Halvings of the interval that contains the rate: more than a float distinguishes."""
+
+
+def star(fleet: Sites) -> list[list[int]]:
+    """Return the plan in which the learner serves everyone."""
+    return [[-1, *[0] * fleet.num_receivers]]
+
+
+def chain(fleet: Sites) -> list[list[int]] | None:
+    """Return one line through the nodes that can carry the rate; the others are leaves.
+
+    The line goes region by region, the learner's first, and within one to the nearest next. Slow
+    nodes hang from its end and from nodes with an uplink to spare, those of their own region first.
+    None if no such line exists.
+    """
+    slots = dealt_slots(fleet, 1, does_spare_learner=True)
+    if slots is None:
+        return None
+    parents = [-1] * len(fleet.names)
+    line = [0, *_itinerary(fleet, [i for i in range(1, len(parents)) if slots[i]])]
+    for parent, node in itertools.pairwise(line):
+        parents[node] = parent
+        slots[parent] -= 1
+    leaves = [node for node in range(1, len(parents)) if parents[node] < 0]
+    # From the end, where a leaf costs no other node's time.
+    rooms = [node for node in reversed(line) for _ in range(min(slots[node], len(leaves)))]
+    by_region: dict[str, deque[int]] = {}
+    for node in rooms:
+        by_region.setdefault(fleet.regions[node], deque()).append(node)
+    strangers = []
+    for node in leaves:
+        own = by_region.get(fleet.regions[node])
+        if own:
+            parents[node] = own.popleft()
+        else:
+            strangers.append(node)
+    left = Counter(node for own in by_region.values() for node in own)
+    rest = (node for node in reversed(line) for _ in range(left[node]))
+    for node in strangers:
+        parents[node] = next(rest)
+    return [parents]
+
+
+def stripe_trees(
+    fleet: Sites,
+    num_stripes: int,
+    *,
+    does_spare_learner: bool,
+    is_by_region: bool = True,
+    share: float = 1.0,
+) -> list[list[int]] | None:
+    """Return m trees over all nodes, as fast as the slots allow; None if they do not suffice.
+
+    Args:
+        fleet: the nodes.
+        num_stripes: m; one stripe gives a degree-bounded tree.
+        does_spare_learner: the learner sends each stripe exactly once.
+        is_by_region: one entry for each region and stripe, where its uplinks can feed it.
+        share: part of the largest rate to build for; less makes flatter trees.
+    """
+    groups = _numbered(fleet.regions) if is_by_region else [0] * len(fleet.names)
+    slots = dealt_slots(
+        fleet, num_stripes, does_spare_learner=does_spare_learner, share=share, groups=groups
+    )
+    if slots is None:
+        return None
+    dealt = _deal(slots, groups, num_stripes)
+    load_s = [n / uplink if uplink else 0.0 for n, uplink in zip(slots, fleet.uplinks, strict=True)]
+    return [_Grower(fleet, places, groups, load_s).grow() for places in dealt]
+
+
+def dealt_slots(
+    fleet: Sites,
+    num_stripes: int,
+    *,
+    does_spare_learner: bool,
+    share: float = 1.0,
+    groups: Sequence[int] = (),
+) -> list[int] | None:
+    """Return how many links each node can serve at the largest rate that can be built.
+
+    Args:
+        fleet: the nodes.
+        num_stripes: over all of which the links are counted.
+        does_spare_learner: the learner sends each stripe exactly once.
+        share: part of the largest rate to take.
+        groups: region of each node, as a number; all but the first are to be entered once.
+    """
+    needed = num_stripes * fleet.num_receivers
+    uplinks = np.array(fleet.uplinks)
+    regions = np.array(groups or [0] * len(uplinks))
+    within = num_stripes * np.array(_links_within(regions.tolist()))
+
+    def slots_at(rate: float) -> _Counts:
+        slots = np.minimum(np.floor(num_stripes * uplinks / rate), needed)
+        slots[0] = num_stripes if does_spare_learner else max(slots[0], num_stripes)
+        return slots
+
+    def feeds(slots: _Counts) -> _Counts:
+        return np.bincount(regions, weights=slots) - within
+
+    def largest(is_enough: Callable[[_Counts], bool]) -> float:
+        low, high = 0.0, num_stripes * max(fleet.uplinks)
+        for _ in range(_STEPS):
+            rate = (low + high) / 2
+            low, high = (rate, high) if is_enough(slots_at(rate)) else (low, rate)
+        return low if low > high * 1e-6 else 0.0
+
+    rate = largest(lambda slots: bool(slots.sum() >= needed))
+    if not rate:  # nobody but the learner can serve, and it is to be spared
+        return None
+    if within.any():
+        bound = feeds(slots_at(rate / (1 + REGION_COST))) >= 0
+        rate = largest(lambda s: bool(s.sum() >= needed and (feeds(s)[bound] >= 0).all()))
+    return [int(n) for n in slots_at(min(rate, HEADROOM * fleet.best_rate) * share)]
+
+
+def _links_within(groups: Sequence[int]) -> list[int]:
+    """Return for each region how many links of a stripe begin there at least.
+
+    All its nodes but the entry are fed from within; the learner's, too, and it feeds another.
+    """
+    sizes = [0] * (max(groups) + 1)
+    for group in groups[1:]:
+        sizes[group] += 1
+    if len(sizes) == 1:
+        return [0]
+    return [size - 1 if group != groups[0] else size + 1 for group, size in enumerate(sizes)]
+
+
+def _numbered(regions: tuple[str, ...]) -> list[int]:
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(regions))}
+    return [numbers[name] for name in regions]
+
+
+def _deal(slots: list[int], groups: list[int], num_stripes: int) -> list[list[int]]:
+    """Return for each stripe how many children each node is to take in it."""
+    num_receivers = len(slots) - 1
+    dealt = [[0] * len(slots) for _ in range(num_stripes)]
+    left = list(slots)
+    home, *others = _links_within(groups)
+    own = [0] * (1 + len(others))
+    for node, group in enumerate(groups):
+        own[group] += slots[node]
+    # Other regions are given no more of the learner's than they lack.
+    others = [min(links, n // num_stripes) for links, n in zip(others, own[1:], strict=True)]
+    gaps, within = [], []
+    for stripe in range(num_stripes):
+        given = (slots[0] + num_stripes - 1 - stripe) // num_stripes
+        dealt[stripe][0] = min(num_receivers - sum(others), given)
+        gaps.append(num_receivers - dealt[stripe][0])
+        within.append([home - dealt[stripe][0] if others else num_receivers, *others])
+    serving = sorted((i for i in range(1, len(slots)) if slots[i]), key=lambda i: (-slots[i], i))
+
+    def take(node: int, stripe: int, most: int) -> None:
+        taken = min(left[node], gaps[stripe], max(0, most))
+        dealt[stripe][node] += taken
+        left[node] -= taken
+        gaps[stripe] -= taken
+        within[stripe][groups[node]] -= taken
+
+    for node in serving:
+        group = groups[node]
+        stripe = max(range(num_stripes), key=lambda s: (within[s][group], gaps[s], -s))
+        take(node, stripe, within[stripe][group])
+    stripes = sorted(range(num_stripes), key=lambda s: -gaps[s])
+    for is_within in (True, False):
+        for stripe in stripes:
+            mine = dealt[stripe]
+            rest = sorted(serving, key=lambda i: (mine[i] == 0, left[i] < slots[i], -left[i], i))
+            for node in rest:
+                take(node, stripe, within[stripe][groups[node]] if is_within else gaps[stripe])
+    return dealt
+
+
+class _Grower:
+    """Grows one stripe's tree from the learner outwards."""
+
+    def __init__(
+        self, fleet: Sites, places: list[int], groups: list[int], load_s: list[float]
+    ) -> None:
+        """Start at the learner.
+
+        Args:
+            fleet: the nodes.
+            places: children that each node may take in this stripe.
+            groups: region of each node, as a number.
+            load_s: seconds that each node needs to send a byte to all its children.
+        """
+        self._fleet, self._places, self._groups, self._load_s = fleet, list(places), groups, load_s
+        self._parents = [-1] * len(places)
+        self._lags = [0.0] * len(places)
+        num_groups = max(groups) + 1
+        self._open: list[list[int]] = [[] for _ in range(num_groups)]
+        self._surplus = [0] * num_groups
+        """Places that a region has beyond its own need."""
+        for node, group in enumerate(groups):
+            self._surplus[group] += places[node] - (node > 0)
+        self._open[groups[0]].append(0)
+
+    def grow(self) -> list[int]:
+        """Attach every node: those with places first, most first, then the leaves.
+
+        Those of the learner's region come before all others, or it would have to be entered itself.
+        Then comes who can lead on to the most.
+        """
+        places, groups = self._places, self._groups
+        surplus = tuple(self._surplus)
+        nodes = range(1, len(places))
+        interior = sorted(
+            (i for i in nodes if places[i]),
+            key=lambda i: (groups[i] > 0, -surplus[groups[i]], groups[i], -places[i], i),
+        )
+        for node in [*interior, *(i for i in nodes if not places[i])]:
+            self._attach(node)
+            if places[node]:
+                self._open[self._groups[node]].append(node)
+        return self._parents
+
+    def _attach(self, node: int) -> None:
+        own = self._groups[node]
+        group = own if self._open[own] else self._exporter()
+        if group != own:
+            self._surplus[group] -= 1
+            self._surplus[own] += 1
+        rooms = self._open[group]
+        near = rooms[:WINDOW]
+        arrivals = self._arrival_times(near, node)
+        # Only what leaves a region is paid for.
+        prices = [self._fleet.prices[i] if group != own else 0.0 for i in near]
+        index = min(range(len(near)), key=lambda i: (prices[i], arrivals[i]))
+        parent = near[index]
+        self._parents[node], self._lags[node] = parent, arrivals[index]
+        self._places[parent] -= 1
+        if not self._places[parent]:
+            del rooms[index]
+
+    def _exporter(self) -> int:
+        """Return a region with an open place that it does not need itself, if there is one."""
+        regions = [group for group, rooms in enumerate(self._open) if rooms]
+        return max(regions, key=lambda group: (self._surplus[group], -group))
+
+    def _arrival_times(self, parents: list[int], node: int) -> list[float]:
+        """Return when a first chunk, of a megabyte, would reach a node through each parent."""
+        lags, load_s, rtt_s = self._lags, self._load_s, self._fleet.rtt_s
+        return [lags[p] + load_s[p] * 1e6 + rtt_s(p, node) / 2 for p in parents]
+
+
+def _itinerary(fleet: Sites, nodes: list[int]) -> list[int]:
+    home = fleet.regions[0]
+    waiting = sorted(
+        nodes,
+        key=lambda i: (fleet.regions[i] != home, fleet.regions[i], fleet.rtt_s(0, i), i),
+    )
+    found = [0]
+    for _, group in itertools.groupby(waiting, key=lambda i: fleet.regions[i]):
+        region = list(group)
+        last = min(region, key=lambda i: fleet.prices[i])  # it leads on to the next region
+        if fleet.prices[last] == max(fleet.prices[i] for i in region):
+            last = -1
+        while region:
+            near = [i for i in region[:WINDOW] if i != last] or region
+            chosen = min(near, key=lambda i: fleet.rtt_s(found[-1], i))
+            region.remove(chosen)
+            found.append(chosen)
+    return found[1:]

@@ -1,0 +1,122 @@
+"""What a session asks of the process around it.
+
+The sessions of this package decide and never act: each method returns a list of these, and the
+node (`runtime/node.py`) or a test carries them out in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echo.core.errors import EchoError
+from echo.core.metrics import Counters
+from echo.core.timers import OncePerMinute, RecentMap
+from echo.wire.codec import Frame, encode
+from echo.wire.messages import LEARNER_ID, Message
+
+
+class Action:
+    """What a session asks for; each plane's own actions stand beside who asks for them."""
+
+    __slots__ = ()
+
+
+class Work(Action):
+    """Something to be done in a thread, and then told to the session with its result (`worked`)."""
+
+    __slots__ = ()
+
+    def run(self) -> str:
+        """Do it, in whatever thread; return what was wrong, or nothing."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Action):
+    """Hand these frames to the transport; if it refuses them they are lost, which is allowed."""
+
+    peer: str
+    frames: Sequence[Frame]
+
+
+@dataclass(frozen=True, slots=True)
+class Dial(Action):
+    """Connect to `address` and report the new peer with the session's `dialled`."""
+
+    address: str
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp(Action):
+    """Close the link to `peer`."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note(Action):
+    """Something the operator may want to read."""
+
+    level: str
+    """"info" or "warning"."""
+    text: str
+    topic: str = ""
+    """Where many may follow: one a minute of each topic is told, with how many there were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(Action):
+    """This node's work is over: cleanly, or with the error that the user must see."""
+
+    reason: str
+    error: EchoError | None = None
+
+
+# --- What the learner's planes share to make actions of messages and of complaints ---
+
+MAX_ROUTES = 100_000
+"""Nodes that are remembered at most, the newest; each costs some hundred bytes."""
+
+
+class Routes:
+    """Over which link each node was last heard, which is how it is answered."""
+
+    def __init__(self, counters: Counters) -> None:
+        """Start without any; what cannot be sent is counted."""
+        self._peers: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
+        self._counters = counters
+
+    def learn(self, node_id: str, peer: str) -> None:
+        """Note over which link a node has spoken."""
+        self._peers[node_id] = peer
+
+    def peer_of(self, node_id: str) -> str | None:
+        """Return the link over which a node was last heard; None if there is none."""
+        return self._peers.get(node_id)
+
+    def forget(self, peer: str) -> None:
+        """Forget a link that is lost."""
+        self._peers.discard_value(peer)
+
+    def to(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
+        """Return the Send of a message to a node, or nothing if no link leads to it."""
+        peer = self.peer_of(node_id)
+        if peer is None:
+            self._counters.add("dropped/no_route")
+            return []
+        return [Send(peer, encode(message, payload, source=LEARNER_ID, target=node_id))]
+
+
+class Complaints:
+    """What the operator is told of nodes that misbehave: once a minute for each and each reason."""
+
+    def __init__(self) -> None:
+        """Start with nothing said."""
+        self._lines = OncePerMinute()
+
+    def note(self, node_id: str, reason: str, text: str, *, now: float) -> list[Action]:
+        """Return the Note, or nothing if it was said a moment ago."""
+        line = self._lines.say(node_id, reason, text, now=now)
+        return [] if line is None else [Note("warning", line)]

@@ -1,0 +1,275 @@
+"""Bytes to messages and back, with every bound checked before anything is believed.
+
+The bounds are those of `core/bounds.py`: sizes here, ranges of values by the decoder, which knows
+them from the fields' types. Whoever sends is held to the same sizes as whoever receives.
+
+The header frame is msgpack: [protocol version, source node, target node, message, hops]. A link
+message has an empty target. The message itself is decoded in a second step, so that a node of
+another protocol version is recognised and told so instead of failing to decode. Payload frames
+follow unchanged and uncopied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from echo.core.bounds import (
+    MAX_FRAMES,
+    MAX_HEADER_BYTES,
+    MAX_MEMBERS,
+    MAX_NODE_ID_LENGTH,
+    MAX_PAYLOAD_BYTES,
+    Attempt,
+    Finite,
+    GroupId,
+    NodeId,
+    NumTokens,
+    Word,
+)
+from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.rollout import Group, Rollout
+from echo.wire.messages import PROTOCOL_VERSION, AnyMessage, Message
+
+Frame = bytes | bytearray | memoryview
+
+MAX_HOPS = 16
+"""Relays between a node and the learner at most; more can only be a circle."""
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises on bytes that are not what they should be; endless nesting is the last."""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What a relay reads of a message."""
+
+    protocol: Annotated[int, Meta(ge=0, le=1 << 31)]
+    source: Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_LENGTH)]
+    target: NodeId
+    """Node id for a routed message, empty for a link message."""
+    body: msgspec.Raw
+    num_hops: Annotated[int, Meta(ge=0, le=MAX_HOPS)] = 0
+    """Relays that have forwarded it."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+_message_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(
+    message: Message, payload: Sequence[Frame] = (), *, source: str, target: str = ""
+) -> list[Frame]:
+    """Return the frames of `message`: header first, then the payload frames as they are.
+
+    Raises:
+        LocalProtocolError: if they are larger than any node would accept.
+    """
+    body = msgspec.Raw(_encoder.encode(message))
+    frames = [_encoder.encode(Envelope(PROTOCOL_VERSION, source, target, body)), *payload]
+    fault = _size_fault(frames)
+    if fault is not None:
+        raise LocalProtocolError(f"{type(message).__name__} to {target or 'a neighbour'}: {fault}")
+    return frames
+
+
+def payload_bytes(payload: Sequence[Frame]) -> int:
+    """Return the bytes of payload frames: MAX_PAYLOAD_BYTES at most fit into one message."""
+    return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in payload)
+
+
+def _size_fault(frames: Sequence[Frame]) -> str | None:
+    """Return which bound of a message's sizes these frames exceed, or None."""
+    if len(frames[0]) > MAX_HEADER_BYTES:
+        return f"a header of {len(frames[0])} bytes; at most {MAX_HEADER_BYTES} are accepted"
+    if len(frames) > MAX_FRAMES:
+        return f"{len(frames)} frames; at most {MAX_FRAMES} are accepted"
+    if (num_bytes := payload_bytes(frames[1:])) > MAX_PAYLOAD_BYTES:
+        return f"a payload of {num_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are accepted"
+    return None
+
+
+def decode_envelope(frames: Sequence[Frame]) -> Envelope:
+    """Read who sent a message to whom, without looking inside.
+
+    Raises:
+        RemoteProtocolError: if the header is missing or malformed, or the message is too large.
+    """
+    if not frames:
+        raise RemoteProtocolError("a message without a header frame")
+    fault = _size_fault(frames)
+    if fault is not None:
+        raise RemoteProtocolError(fault)
+    try:
+        return _envelope_decoder.decode(frames[0])
+    except DECODE_ERRORS as error:
+        raise RemoteProtocolError(f"a header that is not an envelope: {error}") from error
+
+
+def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
+    """Return the frames that a relay passes on: the same message with one hop more.
+
+    Raises:
+        RemoteProtocolError: if relays that dial each other have it going round, or it grows beyond
+            the bound (another implementation may have packed the envelope closer).
+    """
+    if envelope.num_hops >= MAX_HOPS:
+        raise RemoteProtocolError(
+            f"a message from {envelope.source} to {envelope.target} after {MAX_HOPS} relays; check "
+            "that no relays are configured to connect to each other in a circle"
+        )
+    onward = msgspec.structs.replace(envelope, num_hops=envelope.num_hops + 1)
+    frames = [_encoder.encode(onward), *payload]
+    fault = _size_fault(frames)
+    if fault is not None:
+        raise RemoteProtocolError(f"a message from {envelope.source}: {fault}")
+    return frames
+
+
+def other_protocol(envelope: Envelope) -> str | None:
+    """Return what to tell the operator if the sender speaks another protocol version, or None."""
+    if envelope.protocol == PROTOCOL_VERSION:
+        return None
+    return (
+        f"{envelope.source} speaks protocol version {envelope.protocol}, this node "
+        f"{PROTOCOL_VERSION}; install the same release of echo-rl on both"
+    )
+
+
+def decode_message(envelope: Envelope) -> Any:
+    """Read the message inside an envelope.
+
+    Raises:
+        RemoteProtocolError: if the sender speaks another protocol version or the body is malformed.
+    """
+    fault = other_protocol(envelope)
+    if fault is not None:
+        raise RemoteProtocolError(fault)
+    try:
+        return _message_decoder.decode(envelope.body)
+    except DECODE_ERRORS as error:
+        raise RemoteProtocolError(f"a malformed message from {envelope.source}: {error}") from error
+
+
+class _Tag(msgspec.Struct):
+    type: Word = "message of no kind"
+
+
+_tag_decoder = msgspec.msgpack.Decoder(_Tag)
+
+
+def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
+    """Return (source, target, kind) of a message as far as they can be read, for a log."""
+    try:
+        envelope = decode_envelope(frames)
+        return envelope.source, envelope.target, _tag_decoder.decode(envelope.body).type
+    except (RemoteProtocolError, *DECODE_ERRORS):
+        return "", "", _Tag().type
+
+
+# --- groups --------------------------------------------------------------------------------------
+
+
+class GroupHeader(msgspec.Struct, frozen=True):
+    """Everything of a group except its arrays."""
+
+    group_id: GroupId
+    attempt: Attempt
+    worker_id: NodeId
+    num_prompt_tokens: NumTokens
+    num_tokens: Annotated[tuple[NumTokens, ...], Meta(max_length=MAX_MEMBERS)]
+    rewards: Annotated[tuple[Finite, ...], Meta(max_length=MAX_MEMBERS)]
+    finish_reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_MEMBERS)]
+
+
+_header_decoder = msgspec.msgpack.Decoder(GroupHeader)
+BYTES_PER_TOKEN = 4 + 4 + 8 + 1
+"""int32 id, float32 log-prob, two int32 of the version, one byte of mask."""
+
+
+def encode_group(group: Group) -> tuple[bytes, bytes]:
+    """Return a group as (header, arrays); the same bytes travel and lie on the learner's disk.
+
+    Arrays, little-endian, one after the other: prompt ids, then for each rollout token ids,
+    log-probs, versions and mask.
+    """
+    header = GroupHeader(
+        group_id=group.group_id,
+        attempt=group.attempt,
+        worker_id=group.worker_id,
+        num_prompt_tokens=len(group.prompt_ids),
+        num_tokens=tuple(rollout.num_tokens for rollout in group.rollouts),
+        rewards=tuple(rollout.reward for rollout in group.rollouts),
+        finish_reasons=tuple(rollout.finish_reason for rollout in group.rollouts),
+    )
+    parts = [group.prompt_ids.astype("<i4").tobytes()]
+    for rollout in group.rollouts:
+        parts.append(rollout.token_ids.astype("<i4").tobytes())
+        parts.append(rollout.sampler_logprobs.astype("<f4").tobytes())
+        parts.append(rollout.policy_versions.astype("<i4").tobytes())
+        parts.append(rollout.completion_mask.astype("u1").tobytes())
+    return _encoder.encode(header), b"".join(parts)
+
+
+def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
+    """Read a group back; the arrays are copies, so the frames may be released.
+
+    Raises:
+        RemoteProtocolError: if sizes disagree or a field is out of range.
+    """
+    try:
+        header = _header_decoder.decode(header_frame)
+    except DECODE_ERRORS as error:
+        raise RemoteProtocolError(f"a malformed group header: {error}") from error
+    num_rollouts = len(header.num_tokens)
+    if not num_rollouts or not (num_rollouts == len(header.rewards) == len(header.finish_reasons)):
+        raise RemoteProtocolError(
+            f"group {header.group_id}: lengths, rewards and finish reasons disagree"
+        )
+    expected = 4 * header.num_prompt_tokens + BYTES_PER_TOKEN * sum(header.num_tokens)
+    if len(arrays_frame) != expected:
+        raise RemoteProtocolError(
+            f"group {header.group_id}: {len(arrays_frame)} bytes of arrays where its header needs "
+            f"{expected}"
+        )
+    try:
+        return _build_group(header, memoryview(arrays_frame))
+    except ValueError as error:
+        raise RemoteProtocolError(f"group {header.group_id}: {error}") from error
+
+
+def _build_group(header: GroupHeader, arrays: memoryview) -> Group:
+    offset = 0
+
+    def take(dtype: str, count: int) -> npt.NDArray[Any]:
+        nonlocal offset
+        values = np.frombuffer(arrays, dtype=dtype, count=count, offset=offset)
+        offset += values.nbytes
+        return values
+
+    prompt_ids = take("<i4", header.num_prompt_tokens).astype(np.int32)
+    rollouts = []
+    for num_tokens, reward, finish_reason in zip(
+        header.num_tokens, header.rewards, header.finish_reasons, strict=True
+    ):
+        rollouts.append(
+            Rollout(
+                token_ids=take("<i4", num_tokens).astype(np.int32),
+                sampler_logprobs=take("<f4", num_tokens).astype(np.float32),
+                policy_versions=take("<i4", 2 * num_tokens).astype(np.int32).reshape(num_tokens, 2),
+                completion_mask=take("u1", num_tokens).astype(np.bool_),
+                reward=reward,
+                finish_reason=finish_reason,
+            )
+        )
+    return Group(
+        group_id=header.group_id,
+        attempt=header.attempt,
+        worker_id=header.worker_id,
+        prompt_ids=prompt_ids,
+        rollouts=tuple(rollouts),
+    )

@@ -1,0 +1,134 @@
+"""Versions in coded form for tests: images that differ in a few bytes, real codings, signed tables.
+
+Blocks and chunks are as small as the protocol allows, so that an encoded version has several of
+each.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import msgspec
+from blake3 import blake3
+
+from echo.core.rollout import PolicyVersion
+from echo.weights.delta import encode_block, split_blocks
+from echo.weights.manifest import (
+    HASH_BYTES,
+    Manifest,
+    SegmentTable,
+    SignedManifest,
+    TensorSpec,
+    build_manifest,
+    encode_signed,
+    sign,
+)
+from echo.weights.store import EncodedVersion
+from echo.wire.messages import Form
+from tests.protocol.harness import CHUNK_BYTES, KEY
+
+IMAGE_BYTES = 40 * CHUNK_BYTES + 100
+BLOCK_BYTES = 4 * CHUNK_BYTES
+Piece = tuple[SegmentTable, bytes, memoryview]
+"""A segment's table, the same signed and encoded, and its payload."""
+
+
+def v(step: int) -> PolicyVersion:
+    return PolicyVersion(1, step)
+
+
+@functools.cache
+def weights(step: int, num_bytes: int = IMAGE_BYTES) -> bytes:
+    """Return the image of v(step): that of the step before, but for some of its bytes."""
+    chance = random.Random(step)
+    if step == 0:
+        return chance.randbytes(num_bytes)
+    image = bytearray(weights(step - 1, num_bytes))
+    for start in range(0, num_bytes, BLOCK_BYTES):
+        if chance.random() < 0.7:
+            for _ in range(chance.choice([1, 400, 2000])):
+                place = min(start + chance.randrange(BLOCK_BYTES), num_bytes - 1)
+                image[place] ^= chance.randrange(1, 256)
+    return bytes(image)
+
+
+@functools.cache
+def described(step: int, num_bytes: int = IMAGE_BYTES) -> tuple[SignedManifest, Manifest]:
+    """Return the signed manifest of v(step)."""
+    manifest = build_manifest(
+        run_id="run",
+        version=v(step),
+        model_digest="model",
+        tensors=[TensorSpec("w", "uint8", (num_bytes,), 0, num_bytes)],
+        image=weights(step, num_bytes),
+        chunk_bytes=CHUNK_BYTES,
+    )
+    return sign(manifest, KEY), manifest
+
+
+def published(
+    step: int, num_bytes: int = IMAGE_BYTES
+) -> tuple[SignedManifest, Manifest, memoryview]:
+    """Return what `Broadcast.publish` takes."""
+    return *described(step, num_bytes), memoryview(weights(step, num_bytes))
+
+
+def signed_frame(table: SegmentTable) -> bytes:
+    """Return a table as it travels."""
+    return msgspec.msgpack.encode(sign(table, KEY))
+
+
+@functools.cache
+def coded(
+    step: int, base: int | None, *, blocks_per_segment: int = 4, num_bytes: int = IMAGE_BYTES
+) -> tuple[Piece, ...]:
+    """Return the segments of v(step) against v(base), or on its own."""
+    new = memoryview(weights(step, num_bytes))
+    old = None if base is None else memoryview(weights(base, num_bytes))
+    signed, manifest = described(step, num_bytes)
+    blocks = split_blocks(num_bytes, BLOCK_BYTES)
+    pieces = []
+    for index, first in enumerate(range(0, len(blocks), blocks_per_segment)):
+        mine = blocks[first : first + blocks_per_segment]
+        found = [
+            encode_block(None if old is None else old[a:b], new[a:b], word_bytes=2) for a, b in mine
+        ]
+        payload = memoryview(b"".join(found))
+        stop = mine[-1][1]
+        hashes = slice(mine[0][0] // CHUNK_BYTES * HASH_BYTES, -(-stop // CHUNK_BYTES) * HASH_BYTES)
+        table = SegmentTable(
+            run_id="run",
+            version=v(step),
+            base=None if base is None else v(base),
+            index=index,
+            image_bytes=num_bytes,
+            image_chunk_bytes=CHUNK_BYTES,
+            block_bytes=BLOCK_BYTES,
+            chunk_bytes=CHUNK_BYTES,
+            first_block=first,
+            block_sizes=tuple(map(len, found)),
+            chunk_hashes=b"".join(
+                blake3(payload[start : start + CHUNK_BYTES]).digest()
+                for start in range(0, len(payload), CHUNK_BYTES)
+            ),
+            result_hashes=manifest.chunk_hashes[hashes],
+            manifest=encode_signed(signed) if stop == num_bytes else None,
+        )
+        pieces.append((table, signed_frame(table), payload))
+    return tuple(pieces)
+
+
+def form_on(base: int | None) -> Form:
+    """Return the form of an encoded version."""
+    return Form("keyframe") if base is None else Form("delta", v(base))
+
+
+def encoded_of(
+    step: int, base: int | None, *, num_pieces: int | None = None, **sizes: int
+) -> EncodedVersion:
+    """Return the learner's encoded version, with its first segments or all of them."""
+    encoded = EncodedVersion(v(step), form_on(base))
+    for table, frame, payload in coded(step, base, **sizes)[:num_pieces]:
+        encoded.add(table, frame, payload)
+    return encoded

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from echo.core.rollout import PolicyVersion
+from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
+from echo.runtime.threads import ThreadPools
+from echo.weights.broadcast import Broadcast
+from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.receiver import VersionArrived
+from echo.weights.store import DecodeBlock
+from echo.wire.actions import Send
+from tests.protocol.harness import message_of
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+NUM_BYTES = 9 << 20
+"""Two whole blocks and a part of one."""
+CHUNK_BYTES = 1 << 20
+
+
+def make_images(count: int, *, share: float) -> list[bytearray]:
+    """Return images of bf16 weights, each with a share of the weights of the one before moved."""
+    chance = np.random.default_rng(0)
+    words = (chance.standard_normal(NUM_BYTES // 2) * 100).astype(np.float16).view(np.uint16)
+    images = []
+    for _ in range(count):
+        images.append(bytearray(words.tobytes()))
+        words = words.copy()
+        where = chance.random(len(words)) < share
+        words[where] += chance.integers(1, 3, size=int(where.sum()), dtype=np.uint16)
+    return images
+
+
+def make_publication(step: int, image: bytearray) -> Publication:
+    spec = TensorSpec("w", "bfloat16", (NUM_BYTES // 2,), 0, NUM_BYTES)
+    manifest = build_manifest(
+        run_id="run",
+        version=PolicyVersion(1, step),
+        model_digest="model",
+        tensors=[spec],
+        image=image,
+        chunk_bytes=CHUNK_BYTES,
+    )
+    return Publication(sign(manifest, KEY), manifest, image)
+
+
+class Pair:
+    """A learner's broadcast and one child, joined directly."""
+
+    def __init__(self, codec: str) -> None:
+        self.learner = Broadcast(node_id="learner", window_bytes=8 << 20, stall_s=5.0)
+        self.child = Broadcast(node_id="child", window_bytes=8 << 20, stall_s=5.0)
+        self.child.trust(
+            public_key=KEY.public_key().public_bytes_raw(), run_id="run", max_image_bytes=1 << 30
+        )
+        self.arrived: list[PolicyVersion] = []
+        self.coder = Coder(KEY, num_threads=2)
+        self.encoded_versions = VersionEncoder(
+            self.learner,
+            self.coder,
+            codec=codec,
+            perform=lambda actions: self.perform("learner", actions),
+            spawn=asyncio.ensure_future,
+            pool=ThreadPools().pool("coder"),
+            now=lambda: 0.0,
+        )
+
+    def perform(self, name: str, actions: Any) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    other = self.child if name == "learner" else self.learner
+                    target = "child" if name == "learner" else "learner"
+                    message, payload = message_of(action.frames), list(action.frames[1:])
+                    self.perform(target, other.receive(name, message, payload, now=0.0))
+                case DecodeBlock():
+                    self.perform(name, self.child.worked(action, action.run(), now=0.0))
+                case VersionArrived():
+                    self.arrived.append(action.version)
+
+    def join(self) -> None:
+        self.perform("child", self.child.set_parent("learner", now=0.0))
+
+    async def publish(self, *publications: Publication) -> None:
+        for publication in publications:
+            await self.encoded_versions.publish(publication)
+            await self.encoded_versions.wait()
+
+
+@pytest.mark.parametrize("codec", ["auto", "delta", "full"])
+def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
+    images = make_images(3, share=0.01)
+
+    async def main() -> Pair:
+        pair = Pair(codec)
+        pair.join()
+        await pair.publish(*(make_publication(i, image) for i, image in enumerate(images)))
+        pair.coder.close()
+        return pair
+
+    pair = asyncio.run(main())
+    assert pair.arrived == [PolicyVersion(1, step) for step in range(3)]
+    for step in (1, 2):
+        assert pair.child.store[PolicyVersion(1, step)].storage == images[step]
+    if codec == "full":
+        assert not pair.learner.encoded_versions
+        assert pair.child.bytes_received == 3 * NUM_BYTES
+    else:
+        # The first in full or as a keyframe, the others as deltas.
+        assert pair.child.bytes_received < 1.2 * NUM_BYTES
+        assert set(pair.encoded_versions.coded_bytes) == {PolicyVersion(1, 1), PolicyVersion(1, 2)}
+
+
+@pytest.mark.slow
+def test_a_laggard_takes_one_delta_after_the_other() -> None:
+    images = make_images(5, share=0.01)
+    publications = [make_publication(i, image) for i, image in enumerate(images)]
+    newest = PolicyVersion(1, 4)
+
+    async def main() -> Pair:
+        pair = Pair("delta")
+        pair.join()
+        await pair.publish(publications[0])
+        pair.perform("child", pair.child.set_parent(None, now=0.0))
+        pair.perform("learner", pair.learner.remove_child("child", now=0.0))
+        await pair.publish(*publications[1:])
+        pair.join()
+        pair.coder.close()
+        return pair
+
+    pair = asyncio.run(main())
+    assert pair.child.store[newest].storage == images[-1]
+    assert len(pair.arrived) == 5
+
+
+FLOATS = {"float32": 4, "float16": 2, "bfloat16": 2}
+SPECIAL = {
+    4: [
+        0x0,
+        0x80000000,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0x7F800001,
+        0xFFFFFFFF,
+        0x1,
+        0x7F7FFFFF,
+    ],
+    2: [0x0, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7C00, 0xFC00, 0x7C01, 0x7E55, 0x1],
+}
+"""Zeros of both signs, infinities, NaNs with payloads, subnormals, extremes, as bit patterns."""
+
+
+def special_publications() -> list[Publication]:
+    """Return two versions in which values of any kind have become values of any other kind."""
+    parts: list[tuple[bytes, bytes]] = []
+    tensors, offset = [], 0
+    chance = np.random.default_rng(2)
+    for dtype, size in (*FLOATS.items(), ("int64", 8)):
+        words = [0, 1, 2**63, 2**64 - 1] if size == 8 else SPECIAL[size]
+        old, new = (
+            np.array(side, f"<u{size}").repeat(40)
+            for side in zip(*((a, b) for a in words for b in words), strict=True)
+        )
+        calm = chance.integers(0, 100, 20_000).astype(old.dtype)
+        old, new = np.concatenate([old, calm]), np.concatenate([new, calm])
+        parts.append((old.tobytes(), new.tobytes()))
+        tensors.append(TensorSpec(dtype, dtype, (old.size,), offset, old.nbytes))
+        offset += old.nbytes
+    publications = []
+    for step in (0, 1):
+        image = bytearray(b"".join(part[step] for part in parts))
+        manifest = build_manifest(
+            run_id="run", version=PolicyVersion(1, step), model_digest="model", tensors=tensors,
+            image=image, chunk_bytes=16 << 10,
+        )  # fmt: skip
+        publications.append(Publication(sign(manifest, KEY), manifest, image))
+    return publications
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["delta", "keyframe"])
+def test_values_of_every_kind_survive_bit_for_bit(is_late: bool) -> None:
+    publications = special_publications()
+
+    async def main() -> Pair:
+        pair = Pair("delta")
+        if is_late:
+            await pair.publish(publications[1])
+            pair.join()
+        else:
+            pair.join()
+            await pair.publish(*publications)
+        pair.coder.close()
+        return pair
+
+    pair = asyncio.run(main())
+    (*_, newest) = sorted(pair.child.encoded_versions)
+    assert newest[1].kind == ("keyframe" if is_late else "delta"), "it came in full"
+    storage = memoryview(pair.child.store[PolicyVersion(1, 1)].storage)
+    for spec in publications[1].manifest.tensors:
+        where = slice(spec.offset, spec.offset + spec.num_bytes)
+        assert storage[where] == publications[1].image[where], spec.dtype
+
+
+def test_a_hopeless_delta_is_not_sent() -> None:
+    chance = np.random.default_rng(1)
+    images = [bytearray(chance.bytes(NUM_BYTES)) for _ in range(2)]
+
+    async def main() -> Pair:
+        pair = Pair("auto")
+        pair.join()
+        await pair.publish(*(make_publication(i, image) for i, image in enumerate(images)))
+        pair.coder.close()
+        return pair
+
+    pair = asyncio.run(main())
+    assert pair.arrived == [PolicyVersion(1, 0), PolicyVersion(1, 1)]
+    assert not pair.encoded_versions.coded_bytes
+    assert pair.child.bytes_received == 2 * NUM_BYTES
+
+
+def test_a_late_joiner_takes_the_keyframe_and_the_deltas_behind_it() -> None:
+    images = make_images(3, share=0.01)
+
+    async def main() -> Pair:
+        pair = Pair("auto")
+        await pair.publish(*(make_publication(i, image) for i, image in enumerate(images)))
+        keyframes = [item for item in pair.learner.encoded_versions if item[1].kind == "keyframe"]
+        assert keyframes
+        pair.join()
+        pair.coder.close()
+        return pair
+
+    pair = asyncio.run(main())
+    assert pair.arrived[-1] == PolicyVersion(1, 2)
+    assert pair.child.store[PolicyVersion(1, 2)].storage == images[2]
+    assert pair.child.bytes_received < NUM_BYTES
+
+
+def test_every_segment_is_announced_while_later_ones_are_coded() -> None:
+    images = make_images(2, share=0.01)
+
+    async def main() -> None:
+        coder = Coder(KEY, num_threads=2)
+        publication = make_publication(1, images[1])
+        pair = Pair("delta")
+        await pair.publish(make_publication(0, images[0]))
+        base = pair.learner.store[PolicyVersion(1, 0)]
+        segments = list(coder.segments(publication, base))
+        assert [segment.table.index for segment in segments] == [0]
+        assert segments[0].table.manifest is not None
+        assert sum(segments[0].table.block_sizes) == len(segments[0].payload)
+        coder.close()
+        pair.coder.close()
+
+    asyncio.run(main())
