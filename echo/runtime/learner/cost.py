@@ -41,7 +41,7 @@ from echo.fleet.activation import (
 )
 from echo.fleet.job import Job
 from echo.leases.dispatch import Throughput
-from echo.records.ledger import Ledger, read_records
+from echo.records.ledger import ActivationChanged, Cost, Ledger, read_records, totals_of
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Roster
 from echo.runtime.learner.report import Progress
@@ -577,12 +577,9 @@ class CostMeter:
 # Costs and activation in the learner's process: measured, decided off the loop, written down
 #
 #     look (10 times a second) -> meter, rates, times of broadcasts
-#     question -> answer (in a thread) -> decision -> journal, log, plans and leases
+#     question -> answer (in a thread) -> decision -> ledger, log, plans and leases
 #
-# Records in the journal:
-#
-#     activation  step, cause, activated, parked, and the numbers before and after
-#     cost        step, total, per_h            with each step, so that a resume goes on counting
+# Each decision goes to the ledger, and the costs with each step, so that a resume goes on counting.
 
 
 LOOK_S = 0.1
@@ -617,7 +614,7 @@ class CostControl:
             meter: what it costs.
             pace: is told when versions have arrived.
             progress: says whether the learner trains just now, or waits for groups.
-            ledger: the journal, open.
+            ledger: the run's, open.
             trains_on_all: whether groups without a gradient count towards a step.
             budget_per_run: $ after which the run is to end; None for no limit.
             log: where to tell decisions.
@@ -721,7 +718,16 @@ class CostControl:
     def _tell(self, decision: ActivationDecision) -> None:
         self._last_decision = str(decision)
         self._log.info("activation: %s", self._last_decision)
-        self._ledger.append("activation", **_json(asdict(decision)))
+        fields = asdict(decision)
+        self._ledger.append(
+            ActivationChanged(
+                step=fields.pop("step"),
+                cause=fields.pop("cause"),
+                activated=fields.pop("activated"),
+                deactivated=fields.pop("interrupted"),
+                numbers=fields,
+            )
+        )
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -758,7 +764,8 @@ class CostControl:
             return {}
         self._num_tokens += row["perf/tokens_per_s"] * row["time/step"]
         bill, session = self._meter.bill(), self._session
-        self._ledger.append("cost", step=session.step, total=round(bill.total, 6), per_h=bill.per_h)
+        total = round(bill.total, 6)
+        self._ledger.append(Cost(step=session.step, total=total, per_h=bill.per_h))
         metrics = {
             "cost/per_hour": bill.per_h,
             "cost/total": bill.total,
@@ -807,33 +814,21 @@ class CostControl:
         )
 
 
-def _json(value: Any) -> Any:
-    """Return a value as JSON has it: without infinity, with short numbers."""
-    if isinstance(value, dict):
-        return {key: _json(item) for key, item in value.items()}
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
-
-
-def spent_before(ledger: Path, *, now: float) -> float:
+def spent_before(run_dir: Path, *, now: float) -> float:
     """Return $ that a run has cost before it is resumed.
 
     Machines went on billing while the learner was away; for how much of that time is not known,
     and LOST_COUNTS_FOR_S of it count at most.
 
     Args:
-        ledger: the journal.
+        run_dir: the run's directory.
         now: unix time, seconds.
     """
-    last: Mapping[str, Any] | None = None
-    for _, record in read_records(ledger):
-        if record["kind"] == "cost":
-            last = record
+    last = totals_of(read_records(run_dir)).cost
     if last is None:
         return 0.0
-    away_s = min(max(0.0, now - last["at"]), LOST_COUNTS_FOR_S)
-    return float(last["total"] + last["per_h"] * away_s / 3600)
+    away_s = min(max(0.0, now - last.at), LOST_COUNTS_FOR_S)
+    return last.total + last.per_h * away_s / 3600
 
 
 def make_activating(
@@ -854,7 +849,7 @@ def make_activating(
         session: its conversation.
         pace: when to publish.
         progress: running totals.
-        ledger: the journal, open.
+        ledger: the run's, open.
         spent: $ before a resume.
         now: the loop's clock, seconds.
         log: where to tell decisions.
@@ -893,4 +888,4 @@ def make_activating(
 
 def resumed_spending(ledger: Ledger, *, resume: bool) -> float:
     """Return $ that count before this start."""
-    return spent_before(ledger.path, now=time.time()) if resume else 0.0
+    return spent_before(ledger.run_dir, now=time.time()) if resume else 0.0

@@ -1,8 +1,8 @@
-"""The learner role: take a batch, train, journal, publish; everything else happens beside it.
+"""The learner role: take a batch, train, record, publish; everything else happens beside it.
 
-    groups --> session --> journal (disk) --> buffer --> step --> journal --> publish --> broadcast
-                              |                                      |
-                              +--> acknowledgement                   +--> evaluation, checkpoint
+    groups --> session --> ledger (disk) --> buffer --> step --> ledger --> publish --> broadcast
+                              |                                     |
+                              +--> acknowledgement                  +--> evaluation, checkpoint
 
 The training loop awaits three things only: a full batch of admissible groups, its own model work,
 and (every so often) a checkpoint. It never waits for the network otherwise: versions are handed to
@@ -10,9 +10,10 @@ the broadcast and pulled by whoever needs them. While it waits for a batch it lo
 whether one can come at all (`runtime/learner/node.py`); without workers the run is saved and ends
 after a while.
 
-Order of events around a step, which recovery relies on: groups are journalled and synced before
-they are acknowledged; the record of a step is written before its weights are published; and
-everything written is synced before a checkpoint becomes visible.
+Order of events, which a resume relies on: what a batch of actions records is committed before its
+messages leave; groups are synced before they are acknowledged; the record of a step is committed
+before its weights are published; and everything is synced before a checkpoint becomes visible. The
+event loop writes none of it: threads do.
 """
 
 from __future__ import annotations
@@ -45,7 +46,16 @@ from echo.leases.scheduler import (
     StoreGroup,
 )
 from echo.net.transport import Transport
-from echo.records.ledger import Ledger
+from echo.records.ledger import (
+    AnyRecord,
+    BoundChanged,
+    Cancelled,
+    Discarded,
+    Granted,
+    Ledger,
+    Published,
+    Refused,
+)
 from echo.roles.learner import Learner
 from echo.roles.members import Member
 from echo.runtime.learner.checkpoint import Checkpoints
@@ -173,10 +183,8 @@ class Reporting:
 # --- What the learner makes of the staleness controller's decisions ---
 #
 # A lower bound gates new leases only, shortens the publish period and publishes at once;
-# what is buffered or being sampled stays valid up to the hard bound. Each goes to the journal with
-# its cause:
-#
-#     bound  step, before, bound, cause
+# what is buffered or being sampled stays valid up to the hard bound. Each goes to the ledger with
+# its cause.
 
 
 class Adaptation:
@@ -197,7 +205,7 @@ class Adaptation:
             controller: which proposes the bound; None for one that stays as it is.
             buffer: whose bound for new leases follows it.
             pace: whose period follows it.
-            ledger: the journal, open.
+            ledger: the run's, open.
             log: where to tell decisions.
         """
         self._controller = controller
@@ -234,11 +242,12 @@ class Adaptation:
 
     def _tell(self, decision: BoundDecision) -> None:
         self._ledger.append(
-            "bound",
-            step=decision.step,
-            before=decision.before,
-            bound=decision.bound,
-            cause=decision.cause,
+            BoundChanged(
+                step=decision.step,
+                before=decision.before,
+                bound=decision.bound,
+                cause=decision.cause,
+            )
         )
         self._log.info(
             "staleness bound %d -> %d: %s", decision.before, decision.bound, decision.cause
@@ -319,57 +328,50 @@ class EndOfRun:
         await self._node.wait_until(is_over, within_s=within_s)
 
 
-# --- The records that the learner's session asks for, as lines of the ledger ---
+# --- The records that the learner's session asks for, in the words of the ledger ---
 
 
-Record = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
+LeaseRecord = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
 
 
-def record(ledger: Ledger, action: Record, *, step: int) -> None:
-    """Write what happened to a lease or a group.
+def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
+    """Return the record of what happened to a lease or a group.
 
     Args:
-        ledger: the journal.
-        action: what to write.
+        action: what the session asks to be recorded.
         step: optimizer steps done.
     """
     match action:
         case RecordGrant():
-            installed, lease = action.installed, action.lease
-            version = None if installed is None else [installed.lineage, installed.step]
-            copy_of = {} if action.copy_of is None else {"copy_of": action.copy_of}
-            ledger.append(
-                "granted",
-                group=lease.group_id,
-                attempt=lease.attempt,
+            return Granted(
+                group=action.lease.group_id,
+                attempt=action.lease.attempt,
                 worker=action.worker_id,
-                version=version,
-                **copy_of,
+                version=action.installed,
+                copy_of=action.copy_of,
             )
         case RecordCancel():
-            ledger.append(
-                "cancelled",
+            return Cancelled(
                 group=action.group_id,
                 attempt=action.attempt,
                 worker=action.worker_id,
                 tokens=action.num_tokens,
             )
         case RecordRefusal():
-            ledger.append(
-                "refused",
+            return Refused(
                 group=action.group_id,
                 attempt=action.attempt,
                 worker=action.worker_id,
                 reason=action.reason,
             )
         case RecordEnd():
-            ledger.discarded(action.group_id, action.reason, step=step)
+            return Discarded(group=action.group_id, reason=action.reason, step=step)
 
 
 # Rewards at the learner, for groups whose workers know no answers (reward.where = "learner")
 #
 # The worker delivers its rollouts with rewards of 0. Before a group is judged by the trainer or
-# written to the journal, each of its completions is decoded and scored here, off the loop, with the
+# written to the ledger, each of its completions is decoded and scored here, off the loop, with the
 # example that the learner has kept. A group that cannot be scored ends with the reason, as it would
 # have at a worker.
 
@@ -382,7 +384,7 @@ class Spawn(Protocol):
 
 
 class LearnerRewards:
-    """Scores groups on their way into the journal."""
+    """Scores groups on their way into the ledger."""
 
     def __init__(
         self,
@@ -448,7 +450,7 @@ class LearnerRewards:
 #
 # A group from which the trainer would learn nothing is ended at once with its reason: it is
 # acknowledged, gives its admission back, and another is granted for it. All others are written to
-# the journal, and acknowledged and put into the buffer once they are on the disk.
+# the ledger, and acknowledged and put into the buffer once they are on the disk.
 #
 # Who delivers nothing that can be learned from while others do is set aside (`usefulness.py`).
 
@@ -473,13 +475,13 @@ class Acceptance:
 
         Args:
             session: the learner's conversation.
-            ledger: the journal, open.
+            ledger: the run's, open.
             buffer: where groups wait to be trained.
             progress: running totals.
             refusal: why a group should not count towards a step, or None.
             max_zero_signal_groups: see `is_zero_signal`.
             perform: carries out what the session asks for.
-            sync: forces the journal onto the disk, off the loop.
+            sync: forces the ledger onto the disk, off the loop.
             clock: the loop's, seconds.
         """
         self._session = session
@@ -567,9 +569,9 @@ class Acceptance:
         self._judge(worker_id, is_useful=False)
 
     def _end(self, group: Group, reason: str) -> None:
-        self._ledger.discarded(group.group_id, reason, step=self._session.step)
         self._session.counters.add(f"discarded/{reason}")
-        self._perform(self._session.stored(group.group_id, now=self._clock()))
+        acknowledgement = self._session.stored(group.group_id, now=self._clock())
+        self._perform([RecordEnd(group.group_id, reason), *acknowledgement])
         self._tell_if_zero_signal()
 
     def _tell_if_zero_signal(self) -> None:
@@ -809,7 +811,7 @@ class LearnerNode(Node):
             buffer: the session's, of groups accepted and not yet trained.
             trainer: model and optimizer, at the session's step.
             train: makes one of its steps; called in the trainer's thread.
-            ledger: the journal, open.
+            ledger: the run's, open.
             checkpoints: when and where to save.
             pace: when to publish.
             adaptation: of the bound on staleness.
@@ -866,6 +868,10 @@ class LearnerNode(Node):
         )
         self._model_pool = self.threads.pool("trainer")
         self._disk_pool = self.threads.pool("disk")
+        self._held: list[list[Action]] = []
+        """Batches of actions that wait until their records are committed."""
+        self._has_records = asyncio.Event()
+        ledger.on_append = self._has_records.set
         self._eval_pool = self.threads.pool("evaluation")
         self.acceptance = Acceptance(
             session,
@@ -888,11 +894,36 @@ class LearnerNode(Node):
         self._is_work_over = asyncio.Event()
 
     def release(self) -> None:
-        """Let go of the journal; where the end was not a clean one it is still open."""
+        """Let go of the ledger; where the end was not a clean one it is still open."""
         self._coder.close()
         self._ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Carry out actions in order; a batch that has records waits until they are committed."""
+        batch = list(actions)
+        if self.acceptance.is_open and any(isinstance(each, LeaseRecord) for each in batch):
+            for each in batch:
+                if isinstance(each, LeaseRecord | StoreGroup):
+                    self.on_action(each)
+            self._held.append([e for e in batch if not isinstance(e, LeaseRecord | StoreGroup)])
+            batch = []
+        super().perform(batch)
+
+    async def _commit_records(self) -> None:
+        """Commit whatever comes, all at once that has come meanwhile."""
+        while True:
+            await self._has_records.wait()
+            self._has_records.clear()
+            await self._commit()
+
+    async def _commit(self) -> None:
+        """Commit the records so far, and let go of the batches that wait for them."""
+        held, self._held = self._held, []
+        await self._disk_pool.run(self._ledger.commit)
+        for batch in held:
+            super().perform(batch)
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         """Handle that a link is gone."""
@@ -906,7 +937,7 @@ class LearnerNode(Node):
             case RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd() if (
                 self.acceptance.is_open
             ):
-                record(self._ledger, action, step=self.session.step)
+                self._ledger.append(record_of(action, step=self.session.step))
                 if isinstance(action, RecordEnd) and action.worker_id:
                     self.acceptance.on_failed(action)
             case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
@@ -920,12 +951,14 @@ class LearnerNode(Node):
         self.acceptance.close()
         assert self._store_task is not None
         await self._store_task
+        await self._commit()
 
     # --- the training loop -----------------------------------------------------------------------
 
     async def work(self) -> None:
         """Train until the last step, then tell everybody and end."""
         self._store_task = self.spawn(self.acceptance.run(), name="store")
+        self.spawn(self._commit_records(), name="records")
         self.spawn(self._reporting.show_loop(), name="display")
         watch = self._activating.run(
             self.perform,
@@ -969,8 +1002,13 @@ class LearnerNode(Node):
                 continue
             self._num_failed_steps = 0
             trained_s = self._activating.train_s = self.now - started_at
-            staleness = self._ledger.trained(
-                groups, lineage=session.lineages[-1].lineage, consumed_at=session.step
+            staleness = await self._model_pool.run(
+                partial(
+                    self._ledger.trained,
+                    groups,
+                    lineage=session.lineages[-1].lineage,
+                    consumed_at=session.step,
+                )
             )
             self.perform(session.advance(session.step + 1, now=self.now))
             self._discard_unusable()
@@ -999,7 +1037,7 @@ class LearnerNode(Node):
         # None of them alone: then it is all of them together.
         faulty = faulty or {group.group_id: error.reason for group in groups}
         for group_id, reason in faulty.items():
-            self._ledger.discarded(group_id, reason, step=step)
+            self._ledger.append(Discarded(group=group_id, reason=reason, step=step))
             counters.add(f"discarded/{reason}")
         names = ", ".join(
             f"{group.group_id} of {group.worker_id}" for group in groups if group.group_id in faulty
@@ -1054,9 +1092,11 @@ class LearnerNode(Node):
         self.perform(self.session.grant(now=self.now))
 
     def _discard_unusable(self) -> None:
-        evicted = self._buffer.evict(step=self.session.step)
+        step = self.session.step
+        evicted = self._buffer.evict(step=step)
         for each in evicted:
-            self._ledger.discarded(each.group.group_id, each.reason, step=self.session.step)
+            group_id = each.group.group_id
+            self._ledger.append(Discarded(group=group_id, reason=each.reason, step=step))
             self.session.counters.add(f"discarded/{each.reason}")
         if evicted:
             # Others may be granted in their place, now and not at the next heartbeat.
@@ -1071,7 +1111,10 @@ class LearnerNode(Node):
             lambda: self._publish_version(self._trainer.tensors(), version)
         )
         manifest, root = publication.manifest, publication.signed.root
-        self._ledger.published(version, root=root, image_hash=manifest.image_hash)
+        self._ledger.append(
+            Published(version=version, root=root.hex(), image_hash=manifest.image_hash.hex())
+        )
+        await self._commit()
         self._pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
         self.perform(session.make_way(now=self.now))
@@ -1132,7 +1175,8 @@ class LearnerNode(Node):
             session.counters.add("checkpoints_failed")
             self.log.warning("%s; the checkpoint before stays the newest", error)
             return
-        self._ledger.checkpointed(lineage=lineage, step=step, oldest_step=oldest_step)
+        record = partial(self._ledger.checkpointed, lineage=lineage, step=step)
+        await self._disk_pool.run(partial(record, oldest_step=oldest_step))
         self.log.info("checkpoint of step %d saved", step)
 
     async def _finish(self) -> None:
@@ -1147,8 +1191,10 @@ class LearnerNode(Node):
             if self._evaluations.evaluated_step != self.session.step:
                 await self._evaluate_present()
         await self._take_no_more_groups()
+        step = self.session.step
         for group in self._buffer.clear():
-            self._ledger.discarded(group.group_id, "run_finished", step=self.session.step)
+            end = Discarded(group=group.group_id, reason="run_finished", step=step)
+            self._ledger.append(end)
         await self._checkpoint()
         tensors = await self._model_pool.run(self._trainer.snapshot)
         final = self._plan.run_dir / "final"

@@ -408,7 +408,7 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> Refere
     return ReferenceModel(model_dir=resolve_model(section.name))
 
 
-# --- What a learner knows when it begins: its journal, its trainer, and its session ---
+# --- What a learner knows when it begins: its ledger, its trainer, and its session ---
 #
 # All of it is opened before anything is written: a run that cannot begin leaves no trace.
 
@@ -440,7 +440,7 @@ def open_run(
     resume: bool,
     log: logging.Logger,
 ) -> OpenedRun:
-    """Open the journal, build trainer and session, and enter the new lineage.
+    """Open the ledger, build trainer and session, and enter the new lineage.
 
     Args:
         config: the whole configuration.
