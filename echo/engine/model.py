@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -19,8 +19,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -31,6 +29,9 @@ from echo.core.errors import ConfigError, DataError, EngineError
 from echo.engine.engine import Sampling
 from echo.engine.weights import INDEX_FILE, WEIGHTS_FILE, save_safetensors, torch_dtype
 from echo.tasks import tokenization
+
+if TYPE_CHECKING:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
 MAX_NAMES_LISTED = 5
 BUILDING = threading.Lock()
@@ -237,6 +238,8 @@ def shape(head_dim: int) -> dict[str, Any]:
 
 def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
     """Return the configuration of the model."""
+    from transformers import Qwen3Config  # here, since a process needs one architecture as a rule
+
     return Qwen3Config(
         **shape(head_dim),
         tie_word_embeddings=True,
@@ -250,6 +253,8 @@ def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
 
 def build_model(*, seed: int, head_dim: int = HEAD_DIM) -> Qwen3ForCausalLM:
     """Return the model with random float32 weights; torch's global generator is left alone."""
+    from transformers import Qwen3ForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(build_config(head_dim=head_dim))

@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         crash_points.install(own.crash_at)
     if own.protocol is not None:
-        from echo.wire import messages
+        from echo.wire import codec
 
-        messages.PROTOCOL_VERSION = own.protocol
+        codec.PROTOCOL_VERSION = own.protocol
     if own.token_s:
         slow_down(own.token_s)
     return node(line)

@@ -425,7 +425,9 @@ def test_a_directory_that_cannot_be_used_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file/version_store cannot be used: Not a directory; choose"):
+    with pytest.raises(
+        StorageError, match=r"file/version_store cannot be used: Not a directory; choose"
+    ):
         DiskStore(tmp_path / "file" / "version_store", LIMIT)
 
     def refuse(*_: int) -> None:

@@ -186,7 +186,7 @@ def test_the_rehash_looks_at_the_version_s_own_bytes(store: MappedStore) -> None
     storage = store.create(manifest.version, b"", len(IMAGE))
     storage[: 3 * CHUNK_BYTES] = IMAGE[: 3 * CHUNK_BYTES]
     assert held(store.verify_held(manifest, storage)) == [0, 1, 2]
-    with pytest.raises(StorageError, match="version store of v1 has 5 bytes, its manifest says"):
+    with pytest.raises(StorageError, match="image of v1 has 5 bytes, its manifest says"):
         store.verify_held(manifest, storage[:5])
 
 

@@ -68,13 +68,13 @@ def test_rows_are_sampled_scored_and_trained_on(tmp_path: Path, long_model: Path
             reward={"max_concurrent": 2},
             network={"lease_timeout_s": 60.0},
         )
-        take_in = learner.arrivals.take_in
+        take_in = learner.acceptance.take_in
 
         def note(action: StoreGroup) -> None:
             groups.append(action.group)
             take_in(action)
 
-        learner.arrivals.take_in = note  # type: ignore[method-assign]
+        learner.acceptance.take_in = note  # type: ignore[method-assign]
         async with asyncio.timeout(90), running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
 

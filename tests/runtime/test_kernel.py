@@ -83,7 +83,7 @@ def test_this_kernel_can_be_read() -> None:
 def test_a_process_keeps_what_it_has_freed_once_told() -> None:
     script = """
 import resource
-from echo.net.zmq import tune_malloc
+from echo.runtime.node import tune_malloc
 import sys, ctypes
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -218,8 +218,8 @@ BINDING = """
 import asyncio, logging, sys
 from echo.config.load import parse_config
 from echo.runtime import node as wiring
-from echo.runtime.learner.node.setup import build_learner
-from echo.runtime.worker.node.setup import build_worker
+from echo.runtime.learner.setup import build_learner
+from echo.runtime.worker.setup import build_worker
 
 class Binds(Exception):
     pass

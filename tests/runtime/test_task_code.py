@@ -220,13 +220,13 @@ def test_an_environment_is_played_masked_trained_on_and_evaluated(
             network={"lease_timeout_s": 30.0},
         )
         groups: list[Group] = []
-        take_in = learner.arrivals.take_in
+        take_in = learner.acceptance.take_in
 
         def note(action: StoreGroup) -> None:
             groups.append(action.group)
             take_in(action)
 
-        monkeypatch.setattr(learner.arrivals, "take_in", note)
+        monkeypatch.setattr(learner.acceptance, "take_in", note)
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
         rollouts = [rollout for group in groups for rollout in group.rollouts]

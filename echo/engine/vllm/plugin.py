@@ -58,4 +58,4 @@ def register() -> None:
 
     # vLLM offers no question for it, and refuses a second registration.
     if BACKEND not in Factory._registry:  # noqa: SLF001
-        Factory.register_engine(BACKEND, "echo.engine.vllm.transfer", "HandoverEngine")
+        Factory.register_engine(BACKEND, "echo.engine.vllm.transfer", "TransferEngine")
