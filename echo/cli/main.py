@@ -41,6 +41,7 @@ COMMANDS = {
         parsers.quickstart_parser,
         "learner",
     ),
+    "ledger": Command("print what happened to every group of a run", parsers.ledger_parser),
 }
 """By name. `main` of the module of that name in echo.cli takes the rest of the line."""
 

@@ -168,6 +168,19 @@ def quickstart_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def ledger_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="echo-rl ledger",
+        description="Print what happened to every group of a run: one JSON object a line, oldest "
+        "first, each with the bytes that were written. A run that goes on may be read.",
+        epilog=EXIT_CODES_HELP,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    parser.add_argument("--version", action="version", version=version())
+    return parser
+
+
 def _add_output(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
     """Add the options of the commands that compute and write files.
 

@@ -35,42 +35,11 @@ from echo.fleet.hetero import Cluster, HexJob, HexScheduler, Schedule
 from echo.fleet.job import Job
 from echo.fleet.overlap import predict, required_rate
 from echo.fleet.provisioning import Forecast, Provisioning, Refusal, provision, refuse
-from echo.records.run_files import (
-    RunRates,
-    WorkerRate,
-    _values,
-    json_lines,
-    read_config,
-    read_metrics,
-)
-from echo.records.run_files import _rate as _rate_run_files
+from echo.records.ledger import deliveries_of, read_records
+from echo.records.run_files import RunRates, _values, rates_of, read_config, read_metrics
 from echo.ui.plots import CostPoint, cost_plot
 
-# --- calibration ----------------------------------------------------------------------------------
-#
-# A worker's rate is its completion tokens over the time in which it held at least one group, from
-# grant to acceptance: time that leases kept it waiting does not count against it.
-
-
-def read_ledger(path: Path, group_size: int) -> tuple[dict[str, WorkerRate], list[float]]:
-    """Return each worker's rate, and the completion tokens of every accepted group."""
-    granted: dict[tuple[int, int], float] = {}
-    held: dict[str, list[tuple[float, float, int]]] = {}
-    for number, record in json_lines(path):
-        try:
-            if record["kind"] == "granted":
-                granted[record["group"], record["attempt"]] = record["at"]
-            elif record["kind"] == "accepted":
-                since = granted.get((record["group"], record["attempt"]))
-                if since is not None:
-                    spans = held.setdefault(record["worker"], [])
-                    spans.append((since, record["at"], record["tokens"]))
-        except (KeyError, TypeError) as error:
-            raise StorageError(f"{path}:{number}: damaged record: {error!r}") from error
-    tokens = [float(count) for spans in held.values() for _, _, count in spans]
-    return {
-        name: _rate_run_files(spans, group_size) for name, spans in sorted(held.items())
-    }, tokens
+# --- Calibration with a recorded run -------------------------------------------------------------
 
 
 def run_report(rates: RunRates) -> str:
@@ -468,8 +437,8 @@ def read_rates(run_dir: Path) -> RunRates:
     config = read_config(run_dir)
     rows = read_metrics(run_dir).train
     group_size = config["batch"]["group_size"]
-    workers, group_tokens = read_ledger(run_dir / "ledger.jsonl", group_size)
-    if not rows or not workers:
+    deliveries = deliveries_of(read_records(run_dir))
+    if not rows or not deliveries:
         raise DataError(f"{run_dir}: no step or no accepted group yet, no rates to take")
     rows = rows[len(rows) // 5 :]  # the first fifth is run-in
     train_s = fmean(_values(rows, "time/train"))
@@ -479,6 +448,7 @@ def read_rates(run_dir: Path) -> RunRates:
         for row in rows
         if row.get("broadcast/seconds") and row.get("broadcast/goodput")
     ]
+    group_tokens = [float(each.num_tokens) for each in deliveries]
     mean_tokens = fmean(group_tokens) / group_size
     job = Job(
         groups_per_step=config["batch"]["groups_per_step"],
@@ -497,7 +467,7 @@ def read_rates(run_dir: Path) -> RunRates:
         name=run_dir.resolve().name,
         num_steps=len(rows),
         job=job,
-        workers=workers,
+        workers=rates_of(deliveries, group_size),
         broadcast_s=median(seconds for seconds, _ in broadcasts) if broadcasts else 0.0,
         idle_share=wait_s / (wait_s + train_s) if wait_s + train_s > 0 else 0.0,
         useful_share=fmean(_values(rows, "groups/useful") or [1.0]),

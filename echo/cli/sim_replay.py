@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from echo.cli.plan import read_ledger, read_rates
+from echo.cli.plan import read_rates
 from echo.config.schema import PROFILES
 from echo.core.units import format_duration
 from echo.fleet.market import Offer, Region, RentedFleet
-from echo.records.run_files import MetricsRow, RunRates, json_lines, read_config, read_metrics
+from echo.records.ledger import deliveries_of, read_records, totals_of
+from echo.records.run_files import MetricsRow, RunRates, read_config, read_metrics
 from echo.sim.lengths import RecordedLengths
 from echo.sim.scenario import Scenario, Settings
 from echo.sim.summary import RUN_IN, Summary
@@ -36,7 +37,8 @@ def recorded_scenario(run_dir: Path, *, seed: int, num_chunks: int) -> Scenario:
     """
     rates, config = read_rates(run_dir), read_config(run_dir)
     rows = read_metrics(run_dir).train
-    _, group_tokens = read_ledger(run_dir / "ledger.jsonl", rates.job.group_size)
+    records = list(read_records(run_dir))
+    totals = totals_of(records)
     job, network = rates.job, config.get("network", {})
     defaults = PROFILES[config.get("profile", "lan")]
     version_bytes = max(1.0, job.version_bytes)
@@ -73,9 +75,10 @@ def recorded_scenario(run_dir: Path, *, seed: int, num_chunks: int) -> Scenario:
             publish_s=job.publish_period * _overhead_s(rows),
         ),
         lengths=RecordedLengths(
-            [round(tokens) for tokens in group_tokens],
+            [each.num_tokens for each in deliveries_of(records)],
             group_size=job.group_size,
-            useful_share=_useful_share(run_dir / "ledger.jsonl"),
+            useful_share=totals.num_accepted
+            / max(1, totals.num_accepted + totals.num_without_signal),
             seed=seed,
         ),
         train_times=_values(rows, "time/train"),
@@ -110,18 +113,6 @@ def _overhead_s(rows: Sequence[MetricsRow]) -> float:
         if row.get("time/step")
     ]
     return max(0.0, fmean(spent)) if spent else 0.0
-
-
-def _useful_share(ledger: Path) -> float:
-    """Return the share of the delivered groups that counted towards a step."""
-    accepted: set[int] = set()
-    num_useless = 0
-    for _, record in json_lines(ledger):
-        if record.get("kind") == "accepted":
-            accepted.add(record["group"])
-        elif record.get("kind") == "discarded" and record.get("reason") == "zero_variance":
-            num_useless += record["group"] not in accepted
-    return len(accepted) / max(1, len(accepted) + num_useless)
 
 
 def comparison(run_dir: Path, summary: Summary) -> tuple[str, dict[str, Mapping[str, float]]]:

@@ -1,4 +1,4 @@
-"""One process per directory of version stores: who comes second is told who has it."""
+"""Files that are there whole or not at all, and directories that one process has to itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from blake3 import blake3
 
 from echo.core.errors import StorageError
 
+_READ_BYTES = 16 << 20
 
-def lock_directory(directory: Path, name: str) -> int:
+
+def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> int:
     """Make a directory this process's own until the descriptor is closed, or the process ends.
 
     Args:
-        directory: network.store_dir; made if it does not exist.
+        directory: what to lock; made, for its owner alone, if it does not exist.
         name: of the file that is locked, and bears the pid.
+        called: what the user knows the directory as.
+        in_use: what to say where another process has it, whose pid replaces "{}".
 
     Raises:
         StorageError: if it cannot be used, or another process uses it.
@@ -28,8 +32,8 @@ def lock_directory(directory: Path, name: str) -> int:
         descriptor = os.open(directory / name, flags, 0o600)
     except OSError as error:
         raise StorageError(
-            f"network.store_dir = {directory} cannot be used: {error.strerror}; choose a directory "
-            "that this user may write to"
+            f"{called} cannot be used: {error.strerror}; choose a directory that this user may "
+            "write to"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,23 +42,14 @@ def lock_directory(directory: Path, name: str) -> int:
         os.close(descriptor)
         if not isinstance(error, BlockingIOError):
             raise StorageError(
-                f"network.store_dir = {directory} cannot be locked: {error.strerror}; choose a "
-                "directory on a local file system"
+                f"{called} cannot be locked: {error.strerror}; choose a directory on a local file "
+                "system"
             ) from error
-        raise StorageError(
-            f"network.store_dir = {directory} is in use by process {owner}; give each node on a "
-            "machine a directory of its own"
-        ) from error
+        raise StorageError(f"{called} {in_use.format(owner)}") from error
     with contextlib.suppress(OSError):  # the pid is for people; a full disk must not stop us here
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
     return descriptor
-
-
-# Files that are there whole or not at all, whatever happens to the process, machine or disk
-
-
-_READ_BYTES = 16 << 20
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:

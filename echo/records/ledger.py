@@ -1,423 +1,454 @@
-"""What happened to every prompt group, on disk before anybody is told.
+"""The learner's ledger: what happened to every group, on disk before anybody is told.
 
-Two kinds of file make up the learner's journal:
+In the run's directory, format 2:
 
-* `ledger.jsonl`: one JSON object per line, appended, never rewritten. It is small, kept for good,
-  and readable with any tool: anyone can check promises 1 and 2 from it alone.
-* `spool/NNNNNN.bin`: the accepted groups themselves, appended; a file is deleted when every group
-  in it has come to its end for good.
+* `ledger.sqlite`, small and kept for good. Table `records` has a row for each thing that happened:
+  `seq` (1, 2, 3, ... without a gap), `body` (a JSON object: `kind`, `at` in Unix seconds, and the
+  fields of the record below that has this kind) and `hash` (BLAKE3 of seq as 8 bytes,
+  little-endian, followed by body); `kind` and `at` are columns, too. Table `head` has counted the
+  rows (`num_records`) that the file held when the write-ahead log was last moved into it: so its
+  last ones cannot be lost in silence. `PRAGMA user_version` is the format.
+* `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record says where its group
+  lies and has the hash of these bytes. A file is unlinked when all its groups have ended for good.
+* `ledger.lock`: locked by the learner that writes, whose process id it has.
 
-Records, in the order in which they happen (`kind` and its fields):
-
-    lineage     lineage, fork_step          the learner started; the first has fork_step 0
-    granted     group, attempt, worker, version; copy_of, where it repeats another attempt on a
-                faster worker
-    cancelled   group, attempt, worker, tokens           another attempt was first
-    refused     group, attempt, worker, reason           its result; the group is granted again
-    accepted    group, attempt, worker, versions, version_tokens, tokens, rewards,
-                spool [file, offset, length, BLAKE3 hash of these bytes]
-    trained     lineage, step, consumed_at, groups, staleness {"0": tokens, ...},
-                trimmed {"17": version_tokens, ...} where a part had grown too old
-    discarded   group, reason, step
-    published   version, root, image_hash
-    checkpoint  lineage, step
-    bound       step, before, bound, cause               a decision about the bound on staleness
-
-`version_tokens` counts the trainable tokens that each of `versions` sampled, `tokens` all of the
-completions. Between acceptance and training tokens may grow too old in a group that newer weights
-have continued: they are masked, and `trimmed` says what was left, for the newest of its `versions`.
+Whoever reads this from outside needs the tables alone, or the JSON lines of `echo-rl ledger RUN`.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
 step > f: those steps are gone. What remains is the surviving line, on which every accepted group
 has at most one end, and exactly one once the run has finished. A discard is never voided.
 
-Durability. `append` reaches the operating system at once (a kill of the process loses nothing);
-`sync` reaches the disk, and an accepted group is acknowledged only after it. A torn last line, as a
-power cut leaves it, is cut off when the ledger is opened again; damage anywhere else is an error.
-A group in the spool is read back only if its bytes have the hash that its record has.
+Durability. The event loop never waits for the disk: it appends to a queue in memory, and another
+thread, one at a time, writes the queue in its order (`commit`), all of it or nothing. After
+`commit` the records survive the process (write-ahead log, synchronous = NORMAL), after `sync` the
+machine, too (FULL). So what others are told of is committed first; before somebody forgets what he
+has (the worker of a group that is acknowledged, the checkpoint that a newer one replaces) it is
+synced. A kill or a power cut leaves a prefix of what was committed. On a network volume SQLite's
+write-ahead log cannot be relied on, and a rollback journal takes its place: the promises are the
+same, but each commit waits for the disk.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
+import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
-from echo.core.errors import RemoteProtocolError, StorageError
+from echo.core.errors import DataError, RemoteProtocolError, StorageError
 from echo.core.rollout import Group, Lineage, PolicyVersion, is_surviving
-from echo.records.files import sync_path
-from echo.records.run_files import MetricsRow, json_lines
+from echo.records.files import lock_directory, sync_path
 from echo.wire.codec import Frame, decode_group
 
-# What a ledger says, read back for a restart: which groups are where, and what is left to do
-#
-# The format, and the rule by which a new lineage voids steps of older ones, are in ledger.py.
-
-
-SpoolPlace = tuple[str, int, int, str]
-"""(file name, offset, length, BLAKE3 hash in hexadecimal digits) of a group in the spool.
-
-The length of its header is stored with it.
-"""
-
-
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (byte offset of the line's end, record) for every whole line of a ledger.
-
-    Raises:
-        StorageError: if a line other than a torn last one is damaged.
-    """
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            try:
-                record = json.loads(line)
-                record["kind"]
-            except (ValueError, TypeError, KeyError) as error:
-                raise _damaged(path, f"line {number}", error) from error
-            yield offset, record
-
-
-def _damaged(path: Path, where: str, error: Exception) -> StorageError:
-    return StorageError(
-        f"{path}: {where} is damaged ({error!r}); restore the file from a copy, or start a new run "
-        "from the last checkpoint with --init-from"
-    )
-
-
-@dataclass(slots=True)
-class LedgerState:
-    """What a ledger says, along the surviving line up to a given checkpoint."""
-
-    lineages: tuple[Lineage, ...] = ()
-    next_group_id: int = 0
-    finished: set[int] = field(default_factory=set)
-    """Groups that were accepted or ended."""
-    granted: dict[int, int] = field(default_factory=dict)
-    """Open groups that were granted: id -> number of attempts."""
-    waiting: dict[int, SpoolPlace] = field(default_factory=dict)
-    """Accepted groups without an end: where they lie."""
-    staleness_tokens: dict[int, int] = field(default_factory=dict)
-
-
-class _Reader:
-    """A ledger's records, sorted by what they mean for a restart."""
-
-    def __init__(self) -> None:
-        self.history = LedgerState()
-        self.lineages: list[Lineage] = []
-        self.accepted: dict[int, SpoolPlace] = {}
-        self.discarded: set[int] = set()
-        self.trained: list[tuple[PolicyVersion, list[int], dict[str, int]]] = []
-
-    def take(self, record: dict[str, Any]) -> None:
-        """Note one record; an unknown kind, as of a later release, means nothing here."""
-        match record["kind"]:
-            case "lineage":
-                self.lineages.append(Lineage(record["lineage"], record["fork_step"]))
-            case "granted":
-                history, group_id, attempt = self.history, record["group"], record["attempt"]
-                history.granted[group_id] = max(history.granted.get(group_id, 0), attempt + 1)
-                history.next_group_id = max(history.next_group_id, group_id + 1)
-            case "accepted":
-                file_name, offset, length, digest = record["spool"]
-                self.accepted[record["group"]] = (file_name, offset, length, digest)
-            case "discarded":
-                # One whose prompt cannot be used was never granted.
-                history, group_id = self.history, record["group"]
-                history.next_group_id = max(history.next_group_id, group_id + 1)
-                self.discarded.add(group_id)
-            case "trained":
-                version = PolicyVersion(record["lineage"], record["step"])
-                self.trained.append((version, record["groups"], record["staleness"]))
-
-    def resume_from(self, step: int) -> LedgerState:
-        """Return what is left to do after going back to the checkpoint of `step`."""
-        history = self.history
-        # The new lineage forks off at the checkpoint, so later steps of its own are void as well.
-        newest = self.lineages[-1].lineage if self.lineages else 0
-        forks = [*self.lineages, Lineage(newest + 1, step)]
-        trained: set[int] = set()
-        tokens = history.staleness_tokens
-        for version, groups, staleness in self.trained:
-            if is_surviving(version, forks):
-                trained.update(groups)
-                for lag, num_tokens in staleness.items():
-                    tokens[int(lag)] = tokens.get(int(lag), 0) + num_tokens
-        ended = trained | self.discarded
-        history.lineages = tuple(self.lineages)
-        history.waiting = {g: place for g, place in self.accepted.items() if g not in ended}
-        history.finished = self.accepted.keys() | self.discarded
-        history.granted = {g: n for g, n in history.granted.items() if g not in history.finished}
-        return history
-
-
-def read_state(path: Path, *, lineage: int, step: int) -> LedgerState:
-    """Read what is left to do after going back to the checkpoint of `step` in `lineage`.
-
-    Args:
-        path: the ledger.
-        lineage: lineage of the checkpoint.
-        step: its step; trained records after it are void.
-
-    Raises:
-        StorageError: if the ledger is damaged, or a later lineage has abandoned the checkpoint.
-    """
-    reader = _Reader()
-    for end_offset, record in read_records(path):
-        try:
-            reader.take(record)
-        except (ValueError, TypeError, KeyError) as error:
-            where = f"the {record['kind']!r} record that ends at byte {end_offset}"
-            raise _damaged(path, where, error) from error
-    if not is_surviving(PolicyVersion(lineage, step), reader.lineages):
-        raise StorageError(
-            f"the checkpoint of step {step} in lineage {lineage} is not on the run's history any "
-            "more: the run was resumed from an earlier one since; write the name of another one "
-            "into checkpoints/latest"
-        )
-    return reader.resume_from(step)
-
-
+FORMAT = 2
+"""Format 1 was a file of JSON lines, `ledger.jsonl`."""
+FILE = "ledger.sqlite"
+GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
-"""Size at which a new spool file is begun; small enough to be freed soon."""
+"""Size at which a new group file is begun; small enough to be freed soon."""
+BUSY_S = 30.0
+"""Seconds to wait for a lock of SQLite; readers hold theirs for milliseconds."""
+LOG_RECORDS = 2000
+"""Records after which the write-ahead log, of some MB by then, is moved into the database."""
+PAGE_BYTES = 4096
+"""A page of the database: what a commit writes at least."""
+READ_ROWS = 2000
+"""Rows per query: no reader holds a lock for longer than that takes, whatever becomes of them."""
+
+_SQLITE_ERRORS = sqlite3.Error, UnicodeDecodeError
+"""What reading raises; the second, where the text of an error has damage in it."""
+_SCHEMA = """
+CREATE TABLE records (
+    seq INTEGER PRIMARY KEY,
+    body TEXT NOT NULL,
+    hash BLOB NOT NULL,
+    kind TEXT GENERATED ALWAYS AS (json_extract(body, '$.kind')) VIRTUAL,
+    at REAL GENERATED ALWAYS AS (json_extract(body, '$.at')) VIRTUAL
+);
+CREATE TABLE head (num_records INTEGER NOT NULL);
+INSERT INTO head VALUES (0);
+"""
+_NETWORK = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
+    "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs",
+}  # fmt: skip
+"""File systems that other machines may use at the same time; those of FUSE count, too."""
 
 
-def _tokens_by_version(group: Group) -> list[int]:
+# --- records -------------------------------------------------------------------------------------
+
+
+class Record(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
+    """Something that happened."""
+
+    at: float = 0.0
+    """Unix seconds; set when it is appended without it."""
+
+
+class Began(Record, tag="lineage"):
+    """The learner started; the first lineage has fork_step 0."""
+
+    lineage: int
+    fork_step: int
+
+
+class Granted(Record, tag="granted"):
+    """A group was leased to a worker."""
+
+    group: int
+    attempt: int
+    worker: str
+    version: PolicyVersion | None = None
+    """What the worker had installed."""
+    copy_of: int | None = None
+    """The attempt that it repeats on a faster worker."""
+
+
+class Cancelled(Record, tag="cancelled"):
+    """A lease was ended, since another attempt was first."""
+
+    group: int
+    attempt: int
+    worker: str
+    tokens: int
+    """What it had sampled, as far as was known."""
+
+
+class Refused(Record, tag="refused"):
+    """The result of a lease was refused; its group is granted again."""
+
+    group: int
+    attempt: int
+    worker: str
+    reason: str
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where the bytes of a group lie: a JSON array of four."""
+
+    file: str
+    """Name in the directory of group files."""
+    offset: int
+    length: int
+    hash: str
+    """BLAKE3 of these bytes, in hexadecimal digits."""
+
+
+class Accepted(Record, tag="accepted"):
+    """A worker's result counts; its bytes are in a group file."""
+
+    group: int
+    attempt: int
+    worker: str
+    versions: tuple[PolicyVersion, ...]
+    version_tokens: tuple[int, ...]
+    """Trainable tokens that each of `versions` sampled, when the group was accepted."""
+    tokens: int
+    """Completion tokens, masked ones included."""
+    rewards: tuple[float, ...]
+    place: Place
+
+
+class Trained(Record, tag="trained"):
+    """An optimizer step was made."""
+
+    lineage: int
+    step: int
+    consumed_at: int
+    """Optimizer steps done before this one."""
+    groups: tuple[int, ...]
+    staleness: dict[int, int]
+    """Trained tokens by staleness."""
+    trimmed: dict[int, tuple[int, ...]] = {}
+    """Group -> tokens of the newest of its versions, where those of older ones were masked."""
+
+
+class Discarded(Record, tag="discarded"):
+    """A group ended untrained; this is final."""
+
+    group: int
+    reason: str
+    step: int
+
+
+class Published(Record, tag="published"):
+    """A version was published; workers note the hash of the image that they have installed."""
+
+    version: PolicyVersion
+    root: str
+    """Hexadecimal digits."""
+    image_hash: str
+    """Hexadecimal digits."""
+
+
+class Checkpointed(Record, tag="checkpoint"):
+    """A checkpoint is visible."""
+
+    lineage: int
+    step: int
+
+
+class BoundChanged(Record, tag="bound"):
+    """The learner moved the bound on staleness."""
+
+    step: int
+    before: int
+    bound: int
+    cause: str
+
+
+class ActivationChanged(Record, tag="activation"):
+    """Other workers are needed than before."""
+
+    step: int
+    cause: str
+    activated: tuple[str, ...]
+    deactivated: tuple[str, ...]
+    numbers: dict[str, Any] = {}
+    """What it was decided by."""
+
+
+class Cost(Record, tag="cost"):
+    """What the run has cost by a step, so that a resumed one goes on counting."""
+
+    step: int
+    total: float
+    """$."""
+    per_h: float
+    """$ per hour, just then."""
+
+
+AnyRecord = (
+    Began | Granted | Cancelled | Refused | Accepted | Trained | Discarded | Published
+    | Checkpointed | BoundChanged | ActivationChanged | Cost
+)  # fmt: skip
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+_encode = msgspec.json.Encoder().encode
+_decoder = msgspec.json.Decoder(AnyRecord)
+_kind_decoder = msgspec.json.Decoder(_Kind)
+_KINDS = {kind.__struct_config__.tag for kind in Record.__subclasses__()}
+"""What this release knows; a later one may write others."""
+
+
+def _hash(seq: int, body: bytes) -> bytes:
+    return blake3(seq.to_bytes(8, "little") + body).digest()
+
+
+def _tokens_by_version(group: Group) -> tuple[int, ...]:
     """Return how many trainable tokens each of the group's versions sampled, in their order."""
     rows = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask] for rollout in group.rollouts]
     )
-    return [
+    return tuple(
         int((rows == (version.lineage, version.step)).all(1).sum()) for version in group.versions
-    ]
+    )
+
+
+def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[int, int]:
+    """Return the tokens that a step trains on, by staleness.
+
+    Args:
+        groups: what the step is made of.
+        consumed_at: optimizer steps done before it.
+    """
+    steps = np.concatenate(
+        [r.policy_versions[r.completion_mask, 1] for group in groups for r in group.rollouts]
+    )
+    counts = np.bincount(consumed_at - steps)
+    return {int(lag): int(counts[lag]) for lag in np.flatnonzero(counts)}
+
+
+# --- writing -------------------------------------------------------------------------------------
 
 
 class Ledger:
-    """The learner's journal, open for writing."""
+    """The ledger of a run, open for writing.
+
+    `append` and `store` only fill the queue and may be called in the event loop. The others write,
+    one at a time: they are for threads that may wait for the disk.
+    """
 
     def __init__(self, run_dir: Path, *, spool_bytes: int) -> None:
-        """Open (or begin) the journal of a run, cutting off a torn last line.
+        """Open the ledger of a run, or begin one.
 
         Args:
             run_dir: the run's directory.
-            spool_bytes: bytes that the spool may take; beyond that storing a group fails.
+            spool_bytes: bytes that the group files may take; beyond that storing a group fails.
 
         Raises:
-            StorageError: if it cannot be opened, is damaged, or another process writes it.
+            StorageError: if it cannot be opened, is damaged, has another format, or another process
+                writes it.
         """
-        self.path = run_dir / "ledger.jsonl"
-        self.spool_dir = run_dir / "spool"
+        refuse_other_format(run_dir)
+        self.run_dir = run_dir
+        self.path = run_dir / FILE
         self.spool_bytes = spool_bytes
+        self.notices: list[str] = []
+        """What the operator should know: what a disk has damaged, a journal in place of the log."""
+        self.on_append: Callable[[], None] = lambda: None
+        """Called by `append`, so that somebody commits."""
+        self._groups_dir = run_dir / GROUPS
+        self._queue: list[tuple[Any, Sequence[Frame]]] = []
+        self._queue_lock = threading.Lock()  # of the queue and the count of bytes
+        self._write_lock = threading.Lock()  # of all that follows
         self._unended: dict[str, set[int]] = {}
         self._ended_at: dict[int, int] = {}
-        # `sync` runs in other threads: never while the spool's file changes.
-        self._spool_lock = threading.Lock()
+        self._file: BinaryIO | None = None
+        self._is_durable = True
+        self._level = ""
+        self._num_logged = 0
         try:
-            self.spool_dir.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = self.path.open("ab", buffering=0)
+            self._groups_dir.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as undo:
+                self._lock_file = lock_directory(
+                    run_dir,
+                    "ledger.lock",
+                    called=str(run_dir),
+                    in_use="is in use by another learner; stop it first (process {})",
+                )
+                undo.callback(os.close, self._lock_file)
+                self._database = self._open_database()
+                undo.callback(self._database.close)
+                self.num_records = _count_records(self._database, self.path)
+                self._empty_log()
+                undo.pop_all()
+        except (OSError, *_SQLITE_ERRORS) as error:
+            raise StorageError(f"cannot open the ledger in {run_dir}: {error}") from error
+        sizes = {path.name: path.stat().st_size for path in self._groups_dir.glob("*.bin")}
+        self._file_number = max((int(Path(name).stem) for name in sizes), default=0)
+        self._used_bytes = sum(sizes.values())
+
+    def _open_database(self) -> sqlite3.Connection:
+        """Connect with a write-ahead log, or where that cannot work with a rollback journal."""
+        last_commit = _last_commit(self.path.with_name(f"{FILE}-wal"))
+        why_not = "other machines may use it" if _is_on_network(self.run_dir) else ""
+        if not why_not:
             try:
-                self._take_over()
-                sync_path(run_dir)
-            except BaseException:
-                self._file.close()
-                raise
-        except BlockingIOError as error:
-            raise StorageError(f"{run_dir} is in use by another learner; stop it first") from error
-        except OSError as error:
-            raise StorageError(f"cannot open the journal in {run_dir}: {error}") from error
-        spool_files = list(self.spool_dir.glob("*.bin"))
-        self._spool_number = max((int(p.stem) for p in spool_files), default=0)
-        self._used_bytes = sum(p.stat().st_size for p in spool_files)
-        self._spool: BinaryIO | None = None
+                database = _connect_to_write(self.path, "wal")
+            except sqlite3.OperationalError as error:
+                why_not = str(error)
+        if why_not:
+            database = _connect_to_write(self.path, "delete")
+            self.notices.append(
+                f"the volume of {self.path} is no place for SQLite's write-ahead log ({why_not}): "
+                "a rollback journal takes its place, and every record waits for the disk"
+            )
+        self._is_wal = not why_not
+        if self._is_wal:
+            _, num_pages, _ = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            if last_commit > num_pages:
+                self.notices.append(
+                    f"{self.path}-wal is damaged after {num_pages} of {last_commit} pages, as a "
+                    "power cut may leave it: what the ledger noted last is lost"
+                )
+        if not database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            # In one transaction, or a kill could leave a ledger without a head.
+            database.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {FORMAT};COMMIT;")
+            sync_path(self.run_dir)
+        return database
 
-    def _take_over(self) -> None:
-        """Keep other processes out, then cut off a torn last line."""
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        *_, end_offset = [0, *(offset for offset, _ in read_records(self.path))]
-        self._file.truncate(end_offset)
-        self._file.seek(end_offset)
+    # --- the queue -------------------------------------------------------------------------------
 
-    # --- records ---------------------------------------------------------------------------------
+    def append(self, record: AnyRecord) -> None:
+        """Put a record into the queue; it is on record after the next `commit`."""
+        self._append(record)
+        self.on_append()
 
-    def append(self, kind: str, **fields: Any) -> None:
-        """Write one record; it survives the process, and the machine after the next `sync`."""
-        record = {"kind": kind, **fields, "at": round(time.time(), 3)}
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        self._write(self._file, line, "the ledger")
-
-    def sync(self) -> None:
-        """Force everything written so far onto the disk."""
-        try:
-            with self._spool_lock:
-                if self._spool is not None:
-                    os.fdatasync(self._spool.fileno())
-            os.fdatasync(self._file.fileno())
-        except OSError as error:
-            raise StorageError(f"cannot write the journal {self.path}: {error}") from error
-
-    def _write(self, file: BinaryIO, data: bytes, what: str) -> None:
-        start = file.tell()
-        view = memoryview(data)
-        try:
-            while view:
-                view = view[file.write(view) :]
-        except OSError as error:
-            # Half a record in the middle of a file would be damage; at its end it can be cut off.
-            with suppress(OSError):
-                file.truncate(start)
-                file.seek(start)
-            raise StorageError(
-                f"cannot write {what} in {self.path.parent}: {error}; free disk space, then "
-                "continue the run with --resume"
-            ) from error
-
-    # --- groups ----------------------------------------------------------------------------------
+    def _append(self, record: AnyRecord) -> None:
+        with self._queue_lock:
+            self._queue.append((_stamped(record), ()))
 
     def store(self, group: Group, header: Frame, arrays: Frame) -> None:
-        """Write an accepted group and its record; call `sync` before acknowledging it."""
-        data = len(header).to_bytes(4, "little") + bytes(header) + bytes(arrays)
-        place = self._put(group.group_id, data)
-        self.append(
-            "accepted",
+        """Put an accepted group into the queue; acknowledge it after the next `sync`.
+
+        Args:
+            group: the group.
+            header: as it came.
+            arrays: as they came; must not change before they are written.
+
+        Raises:
+            StorageError: if the group files would take more than `spool_bytes`.
+        """
+        parts = (len(header).to_bytes(4, "little"), header, arrays)
+        length = sum(map(len, parts))
+        record = Accepted(
             group=group.group_id,
             attempt=group.attempt,
             worker=group.worker_id,
-            versions=[[version.lineage, version.step] for version in group.versions],
+            versions=group.versions,
             version_tokens=_tokens_by_version(group),
             tokens=group.num_tokens,
-            rewards=group.rewards,
-            spool=list(place),
+            rewards=tuple(group.rewards),
+            place=Place("", 0, length, ""),
         )
+        with self._queue_lock:
+            if self._used_bytes + length > self.spool_bytes:
+                raise StorageError(
+                    f"the spool in {self._groups_dir} holds {self._used_bytes} of the "
+                    f"{self.spool_bytes} bytes allowed; raise limits.spool_bytes or checkpoint "
+                    "more often (checkpoint.interval_steps)"
+                )
+            self._used_bytes += length
+            self._queue.append((_stamped(record), parts))
 
-    def _put(self, group_id: int, data: bytes) -> SpoolPlace:
-        if self._used_bytes + len(data) > self.spool_bytes:
-            raise StorageError(
-                f"the spool in {self.spool_dir} holds {self._used_bytes} of the {self.spool_bytes} "
-                "bytes allowed; raise limits.spool_bytes or checkpoint more often "
-                "(checkpoint.interval_steps)"
-            )
-        if self._spool is None or self._spool.tell() >= GROUP_FILE_BYTES:
-            self._next_spool_file()
-        assert self._spool is not None
-        offset = self._spool.tell()
-        self._write(self._spool, data, "a group")
-        name = f"{self._spool_number:06d}.bin"
-        self._unended.setdefault(name, set()).add(group_id)
-        self._used_bytes += len(data)
-        return name, offset, len(data), blake3(data).hexdigest()
+    # --- what the disk thread does ---------------------------------------------------------------
 
-    def _next_spool_file(self) -> None:
-        path = self.spool_dir / f"{self._spool_number + 1:06d}.bin"
-        try:
-            with self._spool_lock:
-                if self._spool is not None:
-                    os.fdatasync(self._spool.fileno())
-                    self._spool.close()
-                self._spool = path.open("ab", buffering=0)
-                self._spool_number += 1
-            sync_path(self.spool_dir)
-        except OSError as error:
-            raise StorageError(f"cannot begin a spool file in {self.spool_dir}: {error}") from error
-
-    def load(self, group_id: int, place: SpoolPlace) -> Group:
-        """Read a group back from the spool, as after a restart.
+    def commit(self) -> None:
+        """Write the queue: it survives the process.
 
         Raises:
-            StorageError: if the file is missing or damaged.
+            StorageError: if that fails; the queue is kept, and the disk has nothing of it.
         """
-        name, offset, length, digest = place
-        path = self.spool_dir / name
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = memoryview(file.read(length))
-            found = blake3(data).hexdigest()
-            if found != digest:
-                raise StorageError(
-                    f"group {group_id} cannot be read back from {path}: the BLAKE3 hash of the "
-                    f"{length} bytes at {offset} is {found}, the ledger has {digest}"
-                )
-            header_bytes = int.from_bytes(data[:4], "little")
-            group = decode_group(data[4 : 4 + header_bytes], data[4 + header_bytes :])
-        except (OSError, RemoteProtocolError) as error:
-            raise StorageError(
-                f"group {group_id} cannot be read back from {path}: {error}"
-            ) from error
-        self._unended.setdefault(name, set()).add(group_id)
-        return group
+        with self._write_lock:
+            self._write_queue(durably=False)
 
-    def free_unused(self) -> None:
-        """Delete the spool files in which, after a restart, no group is waiting."""
-        for path in self.spool_dir.glob("*.bin"):
-            if path.name not in self._unended:
-                self._delete(path.name)
+    def sync(self) -> None:
+        """Write the queue: it and everything before survive the machine.
 
-    def _delete(self, name: str) -> None:
-        path = self.spool_dir / name
-        self._used_bytes -= path.stat().st_size
-        path.unlink()
+        Raises:
+            StorageError: as `commit` does.
+        """
+        with self._write_lock:
+            self._write_queue(durably=True)
 
-    # --- ends ------------------------------------------------------------------------------------
-
-    def trained(self, groups: list[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
-        """Record the groups of one optimizer step; return trained tokens by staleness.
+    def trained(self, groups: Sequence[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
+        """Commit the record of an optimizer step; return its tokens by staleness.
 
         Args:
             groups: what the step is made of.
             lineage: the present lineage.
             consumed_at: optimizer steps done before this one.
         """
-        staleness: dict[int, int] = {}
-        trimmed = {
-            str(group.group_id): _tokens_by_version(group) for group in groups if group.is_trimmed
-        }
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
-            steps = rollout.policy_versions[rollout.completion_mask, 1]
-            for lag, count in zip(*np.unique(consumed_at - steps, return_counts=True), strict=True):
-                staleness[int(lag)] = staleness.get(int(lag), 0) + int(count)
-        self.append(
-            "trained",
-            lineage=lineage,
-            step=consumed_at + 1,
-            consumed_at=consumed_at,
-            groups=[group.group_id for group in groups],
-            staleness={str(lag): n for lag, n in sorted(staleness.items())},
-            **({"trimmed": trimmed} if trimmed else {}),
+        staleness = staleness_of_groups(groups, consumed_at=consumed_at)
+        self._append(
+            Trained(
+                lineage=lineage,
+                step=consumed_at + 1,
+                consumed_at=consumed_at,
+                groups=tuple(group.group_id for group in groups),
+                staleness=staleness,
+                trimmed={g.group_id: _tokens_by_version(g) for g in groups if g.is_trimmed},
+            )
         )
-        for group in groups:
-            self._ended_at[group.group_id] = consumed_at + 1
+        self.commit()
         return staleness
 
-    def discarded(self, group_id: int, reason: str, *, step: int) -> None:
-        """Record that a group ends untrained; this is final."""
-        self.append("discarded", group=group_id, reason=reason, step=step)
-        self._ended_at[group_id] = 0
-
-    def published(self, version: PolicyVersion, *, root: bytes, image_hash: bytes) -> None:
-        """Record a publication; workers note the hash of the image that they have installed."""
-        self.append(
-            "published",
-            version=[version.lineage, version.step],
-            root=root.hex(),
-            image_hash=image_hash.hex(),
-        )
-
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Record a durable checkpoint and free the spool of what has become final.
+        """Sync the record of a checkpoint, and unlink the files whose groups have ended for good.
 
         Args:
             lineage: the present lineage.
@@ -425,99 +456,565 @@ class Ledger:
             oldest_step: step of the oldest checkpoint kept: groups trained after it may be needed
                 again, so their bytes stay.
         """
-        self.append("checkpoint", lineage=lineage, step=step)
-        for name, group_ids in list(self._unended.items()):
-            group_ids -= {g for g in group_ids if self._ended_at.get(g, step + 1) <= oldest_step}
-            if not group_ids and name != f"{self._spool_number:06d}.bin":
-                self._delete(name)
-                del self._unended[name]
-        self._ended_at = {g: at for g, at in self._ended_at.items() if at > oldest_step}
+        self._append(Checkpointed(lineage=lineage, step=step))
+        with self._write_lock:
+            self._write_queue(durably=True)
+            with _named(self.run_dir):
+                self._empty_log()
+                for name, group_ids in list(self._unended.items()):
+                    group_ids -= {
+                        g for g in group_ids if self._ended_at.get(g, step + 1) <= oldest_step
+                    }
+                    if not group_ids:
+                        self._delete(name)
+            self._ended_at = {g: at for g, at in self._ended_at.items() if at > oldest_step}
+
+    def _write_queue(self, *, durably: bool) -> None:
+        with self._queue_lock:
+            queue, self._queue = self._queue, []
+        if not queue and (self._is_durable or not durably):
+            return
+        try:
+            with _named(self.run_dir):
+                records = [
+                    msgspec.structs.replace(record, place=self._put(parts)) if parts else record
+                    for record, parts in queue
+                ]
+                if durably and self._file is not None:
+                    os.fdatasync(self._file.fileno())
+                self._write_rows(records, durably=durably)
+        except StorageError:
+            self._leave_file()  # what it has of this batch belongs to no record
+            with self._queue_lock:
+                self._queue = queue + self._queue
+            raise
+        self._is_durable = durably
+        for record in records:
+            self._note(record)
+        if self._num_logged > LOG_RECORDS:
+            with _named(self.run_dir):
+                self._empty_log()
+
+    def _put(self, parts: Sequence[Frame]) -> Place:
+        """Append a group to the file that is being filled."""
+        if self._file is None or self._file.tell() >= GROUP_FILE_BYTES:
+            self._next_file()
+        file = self._file
+        assert file is not None
+        offset, digest = file.tell(), blake3()
+        for part in parts:
+            digest.update(part)
+            view = memoryview(part)
+            while view:
+                view = view[file.write(view) :]
+        return Place(self._file_name, offset, file.tell() - offset, digest.hexdigest())
+
+    def _next_file(self) -> None:
+        if self._file is not None:
+            os.fdatasync(self._file.fileno())
+            self._leave_file()
+        self._file = (self._groups_dir / f"{self._file_number + 1:06d}.bin").open("xb", buffering=0)
+        self._file_number += 1
+        sync_path(self._groups_dir)
+
+    def _leave_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def _file_name(self) -> str:
+        return f"{self._file_number:06d}.bin"
+
+    def _write_rows(self, records: list[AnyRecord], *, durably: bool) -> None:
+        rows = []
+        for seq, record in enumerate(records, self.num_records + 1):
+            body = _encode(record)
+            rows.append((seq, body.decode(), _hash(seq, body)))
+        with self._transaction(durably=durably):
+            self._database.executemany(
+                "INSERT INTO records (seq, body, hash) VALUES (?, ?, ?)", rows
+            )
+            if not rows or not self._is_wal:
+                # Without a row, too, a transaction brings those before it onto the disk.
+                self._count(self.num_records + len(rows))
+        self.num_records += len(rows)
+        self._num_logged += len(rows)
+
+    def _count(self, num_records: int) -> None:
+        self._database.execute("UPDATE head SET num_records = ?", (num_records,))
+
+    def _empty_log(self) -> None:
+        """Move the write-ahead log into the database, unless somebody reads just now."""
+        if self._is_wal:
+            with self._transaction(durably=True):
+                self._count(self.num_records)
+            self._database.execute("PRAGMA busy_timeout = 100")
+            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._database.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
+        self._num_logged = 0
+
+    @contextmanager
+    def _transaction(self, *, durably: bool) -> Iterator[None]:
+        level = "FULL" if durably or not self._is_wal else "NORMAL"
+        if level != self._level:
+            self._database.execute(f"PRAGMA synchronous = {level}")
+            self._level = level
+        with _transaction(self._database):
+            yield
+
+    def _note(self, record: AnyRecord) -> None:
+        """Keep in mind which groups of which files have ended, and when."""
+        match record:
+            case Accepted():
+                self._unended.setdefault(record.place.file, set()).add(record.group)
+            case Trained():
+                self._ended_at.update(dict.fromkeys(record.groups, record.step))
+            case Discarded():
+                self._ended_at[record.group] = 0
+
+    # --- groups after a restart ------------------------------------------------------------------
+
+    def load(self, group_id: int, place: Place) -> Group:
+        """Read a group back, as after a restart.
+
+        Raises:
+            StorageError: if its file is missing or damaged.
+        """
+        path = self._groups_dir / place.file
+        where = f"group {group_id} cannot be read back from {path}"
+        try:
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                data = memoryview(file.read(place.length))
+            found = blake3(data).hexdigest()
+            if found != place.hash:
+                raise StorageError(
+                    f"{where}: the BLAKE3 hash of the {place.length} bytes at {place.offset} is "
+                    f"{found}, the ledger has {place.hash}"
+                )
+            header_bytes = int.from_bytes(data[:4], "little")
+            group = decode_group(data[4 : 4 + header_bytes], data[4 + header_bytes :])
+        except (OSError, RemoteProtocolError) as error:
+            raise StorageError(f"{where}: {error}") from error
+        self._unended.setdefault(place.file, set()).add(group_id)
+        return group
+
+    def free_unused(self) -> None:
+        """Unlink the group files in which, after a restart, no group is waiting."""
+        with self._write_lock, _named(self.run_dir):
+            for path in self._groups_dir.glob("*.bin"):
+                if path.name not in self._unended:
+                    self._delete(path.name)
+
+    def _delete(self, name: str) -> None:
+        path = self._groups_dir / name
+        num_bytes = path.stat().st_size
+        if name == self._file_name:
+            self._leave_file()
+        path.unlink()
+        self._unended.pop(name, None)
+        with self._queue_lock:
+            self._used_bytes -= num_bytes
+
+    # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Force everything onto the disk and close the files."""
-        self.sync()
+        """Sync, and leave one database that needs no file beside it."""
+        with self._write_lock:
+            self._write_queue(durably=True)
+            with _named(self.run_dir):
+                self._empty_log()
+            with suppress(sqlite3.OperationalError):  # somebody reads: then the log stays
+                self._database.execute("PRAGMA busy_timeout = 100")
+                self._database.execute("PRAGMA journal_mode = DELETE")
         self.release()
 
     def release(self) -> None:
-        """Close the files, if they are open, as they are: the system has what was written."""
-        self._file.close()
-        if self._spool is not None:
-            self._spool.close()
+        """Close the files, if they are open, as they are: what is only queued is lost."""
+        with self._write_lock:
+            if self._lock_file < 0:
+                return
+            self._leave_file()
+            self._database.close()
+            os.close(self._lock_file)
+            self._lock_file = -1
+
+
+def _stamped(record: Any) -> Any:
+    return record if record.at else msgspec.structs.replace(record, at=round(time.time(), 3))
+
+
+@contextmanager
+def _named(run_dir: Path) -> Iterator[None]:
+    """Turn what the disk says into an error that names the directory and the remedy."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise StorageError(
+            f"cannot write the ledger in {run_dir}: {error}; free disk space, then continue the "
+            "run with --resume"
+        ) from error
+
+
+@contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
+
+
+def _is_on_network(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Return whether other machines may use a directory at the same time, as far as Linux tells."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in mounts.read_text("utf-8", "replace").splitlines():
+            mount, _, volume = line.partition(" - ")
+            if mount.split()[2] == number:
+                kind = volume.split()[0]
+                return kind in _NETWORK or kind.startswith("fuse.")
+    return False
+
+
+def _last_commit(log: Path) -> int:
+    """Return the number of the last page of a write-ahead log that ends a commit, sound or not.
+
+    SQLite reads a log up to its first damaged page, and takes what follows for the remains of an
+    earlier log. Pages of the same log have the same salt.
+    """
+    last = 0
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        salts = {file.read(32)[16:24]}
+        num_pages = (log.stat().st_size - 32) // (24 + PAGE_BYTES)  # a kill leaves half a page
+        for number in range(1, num_pages + 1):
+            header = file.read(24)
+            salts |= {header[8:16]} if number == 1 else set()
+            if header[8:16] in salts and any(header[4:8]):
+                last = number
+            file.seek(PAGE_BYTES, os.SEEK_CUR)
+    return last
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def refuse_other_format(run_dir: Path) -> None:
+    """Refuse a directory in which a run was begun with another format.
+
+    Raises:
+        StorageError: with both formats and the remedy.
+    """
+    older = run_dir / "ledger.jsonl"
+    if older.exists() and older.stat().st_size:
+        raise StorageError(
+            f"{run_dir} was begun with ledger format 1 ({older.name}), this release has format "
+            f"{FORMAT}; --init-from {run_dir / 'final'} starts a new run from its weights"
+        )
+
+
+def _connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
+    return sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={'ro' if is_read_only else 'rwc'}",
+        uri=True,
+        timeout=BUSY_S,
+        isolation_level=None,  # transactions are begun and ended by hand
+        check_same_thread=False,
+    )
+
+
+def _connect_to_write(path: Path, journal: str) -> sqlite3.Connection:
+    """Connect with "wal" for a write-ahead log, or "delete" for a rollback journal.
+
+    Raises:
+        sqlite3.OperationalError: if the volume cannot have it.
+    """
+    with ExitStack() as undo:
+        database = undo.enter_context(closing(_connect(path)))
+        database.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        if journal == "delete":
+            # A log that was left here is taken in without the memory that processes share.
+            database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        mode = database.execute(f"PRAGMA journal_mode = {journal}").fetchone()[0]
+        database.execute("PRAGMA locking_mode = NORMAL")
+        database.execute("PRAGMA wal_autocheckpoint = 0")  # see _empty_log
+        if mode != journal:
+            raise sqlite3.OperationalError(f"its journal_mode stays {mode!r}")
+        with _transaction(database):
+            pass  # touches locks and shared memory
+        undo.pop_all()
+    return database
+
+
+def _count_records(database: sqlite3.Connection, path: Path) -> int:
+    """Return the number of records, after a look at the format.
+
+    Raises:
+        StorageError: if it is of another format, or records at the end are missing.
+    """
+    try:
+        found = database.execute("PRAGMA user_version").fetchone()[0]
+        if found != FORMAT:
+            raise StorageError(
+                f"{path} has ledger format {found}, this release has format {FORMAT}; continue the "
+                "run with the release that began it, or start a new one from its weights with "
+                "--init-from"
+            )
+        least, last = database.execute(
+            "SELECT (SELECT num_records FROM head), (SELECT coalesce(max(seq), 0) FROM records)"
+        ).fetchone()
+    except _SQLITE_ERRORS as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(least, int) or last < least:
+        raise _damaged(path, f"it has {last} records where it had {least}")
+    return int(last)
+
+
+def _damaged(path: Path, what: str) -> StorageError:
+    return StorageError(
+        f"{path} is damaged: {what}; restore it from a copy, or start a new run from weights of "
+        "this one with --init-from"
+    )
+
+
+def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (seq, body) of each record, oldest first, each as it was written.
+
+    Raises:
+        DataError: if there is no ledger.
+        StorageError: if it cannot be read, has another format or is damaged.
+    """
+    refuse_other_format(run_dir)
+    path = run_dir / FILE
+    if not path.exists():
+        raise DataError(
+            f"{path}: no such file; is {run_dir} the directory of a run that has started?"
+        )
+    seq = 0
+    try:
+        with closing(_connect(path, is_read_only=True)) as database:
+            num_records = _count_records(database, path)
+            database.text_factory = bytes
+            while seq < num_records:
+                rows = database.execute(
+                    "SELECT seq, body, hash FROM records WHERE seq > ? ORDER BY seq LIMIT ?",
+                    (seq, min(READ_ROWS, num_records - seq)),
+                ).fetchall()
+                for found, body, digest in rows or [(0, b"", b"")]:
+                    seq += 1
+                    if found != seq:
+                        raise _damaged(path, f"record {seq} is missing")
+                    if not isinstance(body, bytes) or digest != _hash(seq, body):
+                        raise _damaged(path, f"record {seq} has not the bytes of its hash")
+                    yield seq, body
+    except _SQLITE_ERRORS as error:
+        raise _damaged(path, str(error)) from error
+
+
+def read_lines(run_dir: Path) -> Iterator[str]:
+    """Yield each record of a run as its JSON object, oldest first.
+
+    Raises:
+        DataError, StorageError: as `read_records` does.
+    """
+    for _, body in _read_rows(run_dir):
+        yield body.decode()
+
+
+def read_records(run_dir: Path) -> Iterator[AnyRecord]:
+    """Yield the records of a run, oldest first; a kind of a later release is passed over.
+
+    A run that goes on may be read: what it writes meanwhile is left out.
+
+    Raises:
+        DataError: if there is no ledger.
+        StorageError: if it cannot be read, has another format or is damaged.
+    """
+    for seq, body in _read_rows(run_dir):
+        try:
+            yield _decoder.decode(body)
+        except msgspec.DecodeError as error:
+            with suppress(msgspec.DecodeError):
+                if _kind_decoder.decode(body).kind not in _KINDS:
+                    continue
+            raise _damaged(run_dir / FILE, f"record {seq}: {error}") from error
+
+
+# --- what the records say ------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class LedgerState:
+    """What is left to do along the surviving line after going back to a checkpoint."""
+
+    lineages: tuple[Lineage, ...] = ()
+    next_group_id: int = 0
+    finished: set[int] = field(default_factory=set)
+    """Groups that were accepted or ended."""
+    granted: dict[int, int] = field(default_factory=dict)
+    """Open groups that were granted: id -> number of attempts."""
+    waiting: dict[int, Place] = field(default_factory=dict)
+    """Accepted groups without an end: where they lie."""
+    staleness_tokens: dict[int, int] = field(default_factory=dict)
+
+
+def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> LedgerState:
+    """Return what is left to do after going back to the checkpoint of `step` in `lineage`.
+
+    Args:
+        records: of the run, oldest first.
+        lineage: lineage of the checkpoint.
+        step: its step; trained records after it are void.
+
+    Raises:
+        StorageError: if a later lineage has abandoned the checkpoint, or records of its steps are
+            missing.
+    """
+    state = LedgerState()
+    lineages: list[Lineage] = []
+    accepted: dict[int, Place] = {}
+    discarded: set[int] = set()
+    steps: list[Trained] = []
+    for record in records:
+        match record:
+            case Began():
+                lineages.append(Lineage(record.lineage, record.fork_step))
+            case Granted():
+                attempts = max(state.granted.get(record.group, 0), record.attempt + 1)
+                state.granted[record.group] = attempts
+                state.next_group_id = max(state.next_group_id, record.group + 1)
+            case Accepted():
+                accepted[record.group] = record.place
+            case Discarded():
+                # One whose prompt cannot be used was never granted.
+                state.next_group_id = max(state.next_group_id, record.group + 1)
+                discarded.add(record.group)
+            case Trained():
+                steps.append(record)
+    if not is_surviving(PolicyVersion(lineage, step), lineages):
+        raise StorageError(
+            f"the checkpoint of step {step} in lineage {lineage} is not on the run's history any "
+            "more: the run was resumed from an earlier one since; write the name of another one "
+            "into checkpoints/latest"
+        )
+    # The new lineage forks off at the checkpoint, so later steps of its own are void as well.
+    forks = [*lineages, Lineage(lineages[-1].lineage + 1, step)]
+    surviving = _surviving(steps, forks)
+    last = max((record.step for record in surviving), default=0)
+    if last < step:
+        # They were synced before the checkpoint became visible.
+        raise StorageError(
+            f"the checkpoint of step {step} in lineage {lineage} is ahead of the ledger, whose "
+            f"last step is {last}: the end of the ledger is lost; restore it from a copy, or write "
+            "the name of an older checkpoint into checkpoints/latest"
+        )
+    ended = discarded.union(*(record.groups for record in surviving))
+    _add_staleness(surviving, state.staleness_tokens)
+    state.lineages = tuple(lineages)
+    state.waiting = {group: place for group, place in accepted.items() if group not in ended}
+    state.finished = accepted.keys() | discarded
+    state.granted = {g: n for g, n in state.granted.items() if g not in state.finished}
+    return state
 
 
 @dataclass(slots=True)
 class LedgerTotals:
-    """What the ledger says about a run, in totals of its surviving line."""
+    """What the records of a run add up to, steps on its surviving line only."""
 
     num_tokens: int = 0
     """Completion tokens of the accepted groups."""
+    num_accepted: int = 0
+    """Groups accepted."""
     num_trained: int = 0
     """Groups trained on."""
+    num_without_signal: int = 0
+    """Groups that were delivered and ended at once, since their rewards were all equal."""
     discarded: dict[str, int] = field(default_factory=dict)
     """Groups discarded, by reason."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     """Trained tokens by staleness."""
     lineage_starts: list[float] = field(default_factory=list)
     """Unix seconds at which each lineage began."""
+    cost: Cost | None = None
+    """The newest bill; None where nothing has a price."""
 
 
-def totals_of(run_dir: Path) -> LedgerTotals:
-    """Add up ledger.jsonl of the run in `run_dir`.
-
-    A lineage that forks at step f voids what older lineages trained in steps after f.
-    """
-    path = run_dir / "ledger.jsonl"
+def totals_of(records: Iterable[AnyRecord]) -> LedgerTotals:
+    """Add up the records of a run."""
     totals = LedgerTotals()
-    trained: list[MetricsRow] = []
-    for number, record in json_lines(path):
-        where = f"{path}:{number}"
-        try:
-            _count(record, totals, trained)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StorageError(
-                f"{where}: damaged {record.get('kind')!r} record: {type(error).__name__} {error}"
-            ) from error
-    for record in trained:
-        totals.num_trained += len(record["groups"])
-        for staleness, tokens in record["staleness"].items():
-            known = totals.staleness_tokens.get(int(staleness), 0)
-            totals.staleness_tokens[int(staleness)] = known + tokens
+    lineages: list[Lineage] = []
+    steps: list[Trained] = []
+    accepted: set[int] = set()
+    for record in records:
+        match record:
+            case Began():
+                totals.lineage_starts.append(record.at)
+                lineages.append(Lineage(record.lineage, record.fork_step))
+            case Accepted():
+                totals.num_tokens += record.tokens
+                accepted.add(record.group)
+            case Trained():
+                steps.append(record)
+            case Discarded():
+                totals.discarded[record.reason] = totals.discarded.get(record.reason, 0) + 1
+                is_useless = record.reason == "zero_variance" and record.group not in accepted
+                totals.num_without_signal += is_useless
+            case Cost():
+                totals.cost = record
+    surviving = _surviving(steps, lineages)
+    totals.num_accepted = len(accepted)
+    totals.num_trained = sum(len(record.groups) for record in surviving)
+    _add_staleness(surviving, totals.staleness_tokens)
     return totals
 
 
-def staleness_of_group(rows: tuple[MetricsRow, ...]) -> dict[int, int]:
-    """Return trained tokens by staleness, summed over `staleness/hist` of metric rows."""
-    totals: dict[int, int] = {}
-    for row in rows:
-        histogram: Mapping[str, int] = row.get("staleness/hist") or {}
-        for staleness, tokens in histogram.items():
-            totals[int(staleness)] = totals.get(int(staleness), 0) + tokens
-    return totals
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A group that a worker delivered and the learner accepted."""
+
+    worker: str
+    granted_at: float
+    """Unix seconds."""
+    accepted_at: float
+    """Unix seconds."""
+    num_tokens: int
+    """Completion tokens of all its rollouts."""
 
 
-def _count(record: MetricsRow, totals: LedgerTotals, trained: list[MetricsRow]) -> None:
-    """Add one ledger record to `totals`, a trained one to `trained`."""
-    match record["kind"]:
-        case "lineage":
-            totals.lineage_starts.append(float(record["at"]))
-            trained[:] = [
-                earlier
-                for earlier in trained
-                if earlier["lineage"] >= record["lineage"] or earlier["step"] <= record["fork_step"]
-            ]
-        case "accepted":
-            totals.num_tokens += int(record["tokens"])
-        case "trained":
-            trained.append(
-                {
-                    "lineage": int(record["lineage"]),
-                    "step": int(record["step"]),
-                    "groups": list(record["groups"]),
-                    "staleness": {int(s): int(n) for s, n in record["staleness"].items()},
-                }
-            )
-        case "discarded":
-            reason = str(record["reason"])
-            totals.discarded[reason] = totals.discarded.get(reason, 0) + 1
-        case _:
-            pass  # Grants, publications and checkpoints say nothing about these totals.
+def deliveries_of(records: Iterable[AnyRecord]) -> list[Delivery]:
+    """Return who delivered what, from grant to acceptance, in order of acceptance."""
+    granted: dict[tuple[int, int], float] = {}
+    found = []
+    for record in records:
+        match record:
+            case Granted():
+                granted[record.group, record.attempt] = record.at
+            case Accepted() if (record.group, record.attempt) in granted:
+                found.append(
+                    Delivery(
+                        worker=record.worker,
+                        granted_at=granted[record.group, record.attempt],
+                        accepted_at=record.at,
+                        num_tokens=record.tokens,
+                    )
+                )
+    return found
+
+
+def _surviving(steps: Iterable[Trained], lineages: Sequence[Lineage]) -> list[Trained]:
+    return [
+        record
+        for record in steps
+        if is_surviving(PolicyVersion(record.lineage, record.step), lineages)
+    ]
+
+
+def _add_staleness(steps: Iterable[Trained], totals: dict[int, int]) -> None:
+    for record in steps:
+        for lag, num_tokens in record.staleness.items():
+            totals[lag] = totals.get(lag, 0) + num_tokens

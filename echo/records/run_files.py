@@ -1,13 +1,16 @@
-"""Read what a run has written about itself: metrics.jsonl, ledger.jsonl and config.json.
+"""What a run has written about itself, beside its ledger: metrics.jsonl and config.json.
 
-A crash may have torn the last line of the first two: it is left out. Any other damage is an error
-that names the line. Rows of steps that a resume abandoned do not count.
+A crash may have torn the last line of the first: it is left out. Any other damage is an error that
+names the line. Rows of steps that a resume abandoned do not count.
+
+A worker's rate is its completion tokens over the time in which it held at least one group, from
+grant to acceptance: time that leases kept it waiting does not count against it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +21,7 @@ import msgspec
 
 from echo.core.errors import DataError, StorageError
 from echo.fleet.job import Job
+from echo.records.ledger import Delivery
 
 MetricsRow = dict[str, Any]
 
@@ -185,18 +189,36 @@ def _values(rows: Sequence[MetricsRow], key: str) -> list[float]:
     return [row[key] for row in rows if row.get(key) is not None]
 
 
-def _rate(spans: list[tuple[float, float, int]], group_size: int) -> WorkerRate:
-    """Return a worker's rate from (granted at, accepted at, tokens) of its groups."""
+def rates_of(deliveries: Iterable[Delivery], group_size: int) -> dict[str, WorkerRate]:
+    """Return each worker's rate from what it has delivered, by name."""
+    by_worker: dict[str, list[Delivery]] = {}
+    for each in deliveries:
+        by_worker.setdefault(each.worker, []).append(each)
+    return {name: _rate(found, group_size) for name, found in sorted(by_worker.items())}
+
+
+def _rate(deliveries: list[Delivery], group_size: int) -> WorkerRate:
+    spans = sorted((each.granted_at, each.accepted_at) for each in deliveries)
     busy_s, until = 0.0, -math.inf
-    for begin, end, _ in sorted(spans):
+    for begin, end in spans:
         busy_s += max(0.0, end - max(begin, until))
         until = max(until, end)
-    changes = sorted([(begin, 1) for begin, _, _ in spans] + [(end, -1) for _, end, _ in spans])
+    changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     most = max(accumulate(change for _, change in changes))
+    num_tokens = sum(each.num_tokens for each in deliveries)
     return WorkerRate(
-        tokens_per_s=sum(count for _, _, count in spans) / max(busy_s, 1e-9),
+        tokens_per_s=num_tokens / max(busy_s, 1e-9),
         concurrency=most * group_size,
-        group_s=median(end - begin for begin, end, _ in spans),
-        pace=sum(count for _, _, count in spans)
-        / max(sum(end - begin for begin, end, _ in spans), 1e-9),
+        group_s=median(end - begin for begin, end in spans),
+        pace=num_tokens / max(sum(end - begin for begin, end in spans), 1e-9),
     )
+
+
+def staleness_of(rows: Iterable[MetricsRow]) -> dict[int, int]:
+    """Return trained tokens by staleness, summed over `staleness/hist` of metric rows."""
+    totals: dict[int, int] = {}
+    for row in rows:
+        histogram: Mapping[str, int] = row.get("staleness/hist") or {}
+        for staleness, tokens in histogram.items():
+            totals[int(staleness)] = totals.get(int(staleness), 0) + tokens
+    return totals

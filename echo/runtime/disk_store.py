@@ -795,7 +795,12 @@ class DiskStore(MappedStore):
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
         self.directory = directory
-        self._lock: int | None = lock_directory(directory, _LOCK)
+        self._lock: int | None = lock_directory(
+            directory,
+            _LOCK,
+            called=f"network.store_dir = {directory}",
+            in_use="is in use by process {}; give each node on a machine a directory of its own",
+        )
         if limit_bytes is None:
             limit_bytes = max(1, int(DEFAULT_SHARE * self._available_bytes()))
         super().__init__(limit_bytes)

@@ -20,7 +20,7 @@ from rich.text import Text
 from echo.core.errors import DataError
 from echo.core.extras import PROGRAMS
 from echo.core.units import format_bytes
-from echo.records.ledger import LedgerTotals, totals_of
+from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
 from echo.ui.live import clock, short_count, staleness_bars, staleness_bins, to_ascii
 
@@ -204,7 +204,7 @@ class RunSummary:
 
 
 def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> RunSummary:
-    """Read metrics.jsonl, ledger.jsonl and config.json of a run and sum them up.
+    """Read the ledger, metrics.jsonl and config.json of a run and sum them up.
 
     Args:
         run_dir: directory of the run.
@@ -216,7 +216,7 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
     """
     config = read_config(run_dir)
     history = read_metrics(run_dir)
-    ledger = totals_of(run_dir)
+    ledger = totals_of(read_records(run_dir))
     if not history.train:
         raise DataError(
             f"{run_dir / 'metrics.jsonl'}: no optimizer step yet, nothing to sum up; "
@@ -356,7 +356,7 @@ def _paths(run_dir: Path) -> dict[str, Path]:
     candidates = {
         "run directory": run_dir,
         "metrics": run_dir / "metrics.jsonl",
-        "ledger": run_dir / "ledger.jsonl",
+        "ledger": run_dir / FILE,
         "learning curve": run_dir / "learning_curve.png",
         "HF checkpoint": run_dir / "final",
     }

@@ -11,6 +11,7 @@ from rich.console import Console
 from echo.cli.node import MAX_NOTICES, NoticeBoard, read_curve, show_summary
 from echo.cli.output import LogFormatter
 from echo.config.load import parse_config, save_resolved
+from tests.records.rows import write_ledger
 
 
 def test_the_board_keeps_the_newest_lines() -> None:
@@ -38,7 +39,7 @@ def test_the_report_is_printed_and_kept(tmp_path: Path) -> None:
         {"step": 1, "time": 1.0, "reward/mean": 0.4, "time/step": 1.0, "staleness/mean": 0.0},
         {"step": 1, "time": 2.0, **dict(zip(rates, (0.8, 0.7, 1), strict=True))},
     ]
-    (tmp_path / "ledger.jsonl").write_text("")
+    write_ledger(tmp_path, [])
     save_resolved(parse_config({}), tmp_path / "config.json")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = Console(file=StringIO(), width=100)
@@ -53,7 +54,7 @@ def test_a_report_without_a_terminal_does_not_wrap(tmp_path: Path) -> None:
     run_dir = tmp_path / ("a directory with a long name " * 5).strip()
     run_dir.mkdir()
     row = {"step": 1, "time": 1.0, "reward/mean": 0.4}
-    (run_dir / "ledger.jsonl").write_text("")
+    write_ledger(run_dir, [])
     (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     save_resolved(parse_config({}), run_dir / "config.json")
     console = Console(file=StringIO())

@@ -84,7 +84,7 @@ def test_a_port_in_use_is_named_before_a_run_is_begun(
     assert code == 4, said
     assert address in said
     assert "already in use" in said
-    assert not (config.parent / "run" / "ledger.jsonl").exists(), "a lineage was opened"
+    assert not (config.parent / "run" / "ledger.sqlite").exists(), "a lineage was opened"
 
 
 def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from echo.cli.plan import calibrate, main, read_rates, run_report
 from echo.config.fleet_file import parse_fleet
 from echo.core.errors import ConfigError, DataError, StorageError
 from tests.config.test_fleet import changed
+from tests.records.rows import write_ledger
 
 
 def write_run(directory: Path, ledger: list[dict[str, Any]], steps: int = 5) -> Path:
@@ -38,7 +39,7 @@ def write_run(directory: Path, ledger: list[dict[str, Any]], steps: int = 5) -> 
         for step in range(1, steps + 1)
     ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "ledger.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ledger))
+    write_ledger(directory, ledger)
     return directory
 
 
@@ -108,7 +109,9 @@ def test_a_run_without_steps_or_with_damage_is_refused(tmp_path: Path) -> None:
         read_rates(write_run(tmp_path / "empty", LEDGER[:1]))
     with pytest.raises(DataError, match="no step"):
         read_rates(write_run(tmp_path / "early", LEDGER, steps=0))
-    with pytest.raises(StorageError, match=r"ledger.jsonl:1: damaged record"):
-        read_rates(write_run(tmp_path / "bad", [{"kind": "granted"}]))
+    bad = write_run(tmp_path / "bad", LEDGER)
+    (bad / "ledger.sqlite").write_bytes(b"?" * 9000)
+    with pytest.raises(StorageError, match=r"ledger.sqlite is damaged"):
+        read_rates(bad)
     with pytest.raises(DataError, match=r"is .* the directory of a run"):
         read_rates(tmp_path / "absent")

@@ -15,6 +15,7 @@ from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
 from echo.sim.summary import Summary, summarise
 from echo.wire.actions import Action
+from tests.records.rows import write_ledger
 from tests.sim.scenarios import make_job, make_offer, make_scenario
 
 
@@ -56,7 +57,7 @@ def record(scenario: Scenario, directory: Path, monkeypatch: pytest.MonkeyPatch)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ledger))
+    write_ledger(directory, ledger)
     return summarise(scenario, history)
 
 

@@ -1,8 +1,10 @@
 """An independent reading of a run's ledger, written from its documented format alone.
 
 It imports nothing of echo on purpose: the code that keeps the promises must not be the code that
-checks them. The format is described at the top of echo/records/ledger.py. What is checked:
+checks them. It reads the tables by SQL of its own; they are described at the top of
+echo/records/ledger.py. What is checked:
 
+* records are numbered 1, 2, ..., and each has the bytes of its hash;
 * lineages are numbered 1, 2, ..., each forks off at a step that its predecessor made;
 * the surviving optimizer steps are 1, 2, ..., without gap or double, each of `groups_per_step`
   groups, each recorded under the lineage of its time;
@@ -21,11 +23,16 @@ checks them. The format is described at the top of echo/records/ledger.py. What 
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+from blake3 import blake3
 
 Record = dict[str, Any]
 
@@ -47,8 +54,23 @@ class Audit:
     """Optimizer steps of the surviving line."""
 
 
-def read_ledger(path: Path) -> list[Record]:
-    """Return the whole records of a ledger; a last line without its end is not one yet."""
+def read_ledger(run_dir: Path, *, after: int = 0) -> list[Record]:
+    """Return the records of a run that are committed, beyond the first `after` of them."""
+    path = run_dir / "ledger.sqlite"
+    if not path.exists():
+        return []
+    query = "SELECT seq, body, hash FROM records WHERE seq > ? ORDER BY seq"
+    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as database:
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+        rows = database.execute(query, (after,)).fetchall() if "records" in tables else []
+    for number, (seq, body, digest) in enumerate(rows, after + 1):
+        assert seq == number, f"record {number} is missing"
+        assert digest == blake3(seq.to_bytes(8, "little") + body.encode()).digest(), body
+    return [json.loads(body) for _, body, _ in rows]
+
+
+def read_jsonl(path: Path) -> list[Record]:
+    """Return the whole lines of a file; a last line without its end is not one yet."""
     lines = path.read_bytes().split(b"\n")
     return [json.loads(line) for line in lines[:-1]]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from echo.runtime.identity import ECHO_JOIN, load_or_create_keys, write_join
-from tests.e2e.audit import Audit, Record, audit, read_ledger
+from tests.e2e.audit import Audit, Record, audit, read_jsonl, read_ledger
 from tests.e2e.fork_server import REPOSITORY, Fork, ForkServer
 
 WITHIN_S = 150.0
@@ -131,23 +131,16 @@ def reserve_port() -> tuple[socket.socket, int]:
     return reserved, reserved.getsockname()[1]
 
 
-class GrowingFile:
-    """The records of a file of JSON lines; what was read once is not read again."""
+class GrowingLedger:
+    """The records of a run; what was read once is not read again."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._num_read = 0
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._records: list[Record] = []
 
     def records(self) -> list[Record]:
-        """Return all so far; none where there is no file yet."""
-        if self._path.exists():
-            with self._path.open("rb") as file:
-                file.seek(self._num_read)
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]  # a last line without its end is none yet
-            self._records += map(json.loads, whole.splitlines())
-            self._num_read += len(whole)
+        """Return all so far; none where there is no ledger yet."""
+        self._records += read_ledger(self._run_dir, after=len(self._records))
         return self._records
 
 
@@ -193,7 +186,7 @@ class Cluster:
         self.relay_address = f"tcp://127.0.0.1:{relay_port}"
         self.run_dir = directory / "runs" / "run"
         self.nodes: list[NodeProcess] = []
-        self._ledger = GrowingFile(self.run_dir / "ledger.jsonl")
+        self._ledger = GrowingLedger(self.run_dir)
         self.settings: dict[str, object] = {}
         """Settings of every node, besides those in the file."""
         self.config_path = directory / "config.toml"
@@ -325,7 +318,7 @@ class Cluster:
     def audit(self, *, max_staleness: int = 3, is_finished: bool = True) -> Audit:
         """Audit the ledger; any problem fails the test."""
         result = audit(
-            read_ledger(self.run_dir / "ledger.jsonl"),
+            read_ledger(self.run_dir),
             max_staleness=max_staleness,
             groups_per_step=self.settings.get("batch.groups_per_step", 4),
             is_finished=is_finished,
@@ -336,7 +329,7 @@ class Cluster:
 
     def metrics(self) -> list[Record]:
         """Return the rows of metrics.jsonl."""
-        return read_ledger(self.run_dir / "metrics.jsonl")
+        return read_jsonl(self.run_dir / "metrics.jsonl")
 
     def count(self, counter: str) -> float:
         """Return the largest value that a counter of the learner ever had."""
@@ -345,7 +338,7 @@ class Cluster:
     def installed(self, worker: str) -> list[Record]:
         """Return what a worker has installed so far."""
         path = self.run_dir / "workers" / worker / "installed.jsonl"
-        return read_ledger(path) if path.exists() else []
+        return read_jsonl(path) if path.exists() else []
 
     def open_groups(self, worker: str) -> set[int]:
         """Return the groups that a worker was granted and that have not come to an end."""
@@ -370,7 +363,7 @@ class Cluster:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
             tails.append(f"--- {path.name}\n" + "\n".join(lines))
         last = "\n".join(json.dumps(record) for record in self.records()[-5:])
-        return "\n".join([*tails, f"--- ledger.jsonl\n{last}"])
+        return "\n".join([*tails, f"--- ledger\n{last}"])
 
 
 def _is_result(record: Record) -> bool:

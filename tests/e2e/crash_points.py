@@ -2,16 +2,16 @@
 
 Such a kill is a real one (SIGKILL to itself, no cleanup, nothing flushed), only its moment is
 chosen, so that the rare moments can be tested as reliably as the common ones. The product knows
-nothing of them: they are wrapped around its journal, its trainer and its transport.
+nothing of them: they are wrapped around its ledger, its trainer and its transport.
 
 Points, in the order in which a group and a step come by them:
 
     stored:GROUP          the group is on the disk, nobody has been told
-    stepped:STEP          the optimizer step is made, the journal does not know
-    trained:STEP          the journal knows, nothing was published
+    stepped:STEP          the optimizer step is made, the ledger does not know
+    trained:STEP          the ledger knows, nothing was published
     published:STEP        the version is offered to a node
     checkpoint:STEP       the checkpoint is written and not yet visible
-    checkpointed:STEP     it is visible, and the journal knows
+    checkpointed:STEP     it is visible, and the ledger knows
 """
 
 from __future__ import annotations

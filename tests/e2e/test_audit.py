@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from tests.e2e.audit import Audit, Record, audit, read_ledger
 
@@ -25,7 +29,7 @@ def accepted(group: int, *versions: list[int], attempt: int = 0, worker: str = "
     return {
         "kind": "accepted", "group": group, "attempt": attempt, "worker": worker,
         "versions": list(versions), "version_tokens": [share] * len(versions), "tokens": 10,
-        "rewards": [0.0, 1.0], "spool": ["1.bin", 0, 1, "0" * 64],
+        "rewards": [0.0, 1.0], "place": ["1.bin", 0, 1, "0" * 64],
     }  # fmt: skip
 
 
@@ -266,8 +270,24 @@ def test_a_token_beyond_the_bound_is_found_in_every_step_abandoned_ones_too() ->
     assert problems == ["group 2 was trained with staleness 1"] * 2
 
 
-def test_a_line_without_its_end_is_not_a_record_yet(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    path.write_text('{"kind":"lineage","lineage":1,"fork_step":0}\n{"kind":"gran')
-
-    assert read_ledger(path) == [{"kind": "lineage", "lineage": 1, "fork_step": 0}]
+def test_the_tables_are_read_by_their_description_alone(tmp_path: Path) -> None:
+    assert read_ledger(tmp_path) == []
+    path = tmp_path / "ledger.sqlite"
+    bodies = [json.dumps(record) for record in honest_ledger()]
+    rows = [
+        (seq, body, blake3(seq.to_bytes(8, "little") + body.encode()).digest())
+        for seq, body in enumerate(bodies, 1)
+    ]
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE records (seq INTEGER PRIMARY KEY, body TEXT, hash BLOB)")
+        database.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
+    assert read_ledger(tmp_path) == honest_ledger()
+    assert read_ledger(tmp_path, after=3) == honest_ledger()[3:]
+    for damage, problem in [
+        ("UPDATE records SET body = replace(body, 'w1', 'w2') WHERE seq = 4", "w2"),
+        ("DELETE FROM records WHERE seq = 2", "record 2 is missing"),
+    ]:
+        with closing(sqlite3.connect(path)) as database, database:
+            database.execute(damage)
+        with pytest.raises(AssertionError, match=problem):
+            read_ledger(tmp_path)

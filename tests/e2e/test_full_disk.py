@@ -19,7 +19,7 @@ def test_a_full_disk_at_a_checkpoint_leaves_the_old_one_and_the_run(cluster: Clu
     worker = cluster.start("worker", name="w1")
     cluster.wait_for(lambda: cluster.records("checkpoint"), "a checkpoint", alive=learner)
 
-    limit = 300_000
+    limit = 700_000  # more than the ledger takes, less than the optimizer
     resource.prlimit(learner.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
 
     cluster.let_go()

@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 
 from echo.runtime.identity import ECHO_JOIN
+from tests.e2e.audit import read_ledger
 from tests.e2e.cluster import WITHIN_S, NodeProcess
 from tests.e2e.fork_server import REPOSITORY
 
@@ -204,6 +205,6 @@ def test_the_page_works_with_nothing_on_the_worker_but_checkout_and_join_string(
 
     assert "through tcp://10.0.0.6:7701" in nodes[2].output
     assert "model.name = 'Qwen/Qwen3-0.6B' is the learner's" in nodes[2].output
-    ledger = (first.directory / "runs" / "two-machines" / "ledger.jsonl").read_text()
-    assert sum(json.loads(line)["kind"] == "trained" for line in ledger.splitlines()) == 2
+    records = read_ledger(first.directory / "runs" / "two-machines")
+    assert sum(record["kind"] == "trained" for record in records) == 2
     check_directory(second)

@@ -156,7 +156,7 @@ def test_the_loser_is_told_to_stop_and_journalled(tmp_path: Path) -> None:
     run.start({"a": 100.0, "slow": 1.0}, hedge_factor=2.0)
     run.world.run_until(lambda: run.num_cancelled > 0, within_s=100.0)
     [*_, record] = [r for r in run.records if r["kind"] == "cancelled"]
-    accepted = next(r for r in run.records if r.get("group") == record["group"] and "spool" in r)
+    accepted = next(r for r in run.records if r.get("group") == record["group"] and "place" in r)
     assert accepted["worker"] != record["worker"]
     run.world.run(run.world.now + 1.0)
     engine = run.engines[record["worker"]]

@@ -13,8 +13,9 @@ import asyncio
 import errno
 import logging
 import random
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
 from echo.net.transport import PeerId, TransportOptions
-from echo.records.ledger import Ledger
+from echo.records.ledger import AnyRecord, Ledger, Published
 from echo.runtime import relay
 from echo.runtime.learner import setup
 from echo.runtime.learner.setup import PromptSource
@@ -184,16 +185,24 @@ class WatchedLedger(Ledger):
     process: Process
     num_unsynced = 0
 
-    def _write(self, file: Any, data: bytes, what: str) -> None:
+    def _write_queue(self, *, durably: bool) -> None:
         self.process.check_alive()
-        super()._write(FullDisk(file) if self.process.full_disk == "records" else file, data, what)
+        if self.process.full_disk == "records":
+            self._next_file()
+            self._file = FullDisk(self._file)
+            [num_pages] = self._database.execute("PRAGMA page_count").fetchone()
+            self._database.execute(f"PRAGMA max_page_count = {num_pages}")
+        super()._write_queue(durably=durably)
+
+    def append(self, record: AnyRecord) -> None:
+        self.process.has_published |= isinstance(record, Published)
+        super().append(record)
 
     def store(self, *arguments: Any) -> None:
         super().store(*arguments)
         self.num_unsynced += 1
 
     def sync(self) -> None:
-        self.process.check_alive()
         super().sync()
         if self.num_unsynced:
             self.num_unsynced = 0
@@ -204,10 +213,6 @@ class WatchedLedger(Ledger):
         staleness = super().trained(*arguments, **named)
         self.process.reach("trained")
         return staleness
-
-    def published(self, *arguments: Any, **named: Any) -> None:
-        super().published(*arguments, **named)
-        self.process.has_published = True
 
     def checkpointed(self, **named: Any) -> None:
         super().checkpointed(**named)
@@ -466,7 +471,7 @@ class NodeWorld:
                     config,
                     data,
                     transport,
-                    resume=(self.run_dir / "ledger.jsonl").exists(),
+                    resume=(self.run_dir / "ledger.sqlite").exists(),
                     write_metrics=lambda step, row: None,
                     show=self.snapshots.append,
                     threads=process.threads,
@@ -574,18 +579,26 @@ class NodeWorld:
         self.refused_groups.add(group)
 
     def damage_record(self, number: int) -> Callable[[], None]:
-        """Falsify a line of the records, which count from 1; return what undoes it."""
-        path = self.run_dir / "ledger.jsonl"
+        """Falsify one of the records, which count from 1; return what undoes it."""
+        path = self.run_dir / "ledger.sqlite"
         data = path.read_bytes()
-        lines = data.splitlines(keepends=True)
-        lines[number - 1] = b"{" + lines[number - 1]
-        path.write_bytes(b"".join(lines))
+        with closing(sqlite3.connect(path)) as database, database:
+            damage = "UPDATE records SET body = replace(body, 'kind', 'kynd') WHERE seq = ?"
+            database.execute(damage, (number,))
         return lambda: [path.write_bytes(data)].clear()
 
     def tear_records(self) -> None:
         """Leave half a record behind the last one, as a power cut does."""
-        with (self.run_dir / "ledger.jsonl").open("ab") as file:
-            file.write(b'{"kind":"trained","lineage":1,"st')
+        path = self.run_dir / "ledger.sqlite"
+        log = path.with_name("ledger.sqlite-wal")
+        data = path.read_bytes()
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+            with database:
+                database.execute("INSERT INTO records VALUES (1000000, '{}', x'00')")
+            torn = log.read_bytes()[:-100]
+        path.write_bytes(data)
+        log.write_bytes(torn)
 
     def damage_checkpoint(self, step: int) -> None:
         """Flip a bit of a checkpoint."""
@@ -659,7 +672,7 @@ class NodeWorld:
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         """Return the learner's records of a kind, oldest first, over all its lives."""
-        return [r for r in read_ledger(self.run_dir / "ledger.jsonl") if r["kind"] == kind]
+        return [r for r in read_ledger(self.run_dir) if r["kind"] == kind]
 
     def trained(self) -> list[int]:
         """Return the groups of every step, in order, steps that were lost with a crash too."""
@@ -716,7 +729,7 @@ class NodeWorld:
         """Check staleness and exactly-once from the records alone; fail where they do not hold."""
         settings = SETTINGS | {"sync": SETTINGS["sync"] | self.sections.get("sync", {})}
         found = audit(
-            read_ledger(self.run_dir / "ledger.jsonl"),
+            read_ledger(self.run_dir),
             max_staleness=settings["sync"]["max_staleness"],
             groups_per_step=settings["batch"]["groups_per_step"],
             is_finished=is_finished,

@@ -1,20 +1,53 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
 
-from echo.core.errors import StorageError
+from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout, trim_stale
 from echo.records import ledger as ledger_module
-from echo.records.ledger import Ledger, LedgerState, SpoolPlace, read_records, read_state
+from echo.records.ledger import (
+    Accepted,
+    ActivationChanged,
+    AnyRecord,
+    Began,
+    BoundChanged,
+    Cancelled,
+    Cost,
+    Delivery,
+    Discarded,
+    Granted,
+    Ledger,
+    LedgerState,
+    Place,
+    Published,
+    Refused,
+    Trained,
+    deliveries_of,
+    read_lines,
+    read_records,
+    read_state,
+    totals_of,
+)
 from echo.wire.codec import encode_group
 
 V0 = PolicyVersion(1, 0)
@@ -22,13 +55,11 @@ OPEN: list[Ledger] = []
 
 
 @pytest.fixture(autouse=True)
-def close_ledgers() -> Iterator[None]:
+def release_ledgers() -> Iterator[None]:
     """Close what a test leaves open, as a killed process would."""
     yield
     while OPEN:
-        ledger = OPEN.pop()
-        if not ledger._file.closed:
-            ledger.close()
+        OPEN.pop().release()
 
 
 def make_group(group_id: int, version: PolicyVersion = V0, *, num_tokens: int = 5) -> Group:
@@ -57,30 +88,64 @@ def make_group(group_id: int, version: PolicyVersion = V0, *, num_tokens: int = 
     )
 
 
+GROUP_BYTES = 4 + sum(map(len, encode_group(make_group(0))))
+
+
 def open_ledger(run_dir: Path, *, spool_bytes: int = 1 << 20) -> Ledger:
     ledger = Ledger(run_dir, spool_bytes=spool_bytes)
     OPEN.append(ledger)
     return ledger
 
 
-def store(ledger: Ledger, *groups: Group) -> None:
-    for group in groups:
-        ledger.store(group, *encode_group(group))
-    ledger.sync()
-
-
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [record for _, record in read_records(run_dir / "ledger.jsonl")]
-
-
 def begin(run_dir: Path, **numbers: Any) -> Ledger:
     ledger = open_ledger(run_dir, **numbers)
-    ledger.append("lineage", lineage=1, fork_step=0)
+    ledger.append(Began(lineage=1, fork_step=0))
+    ledger.commit()
     return ledger
 
 
-def history(run_dir: Path, *, lineage: int = 1, step: int = 0) -> LedgerState:
-    return read_state(run_dir / "ledger.jsonl", lineage=lineage, step=step)
+def put(ledger: Ledger, *groups: Group) -> None:
+    for group in groups:
+        ledger.store(group, *encode_group(group))
+
+
+def store(ledger: Ledger, *groups: Group) -> None:
+    put(ledger, *groups)
+    ledger.sync()
+
+
+def grant(group: int, attempt: int = 0) -> Granted:
+    return Granted(group=group, attempt=attempt, worker="w1", version=V0)
+
+
+def discard(group: int, reason: str = "stale") -> Discarded:
+    return Discarded(group=group, reason=reason, step=1)
+
+
+def records(run_dir: Path) -> list[AnyRecord]:
+    return list(read_records(run_dir))
+
+
+def kinds(run_dir: Path) -> list[str]:
+    return [json.loads(line)["kind"] for line in read_lines(run_dir)]
+
+
+def places(run_dir: Path) -> dict[int, Place]:
+    return {each.group: each.place for each in records(run_dir) if isinstance(each, Accepted)}
+
+
+def group_files(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "groups").iterdir())
+
+
+def state(run_dir: Path, *, lineage: int = 1, step: int = 0) -> LedgerState:
+    return read_state(read_records(run_dir), lineage=lineage, step=step)
+
+
+def copied(run_dir: Path, to: Path) -> Path:
+    """Return what a kill of the process would leave now, elsewhere."""
+    shutil.rmtree(to, ignore_errors=True)
+    return Path(shutil.copytree(run_dir, to, ignore=shutil.ignore_patterns("*-shm")))
 
 
 # --- records -------------------------------------------------------------------------------------
@@ -88,24 +153,58 @@ def history(run_dir: Path, *, lineage: int = 1, step: int = 0) -> LedgerState:
 
 def test_what_happened_is_read_back_in_order(tmp_path: Path) -> None:
     ledger = begin(tmp_path)
-    ledger.append("granted", group=0, attempt=0, worker="w1", version=[1, 0])
+    ledger.append(grant(0))
     store(ledger, make_group(0))
-    ledger.published(PolicyVersion(1, 0), root=b"\1\2", image_hash=b"\3")
-    ledger.discarded(0, "stale", step=9)
+    others: list[AnyRecord] = [
+        Granted(group=1, attempt=0, worker="w2", copy_of=3),
+        Cancelled(group=1, attempt=0, worker="w2", tokens=17),
+        Refused(group=2, attempt=0, worker="w3", reason="stale"),
+        Published(version=V0, root="0102", image_hash="03"),
+        BoundChanged(step=4, before=3, bound=2, cause="ess"),
+        ActivationChanged(
+            step=4, cause="joined", activated=("w1",), deactivated=(), numbers={"rate": 2.5}
+        ),
+        Cost(step=4, total=1.25, per_h=3.0),
+        discard(0),
+    ]
+    for record in others:
+        ledger.append(record)
     ledger.close()
-    found = records(tmp_path)
-    kinds = ["lineage", "granted", "accepted", "published", "discarded"]
-    assert [record["kind"] for record in found] == kinds
-    assert all(record["at"] > 1.6e9 for record in found)
-    accepted = found[2]
-    assert (accepted["group"], accepted["attempt"], accepted["worker"]) == (0, 1, "w1")
+    began, granted, accepted, *rest = found = records(tmp_path)
+    assert all(each.at > 1.6e9 for each in found)
+    assert [msgspec.structs.replace(each, at=0.0) for each in rest] == others
+    assert msgspec.structs.replace(granted, at=0.0) == grant(0)
+    assert isinstance(began, Began)
+    assert isinstance(accepted, Accepted)
+    assert (accepted.group, accepted.attempt, accepted.worker) == (0, 1, "w1")
     # The first token of each rollout is masked.
-    assert (accepted["versions"], accepted["version_tokens"]) == ([[1, 0]], [8])
-    assert accepted["tokens"] == 10
-    assert accepted["rewards"] == [0.0, 0.1]
-    assert accepted["spool"][:2] == ["000001.bin", 0]
-    assert (found[3]["version"], found[3]["root"]) == ([1, 0], "0102")
-    assert (found[4]["reason"], found[4]["step"]) == ("stale", 9)
+    assert (accepted.versions, accepted.version_tokens) == ((V0,), (8,))
+    assert (accepted.tokens, accepted.rewards) == (10, (0.0, 0.1))
+    assert accepted.place == Place("000001.bin", 0, GROUP_BYTES, accepted.place.hash)
+
+
+def test_whoever_reads_from_outside_needs_the_tables_alone(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    store(ledger, make_group(0), make_group(1))
+    ledger.append(discard(1))
+    ledger.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "groups", "ledger.lock", "ledger.sqlite",
+    ]  # fmt: skip
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
+        rows = database.execute("SELECT seq, body, hash FROM records ORDER BY seq").fetchall()
+        counts = database.execute("SELECT kind, count(*) FROM records GROUP BY kind ORDER BY 1")
+        assert counts.fetchall() == [("accepted", 2), ("discarded", 1), ("lineage", 1)]
+        assert database.execute("SELECT num_records FROM head").fetchall() == [(4,)]
+        assert database.execute("SELECT min(at) FROM records").fetchone()[0] > 1.6e9
+        assert database.execute("PRAGMA user_version").fetchone() == (2,)
+    for seq, body, digest in rows:
+        assert digest == blake3(seq.to_bytes(8, "little") + body.encode()).digest()
+    assert [seq for seq, *_ in rows] == [1, 2, 3, 4]
+    assert [body for _, body, _ in rows] == list(read_lines(tmp_path))
+    name, offset, length, digest = json.loads(rows[2][1])["place"]
+    data = (tmp_path / "groups" / name).read_bytes()[offset : offset + length]
+    assert blake3(data).hexdigest() == digest
 
 
 def test_a_group_of_several_versions_says_which_sampled_how_much(tmp_path: Path) -> None:
@@ -115,10 +214,10 @@ def test_a_group_of_several_versions_says_which_sampled_how_much(tmp_path: Path)
     versions[:4] = (2, 7)
     swapped = replace(group.rollouts[0], policy_versions=versions)
     store(ledger, replace(group, rollouts=(swapped, group.rollouts[1])))
-    [record] = [record for record in records(tmp_path) if record["kind"] == "accepted"]
-    assert (record["versions"], record["version_tokens"]) == ([[1, 0], [2, 7]], [5, 3])
+    [record] = [each for each in records(tmp_path) if isinstance(each, Accepted)]
+    assert (record.versions, record.version_tokens) == ((V0, PolicyVersion(2, 7)), (5, 3))
     # What a step says of the same group agrees.
-    staleness = ledger.trained([ledger.load(0, tuple(record["spool"]))], lineage=2, consumed_at=9)
+    staleness = ledger.trained([ledger.load(0, record.place)], lineage=2, consumed_at=9)
     assert staleness == {9: 5, 2: 3}
 
 
@@ -132,11 +231,12 @@ def test_a_step_says_what_was_left_of_a_group_that_was_trimmed(tmp_path: Path) -
     trimmed = trim_stale(replace(group, rollouts=both), step=9, max_staleness=2)
     assert trimmed is not None
     staleness = ledger.trained([trimmed, make_group(1)], lineage=1, consumed_at=9)
-    ledger.close()
     accepted, step = records(tmp_path)[-2:]
-    assert accepted["versions"] == [[1, 0], [1, 7]]
-    assert step["trimmed"] == {"0": accepted["version_tokens"][1:]}
-    assert staleness[2] == accepted["version_tokens"][1]
+    assert isinstance(accepted, Accepted)
+    assert isinstance(step, Trained)
+    assert accepted.versions == (V0, PolicyVersion(1, 7))
+    assert step.trimmed == {0: accepted.version_tokens[1:]}
+    assert staleness[2] == accepted.version_tokens[1]
 
 
 def test_a_step_is_recorded_with_the_staleness_of_its_trained_tokens(tmp_path: Path) -> None:
@@ -144,117 +244,634 @@ def test_a_step_is_recorded_with_the_staleness_of_its_trained_tokens(tmp_path: P
     groups = [make_group(3, PolicyVersion(1, 5)), make_group(4, PolicyVersion(1, 7), num_tokens=3)]
     # The first token of each rollout is masked: 2 * 4 tokens of v5 and 2 * 2 of v7.
     assert ledger.trained(groups, lineage=1, consumed_at=7) == {2: 8, 0: 4}
-    ledger.close()
-    record = records(tmp_path)[-1]
+    record = json.loads(list(read_lines(tmp_path))[-1])
     assert (record["step"], record["consumed_at"], record["groups"]) == (8, 7, [3, 4])
     assert record["staleness"] == {"0": 4, "2": 8}
 
 
-def test_a_kill_loses_nothing_that_was_appended(tmp_path: Path) -> None:
+def test_a_record_counts_once_it_is_committed(tmp_path: Path) -> None:
+    ledger, wanted = begin(tmp_path), []
+    ledger.on_append = lambda: wanted.append("commit")
+    ledger.append(grant(0))
+    assert wanted == ["commit"]
+    assert kinds(tmp_path) == ["lineage"]
+    ledger.commit()
+    assert kinds(tmp_path) == ["lineage", "granted"]
+    # What writes by itself asks nobody to.
+    ledger.trained([make_group(0)], lineage=1, consumed_at=0)
+    ledger.checkpointed(lineage=1, step=1, oldest_step=1)
+    assert wanted == ["commit"]
+    assert kinds(tmp_path) == ["lineage", "granted", "trained", "checkpoint"]
+
+
+def test_a_kind_of_a_later_release_is_passed_over(tmp_path: Path) -> None:
+    class Praised(ledger_module.Record, tag="praised"):
+        group: int
+
     ledger = begin(tmp_path)
+    ledger.append(Praised(group=0))  # type: ignore[arg-type]
+    ledger.append(grant(0))
+    ledger.close()
+    assert kinds(tmp_path) == ["lineage", "praised", "granted"]
+    assert [type(each) for each in records(tmp_path)] == [Began, Granted]
+
+
+def test_a_run_that_goes_on_may_be_read_and_is_not_held_up(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    for group in range(3):
+        ledger.append(grant(group))
+    ledger.commit()
+    reading = read_records(tmp_path)
+    assert isinstance(next(reading), Began)
+    ledger.append(grant(3))
+    ledger.checkpointed(lineage=1, step=0, oldest_step=0)
+    ledger.close()
+    assert len(list(reading)) == 3
+    assert len(records(tmp_path)) == 6
+
+
+# --- any sequence, any kill ----------------------------------------------------------------------
+
+
+class Run:
+    """A run of which each group has a file of its own, and what must be there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.ledger = begin(run_dir)
+        self.num_groups = self.num_steps = self.saved_step = 0
+        self.waiting: list[int] = []
+        self.ended_at: dict[int, int] = {}
+
+    def store(self) -> None:
+        put(self.ledger, make_group(self.num_groups))
+        self.waiting.append(self.num_groups)
+        self.num_groups += 1
+
+    def train(self) -> None:
+        if self.waiting:
+            group = self.waiting.pop(0)
+            self.ledger.trained([make_group(group)], lineage=1, consumed_at=self.num_steps)
+            self.num_steps += 1
+            self.ended_at[group] = self.num_steps
+
+    def discard(self) -> None:
+        if self.waiting:
+            self.ended_at[self.waiting[-1]] = 0
+            self.ledger.append(discard(self.waiting.pop()))
+
+    def commit(self) -> None:
+        self.ledger.commit()
+
+    def sync(self) -> None:
+        self.ledger.sync()
+
+    def save(self) -> None:
+        """Keep a checkpoint of this step and the one before: steps after that one may be void."""
+        before, self.saved_step = self.saved_step, self.num_steps
+        self.ledger.checkpointed(lineage=1, step=self.num_steps, oldest_step=before)
+        found = places(self.run_dir)
+        needed = {g for g in found if self.ended_at.get(g, self.num_steps + 1) > before}
+        assert set(group_files(self.run_dir)) == {found[group].file for group in needed}
+
+    def reopen(self) -> None:
+        self.ledger.close()
+        self.ledger = open_ledger(self.run_dir)
+        found = state(self.run_dir, step=self.num_steps)
+        assert sorted(found.waiting) == self.waiting
+        for group, place in found.waiting.items():
+            assert encode_group(self.ledger.load(group, place)) == encode_group(make_group(group))
+        self.ledger.free_unused()
+        assert len(group_files(self.run_dir)) == len(self.waiting)
+        self.saved_step = self.num_steps
+
+
+CALLS = ["store", "store", "store", "train", "discard", "commit", "sync", "save", "reopen"]
+
+
+@given(st.lists(st.sampled_from(CALLS), max_size=30))
+def test_whatever_happens_files_are_unlinked_exactly_when_their_groups_have_ended(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[str]
+) -> None:
+    written: list[AnyRecord] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
+        patch.setattr(ledger_module, "LOG_RECORDS", 5)
+        run = Run(tmp_path_factory.mktemp("run"))
+        for call in [*calls, "save", "save"]:
+            getattr(run, call)()
+            assert records(run.run_dir)[: len(written)] == written, "nothing is rewritten"
+            written = records(run.run_dir)
+        run.ledger.release()
+    stored = [each.group for each in written if isinstance(each, Accepted)]
+    assert stored == list(range(run.num_groups))
+    assert len(group_files(run.run_dir)) == len(run.waiting)
+
+
+@given(st.data())
+def test_a_kill_at_any_write_leaves_a_prefix_of_what_was_committed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """The log is written from front to back, so a kill is a cut; what follows it never was."""
+    run_dir = tmp_path_factory.mktemp("run")
+    ledger = begin(run_dir)
+    ends = [1]
+    for batch in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6)):
+        for number in range(batch):
+            ledger.append(grant(10 * len(ends) + number))
+        put(ledger, make_group(len(ends)))
+        ledger.commit()
+        ends.append(len(records(run_dir)))
+    whole = records(run_dir)
+    killed = copied(run_dir, run_dir / "killed")
+    log = killed / "ledger.sqlite-wal"
+    os.truncate(log, data.draw(st.integers(0, log.stat().st_size), label="cut"))
+    found = records(killed)
+    assert found == whole[: len(found)]
+    assert len(found) in (0, *ends), "a batch is there as a whole, or not at all"
+    again = open_ledger(killed)
+    assert not again.notices, "a batch that was never committed is no damage"
+    again.append(grant(99))
+    again.close()
+    assert records(killed)[:-1] == found
+    for group, place in places(killed).items():
+        assert encode_group(again.load(group, place)) == encode_group(make_group(group))
+    ledger.release()
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_kill_while_the_log_is_moved_into_the_database_loses_nothing(
+    tmp_path_factory: pytest.TempPathFactory, chance: random.Random
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    ledger = begin(run_dir)
+    for group in range(60):
+        ledger.append(grant(group))
+    ledger.checkpointed(lineage=1, step=0, oldest_step=0)
+    for group in range(60):
+        ledger.append(discard(group))
+    ledger.sync()
+    whole = records(run_dir)
+    killed = copied(run_dir, run_dir / "killed")
+    moved = copied(run_dir, run_dir / "moved")
+    with closing(sqlite3.connect(moved / "ledger.sqlite")) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    before, after = ((each / "ledger.sqlite").read_bytes() for each in (killed, moved))
+    before = before.ljust(len(after), b"\0")
+    pages = [
+        chance.choice((before, after))[at : at + ledger_module.PAGE_BYTES]
+        for at in range(0, len(after), ledger_module.PAGE_BYTES)
+    ]
+    (killed / "ledger.sqlite").write_bytes(b"".join(pages))
+    assert records(killed) == whole
+    open_ledger(killed).close()
+    assert records(killed) == whole
+    ledger.release()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from echo.records import ledger as module
+from tests.records.test_ledger import begin, encode_group, make_group
+module.LOG_RECORDS, module.GROUP_FILE_BYTES = 7, 2000
+ledger = begin(Path(sys.argv[1]))
+for group_id in range(10_000):
+    group = make_group(group_id)
+    ledger.store(group, *encode_group(group))
+    ledger.append(module.Discarded(group=group_id, reason="stale", step=0))
+    ledger.sync()
+    print(group_id, flush=True)
+    if group_id % 5 == 4:
+        ledger.checkpointed(lineage=1, step=0, oldest_step=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_nothing_that_it_has_told_of(tmp_path: Path) -> None:
+    for number, num_told in enumerate([1, 13, 40]):
+        run_dir = tmp_path / str(number)
+        root = str(Path(__file__).parents[2])
+        with subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(run_dir)],
+            stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": root},
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            told = [int(next(process.stdout)) for _ in range(num_told)]
+            process.kill()
+            told += [int(line) for line in process.stdout]
+        stored = [each.group for each in records(run_dir) if isinstance(each, Accepted)]
+        ended = [each.group for each in records(run_dir) if isinstance(each, Discarded)]
+        assert stored[: len(told)] == ended[: len(told)] == told
+        ledger = open_ledger(run_dir)
+        assert ledger.notices == []
+        found = state(run_dir)
+        assert len(found.waiting) <= 1, "its end was not told, so it waits"
+        ledger.free_unused()
+        assert group_files(run_dir) == []
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def bits_of(path: Path, number: int) -> list[int]:
+    return random.Random(0).sample(range(8 * path.stat().st_size), number)
+
+
+def test_a_flipped_bit_of_the_database_is_named_or_changes_nothing(tmp_path: Path) -> None:
+    ledger = begin(tmp_path / "run")
+    for group in range(40):
+        ledger.append(grant(group))
     store(ledger, make_group(0))
-    # Not closed, as after SIGKILL: another process sees everything.
-    assert [record["kind"] for record in records(tmp_path)] == ["lineage", "accepted"]
+    ledger.close()
+    path = tmp_path / "run" / "ledger.sqlite"
+    whole, data = records(tmp_path / "run"), path.read_bytes()
+    num_named = 0
+    for bit in bits_of(path, 400):
+        flip(path, bit)
+        try:
+            assert records(tmp_path / "run") == whole, f"bit {bit}"
+        except StorageError:
+            num_named += 1
+        path.write_bytes(data)
+    # All that the records are made of; the rest is free, or for people.
+    assert num_named > 100
 
 
-@pytest.mark.parametrize("torn", [b'{"kind":"trai', b"{", b"\0" * 100, b'{"kind":"discarded"}'])
-def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+def test_a_flipped_bit_of_the_log_is_named_and_nothing_is_misread(tmp_path: Path) -> None:
+    ledger = begin(tmp_path / "run")
+    for group in range(8):
+        ledger.append(grant(group))
+        ledger.commit()
+    whole = records(tmp_path / "run")
+    killed = copied(tmp_path / "run", tmp_path / "killed")
+    for bit in bits_of(killed / "ledger.sqlite-wal", 120):
+        killed = copied(tmp_path / "run", tmp_path / "killed")
+        flip(killed / "ledger.sqlite-wal", bit)
+        try:
+            found = records(killed)
+            again = Ledger(killed, spool_bytes=1 << 20)
+        except StorageError:
+            continue
+        again.release()
+        assert found == whole[: len(found)]
+        assert found == whole or "-wal is damaged after" in again.notices[0], f"bit {bit}"
+
+
+def edit(run_dir: Path, statement: str, *values: Any) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database, database:
+        database.execute(statement, values)
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("DELETE FROM records WHERE seq = 3", "record 3 is missing"),
+        ("DELETE FROM records WHERE seq > 4", "it has 4 records where it had 6"),
+        ("UPDATE records SET body = replace(body, 'w1', 'w2') WHERE seq = 2", "record 2 has not"),
+        ("UPDATE records SET hash = NULL WHERE seq = 2", "NOT NULL"),
+        ("UPDATE records SET hash = x'00' WHERE seq = 5", "record 5 has not the bytes"),
+        ("DELETE FROM head", "it has 6 records where it had None"),
+        ("DROP TABLE records", "no such table: records"),
+    ],
+)
+def test_damage_is_named_by_its_record(tmp_path: Path, statement: str, named: str) -> None:
     ledger = begin(tmp_path)
-    ledger.append("granted", group=0, attempt=0, worker="w1")
+    for group in range(5):
+        ledger.append(grant(group))
     ledger.close()
-    whole = ledger.path.read_bytes()
-    ledger.path.write_bytes(whole + torn)
-    assert history(tmp_path).granted == {0: 1}
-    ledger = open_ledger(tmp_path)
-    assert ledger.path.read_bytes() == whole
-    ledger.append("granted", group=1, attempt=0, worker="w1")
-    ledger.close()
-    assert history(tmp_path).granted == {0: 1, 1: 1}
+    if named == "NOT NULL":
+        with pytest.raises(sqlite3.IntegrityError, match=named):
+            edit(tmp_path, statement)
+        return
+    edit(tmp_path, statement)
+    with pytest.raises(StorageError, match=rf"ledger.sqlite is damaged: .*{named}.*--init-from"):
+        records(tmp_path)
 
 
-def test_a_ledger_that_is_nothing_but_a_torn_line_is_empty(tmp_path: Path) -> None:
-    (tmp_path / "ledger.jsonl").write_bytes(b'{"kind"')
-    open_ledger(tmp_path).close()
-    assert (tmp_path / "ledger.jsonl").read_bytes() == b""
-
-
-@pytest.mark.parametrize("line", [b'{"kind":\n', b"\xff\xfe\n", b"[1]\n", b"7\n", b'{"at":1}\n'])
-def test_damage_in_the_middle_is_named_by_its_line(tmp_path: Path, line: bytes) -> None:
+def test_records_that_have_changed_places_are_noticed(tmp_path: Path) -> None:
     ledger = begin(tmp_path)
+    ledger.append(grant(0))
+    ledger.append(grant(1))
     ledger.close()
-    ledger.path.write_bytes(ledger.path.read_bytes() + line + ledger.path.read_bytes())
-    for read in (open_ledger, history):
-        with pytest.raises(StorageError, match=r"line 2 is damaged.*--init-from"):
-            read(tmp_path)
+    edit(tmp_path, "UPDATE records SET seq = 5 - seq + 10 WHERE seq > 1")
+    edit(tmp_path, "UPDATE records SET seq = seq - 10 WHERE seq > 1")
+    with pytest.raises(StorageError, match="record 2 has not the bytes of its hash"):
+        records(tmp_path)
 
 
 def test_a_record_without_its_fields_is_damage(tmp_path: Path) -> None:
-    ledger = begin(tmp_path)
-    ledger.append("trained", lineage=1)
-    ledger.close()
-    with pytest.raises(StorageError, match=r"the 'trained' record that ends at byte \d+"):
-        history(tmp_path)
+    begin(tmp_path).close()
+    body = b'{"kind":"trained","lineage":1}'
+    digest = blake3((2).to_bytes(8, "little") + body).digest()
+    edit(tmp_path, "INSERT INTO records VALUES (2, ?, ?)", body.decode(), digest)
+    with pytest.raises(StorageError, match=r"record 2: Object missing required field"):
+        records(tmp_path)
 
 
-def test_a_record_of_a_later_release_is_passed_over(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").write_bytes(b"not a database, but long enough to look at" * 100)
+    with pytest.raises(StorageError, match=r"ledger.sqlite is damaged: file is not a database"):
+        records(tmp_path)
+    with pytest.raises(StorageError, match=r"cannot open the ledger in .*not a database"):
+        open_ledger(tmp_path)
+
+
+def test_groups_are_read_back_bit_for_bit(tmp_path: Path) -> None:
     ledger = begin(tmp_path)
-    ledger.append("praised", group=0)
+    groups = [make_group(i, PolicyVersion(1, i), num_tokens=3 + i) for i in range(4)]
+    store(ledger, *groups[:2])
     ledger.close()
-    assert history(tmp_path) == LedgerState(lineages=(Lineage(1, 0),))
+    ledger = open_ledger(tmp_path)
+    store(ledger, *groups[2:])
+    found = state(tmp_path).waiting
+    assert {place.file for place in found.values()} == {"000001.bin", "000002.bin"}
+    for group in groups:
+        again = ledger.load(group.group_id, found[group.group_id])
+        assert encode_group(again) == encode_group(group)
+
+
+def test_a_group_file_that_is_missing_or_short_is_named(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    store(ledger, make_group(0))
+    [place] = places(tmp_path).values()
+    path = tmp_path / "groups" / place.file
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(StorageError, match=r"group 0 cannot be read back from .*000001.bin"):
+        ledger.load(0, place)
+    path.unlink()
+    with pytest.raises(StorageError, match="group 0 cannot be read back"):
+        ledger.load(0, place)
+
+
+def test_a_flipped_bit_anywhere_in_a_stored_group_is_noticed(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    store(ledger, make_group(0), make_group(1))
+    place = places(tmp_path)[1]
+    path = tmp_path / "groups" / place.file
+    for byte in range(place.offset, place.offset + place.length, place.length // 20):
+        flip(path, 8 * byte + byte % 8)
+        with pytest.raises(StorageError, match=rf"at {place.offset} is \w+, .* has {place.hash}"):
+            ledger.load(1, place)
+        assert ledger.load(0, places(tmp_path)[0]).group_id == 0
+        flip(path, 8 * byte + byte % 8)
+
+
+# --- full disks ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_file_beyond(num_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond a size, as a full disk would; Python ignores the signal of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_too_full_for_a_group_keeps_all_before_and_takes_it_later(tmp_path: Path) -> None:
+    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+    ledger = begin(tmp_path)
+    store(ledger, *(make_group(i, num_tokens=900) for i in range(3)))
+    size = (tmp_path / "groups" / "000001.bin").stat().st_size
+    before = records(tmp_path)
+    put(ledger, make_group(3, num_tokens=900), make_group(4, num_tokens=900))
+    ledger.append(grant(5))
+    with no_file_beyond(size + size // 2), pytest.raises(StorageError) as caught:
+        ledger.sync()
+    text = str(caught.value)
+    assert f"cannot write the ledger in {tmp_path}: [Errno 27] File too large" in text
+    assert text.endswith("free disk space, then continue the run with --resume")
+    assert records(tmp_path) == before
+    ledger.sync()
+    assert kinds(tmp_path) == ["lineage", *["accepted"] * 5, "granted"]
+    for group, place in places(tmp_path).items():
+        whole = encode_group(make_group(group, num_tokens=900))
+        assert encode_group(ledger.load(group, place)) == whole
+
+
+def test_a_disk_too_full_for_records_keeps_all_before_and_takes_them_later(
+    tmp_path: Path,
+) -> None:
+    ledger = begin(tmp_path)
+    before = records(tmp_path)
+    log = tmp_path / "ledger.sqlite-wal"
+    for group in range(100):
+        ledger.append(grant(group))
+    with (
+        no_file_beyond(log.stat().st_size + 6000),
+        pytest.raises(StorageError, match=r"cannot write the ledger.*free disk space"),
+    ):
+        ledger.commit()
+    assert records(copied(tmp_path, tmp_path / "killed")) == records(tmp_path) == before
+    ledger.commit()
+    ledger.close()
+    assert [each.group for each in records(tmp_path) if isinstance(each, Granted)] == [*range(100)]
+
+
+def test_space_for_groups_is_bounded_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
+    ledger = begin(tmp_path, spool_bytes=2 * GROUP_BYTES)
+    store(ledger, make_group(0), make_group(1))
+    full = f"the spool in .* holds {2 * GROUP_BYTES} of the {2 * GROUP_BYTES} bytes.*spool_bytes"
+    with pytest.raises(StorageError, match=full):
+        put(ledger, make_group(2))
+    assert sorted(places(tmp_path)) == [0, 1]
+    ledger.append(discard(0))
+    ledger.checkpointed(lineage=1, step=1, oldest_step=0)
+    store(ledger, make_group(2))
+    ledger.close()
+    with pytest.raises(StorageError, match=r"limits\.spool_bytes"):
+        put(open_ledger(tmp_path, spool_bytes=2 * GROUP_BYTES), make_group(3))
+
+
+# --- group files ---------------------------------------------------------------------------------
+
+
+def test_a_file_is_unlinked_when_no_kept_checkpoint_can_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
+    ledger = begin(tmp_path)
+    groups = [make_group(i) for i in range(5)]
+    store(ledger, *groups)
+    assert group_files(tmp_path) == [f"00000{i}.bin" for i in range(1, 6)]
+    for step in range(3):
+        ledger.trained([groups[step]], lineage=1, consumed_at=step)
+    ledger.append(discard(3))
+    # Checkpoints of the steps 2 and 3 are kept: going back to 2 would need group 2 again.
+    ledger.checkpointed(lineage=1, step=3, oldest_step=2)
+    assert group_files(tmp_path) == ["000003.bin", "000005.bin"]
+    ledger.checkpointed(lineage=1, step=3, oldest_step=3)
+    assert group_files(tmp_path) == ["000005.bin"]
+    assert sorted(state(tmp_path, step=2).waiting) == [2, 4]
+    # The one that is being filled goes, too, and the next group has another.
+    ledger.append(discard(4))
+    ledger.checkpointed(lineage=1, step=3, oldest_step=3)
+    assert group_files(tmp_path) == []
+    store(ledger, make_group(5))
+    assert group_files(tmp_path) == ["000006.bin"]
+
+
+def test_after_a_restart_files_in_which_nothing_waits_are_unlinked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
+    ledger = begin(tmp_path)
+    store(ledger, make_group(0), make_group(1))
+    ledger.close()
+    ledger = open_ledger(tmp_path)
+    ledger.load(1, places(tmp_path)[1])
+    ledger.free_unused()
+    assert group_files(tmp_path) == ["000002.bin"]
+    store(ledger, make_group(2))
+    assert group_files(tmp_path) == ["000002.bin", "000003.bin"]
+
+
+# --- who may write, and where --------------------------------------------------------------------
+
+
+def test_a_second_learner_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    text = rf"is in use by another learner; stop it first \(process {os.getpid()}\)"
+    with pytest.raises(StorageError, match=text):
+        open_ledger(tmp_path)
+    ledger.append(grant(0))
+    ledger.close()
+    assert kinds(tmp_path) == ["lineage", "granted"]
+    open_ledger(tmp_path).release()
+    open_ledger(tmp_path).release()
+
+
+def test_a_directory_of_format_1_is_refused_with_both_numbers_and_the_remedy(
+    tmp_path: Path,
+) -> None:
+    old = '{"kind":"lineage","lineage":1,"fork_step":0,"at":1795406355.382}\n'
+    (tmp_path / "ledger.jsonl").write_text(old)
+    for read in (open_ledger, records):
+        with pytest.raises(
+            StorageError, match=r"format 1 \(ledger.jsonl\), .* format 2; --init-from .*/final"
+        ):
+            read(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
+
+
+def test_a_directory_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    begin(tmp_path).close()
+    edit(tmp_path, "PRAGMA user_version = 3")
+    for read in (open_ledger, records):
+        with pytest.raises(StorageError, match="has ledger format 3, this release has format 2"):
+            read(tmp_path)
+
+
+def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no such file; is .* the directory of a run"):
+        records(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "reading leaves no trace"
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "groups").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot open the ledger in"):
+        open_ledger(tmp_path)
+
+
+def test_without_shared_memory_a_rollback_journal_keeps_the_promises(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite-shm").mkdir()  # so that there can be none
+    ledger = begin(tmp_path)
+    assert len(ledger.notices) == 1
+    assert "a rollback journal takes its place" in ledger.notices[0]
+    for group in range(50):
+        ledger.append(grant(group))
+        store(ledger, make_group(group))
+    ledger.trained([make_group(0)], lineage=1, consumed_at=0)
+    ledger.checkpointed(lineage=1, step=1, oldest_step=1)
+    killed = copied(tmp_path, tmp_path.with_name("killed"))
+    assert not (killed / "ledger.sqlite-wal").exists()
+    assert records(killed) == records(tmp_path)
+    assert sorted(state(killed, step=1).waiting) == list(range(1, 50))
+    flip(killed / "ledger.sqlite", 8 * (killed / "ledger.sqlite").read_bytes().index(b"granted"))
+    with pytest.raises(StorageError, match=r"record \d+ has not the bytes of its hash"):
+        records(killed)
+
+
+def test_a_network_volume_gets_a_rollback_journal(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    line = (
+        f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw,noatime shared:1 - {{}} host:/x rw"
+    )
+    for kind, is_network in [("nfs4", True), ("fuse.sshfs", True), ("ext4", False)]:
+        mounts.write_text("22 1 0:1 / /proc rw - proc proc rw\n" + line.format(kind) + "\n")
+        assert ledger_module._is_on_network(tmp_path, mounts) is is_network
+    assert not ledger_module._is_on_network(tmp_path, tmp_path / "none")
+
+
+def test_a_run_moved_to_a_network_volume_takes_its_log_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = begin(tmp_path / "run")
+    ledger.append(grant(0))
+    ledger.sync()
+    moved = copied(tmp_path / "run", tmp_path / "moved")
+    monkeypatch.setattr(ledger_module, "_is_on_network", lambda path: True)
+    again = open_ledger(moved)
+    assert "other machines may use it" in again.notices[0]
+    again.append(grant(1))
+    again.close()
+    assert kinds(moved) == ["lineage", "granted", "granted"]
+    assert not (moved / "ledger.sqlite-wal").exists()
 
 
 # --- what is left to do --------------------------------------------------------------------------
 
 
-def write(run_dir: Path, *lines: dict[str, Any]) -> None:
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run_dir / "ledger.jsonl").write_text(text)
+def place(group: int) -> Place:
+    return Place("000001.bin", 10 * group, 10, f"{group:064x}")
 
 
-def lineage(number: int, fork_step: int) -> dict[str, Any]:
-    return {"kind": "lineage", "lineage": number, "fork_step": fork_step}
+def lineage(number: int, fork_step: int) -> Began:
+    return Began(lineage=number, fork_step=fork_step, at=100.0 * number)
 
 
-def place(group: int) -> tuple[str, int, int, str]:
-    return "000001.bin", 10 * group, 10, f"{group:064x}"
+def accepted(group: int, *, at: float = 0.0) -> Accepted:
+    return Accepted(
+        at=at, group=group, attempt=0, worker="w1", versions=(V0,), version_tokens=(8,),
+        tokens=10, rewards=(0.0, 1.0), place=place(group),
+    )  # fmt: skip
 
 
-def granted(group: int, attempt: int = 0) -> dict[str, Any]:
-    return {"kind": "granted", "group": group, "attempt": attempt, "worker": "w1"}
-
-
-def accepted(group: int) -> dict[str, Any]:
-    return {"kind": "accepted", "group": group, "spool": [*place(group)]}
-
-
-def trained(number: int, step: int, *groups: int) -> dict[str, Any]:
-    return {
-        "kind": "trained",
-        "lineage": number,
-        "step": step,
-        "groups": list(groups),
-        "staleness": {"0": 10, "1": step},
-    }
-
-
-def discarded(group: int) -> dict[str, Any]:
-    return {"kind": "discarded", "group": group, "reason": "stale", "step": 1}
-
-
-def test_groups_are_settled_waiting_or_granted(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        lineage(1, 0),
-        *(granted(group) for group in range(6)),
-        granted(3, 1),
-        accepted(0),
-        accepted(1),
-        accepted(2),
-        trained(1, 1, 0),
-        discarded(2),
-        discarded(5),
+def trained(number: int, step: int, *groups: int) -> Trained:
+    return Trained(
+        lineage=number, step=step, consumed_at=step - 1, groups=groups, staleness={0: 10, 1: step}
     )
-    found = history(tmp_path, step=1)
+
+
+def test_groups_are_finished_waiting_or_granted() -> None:
+    found = read_state(
+        [
+            lineage(1, 0),
+            *(grant(group) for group in range(6)),
+            grant(3, 1),
+            *(accepted(group) for group in range(3)),
+            trained(1, 1, 0),
+            discard(2),
+            discard(5),
+        ],
+        lineage=1,
+        step=1,
+    )
     assert found.next_group_id == 6
     assert found.finished == {0, 1, 2, 5}
     assert found.waiting == {1: place(1)}
@@ -263,25 +880,23 @@ def test_groups_are_settled_waiting_or_granted(tmp_path: Path) -> None:
     assert found.lineages == (Lineage(1, 0),)
 
 
-def test_steps_after_the_checkpoint_are_void_and_their_groups_wait_again(tmp_path: Path) -> None:
-    lines = [lineage(1, 0), *(accepted(group) for group in range(4))]
-    lines += [trained(1, step + 1, step) for step in range(4)]
-    write(tmp_path, *lines)
-    assert sorted(history(tmp_path, step=4).waiting) == []
-    found = history(tmp_path, step=2)
-    assert sorted(found.waiting) == [2, 3]
-    assert found.finished == {0, 1, 2, 3}
-    assert found.staleness_tokens == {0: 20, 1: 3}
+def test_steps_after_the_checkpoint_are_void_and_their_groups_wait_again() -> None:
+    found = [lineage(1, 0), *(accepted(group) for group in range(4))]
+    found += [trained(1, step + 1, step) for step in range(4)]
+    assert sorted(read_state(found, lineage=1, step=4).waiting) == []
+    left = read_state(found, lineage=1, step=2)
+    assert sorted(left.waiting) == [2, 3]
+    assert left.finished == {0, 1, 2, 3}
+    assert left.staleness_tokens == {0: 20, 1: 3}
 
 
-def test_a_discard_is_never_void(tmp_path: Path) -> None:
-    write(tmp_path, lineage(1, 0), accepted(0), discarded(0), lineage(2, 0))
-    assert history(tmp_path, lineage=2).waiting == {}
+def test_a_discard_is_never_void() -> None:
+    found = [lineage(1, 0), accepted(0), discard(0), lineage(2, 0)]
+    assert read_state(found, lineage=2, step=0).waiting == {}
 
 
-def test_a_group_trained_again_after_a_fork_has_one_end(tmp_path: Path) -> None:
-    write(
-        tmp_path,
+def test_a_group_trained_again_after_a_fork_has_one_end() -> None:
+    found = [
         lineage(1, 0),
         *(accepted(group) for group in range(4)),
         trained(1, 1, 0),
@@ -292,195 +907,61 @@ def test_a_group_trained_again_after_a_fork_has_one_end(tmp_path: Path) -> None:
         trained(2, 3, 1),
         lineage(3, 2),
         trained(3, 3, 3),
-    )
-    assert sorted(history(tmp_path, lineage=3, step=3).waiting) == [1]
-    assert sorted(history(tmp_path, lineage=2, step=2).waiting) == [1, 3]
-    assert sorted(history(tmp_path, lineage=1, step=1).waiting) == [1, 2, 3]
+    ]
+    assert sorted(read_state(found, lineage=3, step=3).waiting) == [1]
+    assert sorted(read_state(found, lineage=2, step=2).waiting) == [1, 3]
+    assert sorted(read_state(found, lineage=1, step=1).waiting) == [1, 2, 3]
+    totals = totals_of(found)
+    assert (totals.num_trained, totals.num_accepted) == (3, 4)
+    assert totals.lineage_starts == [100.0, 200.0, 300.0]
 
 
-def test_a_checkpoint_that_a_later_lineage_left_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, lineage(1, 0), lineage(2, 5))
-    assert history(tmp_path, lineage=1, step=5)
-    assert history(tmp_path, lineage=2, step=9)
+def test_a_checkpoint_that_a_later_lineage_left_is_refused() -> None:
+    found = [lineage(1, 0), *(trained(1, step, step) for step in range(1, 9)), lineage(2, 5)]
+    found += [trained(2, step, step) for step in range(6, 10)]
+    assert read_state(found, lineage=1, step=5)
+    assert read_state(found, lineage=2, step=9)
     with pytest.raises(StorageError, match=r"step 8 in lineage 1 is not on the run's history"):
-        history(tmp_path, lineage=1, step=8)
+        read_state(found, lineage=1, step=8)
     with pytest.raises(StorageError, match="step 4 in lineage 2 is not"):
-        history(tmp_path, lineage=2, step=4)
+        read_state(found, lineage=2, step=4)
 
 
-# --- spool ---------------------------------------------------------------------------------------
-
-
-def places(run_dir: Path) -> dict[int, SpoolPlace]:
-    found = [record for record in records(run_dir) if record["kind"] == "accepted"]
-    return {record["group"]: tuple(record["spool"]) for record in found}
-
-
-def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "spool").iterdir())
-
-
-def test_groups_are_read_back_bit_for_bit(tmp_path: Path) -> None:
-    ledger = begin(tmp_path)
-    groups = [make_group(i, PolicyVersion(1, i), num_tokens=3 + i) for i in range(4)]
-    store(ledger, *groups[:2])
-    ledger.close()
-    ledger = open_ledger(tmp_path)
-    store(ledger, *groups[2:])
-    found = history(tmp_path).waiting
-    assert found == places(tmp_path)
-    assert {name for name, *_ in found.values()} == {"000001.bin", "000002.bin"}
-    for group in groups:
-        again = ledger.load(group.group_id, found[group.group_id])
-        assert encode_group(again) == encode_group(group)
-
-
-def test_a_spool_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
-    ledger = begin(tmp_path)
-    store(ledger, make_group(0))
-    [place] = places(tmp_path).values()
-    path = tmp_path / "spool" / place[0]
-    data = path.read_bytes()
-    path.write_bytes(data[:-1])
-    with pytest.raises(StorageError, match=r"group 0 cannot be read back from .*000001.bin"):
-        ledger.load(0, place)
-    path.write_bytes(b"\xff" * len(data))
-    with pytest.raises(StorageError, match="group 0 cannot be read back"):
-        ledger.load(0, place)
-    path.unlink()
-    with pytest.raises(StorageError, match="group 0 cannot be read back"):
-        ledger.load(0, place)
-
-
-def test_a_flipped_bit_anywhere_in_a_stored_group_is_noticed(tmp_path: Path) -> None:
-    ledger = begin(tmp_path)
-    store(ledger, make_group(0), make_group(1))
-    file_name, offset, length, digest = places(tmp_path)[1]
-    path = tmp_path / "spool" / file_name
-    data = path.read_bytes()
-    for byte in range(offset, offset + length, length // 20):
-        changed = bytearray(data)
-        changed[byte] ^= 1 << byte % 8
-        path.write_bytes(changed)
-        with pytest.raises(StorageError, match=f"at {offset} is [0-9a-f]{{64}}, .* has {digest}"):
-            ledger.load(1, (file_name, offset, length, digest))
-        assert ledger.load(0, places(tmp_path)[0]).group_id == 0
-
-
-def test_a_file_is_deleted_when_all_its_groups_are_final(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
-    ledger = begin(tmp_path)
-    groups = [make_group(i) for i in range(5)]
-    store(ledger, *groups)
-    assert names(tmp_path) == [f"00000{i}.bin" for i in range(1, 6)]
-    for step in range(3):
-        ledger.trained([groups[step]], lineage=1, consumed_at=step)
-    ledger.discarded(3, "stale", step=3)
-    # Checkpoints of the steps 2 and 3 are kept: going back to 2 would need group 2 again.
-    ledger.checkpointed(lineage=1, step=3, oldest_step=2)
-    assert names(tmp_path) == ["000003.bin", "000005.bin"]
-    ledger.checkpointed(lineage=1, step=4, oldest_step=3)
-    assert names(tmp_path) == ["000005.bin"]
-    assert sorted(history(tmp_path, step=2).waiting) == [2, 4]
-
-
-def test_room_in_the_spool_is_bounded_and_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
-    size = 4 + sum(map(len, encode_group(make_group(0))))
-    ledger = begin(tmp_path, spool_bytes=2 * size)
-    store(ledger, make_group(0), make_group(1))
+def test_a_ledger_whose_end_is_lost_does_not_let_groups_be_trained_twice() -> None:
+    found = [lineage(1, 0), accepted(0), accepted(1), trained(1, 1, 0)]
     with pytest.raises(
-        StorageError, match=f"holds {2 * size} of the {2 * size} bytes.*spool_bytes"
+        StorageError, match="step 2 in lineage 1 is ahead of the ledger, whose last"
     ):
-        store(ledger, make_group(2))
-    assert sorted(places(tmp_path)) == [0, 1]
-    ledger.discarded(0, "stale", step=1)
-    ledger.checkpointed(lineage=1, step=1, oldest_step=0)
-    store(ledger, make_group(2))
-    ledger.close()
-    with pytest.raises(StorageError, match=r"limits\.spool_bytes"):
-        store(open_ledger(tmp_path, spool_bytes=2 * size), make_group(3))
+        read_state(found, lineage=1, step=2)
 
 
-def test_after_a_restart_files_in_which_nothing_waits_are_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_module, "GROUP_FILE_BYTES", 1)
-    ledger = begin(tmp_path)
-    store(ledger, make_group(0), make_group(1))
-    ledger.close()
-    ledger = open_ledger(tmp_path)
-    ledger.load(1, places(tmp_path)[1])
-    ledger.free_unused()
-    assert names(tmp_path) == ["000002.bin"]
-    store(ledger, make_group(2))
-    assert names(tmp_path) == ["000002.bin", "000003.bin"]
+# --- what it adds up to --------------------------------------------------------------------------
 
 
-# --- full disks ----------------------------------------------------------------------------------
-
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from tests.records.test_ledger import begin, make_group, store
-from echo.core.errors import StorageError
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-ledger = begin(Path({run_dir!r}))
-store(ledger, make_group(0))
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-try:
-    for group_id in range(1, 100):
-        store(ledger, make_group(group_id))
-except StorageError as error:
-    print(error)
-    ledger.append("lineage", lineage=2, fork_step=0) if {limit} > 4000 else None
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_files_without_half_records(tmp_path: Path) -> None:
-    """No file may grow beyond a limit: the spool reaches it first, in the middle of a group."""
-    root = str(Path(__file__).parents[2])
-    program = FULL_DISK.format(root=root, run_dir=str(tmp_path), limit=5000)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+def test_totals_count_what_became_of_groups_and_the_newest_bill() -> None:
+    totals = totals_of(
+        [
+            lineage(1, 0),
+            *(accepted(group) for group in range(3)),
+            trained(1, 1, 0),
+            discard(1, "zero_variance"),  # it was in the buffer: another loss takes none such
+            discard(7, "zero_variance"),
+            discard(8, "reward_error"),
+            Cost(step=1, total=1.0, per_h=2.0),
+            Cost(step=2, total=1.5, per_h=2.5, at=77.0),
+        ]
     )
-    assert "cannot write a group in" in done.stdout
-    assert "free disk space, then continue the run with --resume" in done.stdout
-    found = records(tmp_path)
-    assert found[-1]["kind"] == "lineage"
-    assert (tmp_path / "ledger.jsonl").read_bytes().endswith(b"\n")
-    stored = places(tmp_path)
-    assert 3 < len(stored) < 99
-    end = max(offset + length for _, offset, length, _ in stored.values())
-    assert (tmp_path / "spool" / "000001.bin").stat().st_size == end < 5000
-    ledger = open_ledger(tmp_path)
-    for group_id, place in stored.items():
-        assert encode_group(ledger.load(group_id, place)) == encode_group(make_group(group_id))
-    store(ledger, make_group(99))
+    assert (totals.num_accepted, totals.num_trained, totals.num_tokens) == (3, 1, 30)
+    assert totals.discarded == {"zero_variance": 2, "reward_error": 1}
+    assert totals.num_without_signal == 1
+    assert totals.staleness_tokens == {0: 10, 1: 1}
+    assert totals.cost == Cost(step=2, total=1.5, per_h=2.5, at=77.0)
+    assert totals_of([]).cost is None
 
 
-@pytest.mark.slow
-def test_a_full_ledger_is_cut_back_to_its_last_whole_line(tmp_path: Path) -> None:
-    program = FULL_DISK.format(
-        root=str(Path(__file__).parents[2]), run_dir=str(tmp_path), limit=700
-    )
-    program = program.replace("store(ledger, make_group(group_id))", 'ledger.append("x" * 40)')
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "cannot write the ledger in" in done.stdout
-    data = (tmp_path / "ledger.jsonl").read_bytes()
-    assert data.endswith(b"}\n")
-    assert 600 < len(data) <= 700
-
-
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "spool").write_text("in the way")
-    with pytest.raises(StorageError, match="cannot open the journal in"):
-        open_ledger(tmp_path)
+def test_deliveries_go_from_grant_to_acceptance() -> None:
+    grants = [Granted(group=0, attempt=0, worker="w1", at=5.0), grant(1)]
+    found = [*grants, accepted(0, at=9.0), accepted(2)]
+    assert deliveries_of(found) == [
+        Delivery(worker="w1", granted_at=5.0, accepted_at=9.0, num_tokens=10)
+    ]

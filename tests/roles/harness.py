@@ -3,7 +3,7 @@
 `World` carries out what sessions decide, as `runtime/node.py` does: it dials, sends, tells of lost
 links, and calls `expire` at each deadline. Beside it are a learner that journals, trains and
 checkpoints in no time to speak of, and workers whose engine needs `sample_s` per group. A journal
-is a list of records that survives its process, in the form of `ledger.jsonl`.
+is a list of records that survives its process, in the form of the ledger's rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +49,7 @@ from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop
 from echo.wire.codec import decode_envelope, decode_message
 from echo.wire.messages import LEARNER_ID, Lease
+from tests.records.rows import records_of
 
 if TYPE_CHECKING:
     import pytest  # benchmarks use this file, too, where it may not be installed
@@ -370,10 +370,9 @@ class Run:
     def __init__(self, tmp_path: Path, *, seed: int = 0, link: Link | None = None, **numbers: Any):
         self.world = World(seed=seed, link=link)
         self.numbers = Numbers(**numbers)
-        self.ledger = tmp_path / "ledger.jsonl"
         self.records: list[dict[str, Any]] = []
         self.groups: dict[int, Group] = {}
-        """Accepted groups: the spool."""
+        """Accepted groups, as the group files have them."""
         self.acked: list[tuple[int, str]] = []
         self.checkpoint = (1, 0)
         self.is_training = True
@@ -393,9 +392,8 @@ class Run:
             lineages: tuple[Lineage, ...] = (Lineage(1, 0),)
             step, next_group_id, finished, granted, waiting = 0, 0, set(), {}, {}
         else:
-            self.ledger.write_text("".join(json.dumps(r) + "\n" for r in self.records))
             lineage, step = self.checkpoint
-            history = read_state(self.ledger, lineage=lineage, step=step)
+            history = read_state(records_of(self.records), lineage=lineage, step=step)
             lineages = (*history.lineages, Lineage(history.lineages[-1].lineage + 1, step))
             next_group_id, finished = history.next_group_id, history.finished
             granted, waiting = history.granted, history.waiting
@@ -466,7 +464,7 @@ class Run:
                     group=group.group_id,
                     attempt=group.attempt,
                     worker=group.worker_id,
-                    spool=["mem", 0, 0, ""],
+                    place=["mem", 0, 0, ""],
                 )
                 self.world.later(0.01, lambda: self._stored(process, group))
             case RecordEnd():

@@ -22,6 +22,7 @@ from echo.runtime.relay import RelayNode, assemble_relay
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker.node import WorkerNode
 from echo.runtime.worker.setup import assemble_worker
+from tests.e2e.audit import read_ledger
 
 Play = Callable[..., None]
 """Plays a scenario, a coroutine function of a `Run`, within `limit_s` seconds."""
@@ -119,7 +120,7 @@ class Run:
         return assemble_worker(config, transport, log=logging.getLogger(f"test.{name}"))
 
     def ledger(self, kind: str | None = None) -> list[dict[str, Any]]:
-        records = read_jsonl(self.run_dir / "ledger.jsonl")
+        records = read_ledger(self.run_dir)
         return [record for record in records if kind in (None, record["kind"])]
 
 
@@ -136,7 +137,7 @@ async def running(*nodes: Node) -> AsyncIterator[list[asyncio.Task[str]]]:
 
 
 def ends(records: Sequence[dict[str, Any]]) -> dict[int, list[str]]:
-    """Return how each accepted group ended on the surviving line, read from the journal alone."""
+    """Return how each accepted group ended on the surviving line, read from the ledger alone."""
     lineages = [(r["lineage"], r["fork_step"]) for r in records if r["kind"] == "lineage"]
     found: dict[int, list[str]] = {r["group"]: [] for r in records if r["kind"] == "accepted"}
     for record in records:

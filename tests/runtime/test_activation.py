@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ import pytest
 from echo.core.metrics import Snapshot
 from echo.runtime.learner.cost import spent_before
 from echo.runtime.learner.node import LearnerNode
+from tests.records.rows import write_ledger
 from tests.runtime.harness import Play, Run, ends, running
 
 
@@ -70,9 +70,10 @@ def test_workers_that_are_not_needed_stand_by_and_the_costs_are_told(play: Play)
             row, snapshot = with_two_on_standby(run)
         first, *later = run.ledger("activation")
         # Which of the two comes first hangs on whose rate is known first.
-        assert {name for row in (first, *later) for name in row["interrupted"]} == {"w2", "w3"}
-        assert first["after"]["cost_per_h"] < first["before"]["cost_per_h"]
-        assert first["after"]["rate"] > first["after"]["required"] > 0
+        assert {name for row in (first, *later) for name in row["deactivated"]} == {"w2", "w3"}
+        before, after = first["numbers"]["before"], first["numbers"]["after"]
+        assert after["cost_per_h"] < before["cost_per_h"]
+        assert after["rate"] > after["required"] > 0
         # They bill on, on standby or not.
         assert row["cost/per_hour"] == pytest.approx(16.2, abs=0.01)
         assert row["cost/standby_per_hour"] == pytest.approx(14.0)
@@ -134,19 +135,17 @@ def test_a_run_that_waits_for_groups_ends_at_its_budget_too(play: Play) -> None:
     play(scenario)
 
 
-def write(path: Path, *records: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def test_what_was_spent_before_a_resume_is_read_from_the_journal(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "ledger.jsonl",
-        {"kind": "cost", "step": 1, "total": 1.0, "per_h": 3.6, "at": 500.0},
-        {"kind": "cost", "step": 2, "total": 2.0, "per_h": 3.6, "at": 1000.0},
-        {"kind": "published", "version": [1, 2]},
+def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) -> None:
+    write_ledger(tmp_path, [])
+    assert spent_before(tmp_path, now=1.0) == 0.0
+    write_ledger(
+        tmp_path,
+        [
+            {"kind": "cost", "step": 1, "total": 1.0, "per_h": 3.6, "at": 500.0},
+            {"kind": "cost", "step": 2, "total": 2.0, "per_h": 3.6, "at": 1000.0},
+            {"kind": "published", "version": [1, 2], "root": ""},
+        ],
     )
     # Machines billed on while the learner was away, for an hour at most as far as is known.
-    assert spent_before(path, now=1100.0) == pytest.approx(2.1)
-    assert spent_before(path, now=9000.0) == pytest.approx(5.6)
-    assert spent_before(write(tmp_path / "none"), now=1.0) == 0.0
+    assert spent_before(tmp_path, now=1100.0) == pytest.approx(2.1)
+    assert spent_before(tmp_path, now=9000.0) == pytest.approx(5.6)

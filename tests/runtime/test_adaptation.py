@@ -17,7 +17,8 @@ from echo.core.rollout import Lineage
 from echo.records.ledger import Ledger
 from echo.runtime.learner.node import Adaptation
 from echo.weights.schedule import PublishPace
-from tests.runtime.harness import Play, Run, read_jsonl, running
+from tests.e2e.audit import read_ledger
+from tests.runtime.harness import Play, Run, running
 
 GOOD = {"ess": 0.99, "mismatch_kl": 0.0, "clip_ratio/mean": 0.0}
 
@@ -43,7 +44,8 @@ class Parts:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        return [r for r in read_jsonl(self.ledger.path) if r["kind"] == "bound"]
+        self.ledger.commit()
+        return [r for r in read_ledger(self.ledger.run_dir) if r["kind"] == "bound"]
 
 
 MakeParts = Callable[..., Parts]

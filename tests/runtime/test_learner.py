@@ -7,6 +7,8 @@ import itertools
 import json
 import logging
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,9 @@ from echo.sim.network import Link
 from echo.tasks.rewards import TaskHost
 from echo.train.trainer import StepError
 from echo.wire.actions import Action
-from tests.roles.harness import note_ways
+from echo.wire.messages import Ack, Announce, Grant
+from tests.e2e.audit import read_ledger
+from tests.roles.harness import message_of, note_ways
 from tests.runtime.harness import LEARNER, RELAY, Play, Run, ends, read_jsonl, running
 
 MANY = {"max_steps": 1000}
@@ -50,6 +54,46 @@ def test_a_run_trains_evaluates_saves_and_ends_everybody(play: Play) -> None:
         assert (run.run_dir / "checkpoints" / "latest").read_text() == "step_000003\n"
         AutoModelForCausalLM.from_pretrained(run.run_dir / "final")
         assert run.snapshots[-1].step == 3
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("are_stored", [True, False])
+def test_what_a_message_tells_of_is_on_record_before_it_leaves(
+    play: Play, *, are_stored: bool
+) -> None:
+    """A kill of the learner right after a message leaves its cause in the ledger."""
+
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(batch={"keep_zero_variance": are_stored})
+        send, told, untold = learner.transport.send, Counter[str](), []
+
+        def watched(peer: str, frames: Sequence[bytes]) -> bool:
+            match message_of(frames):
+                case Grant(leases=leases):
+                    kinds, tags = {"granted"}, {(e.group_id, e.attempt) for e in leases}
+                case Ack(group_id=group, attempt=attempt, outcome="accepted"):
+                    kinds, tags = {"accepted", "discarded"}, {(group, attempt), (group, None)}
+                case Announce(version=version):
+                    kinds, tags = {"published"}, {(version.lineage, version.step)}
+                case _:
+                    return bool(send(peer, frames))
+            on_record = {
+                tuple(r["version"]) if r["kind"] == "published" else (r["group"], r.get("attempt"))
+                for r in run.ledger()
+                if r["kind"] in kinds
+            }
+            told.update(kinds)
+            is_told = tags & on_record if "discarded" in kinds else tags <= on_record
+            untold.extend([] if is_told else [(kinds, tags)])
+            return bool(send(peer, frames))
+
+        learner.transport.send = watched
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        assert untold == []
+        assert min(told["granted"], told["accepted"]) >= 3
+        assert told["published"] >= 1
 
     play(scenario)
 
@@ -494,8 +538,8 @@ def test_a_resume_passes_over_what_the_disk_has_damaged(
             # One that was trained after the checkpoint before, and so is needed again.
             [lost] = run.ledger("trained")[-1]["groups"][:1]
             [record] = [r for r in run.ledger("accepted") if r["group"] == lost]
-            file_name, offset, length, _ = record["spool"]
-            flip_a_bit(run.run_dir / "spool" / file_name, offset + length - 1)
+            file_name, offset, length, _ = record["place"]
+            flip_a_bit(run.run_dir / "groups" / file_name, offset + length - 1)
 
             learner = await run.learner(resume=True, run={"max_steps": saved + 2})
             step = learner.session.step
@@ -579,7 +623,7 @@ def test_a_failed_checkpoint_is_survived(play: Play, caplog: pytest.LogCaptureFi
     assert "limits.min_free_disk_bytes" in caplog.text
 
 
-def test_a_journal_that_cannot_be_written_ends_the_run(play: Play) -> None:
+def test_a_ledger_that_cannot_be_written_ends_the_run(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(run=MANY, limits={"spool_bytes": 1 << 20})
         learner._ledger.spool_bytes = 100
@@ -593,7 +637,7 @@ def test_a_journal_that_cannot_be_written_ends_the_run(play: Play) -> None:
 def test_a_second_learner_is_kept_out(play: Play) -> None:
     async def scenario(run: Run) -> None:
         first = await run.learner()
-        with pytest.raises(StorageError, match="is in use by another learner"):
+        with pytest.raises(StorageError, match="is in use by another learner; stop it first"):
             await run.learner(resume=True, learner={"listen": "tcp://other:7700"})
         async with running(first, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
@@ -606,10 +650,10 @@ def test_a_run_is_not_started_twice(play: Play) -> None:
         learner = await run.learner()
         async with running(learner, await run.worker("w1")) as (learning, _):
             await learning
-        before = (run.run_dir / "ledger.jsonl").read_bytes()
+        before = run.ledger()
         with pytest.raises(ConfigError, match="holds a run already"):
             await run.learner()
-        assert (run.run_dir / "ledger.jsonl").read_bytes() == before
+        assert run.ledger() == before
 
     play(scenario)
 
@@ -635,7 +679,7 @@ def test_a_run_can_start_from_the_weights_of_another(play: Play) -> None:
         learner = await run.learner(learner=start, run={"name": "second", "max_steps": 1})
         async with running(learner, await run.worker("w1")) as (learning, _):
             await learning
-        published = read_jsonl(run.directory / "second" / "ledger.jsonl")
+        published = read_ledger(run.directory / "second")
         first = next(r for r in published if r["kind"] == "published")
         # What was exported is what was published, bit by bit.
         assert first["image_hash"] == run.ledger("published")[-1]["image_hash"]

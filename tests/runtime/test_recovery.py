@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from echo.core.errors import ConfigError, StorageError
-from echo.core.rollout import Group, Lineage, Rollout
-from echo.records.ledger import Ledger, read_state
+from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
+from echo.records.ledger import (
+    Discarded,
+    Granted,
+    Ledger,
+    read_lines,
+    read_records,
+    read_state,
+)
 from echo.runtime.learner.checkpoint import CheckpointInfo, list_checkpoints, save_checkpoint
 from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
 from echo.train import trainer
@@ -64,9 +71,14 @@ def opened(run_dir: Path) -> Iterator[Ledger]:
         ledger.close()
 
 
+def grant(group_id: int, attempt: int = 0) -> Granted:
+    return Granted(group=group_id, attempt=attempt, worker="w1", version=PolicyVersion(1, 0))
+
+
 def store(ledger: Ledger, group: Group) -> Group:
-    ledger.append("granted", group=group.group_id, attempt=0, worker="w1", version=[1, 0])
+    ledger.append(grant(group.group_id))
     ledger.store(group, *encode_group(group))
+    ledger.sync()
     return group
 
 
@@ -87,8 +99,8 @@ def run_dir(tmp_path: Path) -> Path:
         checkpoint(tmp_path, 1)
         ledger.trained(groups[1:2], lineage=1, consumed_at=1)
         ledger.trained(groups[2:3], lineage=1, consumed_at=2)
-        ledger.append("granted", group=4, attempt=1, worker="w2", version=[1, 2])
-        ledger.discarded(5, "reward_error", step=3)
+        ledger.append(grant(4, attempt=1))
+        ledger.append(Discarded(group=5, reason="reward_error", step=3))
     return tmp_path
 
 
@@ -147,10 +159,10 @@ def test_two_crashes_from_one_checkpoint_are_two_lineages(run_dir: Path) -> None
 
 
 def test_recovering_writes_nothing_by_itself(run_dir: Path) -> None:
-    before = (run_dir / "ledger.jsonl").read_bytes()
+    before = list(read_lines(run_dir))
     with opened(run_dir) as ledger:
         recover(ledger, run_id="toy", max_staleness=2)
-    assert (run_dir / "ledger.jsonl").read_bytes() == before
+    assert list(read_lines(run_dir)) == before
 
 
 def test_without_a_checkpoint_it_starts_over(run_dir: Path) -> None:
@@ -170,7 +182,7 @@ def test_going_back_to_an_older_checkpoint_drops_the_later_ones(run_dir: Path) -
 
 
 def test_a_group_that_is_gone_ends_as_lost(run_dir: Path) -> None:
-    for path in (run_dir / "spool").glob("*.bin"):
+    for path in (run_dir / "groups").glob("*.bin"):
         path.unlink()
     start = resume(run_dir)
     assert start.ends == {1: "lost", 2: "lost", 3: "lost"}
@@ -206,18 +218,17 @@ def test_a_flipped_bit_in_a_checkpoint_makes_its_steps_void(run_dir: Path, name:
 
 def test_without_a_whole_checkpoint_nothing_is_written(run_dir: Path) -> None:
     flip_a_bit(run_dir / "checkpoints" / "step_000001" / WEIGHTS_FILE)
-    before = (run_dir / "ledger.jsonl").read_bytes()
+    before = list(read_lines(run_dir))
     with pytest.raises(StorageError, match=r"no checkpoint .* is whole"):
         resume(run_dir)
-    assert (run_dir / "ledger.jsonl").read_bytes() == before
+    assert list(read_lines(run_dir)) == before
     assert list(list_checkpoints(run_dir / "checkpoints")) == [1]
 
 
 def test_a_flipped_bit_in_a_stored_group_ends_that_group(run_dir: Path) -> None:
-    with opened(run_dir) as ledger:
-        _, offset, length, _ = read_state(ledger.path, lineage=1, step=1).waiting[1]
+    place = read_state(read_records(run_dir), lineage=1, step=1).waiting[1]
     # In the last number of its log-probabilities: nothing else about it would look wrong.
-    flip_a_bit(run_dir / "spool" / "000001.bin", offset + length - 1)
+    flip_a_bit(run_dir / "groups" / place.file, place.offset + place.length - 1)
     start = resume(run_dir)
     assert [group.group_id for group in start.buffered] == [2]
     assert start.ends == {1: "lost", 3: "abandoned_version"}

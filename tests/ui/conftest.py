@@ -11,6 +11,7 @@ import pytest
 
 from echo.core.metrics import NodeView, Snapshot
 from echo.ui.sinks import MetricsWriter
+from tests.records.rows import write_ledger
 
 MakeSnapshot = Callable[..., Snapshot]
 MakeRun = Callable[..., Path]
@@ -94,7 +95,7 @@ def make_run(tmp_path: Path) -> MakeRun:
             writer.write(num_steps, evaluation(num_steps, 0.81, 0.93), at=1000.0 + num_steps)
         ledger.append({"kind": "discarded", "group": 99, "reason": "stale", "step": 3})
         (run_dir / "config.json").write_text(json.dumps(config))
-        write_lines(run_dir / "ledger.jsonl", ledger)
+        write_ledger(run_dir, ledger)
         return run_dir
 
     return make

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from echo.core.errors import DataError, StorageError
-from echo.records.ledger import staleness_of_group, totals_of
-from echo.records.run_files import read_config, read_metrics
+from echo.records.run_files import read_config, read_metrics, staleness_of
 
 
 def write(path: Path, records: list[dict[str, Any]], tail: str = "") -> None:
@@ -81,7 +80,6 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path, line: str, mess
 def test_missing_files_are_named_with_a_remedy(tmp_path: Path) -> None:
     for read, name in (
         (read_metrics, "metrics.jsonl"),
-        (totals_of, "ledger.jsonl"),
         (read_config, "config.json"),
     ):
         with pytest.raises(DataError, match=f"{name}: no such file; is .* the directory of a run"):
@@ -94,44 +92,6 @@ def test_a_directory_in_place_of_a_file_is_a_storage_error(tmp_path: Path) -> No
         read_metrics(tmp_path)
 
 
-def trained(lineage: int, step: int, groups: list[int], staleness: dict[str, int]) -> dict:
-    return {
-        "kind": "trained",
-        "lineage": lineage,
-        "step": step,
-        "groups": groups,
-        "staleness": staleness,
-    }
-
-
-def test_ledger_counts_only_the_surviving_line(tmp_path: Path) -> None:
-    records = [
-        {"kind": "lineage", "lineage": 1, "fork_step": 0, "at": 100.0},
-        {"kind": "granted", "group": 1},
-        {"kind": "accepted", "group": 1, "tokens": 8},
-        {"kind": "accepted", "group": 2, "tokens": 8},
-        trained(1, 1, [1], {"0": 8}),
-        trained(1, 2, [2], {"3": 8}),
-        {"kind": "lineage", "lineage": 2, "fork_step": 1, "at": 200.0},
-        trained(2, 2, [2], {"1": 5, "2": 3}),
-        {"kind": "discarded", "group": 3, "reason": "stale"},
-        {"kind": "published", "version": [2, 2], "root": "00"},
-    ]
-    write(tmp_path / "ledger.jsonl", records, tail='{"kind": "tra')
-    totals = totals_of(tmp_path)
-    assert totals.staleness_tokens == {0: 8, 1: 5, 2: 3}
-    assert (totals.num_trained, totals.num_tokens) == (2, 16)
-    assert totals.discarded == {"stale": 1}
-    assert totals.lineage_starts == [100.0, 200.0]
-
-
-def test_a_damaged_ledger_record_is_named(tmp_path: Path) -> None:
-    record = {"kind": "trained", "lineage": 1, "step": 1, "groups": [1], "staleness": {"x": 1}}
-    write(tmp_path / "ledger.jsonl", [record])
-    with pytest.raises(StorageError, match=r"ledger.jsonl:1: damaged 'trained' record: ValueError"):
-        totals_of(tmp_path)
-
-
 def test_staleness_is_summed_over_rows() -> None:
     rows = (row(1, 0.1, **{"staleness/hist": {"0": 3, "1": 1}}), row(2, 0.2))
-    assert staleness_of_group((*rows, *rows)) == {0: 6, 1: 2}
+    assert staleness_of((*rows, *rows)) == {0: 6, 1: 2}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from echo.core.errors import DataError, StorageError
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, summarise_run
+from tests.records.rows import write_ledger
 
 
 def test_a_run_is_summed_up(make_run) -> None:
@@ -72,9 +72,7 @@ def test_three_commands_follow_and_can_be_copied(make_run) -> None:
 
 def test_time_between_a_crash_and_its_resume_does_not_count(make_run) -> None:
     run_dir = make_run(num_steps=4)  # 1000 to 1004
-    with (run_dir / "ledger.jsonl").open("a") as ledger:
-        fork = {"kind": "lineage", "lineage": 2, "fork_step": 4, "at": 5000.0}
-        ledger.write(json.dumps(fork) + "\n")
+    write_ledger(run_dir, [{"kind": "lineage", "lineage": 2, "fork_step": 4, "at": 5000.0}])
     with MetricsWriter(run_dir) as writer:
         writer.write(5, {"reward/mean": 0.5}, at=5003.0)
     summary = summarise_run(run_dir)
@@ -83,20 +81,26 @@ def test_time_between_a_crash_and_its_resume_does_not_count(make_run) -> None:
     assert "resumed once" in as_text(summary)
 
 
-def test_torn_last_lines_are_tolerated(make_run) -> None:
+def test_a_torn_last_line_is_tolerated(make_run) -> None:
     run_dir = make_run()
     expected = summarise_run(run_dir)
-    for name in ("metrics.jsonl", "ledger.jsonl"):
-        with (run_dir / name).open("a") as file:
-            file.write('{"kind": "trained", "st')
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "ti')
     assert summarise_run(run_dir) == expected
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "ledger.jsonl"])
-def test_missing_and_damaged_files_are_named(make_run, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("config.json", "not JSON"),
+        ("metrics.jsonl", "not JSON"),
+        ("ledger.sqlite", "file is not a database"),
+    ],
+)
+def test_missing_and_damaged_files_are_named(make_run, name: str, damage: str) -> None:
     path: Path = make_run() / name
-    path.write_text("{broken\n{}\n")
-    with pytest.raises(StorageError, match=f"{name}.*not JSON"):
+    path.write_text("{broken\n{}\n" * 100)
+    with pytest.raises(StorageError, match=f"{name}.*{damage}"):
         summarise_run(path.parent)
     path.unlink()
     with pytest.raises(DataError, match=f"{name}: no such file"):

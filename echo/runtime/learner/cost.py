@@ -40,7 +40,7 @@ from echo.fleet.activation import (
 )
 from echo.fleet.job import Job
 from echo.leases.dispatch import Throughput
-from echo.records.ledger import Ledger, read_records
+from echo.records.ledger import ActivationChanged, Cost, Ledger, read_records, totals_of
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Roster
 from echo.runtime.learner.report import Progress
@@ -575,12 +575,9 @@ class CostMeter:
 # --- Costs and activation in the learner: measured, decided, written down ---
 #
 #     look (10 times a second) -> meter, rates, times of broadcasts
-#     question -> answer (in a thread) -> decision -> journal, log, plans and leases
+#     question -> answer (in a thread) -> decision -> ledger, log, plans and leases
 #
-# Records in the journal:
-#
-#     activation  step, cause, activated, parked, and the numbers before and after
-#     cost        step, total, per_h            with each step, so that a resume goes on counting
+# Each decision goes to the ledger, and the costs with each step, so that a resume goes on counting.
 
 
 LOOK_S = 0.1
@@ -613,7 +610,7 @@ class CostControl:
             config: the learner's.
             pace: is told when versions have arrived.
             progress: says whether the learner trains just now, or waits for groups.
-            ledger: the journal, open.
+            ledger: the run's, open.
             spent: $ before a resume; they count towards the budget of the run.
             now: the loop's clock, seconds.
             log: where to tell decisions.
@@ -703,7 +700,16 @@ class CostControl:
     def _tell(self, decision: ActivationDecision) -> None:
         self._last_decision = str(decision)
         self._log.info("activation: %s", self._last_decision)
-        self._ledger.append("activation", **_json(asdict(decision)))
+        fields = asdict(decision)
+        self._ledger.append(
+            ActivationChanged(
+                step=fields.pop("step"),
+                cause=fields.pop("cause"),
+                activated=fields.pop("activated"),
+                deactivated=fields.pop("interrupted"),
+                numbers=fields,
+            )
+        )
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -740,7 +746,8 @@ class CostControl:
             return {}
         self._num_tokens += row["perf/tokens_per_s"] * row["time/step"]
         bill, session = self._meter.bill(), self._session
-        self._ledger.append("cost", step=session.step, total=round(bill.total, 6), per_h=bill.per_h)
+        total = round(bill.total, 6)
+        self._ledger.append(Cost(step=session.step, total=total, per_h=bill.per_h))
         metrics = {
             "cost/per_hour": bill.per_h,
             "cost/total": bill.total,
@@ -789,35 +796,23 @@ class CostControl:
         )
 
 
-def _json(value: Any) -> Any:
-    """Return a value as JSON has it: without infinity, with short numbers."""
-    if isinstance(value, dict):
-        return {key: _json(item) for key, item in value.items()}
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
-
-
-def spent_before(ledger: Path, *, now: float) -> float:
+def spent_before(run_dir: Path, *, now: float) -> float:
     """Return $ that a run has cost before it is resumed.
 
     Machines went on billing while the learner was away; for how much of that time is not known,
     and LOST_COUNTS_FOR_S of it count at most.
 
     Args:
-        ledger: the journal.
+        run_dir: the run's directory.
         now: unix time, seconds.
     """
-    last: Mapping[str, Any] | None = None
-    for _, record in read_records(ledger):
-        if record["kind"] == "cost":
-            last = record
+    last = totals_of(read_records(run_dir)).cost
     if last is None:
         return 0.0
-    away_s = min(max(0.0, now - last["at"]), LOST_COUNTS_FOR_S)
-    return float(last["total"] + last["per_h"] * away_s / 3600)
+    away_s = min(max(0.0, now - last.at), LOST_COUNTS_FOR_S)
+    return last.total + last.per_h * away_s / 3600
 
 
 def resumed_spending(ledger: Ledger, *, resume: bool) -> float:
     """Return $ that count before this start."""
-    return spent_before(ledger.path, now=time.time()) if resume else 0.0
+    return spent_before(ledger.run_dir, now=time.time()) if resume else 0.0

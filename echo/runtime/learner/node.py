@@ -1,8 +1,8 @@
-"""The learner node: take a batch, train, journal, publish.
+"""The learner node: take a batch, train, record, publish.
 
-    groups --> session --> journal (disk) --> buffer --> step --> journal --> publish --> broadcast
-                              |                                      |
-                              +--> acknowledgement                   +--> evaluation, checkpoint
+    groups --> session --> ledger (disk) --> buffer --> step --> ledger --> publish --> broadcast
+                              |                                     |
+                              +--> acknowledgement                  +--> evaluation, checkpoint
 
 The training loop awaits three things only: a full batch of admissible groups, its own model work,
 and (every so often) a checkpoint. It never waits for the network otherwise: versions are handed to
@@ -10,9 +10,10 @@ the broadcast and pulled by whoever needs them. While it waits for a batch it lo
 whether one can come at all (`runtime/learner/node.py`); without workers the run is saved and ends
 after a while.
 
-Order of events around a step, which recovery relies on: groups are journalled and synced before
-they are acknowledged; the record of a step is written before its weights are published; and
-everything written is synced before a checkpoint becomes visible.
+Order of events, which a resume relies on: what a batch of actions records is committed before its
+messages leave; groups are synced before they are acknowledged; the record of a step is committed
+before its weights are published; and everything is synced before a checkpoint becomes visible. The
+event loop writes none of it: threads do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +46,16 @@ from echo.leases.scheduler import (
     StoreGroup,
 )
 from echo.net.transport import Transport
-from echo.records.ledger import Ledger
+from echo.records.ledger import (
+    AnyRecord,
+    BoundChanged,
+    Cancelled,
+    Discarded,
+    Granted,
+    Ledger,
+    Published,
+    Refused,
+)
 from echo.roles.learner import Learner
 from echo.runtime.identity import Identity
 from echo.runtime.learner.checkpoint import Checkpoints
@@ -70,10 +80,8 @@ Row = Mapping[str, float | Mapping[str, float]]
 # --- Decisions of the staleness controller, carried out ---
 #
 # A lower bound gates new leases only, shortens the publish period and publishes at once;
-# what is buffered or being sampled stays valid up to the hard bound. Each goes to the journal with
-# its cause:
-#
-#     bound  step, before, bound, cause
+# what is buffered or being sampled stays valid up to the hard bound. Each goes to the ledger with
+# its cause.
 
 
 class Adaptation:
@@ -94,7 +102,7 @@ class Adaptation:
             config: the learner's.
             buffer: whose bound for new leases follows the controller's.
             pace: whose period follows it.
-            ledger: the journal, open.
+            ledger: the run's, open.
             log: where to tell decisions.
         """
         sync = config.sync
@@ -136,11 +144,12 @@ class Adaptation:
 
     def _tell(self, decision: BoundDecision) -> None:
         self._ledger.append(
-            "bound",
-            step=decision.step,
-            before=decision.before,
-            bound=decision.bound,
-            cause=decision.cause,
+            BoundChanged(
+                step=decision.step,
+                before=decision.before,
+                bound=decision.bound,
+                cause=decision.cause,
+            )
         )
         self._log.info(
             "staleness bound %d -> %d: %s", decision.before, decision.bound, decision.cause
@@ -153,63 +162,56 @@ class Adaptation:
         return {"staleness/bound": self._buffer.admission_staleness}
 
 
-# --- The records that the learner's session asks for, as lines of the ledger ---
+# --- The records that the learner's session asks for, in the words of the ledger ---
 
 
-Record = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
+LeaseRecord = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
 
 
-def record(ledger: Ledger, action: Record, *, step: int) -> None:
-    """Write what happened to a lease or a group.
+def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
+    """Return the record of what happened to a lease or a group.
 
     Args:
-        ledger: the journal.
-        action: what to write.
+        action: what the session asks to be recorded.
         step: optimizer steps done.
     """
     match action:
         case RecordGrant():
-            installed, lease = action.installed, action.lease
-            version = None if installed is None else [installed.lineage, installed.step]
-            copy_of = {} if action.copy_of is None else {"copy_of": action.copy_of}
-            ledger.append(
-                "granted",
-                group=lease.group_id,
-                attempt=lease.attempt,
+            return Granted(
+                group=action.lease.group_id,
+                attempt=action.lease.attempt,
                 worker=action.worker_id,
-                version=version,
-                **copy_of,
+                version=action.installed,
+                copy_of=action.copy_of,
             )
         case RecordCancel():
-            ledger.append(
-                "cancelled",
+            return Cancelled(
                 group=action.group_id,
                 attempt=action.attempt,
                 worker=action.worker_id,
                 tokens=action.num_tokens,
             )
         case RecordRefusal():
-            ledger.append(
-                "refused",
+            return Refused(
                 group=action.group_id,
                 attempt=action.attempt,
                 worker=action.worker_id,
                 reason=action.reason,
             )
         case RecordEnd():
-            ledger.discarded(action.group_id, action.reason, step=step)
+            return Discarded(group=action.group_id, reason=action.reason, step=step)
 
 
 # --- Rewards at the learner, for groups whose workers know no answers ---
 #
 # With reward.where = "learner" a worker delivers its rollouts with rewards of 0. Before the trainer
-# looks at a group or it is written to the journal, each of its completions is decoded and scored,
+# looks at a group or it is written to the ledger, each of its completions is decoded and scored,
 # off the loop, with the example that the learner has kept. A group that cannot be scored ends with
 # the reason, as it would have at a worker.
 
 
 class LearnerRewards:
-    """Scores groups on their way into the journal."""
+    """Scores groups on their way into the ledger."""
 
     def __init__(
         self,
@@ -401,7 +403,7 @@ class LearnerNode(Node):
         """Join the parts; `run` starts them.
 
         Args:
-            run: journal, trainer and session, the latter with buffer, leases and broadcast.
+            run: ledger, trainer and session, the latter with buffer, leases and broadcast.
             transport: its links.
             config: the whole configuration.
             publisher: makes versions of the weights, and codes them.
@@ -472,11 +474,13 @@ class LearnerNode(Node):
             pool=self.threads.pool("coder"),
             now=lambda: self.now,
         )
-        self._export = export
-        self._write_metrics = write_metrics
-        self._show = show
+        self._export, self._write_metrics, self._show = export, write_metrics, show
         self._model_pool = self.threads.pool("trainer")
         self._disk_pool = self.threads.pool("disk")
+        self._held: list[list[Action]] = []
+        """Batches of actions that wait until their records are committed."""
+        self._has_records, self._has_news = asyncio.Event(), asyncio.Event()
+        ledger.on_append = self._has_records.set
         self._eval_pool = self.threads.pool("evaluation")
         self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
         self._rewards = rewards
@@ -491,9 +495,7 @@ class LearnerNode(Node):
         self._store_task: asyncio.Task[None] | None = None
         # A group that comes when no more are taken is never acknowledged.
         self._takes_groups = True
-        self._has_news = asyncio.Event()
-        self._published_step = -1
-        self._num_failed_steps = 0
+        self._published_step, self._num_failed_steps = -1, 0
         # Until then nodes of this run may be out there and dial, as after a crash.
         self._missing_until = -math.inf
         self._is_stopping = False
@@ -502,11 +504,36 @@ class LearnerNode(Node):
         self._is_work_over = asyncio.Event()
 
     def release(self) -> None:
-        """Let go of the journal; where the end was not a clean one it is still open."""
+        """Let go of the ledger; where the end was not a clean one it is still open."""
         self._publisher.coder.close()
         self._ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Carry out actions in order; a batch that has records waits until they are committed."""
+        batch = list(actions)
+        if self._takes_groups and any(isinstance(each, LeaseRecord) for each in batch):
+            for each in batch:
+                if isinstance(each, LeaseRecord | StoreGroup):
+                    self.on_action(each)
+            self._held.append([e for e in batch if not isinstance(e, LeaseRecord | StoreGroup)])
+            batch = []
+        super().perform(batch)
+
+    async def _commit_records(self) -> None:
+        """Commit whatever comes, all at once that has come meanwhile."""
+        while True:
+            await self._has_records.wait()
+            self._has_records.clear()
+            await self._commit()
+
+    async def _commit(self) -> None:
+        """Commit the records so far, and let go of the batches that wait for them."""
+        held, self._held = self._held, []
+        await self._disk_pool.run(self._ledger.commit)
+        for batch in held:
+            super().perform(batch)
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         """Handle that a link is gone."""
@@ -520,7 +547,7 @@ class LearnerNode(Node):
             case RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd() if (
                 self._takes_groups
             ):
-                record(self._ledger, action, step=self.session.step)
+                self._ledger.append(record_of(action, step=self.session.step))
                 if isinstance(action, RecordEnd) and action.worker_id:
                     cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
                     self._count_failed(action.worker_id, action.reason, cause)
@@ -535,7 +562,7 @@ class LearnerNode(Node):
     #
     # A group from which the trainer would learn nothing is ended at once with its reason: it is
     # acknowledged, gives its admission back, and another is granted for it. All others are written
-    # to the journal, and acknowledged and put into the buffer once they are on the disk.
+    # to the ledger, and acknowledged and put into the buffer once they are on the disk.
     #
     # Who delivers nothing that can be learned from while others do is set aside
     # (`leases/dispatch.py`).
@@ -613,9 +640,9 @@ class LearnerNode(Node):
         self._count_delivered(worker_id, is_useful=False)
 
     def _end_group(self, group: Group, reason: str) -> None:
-        self._ledger.discarded(group.group_id, reason, step=self.session.step)
         self.session.counters.add(f"discarded/{reason}")
-        self.perform(self.session.stored(group.group_id, now=self.now))
+        acknowledgement = self.session.stored(group.group_id, now=self.now)
+        self.perform([RecordEnd(group.group_id, reason), *acknowledgement])
         self._tell_if_zero_signal()
 
     def _tell_if_zero_signal(self) -> None:
@@ -669,6 +696,7 @@ class LearnerNode(Node):
         self._store_wanted.set()
         assert self._store_task is not None
         await self._store_task
+        await self._commit()
 
     def wake(self) -> None:
         """Let the training loop look again whether it has a batch."""
@@ -690,6 +718,7 @@ class LearnerNode(Node):
     async def work(self) -> None:
         """Train until the last step, then tell everybody and end."""
         self._store_task = self.spawn(self._store_loop(), name="store")
+        self.spawn(self._commit_records(), name="records")
         self.spawn(self._show_loop(), name="display")
         self.spawn(self._watch_costs(), name="activation")
         if len(self.session.lineages) > 1:  # a run that goes on
@@ -740,8 +769,13 @@ class LearnerNode(Node):
                 continue
             self._num_failed_steps = 0
             trained_s = self._costs.train_s = self.now - started_at
-            staleness = self._ledger.trained(
-                groups, lineage=session.lineages[-1].lineage, consumed_at=session.step
+            staleness = await self._model_pool.run(
+                partial(
+                    self._ledger.trained,
+                    groups,
+                    lineage=session.lineages[-1].lineage,
+                    consumed_at=session.step,
+                )
             )
             self.perform(session.advance(session.step + 1, now=self.now))
             self._discard_unusable()
@@ -769,7 +803,7 @@ class LearnerNode(Node):
         # None of them alone: then it is all of them together.
         faulty = faulty or {group.group_id: error.reason for group in groups}
         for group_id, reason in faulty.items():
-            self._ledger.discarded(group_id, reason, step=step)
+            self._ledger.append(Discarded(group=group_id, reason=reason, step=step))
             counters.add(f"discarded/{reason}")
         names = ", ".join(
             f"{group.group_id} of {group.worker_id}" for group in groups if group.group_id in faulty
@@ -824,9 +858,11 @@ class LearnerNode(Node):
         self.perform(self.session.grant(now=self.now))
 
     def _discard_unusable(self) -> None:
-        evicted = self._buffer.evict(step=self.session.step)
+        step = self.session.step
+        evicted = self._buffer.evict(step=step)
         for each in evicted:
-            self._ledger.discarded(each.group.group_id, each.reason, step=self.session.step)
+            group_id = each.group.group_id
+            self._ledger.append(Discarded(group=group_id, reason=each.reason, step=step))
             self.session.counters.add(f"discarded/{each.reason}")
         if evicted:
             # Others may be granted in their place, now and not at the next heartbeat.
@@ -841,7 +877,10 @@ class LearnerNode(Node):
             lambda: self._publisher.make(self._trainer.tensors(), version)
         )
         manifest, root = publication.manifest, publication.signed.root
-        self._ledger.published(version, root=root, image_hash=manifest.image_hash)
+        self._ledger.append(
+            Published(version=version, root=root.hex(), image_hash=manifest.image_hash.hex())
+        )
+        await self._commit()
         self._pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
         self.perform(session.make_way(now=self.now))
@@ -904,7 +943,8 @@ class LearnerNode(Node):
             session.counters.add("checkpoints_failed")
             self.log.warning("%s; the checkpoint before stays the newest", error)
             return
-        self._ledger.checkpointed(lineage=lineage, step=step, oldest_step=oldest_step)
+        record = partial(self._ledger.checkpointed, lineage=lineage, step=step)
+        await self._disk_pool.run(partial(record, oldest_step=oldest_step))
         self.log.info("checkpoint of step %d saved", step)
 
     async def _finish(self) -> None:
@@ -919,8 +959,10 @@ class LearnerNode(Node):
             if self._evaluations.evaluated_step != self.session.step:
                 await self._evaluate_present()
         await self._take_no_more_groups()
+        step = self.session.step
         for group in self._buffer.clear():
-            self._ledger.discarded(group.group_id, "run_finished", step=self.session.step)
+            end = Discarded(group=group.group_id, reason="run_finished", step=step)
+            self._ledger.append(end)
         await self._checkpoint()
         tensors = await self._model_pool.run(self._trainer.snapshot)
         final = self._config.run_dir / "final"

@@ -21,7 +21,7 @@ from pathlib import Path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
-from echo.records.ledger import Ledger, read_state
+from echo.records.ledger import Began, Discarded, Ledger, read_records, read_state
 from echo.runtime.identity import Identity
 from echo.runtime.learner.checkpoint import CheckpointInfo, drop_later, find_whole
 
@@ -59,9 +59,9 @@ def begin(ledger: Ledger) -> StartingPoint:
     Raises:
         ConfigError: if a run lives there already.
     """
-    if ledger.path.stat().st_size:
+    if ledger.num_records:
         raise ConfigError(
-            f"{ledger.path.parent} holds a run already; continue it with --resume, or choose "
+            f"{ledger.run_dir} holds a run already; continue it with --resume, or choose "
             "another name with --set run.name=..."
         )
     return StartingPoint(lineages=(Lineage(1, 0),))
@@ -73,24 +73,24 @@ def recover(
     """Return where a run continues from its newest whole checkpoint; nothing is written yet.
 
     Args:
-        ledger: the run's journal.
+        ledger: the run's, open.
         run_id: the run's id; a checkpoint of another run is refused.
         max_staleness: S, inclusive.
         trims_stale: whether a group of which some tokens have grown too old keeps the others.
 
     Raises:
         ConfigError: if there is no run to continue.
-        StorageError: if the journal is damaged, or every checkpoint.
+        StorageError: if the ledger is damaged, or every checkpoint.
     """
-    run_dir = ledger.path.parent
-    if not ledger.path.stat().st_size:
+    run_dir = ledger.run_dir
+    if not ledger.num_records:
         raise ConfigError(f"{run_dir} holds no run to resume; start it without --resume")
     found = find_whole(run_dir / "checkpoints")
     path = None if found is None else found.path
     info = CheckpointInfo(run_id=run_id, lineage=1, step=0) if found is None else found.info
     if info.run_id != run_id:
         raise ConfigError(f"{path} belongs to run {info.run_id}, the directory to {run_id}")
-    history = read_state(ledger.path, lineage=info.lineage, step=info.step)
+    history = read_state(read_records(run_dir), lineage=info.lineage, step=info.step)
     lineage = Lineage(history.lineages[-1].lineage + 1, info.step)
     start = StartingPoint(
         lineages=(*history.lineages, lineage),
@@ -124,24 +124,26 @@ def recover(
 
 
 def enter(ledger: Ledger, start: StartingPoint) -> None:
-    """Open the lineage in the journal, once everything else is ready for it.
+    """Open the lineage in the ledger, once everything else is ready for it.
 
     Raises:
         StorageError: if it cannot be written.
     """
-    ledger.append("lineage", lineage=start.lineage, fork_step=start.step)
+    ledger.append(Began(lineage=start.lineage, fork_step=start.step))
     for group_id, reason in start.ends.items():
-        ledger.discarded(group_id, reason, step=start.step)
+        ledger.append(Discarded(group=group_id, reason=reason, step=start.step))
     ledger.sync()
-    # Only now: the journal has left these files and steps for good.
+    # Only now: the ledger has left these files and steps for good.
     ledger.free_unused()
-    drop_later(ledger.path.parent / "checkpoints", start.step)
+    drop_later(ledger.run_dir / "checkpoints", start.step)
 
 
 def find_start(
     config: Config, ledger: Ledger, identity: Identity, *, resume: bool, log: logging.Logger
 ) -> StartingPoint:
     """Return where the learner starts: a new run, or where a killed one can go on."""
+    for notice in ledger.notices:
+        log.warning("%s", notice)
     if not resume:
         return begin(ledger)
     start = recover(

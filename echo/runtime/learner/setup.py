@@ -404,7 +404,7 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> Refere
     return ReferenceModel(model_dir=resolve_model(section.name))
 
 
-# --- Open a run: its journal, its trainer, and its session ---
+# --- Open a run: its ledger, its trainer, and its session ---
 #
 # All of it is opened before anything is written: a run that cannot begin leaves no trace.
 
@@ -422,7 +422,7 @@ def open_run(
     resume: bool,
     log: logging.Logger,
 ) -> OpenedRun:
-    """Open the journal, build trainer and session, and enter the new lineage.
+    """Open the ledger, build trainer and session, and enter the new lineage.
 
     Args:
         config: the whole configuration.
