@@ -186,7 +186,10 @@ def commands(page: Path) -> Iterator[list[str]]:
 def test_its_commands_are_understood(page: Path) -> None:
     for program, *words in commands(page):
         assert (ROOT / program).exists() or not program.startswith("bin/")
-        match program.removeprefix("bin/"):
+        name = program.removeprefix("bin/")
+        if name == "echo-rl":
+            name = f"echo-{words.pop(0)}"
+        match name:
             case "echo-node":
                 check_node(words)
             case "echo-quickstart":
@@ -198,6 +201,8 @@ def test_its_commands_are_understood(page: Path) -> None:
                 simulated = parsers.sim_parser().parse_args(words)
                 check_files(simulated.files)
                 assert all(is_key(text.partition("=")[0]) for text in simulated.sweep)
+            case "echo-ledger":
+                parsers.ledger_parser().parse_args(words)
             case "echo-setup":
                 check_setup(words)
             case "echo-test":
