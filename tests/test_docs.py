@@ -187,30 +187,33 @@ def test_its_commands_are_understood(page: Path) -> None:
     for program, *words in commands(page):
         assert (ROOT / program).exists() or not program.startswith("bin/")
         name = program.removeprefix("bin/")
-        if name == "echo-rl":
-            name = f"echo-{words.pop(0)}"
-        match name:
-            case "echo-node":
-                check_node(words)
-            case "echo-quickstart":
-                task = parsers.quickstart_parser().parse_args(words)
-                load_config(ROOT / "configs" / parsers.CONFIGS[task.task], task.set, "learner")
-            case "echo-plan":
-                check_files(parsers.plan_parser().parse_args(words).files)
-            case "echo-sim":
-                simulated = parsers.sim_parser().parse_args(words)
-                check_files(simulated.files)
-                assert all(is_key(text.partition("=")[0]) for text in simulated.sweep)
-            case "echo-ledger":
-                parsers.ledger_parser().parse_args(words)
-            case "echo-setup":
-                check_setup(words)
-            case "echo-test":
-                check_files(ROOT / word for word in words if word not in ("--fast", "--all"))
-            case "python":
-                check_python(words)
-            case unknown:
-                pytest.fail(f"{unknown}: no check for this program")
+        check_command(f"echo-{words.pop(0)}" if name == "echo-rl" else name, words)
+
+
+def check_command(name: str, words: list[str]) -> None:
+    """Check the words after a program, or after `echo-rl` and its command."""
+    match name:
+        case "echo-node":
+            check_node(words)
+        case "echo-quickstart":
+            task = parsers.quickstart_parser().parse_args(words)
+            load_config(ROOT / "configs" / parsers.CONFIGS[task.task], task.set, "learner")
+        case "echo-plan":
+            check_files(parsers.plan_parser().parse_args(words).files)
+        case "echo-sim":
+            simulated = parsers.sim_parser().parse_args(words)
+            check_files(simulated.files)
+            assert all(is_key(text.partition("=")[0]) for text in simulated.sweep)
+        case "echo-ledger":
+            parsers.ledger_parser().parse_args(words)
+        case "echo-setup":
+            check_setup(words)
+        case "echo-test":
+            check_files(ROOT / word for word in words if word not in ("--fast", "--all"))
+        case "python":
+            check_python(words)
+        case unknown:
+            pytest.fail(f"{unknown}: no check for this program")
 
 
 def check_files(files: Iterator[Path] | list[Path]) -> None:
