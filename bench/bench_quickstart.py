@@ -22,7 +22,7 @@ from typing import Any
 import harness
 
 from echo.ui.plots import learning_curve
-from echo.ui.summary import summarise
+from echo.ui.summary import summarise_run
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def run(where: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]
         command += ["--set", setting]
     subprocess.run(command, check=True, timeout=arguments.timeout_s, env=os.environ)
     wall_s = time.monotonic() - started_at
-    summary = summarise(where / f"seed-{seed}")
+    summary = summarise_run(where / f"seed-{seed}")
     rows = read_evaluations(where / f"seed-{seed}" / "metrics.jsonl")
     staleness = {str(lag): count for lag, count in sorted(summary.staleness_tokens.items())}
     return {

@@ -477,7 +477,8 @@ class DialingNode(Node):
                 continue
             text = "found %s: %d of %d chunks are right"
             self.log.info(text, saved.version, sum(has_chunk), manifest.num_chunks)
-            self.perform(broadcast.recover(saved.version, saved.storage, has_chunk, now=self.now))
+            frame, storage = saved.signed_manifest, saved.storage
+            self.perform(broadcast.recover(saved.version, frame, storage, has_chunk, now=self.now))
         for encoded in await files.run(version_store.recover_encoded):
             await self._resume(encoded, files)
 

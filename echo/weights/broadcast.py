@@ -238,10 +238,21 @@ class Broadcast:
         return self.receiver.trust.manifest(version, frame)
 
     def recover(
-        self, version: PolicyVersion, storage: memoryview, has_chunk: bytearray, *, now: float
+        self,
+        version: PolicyVersion,
+        frame: Frame,
+        storage: memoryview,
+        has_chunk: bytearray,
+        *,
+        now: float,
     ) -> list[Action]:
-        """Take the image, or what is right of it, whose manifest has been verified."""
-        signed, manifest = self.receiver.trust.manifests[version]
+        """Take an image, or what is right of it; `frame` is its manifest, as signed.
+
+        The manifest is looked at again: while the chunks were hashed, newer versions may have come
+        and this one's manifest been forgotten.
+        """
+        manifest = self.manifest(version, frame)
+        signed, _ = self.receiver.trust.manifests[version]
         if len(storage) != manifest.num_bytes or len(has_chunk) != manifest.num_chunks:
             raise LocalProtocolError(f"{version}: {len(storage)} bytes are not its image")
         transfer = Transfer(signed, manifest, storage, has_chunk, sum(has_chunk))

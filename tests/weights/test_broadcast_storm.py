@@ -107,7 +107,7 @@ class Net:
                 for index in range(manifest.num_chunks)
             )
             rooms.live[version], rooms.version_store[version] = signed, storage
-            self.perform(name, node.recover(version, storage, has_chunk, now=self.now))
+            self.perform(name, node.recover(version, signed, storage, has_chunk, now=self.now))
         for version, journal in sorted(
             left.journals.items(), reverse=True, key=lambda each: each[0]
         ):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from echo.weights.manifest import encode_signed
 from echo.weights.store import SavedChunk, TrustedManifests
 from echo.wire.actions import Note
 from echo.wire.messages import FULL, Announce, Fetch, Subscribe
@@ -193,7 +194,8 @@ def test_an_image_that_is_half_here_goes_on_in_full() -> None:
     signed, manifest, _ = published(1)
     broadcast.receiver.trust.manifests[v(1)] = signed, manifest
     storage = rooms.create(v(1), b"", manifest.num_bytes)
-    broadcast.recover(v(1), storage, bytearray(manifest.num_chunks), now=0.0)
+    frame = encode_signed(signed)
+    broadcast.recover(v(1), frame, storage, bytearray(manifest.num_chunks), now=0.0)
     encoded = left(1, 8)
     broadcast.resume(encoded, now=0.0)
     assert encoded.journal.is_removed
@@ -209,3 +211,15 @@ def test_without_room_for_the_image_it_is_removed() -> None:
     assert "no space" in note.text
     assert encoded.journal.is_removed
     assert broadcast.fetching is None
+
+
+def test_an_image_is_taken_though_its_manifest_was_forgotten_while_it_was_hashed() -> None:
+    broadcast, rooms = node()
+    signed, manifest, image = published(1)
+    frame = encode_signed(signed)
+    assert broadcast.manifest(v(1), frame) == manifest
+    broadcast.receiver.trust.retire(v(3))  # as newer versions do that have come meanwhile
+    storage = rooms.create(v(1), frame, manifest.num_bytes)
+    storage[:] = image
+    broadcast.recover(v(1), frame, storage, bytearray(b"\x01" * manifest.num_chunks), now=0.0)
+    assert broadcast.receiver.store.get((v(1), FULL)) is not None
