@@ -28,7 +28,7 @@ from bench_quickstart import read_evaluations
 from harness import add_row, read_rows
 from scipy.stats import t as student
 
-from echo.ui.summary import summarise
+from echo.ui.summary import summarise_run
 
 MODES = ("colocated", "pull", "push_pull")
 KINDS = ("sampled", "greedy")
@@ -134,7 +134,7 @@ def run(mode: str, seed: int, where: Path, arguments: argparse.Namespace) -> dic
         overrides += [f"sync.mode={mode}", *pull]
         start([*command, "--seed", str(seed)], overrides, arguments.timeout_s)
         evaluations = read_evaluations(where / name / "metrics.jsonl")
-        staleness = summarise(where / name).staleness_tokens
+        staleness = summarise_run(where / name).staleness_tokens
         return {
             "evaluations": evaluations,
             "staleness": {str(lag): staleness[lag] for lag in sorted(staleness)},
