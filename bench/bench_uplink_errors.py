@@ -31,7 +31,6 @@ import harness
 from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
 
 from echo.core.rollout import PolicyVersion
-from echo.roles.members import Member
 from echo.weights import link as weights_link
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import UplinkProbe
@@ -39,7 +38,7 @@ from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.receiver import VersionArrived
 from echo.weights.topology import sites
 from echo.weights.topology.plan import Planner, plan_topology
-from echo.weights.topology.sites import Site
+from echo.weights.topology.sites import PlannedNode, Site
 from echo.wire.actions import Send
 from echo.wire.messages import LEARNER_ID, Chunk, NodeStats, Probe
 from tests.roles.harness import KEY, PUBLIC_KEY, message_of
@@ -333,7 +332,7 @@ class JoinedFleet(Fleet):
         }
         for index in order:
             address = f"tcp://{name_of(index)}:1" if rates[index] else None
-            self._members.append(Member(name_of(index), "worker", "1", address, 0.0))
+            self._members.append(PlannedNode(name_of(index), "worker", address))
         self._at(1.0, self._look)
 
     def replan(self, *, is_between: bool = False) -> None:

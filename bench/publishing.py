@@ -12,11 +12,10 @@ from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
-from echo.roles.members import Member
 from echo.runtime import node
 from echo.runtime.identity import Identity
 from echo.weights.topology.plan import Planner, with_backups
-from echo.weights.topology.sites import Site, survey
+from echo.weights.topology.sites import PlannedNode, Site, survey
 from echo.weights.topology.trees import stripe_trees
 from echo.wire.messages import LEARNER_ID, Lease, TopologyPlan
 
@@ -71,15 +70,15 @@ class ForcedPlanning(Planner):
 
     def plan(
         self,
-        members: Sequence[Member],
+        nodes: Sequence[PlannedNode],
         *,
         uplink_bytes_per_s: float | None,
         now: float,
         is_between: bool = False,
     ) -> dict[str, TopologyPlan]:
         # Who cannot be reached serves nobody: in a chain it comes last.
-        ordered = sorted(members, key=lambda member: member.advertise is None)
-        sites = [self._site(member, set()) for member in ordered]
+        ordered = sorted(nodes, key=lambda node: node.advertise is None)
+        sites = [self._site(node, set()) for node in ordered]
         fleet = survey(sites, learner=self.learner, rtt_s=lambda *_: 0.0)
         count = len(sites) + 1
         if self._kind == "stripes" and sites:
