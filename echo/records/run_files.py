@@ -1,4 +1,4 @@
-"""What a run has written about itself, beside its ledger: metrics.jsonl and config.json.
+"""Files of a run beside its ledger: metrics.jsonl and config.json.
 
 A crash may have torn the last line of the first: it is left out. Any other damage is an error that
 names the line. Rows of steps that a resume abandoned do not count.

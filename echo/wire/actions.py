@@ -1,6 +1,6 @@
-"""What a session asks of the process around it.
+"""Actions: requests of a role to the process around it.
 
-The sessions of this package decide and never act: each method returns a list of these, and the
+Roles and planes decide and never act: each method returns a list of these, and the
 node (`runtime/node.py`) or a test carries them out in order.
 """
 
