@@ -801,6 +801,17 @@ class Admission:
         )
         return [*notes, *self._routes.to(source, Refuse(reason=reason, detail=detail))]
 
+    def _on_dismissed(
+        self,
+        source: str,
+        member: Member,
+        event: ReadyRefused,
+        payload: list[Frame],
+        now: float,
+    ) -> list[Action]:
+        refusal = self._on_refused(source, member, event, payload, now)
+        return [*refusal, *self._callbacks.replaced(member, now)]
+
     def _on_asset_request(
         self,
         source: str,
@@ -865,7 +876,7 @@ class Admission:
             HelloRefused: Step(_on_refused),
             AssetRequest: Step(_on_asset_request),
             Ready: Step(_on_ready_again),
-            ReadyRefused: Step(_on_refused, Presence.UNKNOWN),
+            ReadyRefused: Step(_on_dismissed, Presence.UNKNOWN),
             ReadyOfAnother: Step(_on_stranger),
             **_each(WORK_OF_NODE, Step(_on_work)),
             Goodbye: Step(_on_work, Presence.UNKNOWN),

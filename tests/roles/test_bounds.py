@@ -252,6 +252,19 @@ def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(fle
     assert "w1" in session.roster.nodes, "it has said hello again"
 
 
+def test_a_member_that_is_ready_with_other_hashes_is_refused_and_loses_its_leases(
+    hung_run: Run,
+) -> None:
+    session = hung_run.learner
+    member = session.roster.nodes["w1"]
+    ready = messages.Ready(incarnation=member.incarnation, digests={"model": "other"})
+    assert session.leases.num_leases("w1") == 3
+    session.receive("in0", encode(ready, source="w1", target="learner"), now=3.0)
+    assert "w1" not in session.roster.nodes
+    assert session.counters["refused/digest_mismatch"] == 1
+    assert not session.leases.num_leases("w1"), "they are granted again, and not after a timeout"
+
+
 def test_a_fault_in_a_link_message_ends_the_link(fleet: Run) -> None:
     session, step = fleet.world.process("r1").session, fleet.learner.step
     [peer] = session.broadcast.children
