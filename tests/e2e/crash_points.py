@@ -9,7 +9,7 @@ Points, in the order in which a group and a step come by them:
     stored:GROUP          the group is on the disk, nobody has been told
     stepped:STEP          the optimizer step is made, the ledger does not know
     trained:STEP          the ledger knows, nothing was published
-    published:STEP        the version is offered to a node
+    published:STEP        the version, or the next one if that step is not published, is offered
     checkpoint:STEP       the checkpoint is written and not yet visible
     checkpointed:STEP     it is visible, and the ledger knows
 """
@@ -63,7 +63,7 @@ def trained(step: int) -> None:
 def published(step: int) -> None:
     def is_offer(_: str, frames: Any) -> bool:
         message = decode_message(decode_envelope(frames))
-        return isinstance(message, Announce) and message.version.step == step
+        return isinstance(message, Announce) and message.version.step >= step
 
     die(ZmqTransport, "send", is_offer)
 

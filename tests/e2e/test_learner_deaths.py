@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 INTERVAL = 3
 """Steps between checkpoints."""
 MAX_STEPS = 12
-"""More than the last checkpoint at which the learner dies: a run whose last version is trained from
-what it had in its buffer ends before a worker has come back to be offered that version."""
+"""More than the last step at which the learner dies: the version of that step may not be published,
+and the next one is offered in its place."""
 FIRST_DEATH = 6
 """Step at which nothing older than v2 may still be trained on, as max_staleness is 3."""
 HELD_FROM = 28
