@@ -1,4 +1,4 @@
-"""What it costs to accept a group: the ledger before (JSON lines) and now (SQLite), in turns.
+"""Cost of accepting a group: the ledger before (JSON lines) and now (SQLite), in turns.
 
 A learner's loop and its disk thread, without network and model: groups are granted, come, are
 stored and acknowledged once they are on the disk; every 32 of them are a step, every 10 steps a

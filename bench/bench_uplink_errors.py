@@ -1,4 +1,4 @@
-"""What uplinks that were estimated wrongly cost a broadcast.
+"""Loss of a broadcast whose uplinks were estimated wrongly.
 
 The unequal fleets of `broadcast_figures.py` (16 receivers, the learner at 200 Mbit/s, 64 MiB), the
 real planner and the real weights plane, on links of paper: every node's uplink is shared equally

@@ -1,4 +1,4 @@
-"""What bench_broadcast.py compares: this project in several topologies, and its baselines."""
+"""Subjects of bench_broadcast.py: this project in several topologies, and its baselines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers stand by, and what the run costs, while time passes.
+"""Activation and costs of a simulated run.
 
 What `runtime/learner/cost.py` is in a process: it feeds the measurements to the same `Activation`
 and `CostMeter`, asks their questions and carries out their decisions. Only the time in which an

@@ -1,4 +1,4 @@
-"""How long an engine takes: a rate in place of a model.
+"""Engine model: a rate in place of a language model.
 
 An engine makes `tokens_per_s` completion tokens per second, shared equally among the groups in it.
 A sequence on its own is faster than one of many, by `alone_speedup` at most, so a group never takes

@@ -1,4 +1,4 @@
-"""What goes wrong: what the scenario says, and machines that are taken away at random.
+"""Faults: those of the scenario, and machines taken away at random.
 
 A learner that dies comes back with what it has on its disk; one that does not ends the run.
 """

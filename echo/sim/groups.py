@@ -1,4 +1,4 @@
-"""What every group consists of: lengths, true sizes on the wire, who sampled how much of it.
+"""Simulated groups: lengths, sizes on the wire, tokens by worker.
 
 The sessions carry groups with one token for each version that sampled them; what such a token
 stands for is noted here.

@@ -1,4 +1,4 @@
-"""What the simulated learner has on its disk, and where it goes on after a crash.
+"""The simulated ledger, and where a run resumes after a crash.
 
 It holds in memory what `records/ledger.py` writes and `runtime/learner/resume.py` reads: groups
 granted, accepted and trained, and checkpoints. After a crash the run continues from the newest

@@ -1,4 +1,4 @@
-"""How many tokens a group has: drawn for each group by its number, whoever samples it."""
+"""Lengths of groups, drawn by their number, whoever samples them."""
 
 from __future__ import annotations
 

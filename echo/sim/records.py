@@ -1,4 +1,4 @@
-"""What a simulation takes down, and what it comes to: time, staleness, waste, traffic, money."""
+"""Records of a simulation: time, staleness, waste, traffic, money."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is simulated: a fleet, a job, how nodes and links behave, and what goes wrong when."""
+"""Scenario: a fleet, a job, nodes, links and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated run comes to, in numbers that can be compared with a plan or a recorded run."""
+"""Summary of a simulated run, to compare with a plan or a recorded run."""
 
 from __future__ import annotations
 

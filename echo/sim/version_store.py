@@ -1,4 +1,4 @@
-"""Where the images of all simulated nodes lie: equal ones once, or memory would limit the fleet."""
+"""Shared version store of all simulated nodes: equal images lie once."""
 
 from __future__ import annotations
 

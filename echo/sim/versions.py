@@ -1,4 +1,4 @@
-"""What the simulated learner publishes: noise of the right size, in full or also as a delta.
+"""Simulated versions: noise of the right size, in full or as a delta.
 
 One byte of an image stands for `scale` bytes of a version. Without deltas a version is one image of
 so many chunks. With them it goes out as in a run: an encoded version coded against the version
