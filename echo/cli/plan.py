@@ -36,7 +36,7 @@ from echo.fleet.job import Job
 from echo.fleet.overlap import predict, required_rate
 from echo.fleet.provisioning import Forecast, Provisioning, Refusal, provision, refuse
 from echo.records.ledger import deliveries_of, read_records
-from echo.records.run_files import RunRates, _values, rates_of, read_config, read_metrics
+from echo.records.run_files import RunRates, rates_of, read_config, read_metrics, values_of
 from echo.ui.plots import CostPoint, cost_plot
 
 # --- Calibration with a recorded run -------------------------------------------------------------
@@ -441,8 +441,8 @@ def read_rates(run_dir: Path) -> RunRates:
     if not rows or not deliveries:
         raise DataError(f"{run_dir}: no step or no accepted group yet, no rates to take")
     rows = rows[len(rows) // 5 :]  # the first fifth is run-in
-    train_s = fmean(_values(rows, "time/train"))
-    wait_s = fmean(_values(rows, "time/wait_for_batch"))
+    train_s = fmean(values_of(rows, "time/train"))
+    wait_s = fmean(values_of(rows, "time/wait_for_batch"))
     broadcasts = [
         (row["broadcast/seconds"], row["broadcast/goodput"] * row["broadcast/seconds"])
         for row in rows
@@ -454,7 +454,7 @@ def read_rates(run_dir: Path) -> RunRates:
         groups_per_step=config["batch"]["groups_per_step"],
         group_size=group_size,
         max_staleness=config["sync"]["max_staleness"],
-        publish_period=round(median(_values(rows, "publish_period") or [1.0])),
+        publish_period=round(median(values_of(rows, "publish_period") or [1.0])),
         train_s=train_s,
         completion_tokens=mean_tokens,
         max_completion_tokens=max(mean_tokens, config["sampling"]["max_completion_tokens"]),
@@ -470,7 +470,7 @@ def read_rates(run_dir: Path) -> RunRates:
         workers=rates_of(deliveries, group_size),
         broadcast_s=median(seconds for seconds, _ in broadcasts) if broadcasts else 0.0,
         idle_share=wait_s / (wait_s + train_s) if wait_s + train_s > 0 else 0.0,
-        useful_share=fmean(_values(rows, "groups/useful") or [1.0]),
+        useful_share=fmean(values_of(rows, "groups/useful") or [1.0]),
     )
 
 

@@ -18,7 +18,13 @@ from echo.config.schema import PROFILES
 from echo.core.units import format_duration
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.records.ledger import deliveries_of, read_records, totals_of
-from echo.records.run_files import MetricsRow, RunRates, read_config, read_metrics
+from echo.records.run_files import (
+    MetricsRow,
+    RunRates,
+    read_config,
+    read_metrics,
+    values_of,
+)
 from echo.sim.lengths import RecordedLengths
 from echo.sim.scenario import Scenario, Settings
 from echo.sim.summary import RUN_IN, Summary
@@ -81,7 +87,7 @@ def recorded_scenario(run_dir: Path, *, seed: int, num_chunks: int) -> Scenario:
             / max(1, totals.num_accepted + totals.num_without_signal),
             seed=seed,
         ),
-        train_times=_values(rows, "time/train"),
+        train_times=values_of(rows, "time/train"),
     )
 
 
@@ -101,10 +107,6 @@ def _offer(name: str, rates: RunRates) -> Offer:
     )
 
 
-def _values(rows: Sequence[MetricsRow], key: str) -> list[float]:
-    return [row[key] for row in rows if row.get(key) is not None]
-
-
 def _overhead_s(rows: Sequence[MetricsRow]) -> float:
     """Return the mean seconds of a step in which the learner neither trains nor waits."""
     spent = [
@@ -119,8 +121,8 @@ def comparison(run_dir: Path, summary: Summary) -> tuple[str, dict[str, Mapping[
     """Return recorded beside simulated figures, as text and as a record."""
     rows = read_metrics(run_dir).train
     counted = rows[int(RUN_IN * len(rows)) :]
-    step_s = fmean(_values(counted, "time/step"))
-    idle = sum(_values(counted, "time/wait_for_batch")) / sum(_values(counted, "time/step"))
+    step_s = fmean(values_of(counted, "time/step"))
+    idle = sum(values_of(counted, "time/wait_for_batch")) / sum(values_of(counted, "time/step"))
     hist: dict[int, float] = {}
     for row in counted:
         for lag, tokens in row.get("staleness/hist", {}).items():

@@ -255,15 +255,16 @@ def model_digest(model_dir: Path) -> str:
 
 def context_window(model_dir: Path) -> int:
     """Return the longest sequence that the model takes, in tokens."""
-    return int(_model_fields(model_dir).get("max_position_embeddings", 1 << 20))
+    return int(fields_of_model(model_dir).get("max_position_embeddings", 1 << 20))
 
 
-def _model_fields(model_dir: Path) -> dict[str, Any]:
+def fields_of_model(model_dir: Path) -> dict[str, Any]:
+    """Return the fields of config.json, those of the text model of a larger one included."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return {**fields, **fields.get("text_config", {})}
 
 
-def _model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
+def model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
     """Return the worker's own model directory, or one made of the inherited files."""
     own = own_model(config)
     if own is not None:

@@ -185,7 +185,8 @@ class RunRates:
     """Recorded share of the groups whose rewards were not all equal."""
 
 
-def _values(rows: Sequence[MetricsRow], key: str) -> list[float]:
+def values_of(rows: Sequence[MetricsRow], key: str) -> list[float]:
+    """Return the values of a metric in the rows that have it."""
     return [row[key] for row in rows if row.get(key) is not None]
 
 

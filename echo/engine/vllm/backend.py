@@ -37,7 +37,7 @@ from torch import Tensor
 from echo.core.errors import EngineError
 from echo.engine.engine import FinishReason, describe_error
 from echo.engine.lora import Lora, write_adapter
-from echo.engine.vllm.plugin import VARIABLE, _num_kills
+from echo.engine.vllm.plugin import VARIABLE, count_kills
 from echo.engine.weights import save_safetensors
 
 # --- contract -------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ class CrashReason:
         handle, path = tempfile.mkstemp(prefix="echo-vllm-", suffix=".txt")
         os.close(handle)
         self._path = Path(path)
-        self._num_kills = _num_kills()
+        self._num_kills = count_kills()
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -533,7 +533,7 @@ class CrashReason:
             text = self._path.read_text(encoding="utf-8")
             if text:
                 return text
-        if was_killed and _num_kills() > self._num_kills:
+        if was_killed and count_kills() > self._num_kills:
             return "killed by the kernel, as this machine was out of memory"
         return ""
 

@@ -38,7 +38,7 @@ def listen() -> None:
         logger.addHandler(_Writer())
 
 
-def _num_kills() -> int:
+def count_kills() -> int:
     """Return how many processes the kernel has killed for their memory since it was started."""
     try:
         lines = VMSTAT.read_text(encoding="ascii").splitlines()

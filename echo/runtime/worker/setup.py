@@ -21,14 +21,14 @@ from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, worker_lora
 from echo.engine.model import (
-    _model_directory,
-    _model_fields,
     context_window,
+    fields_of_model,
     has_own_model,
     import_architecture,
     load_directory,
     make_sampling,
     model_digests,
+    model_directory,
     own_model,
     pick_device,
 )
@@ -165,7 +165,7 @@ def build_parts(
     config = apply_inherited(config, settings)
     # Before a file is written or a module imported.
     check_inherited_code(config, settings, inherited_dir=node_dir)
-    model_dir = _model_directory(config, node_dir / "model", assets)
+    model_dir = model_directory(config, node_dir / "model", assets)
     template: str | None = settings.get("model.chat_template")
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
     stop_ids = tokenization.stop_ids(tokenizer, model_dir)
@@ -302,7 +302,7 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
 
 def vocab_size(model_dir: Path) -> int:
     """Return the number of the model's token ids."""
-    return int(_model_fields(model_dir)["vocab_size"])
+    return int(fields_of_model(model_dir)["vocab_size"])
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
