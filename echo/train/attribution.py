@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,10 +37,10 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.lora import Lora
-from echo.engine.model import make_sampling, pick_device
+from echo.engine.model import make_sampling
 from echo.engine.weights import tensors_from_image, torch_dtype
 from echo.tasks import tokenization
-from echo.train.policy import Policy, frozen_policy
+from echo.train.policy import ModelSource, Policy, frozen_policy
 from echo.train.trainer import StepResult, Trainer
 from echo.weights.manifest import Manifest
 
@@ -89,68 +89,72 @@ ROWS_AT_ONCE = 256
 Floats = npt.NDArray[np.float64]
 
 
+class RoundTrip:
+    """A tokenizer that tells which token ids a way through text would change."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Load the tokenizer of a model directory."""
+        self._tokenizer = tokenization.load_tokenizer(model_dir)
+        self.stop_ids = tokenization.stop_ids(self._tokenizer, model_dir)
+
+    def keeps(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the text of a completion encodes to the same ids."""
+        text = tokenization.decode(self._tokenizer, token_ids, self.stop_ids)
+        again = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(token_ids[: len(again)]) == again and (
+            len(token_ids) == len(again) or token_ids[len(again)] in self.stop_ids
+        )
+
+
 class MismatchProbe:
     """A frozen model into which versions are loaded to score what they sampled."""
 
     def __init__(
         self,
         policy: Policy,
+        versions: VersionRetention,
+        text: RoundTrip,
         *,
         sampling: Sampling,
         published_dtype: torch.dtype,
-        load_version: Callable[[PolicyVersion], Mapping[str, Tensor] | None],
-        is_canonical: Callable[[Sequence[int]], bool],
         num_rollouts: int,
-        micro_batch_tokens: int,
         seed: int,
-        vocab_chunk: int = 8192,
     ) -> None:
         """Take the model and where versions come from.
 
         Args:
             policy: a frozen model of its own; its weights are overwritten.
+            versions: those that can still be loaded.
+            text: tells which completions would survive a way through text.
             sampling: how workers sample.
             published_dtype: that versions are rounded to.
-            load_version: version -> its weights, or None if it is not held.
-            is_canonical: completion ids -> whether their text encodes to the same ids.
             num_rollouts: sampled for each measurement.
-            micro_batch_tokens: padded tokens that go through the model at once.
             seed: of the choice of rollouts.
-            vocab_chunk: columns of logits held at a time.
         """
         self._policy = policy
+        self._versions = versions
+        self._text = text
         self._sampling = sampling
         self._published_dtype = published_dtype
-        self._load_version = load_version
-        self._is_canonical = is_canonical
         self._num_rollouts = num_rollouts
-        self._micro_batch_tokens = micro_batch_tokens
-        self._vocab_chunk = vocab_chunk
         self._chance = random.Random(seed)
 
-    def measure(
-        self,
-        groups: Sequence[Group],
-        *,
-        score: Callable[[Sequence[Group]], list[list[npt.NDArray[np.float32]]]],
-        weights: Mapping[str, Tensor],
-    ) -> dict[str, float]:
+    def measure(self, groups: Sequence[Group], trainer: Trainer) -> dict[str, float]:
         """Return the variance of the log-ratio over a small sample, and each cause's share.
 
         Args:
             groups: what the next step is made of.
-            score: the learner's log-probabilities (`Trainer.score`).
-            weights: the learner's, before that step.
+            trainer: the learner's, before that step.
         """
         chosen = self._choose(groups)
         tokens = sum(int(group.rollouts[0].completion_mask.sum()) for group in chosen)
         if not tokens:
             return {}
-        now = [rows[0].astype(np.float64) for rows in score(chosen)]
-        rounded, _ = self._score(chosen, self._round(weights))
+        now = [rows[0].astype(np.float64) for rows in trainer.score(chosen)]
+        rounded, _ = self._score(chosen, self._round(trainer.snapshot()))
         parts: dict[str, list[Floats]] = {"staleness": [], "truncation": [], "numerics": []}
         for version in sorted({version for group in chosen for version in group.versions}):
-            tensors = self._load_version(version)
+            tensors = self._versions.load(version)
             if tensors is None:
                 continue
             members = [index for index, group in enumerate(chosen) if version in group.versions]
@@ -175,7 +179,7 @@ class MismatchProbe:
     ) -> dict[str, float]:
         num_scored = len(parts["staleness"])
         is_drifted = [
-            not self._is_canonical(group.rollouts[0].token_ids.tolist()) for group in chosen
+            not self._text.keeps(group.rollouts[0].token_ids.tolist()) for group in chosen
         ]
         metrics = {
             "tokens": float(num_scored),
@@ -215,14 +219,13 @@ class MismatchProbe:
         logprobs: dict[int, Floats] = {}
         kept: dict[int, Floats] = {}
         lengths = [sample.num_inputs for sample in samples]
-        for indices in pack_micro_batches(lengths, max_tokens=self._micro_batch_tokens):
+        for indices in pack_micro_batches(
+            lengths, max_tokens=self._policy.compute.micro_batch_tokens
+        ):
             micro = collate([samples[index] for index in indices], score_all=True)
             micro = micro.to(self._policy.device)
-            rows, _ = self._policy.logprobs(
-                micro,
-                inv_temperature=1.0 / self._sampling.temperature,
-                vocab_chunk=self._vocab_chunk,
-            )
+            inv_temperature = 1.0 / self._sampling.temperature
+            rows, _ = self._policy.logprobs(micro, inv_temperature=inv_temperature)
             masses = torch.zeros_like(rows)
             if self._sampling.top_p < 1 or self._sampling.top_k:
                 states, head = self._policy.predictors(micro)
@@ -391,7 +394,7 @@ class Attribution:
         trainer = self._trainer
         measured: dict[str, float] = {}
         if trainer.step_count % self._interval_steps == 0:
-            measured = self._probe.measure(groups, score=trainer.score, weights=trainer.snapshot())
+            measured = self._probe.measure(groups, trainer)
         result = trainer.step(groups)
         return StepResult(metrics=result.metrics | measured)
 
@@ -417,30 +420,14 @@ def make_attribution(
         # One more than may be trained on: the newest is published before the oldest is used up.
         max_versions=config.sync.max_staleness + 2,
     )
-    tokenizer = tokenization.load_tokenizer(model_dir)
-    stop_ids = tokenization.stop_ids(tokenizer, model_dir)
-
-    def is_canonical(token_ids: Sequence[int]) -> bool:
-        text = tokenization.decode(tokenizer, token_ids, stop_ids)
-        again = tokenizer.encode(text, add_special_tokens=False)
-        return list(token_ids[: len(again)]) == again and (
-            len(token_ids) == len(again) or token_ids[len(again)] in stop_ids
-        )
-
-    learner = config.learner
+    text = RoundTrip(model_dir)
     probe = MismatchProbe(
-        frozen_policy(
-            model_dir,
-            device=pick_device(learner.device),
-            lora=lora,
-            attn_implementation=config.model.attn_implementation,
-        ),
-        sampling=make_sampling(config, stop_ids),
+        frozen_policy(ModelSource(model_dir=model_dir, lora=lora), trainer.compute),
+        retention,
+        text,
+        sampling=make_sampling(config, text.stop_ids),
         published_dtype=torch_dtype(config.model.dtype),
-        load_version=retention.load,
-        is_canonical=is_canonical,
         num_rollouts=NUM_ROLLOUTS,
-        micro_batch_tokens=learner.micro_batch_tokens,
         seed=config.run.seed,
     )
     return Attribution(trainer, probe, retention, interval_steps=interval_steps)

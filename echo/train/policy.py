@@ -16,6 +16,7 @@ have the same weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,66 +44,79 @@ FLASH = "flash_attention_2"
 """transformers' name of the attention that computes in 16 bits only."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelSource:
+    """The model to load, and the weights to give it."""
+
+    model_dir: Path
+    """Hugging Face directory; config.json is enough if `tensors` is given."""
+    tensors: Mapping[str, Tensor] | None = None
+    """Weights by name instead of the directory's, each tied one once; with `lora` those of the
+    adapter, which otherwise changes nothing yet."""
+    lora: Lora | None = None
+    """The adapter that is trained, and the base in place of `model_dir`; None to train all weights.
+    `tensors`, `parameters` and `load` of the policy are then about the adapter alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """The device, precision and batch size of a policy's forward and backward passes."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    """Of matrix products and activations, float32 or bfloat16."""
+    attn_implementation: str = "sdpa"
+    """transformers' name of the attention code."""
+    backend: BackendName = "auto"
+    """Of the log-probabilities (kernels/logprob.py)."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens that go through the model at once."""
+    vocab_chunk: int = 8192
+    """Columns of logits held at a time."""
+    gradient_checkpointing: bool = False
+    """Recompute the layers' activations in the backward, for less memory."""
+
+
 class Policy:
     """A causal language model with float32 parameters, seen as a scorer of tokens."""
 
-    def __init__(
-        self,
-        model_dir: Path,
-        *,
-        device: torch.device,
-        tensors: Mapping[str, Tensor] | None = None,
-        lora: Lora | None = None,
-        attn_implementation: str = "sdpa",
-        gradient_checkpointing: bool = False,
-        is_frozen: bool = False,
-        compute_dtype: torch.dtype = torch.float32,
-        backend: BackendName = "auto",
-    ) -> None:
-        """Build the model of a directory.
+    def __init__(self, source: ModelSource, compute: Compute, *, is_frozen: bool = False) -> None:
+        """Build the model.
 
         Args:
-            model_dir: Hugging Face directory; config.json is enough if `tensors` is given.
-            device: where it computes.
-            tensors: weights by name instead of the directory's, each tied one once; with `lora`
-                those of the adapter, which otherwise changes nothing yet.
-            lora: the adapter that is trained, and the base in place of `model_dir`; None to train
-                all weights. `tensors`, `parameters` and `load` are then about the adapter alone.
-            attn_implementation: transformers' name of the attention code.
-            gradient_checkpointing: recompute the layers' activations in the backward.
+            source: what to load.
+            compute: where and how it computes.
             is_frozen: never trained: it scores only.
-            compute_dtype: float32 or bfloat16, of matrix products and activations.
-            backend: of the log-probabilities (kernels/logprob.py).
 
         Raises:
             DataError: if the directory or the tensors do not make up a model.
             EngineError: if the model cannot be trained here.
         """
-        if attn_implementation == FLASH and compute_dtype == torch.float32:
+        attn_implementation, lora = compute.attn_implementation, source.lora
+        if attn_implementation == FLASH and compute.dtype == torch.float32:
             raise EngineError(
                 f'model.attn_implementation = "{FLASH}" computes in 16 bits only, and the learner '
                 'in float32: set learner.dtype = "bfloat16", or model.attn_implementation = "sdpa"'
             )
         # Its bars would be drawn across the live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self.device = device
-        self._compute_dtype = compute_dtype
-        self._backend: BackendName = backend
-        source = model_dir if lora is None else lora.base_dir
-        has_weights = tensors is None or lora is not None
-        self.model = _build(source, device, attn_implementation, has_weights=has_weights)
+        self.compute = compute
+        self.device = compute.device
+        model_dir = source.model_dir if lora is None else lora.base_dir
+        has_weights = source.tensors is None or lora is not None
+        self.model = _build(model_dir, self.device, attn_implementation, has_weights=has_weights)
         self._adapter = None if lora is None else add_adapter(self.model, lora)
-        if tensors is not None:
-            self.load(tensors)
+        if source.tensors is not None:
+            self.load(source.tensors)
         self._backbone = self.model.base_model
         self._head = _head_weight(self.model)
-        self._enable_training(gradient_checkpointing=gradient_checkpointing)
+        self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
         if is_frozen:
             self.model.requires_grad_(False)
         elif self._adapter is not None:
             for tensor in self._adapter.values():
                 tensor.requires_grad_()
-        self._check_logits(compute_dtype if attn_implementation == FLASH else torch.float32)
+        self._check_logits(compute.dtype if attn_implementation == FLASH else torch.float32)
 
     @property
     def vocab_size(self) -> int:
@@ -147,15 +161,12 @@ class Policy:
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
 
-    def logprobs(
-        self, batch: MicroBatch, *, inv_temperature: float, vocab_chunk: int
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: MicroBatch, *, inv_temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the tokens that the batch's mask lets through.
 
         Args:
             batch: on this policy's device.
             inv_temperature: 1 / sampling temperature.
-            vocab_chunk: columns of logits held at a time.
 
         Returns:
             [B, T] log-probabilities, 0 where masked, with gradient; and the [N] entropies of the N
@@ -169,14 +180,14 @@ class Policy:
             batch.token_ids[mask],
             inv_temperature,
             entropy="value",
-            vocab_chunk=vocab_chunk,
-            backend=self._backend,
+            vocab_chunk=self.compute.vocab_chunk,
+            backend=self.compute.backend,
         )
         assert entropies is not None, "it was asked for"
         return _padded(logprobs, mask), entropies
 
     def token_losses(
-        self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float, vocab_chunk: int
+        self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float
     ) -> TokenLosses:
         """Return what `logprobs` does, and each token's clipped loss, in one fused operation.
 
@@ -184,7 +195,6 @@ class Policy:
             batch: on this policy's device.
             clip: the range of the ratio.
             inv_temperature: 1 / sampling temperature.
-            vocab_chunk: columns of logits held at a time.
 
         Returns:
             Losses (with gradient), log-probabilities and ratios as [B, T], 0 where masked; and the
@@ -201,8 +211,8 @@ class Policy:
             inv_temperature,
             clip=clip,
             entropy="value",
-            vocab_chunk=vocab_chunk,
-            backend=self._backend,
+            vocab_chunk=self.compute.vocab_chunk,
+            backend=self.compute.backend,
         )
         return TokenLosses(
             losses=_padded(tokens.losses, mask),
@@ -213,7 +223,7 @@ class Policy:
 
     def predictors(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the states [N, D] that predict the scored tokens, and the LM head."""
-        dtype = self._compute_dtype
+        dtype = self.compute.dtype
         states = self._states(batch.input_ids, dtype).flatten(0, 1)
         states = states.index_select(0, batch.predictors[batch.completion_mask])
         return states.to(dtype), self._head.to(dtype)
@@ -265,29 +275,21 @@ def float32_attention(attn_implementation: str) -> str:
     return "sdpa" if attn_implementation == FLASH else attn_implementation
 
 
-def frozen_policy(
-    model_dir: Path, *, device: str, lora: Lora | None = None, attn_implementation: str = "sdpa"
-) -> Policy:
+def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     """Return a model that only scores, in float32, for weights that are loaded into it.
 
     Flash attention knows no float32, and sdpa is the same function: it takes its place.
 
-    Args:
-        model_dir: Hugging Face directory.
-        device: torch's name of it.
-        lora: the adapter, if what is loaded is one.
-        attn_implementation: transformers' name of the attention code.
-
     Raises:
-        DataError: if the directory does not make up a model.
+        DataError: if the source does not make up a model.
     """
-    return Policy(
-        model_dir,
-        device=torch.device(device),
-        lora=lora,
-        attn_implementation=float32_attention(attn_implementation),
-        is_frozen=True,
+    compute = replace(
+        compute,
+        dtype=torch.float32,
+        attn_implementation=float32_attention(compute.attn_implementation),
+        gradient_checkpointing=False,
     )
+    return Policy(source, compute, is_frozen=True)
 
 
 def _padded(values: Tensor, mask: Tensor) -> Tensor:

@@ -31,8 +31,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,9 @@ from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, LossOutput,
 from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group
-from echo.engine.lora import Lora
-from echo.engine.model import pick_device
 from echo.engine.weights import write_tensors
-from echo.kernels.contract import BackendName
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
-from echo.train.policy import Policy
+from echo.train.policy import Compute, ModelSource, Policy
 
 # --- settings -------------------------------------------------------------------------------------
 
@@ -75,18 +71,6 @@ class OptimizerSettings:
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of the step that makes version `step`, from 1."""
         return self.learning_rate * min(1.0, step / max(1, self.warmup_steps))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ReferenceModel:
-    """Where the frozen reference policy comes from; it never changes, so no state holds it."""
-
-    model_dir: Path
-    """Hugging Face directory."""
-    tensors: Mapping[str, Tensor] | None = None
-    """Weights by name instead of the directory's; with `lora` those of its adapter."""
-    lora: Lora | None = None
-    """The adapter, and its base in place of the directory, where the policy has one."""
 
 
 # --- policy loss by name or import path -----------------------------------------------------------
@@ -299,44 +283,27 @@ class Trainer:
 
     def __init__(
         self,
-        model_dir: Path,
+        source: ModelSource,
+        compute: Compute,
         *,
         loss: Loss,
         optimizer: OptimizerSettings,
         temperature: float = 1.0,
         advantages: AdvantageSettings | None = None,
-        reference: ReferenceModel | None = None,
-        device: str = "auto",
-        dtype: torch.dtype = torch.float32,
-        backend: BackendName = "auto",
-        init_tensors: Mapping[str, Tensor] | None = None,
-        lora: Lora | None = None,
-        micro_batch_tokens: int = 16384,
-        vocab_chunk: int = 8192,
-        gradient_checkpointing: bool = False,
-        attn_implementation: str = "sdpa",
-        seed: int = 0,
+        reference: ModelSource | None = None,
     ) -> None:
         """Load the model and start its optimizer.
 
         Args:
-            model_dir: Hugging Face directory; config.json is enough if `init_tensors` is given.
+            source: the model to train; with an adapter, that alone is trained.
+            compute: where and how; weights, gradients, optimizer and log-probabilities are float32
+                whatever its type.
             loss: the policy loss, for example from `make_loss`.
             optimizer: its settings.
             temperature: of sampling, > 0.
             advantages: how rewards become advantages; None takes the defaults.
-            reference: the frozen policy that the loss pulls towards, if it does.
-            device: torch's name of it, or "auto" for CUDA where there is a GPU, else the CPU.
-            dtype: of matrix products and activations, float32 or bfloat16; weights, gradients,
-                optimizer and log-probabilities are float32 in either case.
-            backend: of the log-probabilities (kernels/logprob.py).
-            init_tensors: what to start from instead: all weights, or those of `lora`.
-            lora: the adapter to train in place of all weights, and its base.
-            micro_batch_tokens: padded tokens that go through the model at once.
-            vocab_chunk: columns of logits held at a time.
-            gradient_checkpointing: recompute activations in the backward, for less memory.
-            attn_implementation: transformers' name of the attention code.
-            seed: of torch's global generator, for models that draw random numbers.
+            reference: the frozen policy that the loss pulls towards, if it does. It never changes,
+                so no state holds it.
 
         Raises:
             DataError: if the model cannot be loaded.
@@ -344,30 +311,16 @@ class Trainer:
         """
         if not 0.0 < temperature < math.inf:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
-        torch.manual_seed(seed)
-        self.device = torch.device(pick_device(device))
-        make_policy = partial(
-            Policy,
-            device=self.device,
-            attn_implementation=attn_implementation,
-            compute_dtype=dtype,
-            backend=backend,
-        )
-        self._policy = make_policy(
-            model_dir,
-            tensors=init_tensors,
-            lora=lora,
-            gradient_checkpointing=gradient_checkpointing,
-        )
+        self.compute = compute
+        self.device = compute.device
+        self._policy = Policy(source, compute)
         self._loss = loss
         self._needs = needs_of(loss)
         self._advantages = advantages or AdvantageSettings()
         self._settings = optimizer
         self._inv_temperature = 1.0 / temperature
-        self._micro_batch_tokens = micro_batch_tokens
-        self._vocab_chunk = vocab_chunk
         self._parameters = self._policy.parameters()
-        self._reference = self._load_reference(reference, make_policy)
+        self._reference = self._load_reference(reference)
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=optimizer.learning_rate,
@@ -378,9 +331,7 @@ class Trainer:
         self._num_skipped_nonfinite = 0
         self._step_count = 0
 
-    def _load_reference(
-        self, reference: ReferenceModel | None, make_policy: Callable[..., Policy]
-    ) -> Policy | None:
+    def _load_reference(self, reference: ModelSource | None) -> Policy | None:
         """Return the reference policy if the loss needs one.
 
         Raises:
@@ -391,9 +342,8 @@ class Trainer:
             return None
         if reference is None:
             raise ValueError("the loss pulls towards a reference policy, and none is given")
-        policy = make_policy(
-            reference.model_dir, tensors=reference.tensors, lora=reference.lora, is_frozen=True
-        )
+        compute = replace(self.compute, gradient_checkpointing=False)
+        policy = Policy(reference, compute, is_frozen=True)
         if policy.vocab_size != self._policy.vocab_size:
             raise DataError(
                 f"{reference.model_dir}: the reference model has {policy.vocab_size} token ids, "
@@ -522,7 +472,7 @@ class Trainer:
         """Yield indices of `samples` and their micro-batch on the device."""
         packed = pack_micro_batches(
             [sample.num_inputs for sample in samples],
-            max_tokens=self._micro_batch_tokens,
+            max_tokens=self.compute.micro_batch_tokens,
             group_index=[sample.group_index for sample in samples]
             if self._needs.whole_groups and not score_all
             else None,
@@ -532,9 +482,7 @@ class Trainer:
             yield indices, batch.to(self.device)
 
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return self._policy.logprobs(
-            batch, inv_temperature=self._inv_temperature, vocab_chunk=self._vocab_chunk
-        )
+        return self._policy.logprobs(batch, inv_temperature=self._inv_temperature)
 
     def _loss_inputs(
         self, micro: MicroBatch, logprobs: Tensor, batch: StepBatch, scores: BatchScores | None
@@ -558,9 +506,7 @@ class Trainer:
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         if self._reference is None:
             return None
-        logprobs, _ = self._reference.logprobs(
-            micro, inv_temperature=self._inv_temperature, vocab_chunk=self._vocab_chunk
-        )
+        logprobs, _ = self._reference.logprobs(micro, inv_temperature=self._inv_temperature)
         return logprobs
 
     @torch.no_grad()
@@ -650,10 +596,7 @@ class Trainer:
             inputs = self._loss_inputs(micro, logprobs, batch, scores)
             return loss(inputs), logprobs, entropies
         tokens = self._policy.token_losses(
-            micro,
-            clip=loss.fused_clip,
-            inv_temperature=self._inv_temperature,
-            vocab_chunk=self._vocab_chunk,
+            micro, clip=loss.fused_clip, inv_temperature=self._inv_temperature
         )
         assert tokens.entropies is not None, "the policy asks for them"
         inputs = self._loss_inputs(micro, tokens.logprobs, batch, scores)

@@ -11,12 +11,13 @@ from torch import Tensor
 from echo.engine.lora import Lora
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.train.policy import Policy
+from tests.train.trainers import policy_of
 
 
 def adapted_policy(base_dir: Path, *, seed: int = 0, rank: int = 4) -> tuple[Policy, Lora]:
     """The learner's model, its adapter far from nothing."""
     lora = Lora(base_dir=base_dir, rank=rank, alpha=2 * rank)
-    policy = Policy(base_dir, device=torch.device("cpu"), lora=lora)
+    policy = policy_of(base_dir, lora=lora)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in policy.tensors().values():

@@ -39,6 +39,7 @@ from tests.engine.engine_contract import (
 )
 from tests.engine.lora_models import adapted_policy, published
 from tests.train.test_trainer import make_groups
+from tests.train.trainers import trainer_of
 
 torch.set_num_threads(1)
 
@@ -46,11 +47,10 @@ MakeTinyModel = Callable[..., Path]
 
 
 def make_trainer(base_dir: Path, **options: object) -> Trainer:
-    return Trainer(
+    return trainer_of(
         base_dir,
         loss=GrpoLoss(),
         optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=0),
-        device="cpu",
         lora=Lora(base_dir=base_dir, rank=4, alpha=8),
         **options,  # type: ignore[arg-type]
     )
@@ -73,9 +73,8 @@ def test_only_the_adapter_is_trained_and_published(tiny_model_dir: Path) -> None
 
 
 def test_it_starts_as_the_base(tiny_model_dir: Path) -> None:
-    plain = Trainer(
-        tiny_model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings(), device="cpu"
-    ).score(make_groups())
+    plain = trainer_of(tiny_model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings())
+    plain = plain.score(make_groups())
     adapted = make_trainer(tiny_model_dir).score(make_groups())
     for one, other in zip(plain, adapted, strict=True):
         for first, second in zip(one, other, strict=True):
@@ -89,7 +88,7 @@ def test_a_saved_trainer_continues_bit_by_bit(tiny_model_dir: Path, tmp_path: Pa
     assert (tmp_path / "weights.safetensors").stat().st_size < 60_000, "the adapter alone"
     trainer.step(make_groups(seed=1))
 
-    resumed = make_trainer(tiny_model_dir, seed=5)
+    resumed = make_trainer(tiny_model_dir)
     resumed.load_state(tmp_path)
     resumed.step(make_groups(seed=1))
 
@@ -202,7 +201,7 @@ def test_weights_that_are_no_such_adapter_are_refused(tiny_model_dir: Path) -> N
     with pytest.raises(EngineError, match="missing"):
         engine.load(load_directory(tiny_model_dir, "float32"))
     with pytest.raises(DataError, match="belong to another model"):
-        make_trainer(tiny_model_dir, init_tensors=published(policy))
+        make_trainer(tiny_model_dir, tensors=published(policy))
 
 
 def test_the_hash_of_a_base_is_that_of_its_weights(tiny_model_dir: Path, tmp_path: Path) -> None:

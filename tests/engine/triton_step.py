@@ -16,18 +16,19 @@ from echo.algo.losses import make_loss
 from echo.engine.model import build_model, save_tiny_model
 from echo.kernels import triton_kernels
 from echo.kernels.contract import BackendName
-from echo.train.trainer import OptimizerSettings, Trainer
+from echo.train.trainer import OptimizerSettings
 from tests.train.test_trainer import gradients, make_groups
+from tests.train.trainers import trainer_of
 
 DEVICE = "cpu" if triton_kernels.IS_INTERPRETED else "cuda"
 
 
 def gradient(model_dir: Path, dtype: torch.dtype, backend: BackendName) -> torch.Tensor:
-    trainer = Trainer(
+    trainer = trainer_of(
         model_dir,
         loss=make_loss("grpo"),
         optimizer=OptimizerSettings(),
-        device=DEVICE,
+        device=torch.device(DEVICE),
         dtype=dtype,
         backend=backend,
     )

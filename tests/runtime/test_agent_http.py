@@ -36,8 +36,9 @@ from echo.core.rollout import Group
 from echo.runtime.agents import endpoint
 from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
 from echo.runtime.agents.sessions import SEGMENT_TOKENS, StoppingError
-from echo.train.trainer import OptimizerSettings, Trainer
+from echo.train.trainer import OptimizerSettings
 from tests.runtime.harness import Play, Run, running
+from tests.train.trainers import trainer_of
 
 torch.set_num_threads(1)
 
@@ -125,7 +126,7 @@ async def site(
 
 def logprobs_of(model_dir: Path, group: Group) -> list[np.ndarray]:
     """What the learner's model gives each token of the group, before any training."""
-    trainer = Trainer(model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings(), device="cpu")
+    trainer = trainer_of(model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings())
     return trainer.score([group])[0]
 
 

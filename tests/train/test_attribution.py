@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.weights import Weights
 from echo.train.attribution import MismatchProbe
-from echo.train.policy import frozen_policy
+from echo.train.policy import Policy, frozen_policy
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import (
     MakeTrainer,
@@ -29,6 +30,7 @@ from tests.train.test_trainer import (
     make_trainer,
     on_policy,
 )
+from tests.train.trainers import split
 
 torch.set_num_threads(1)
 
@@ -51,6 +53,10 @@ def sampling(**changes: Any) -> Sampling:
     return Sampling(**(settings | changes))
 
 
+def frozen(model_dir: Path, **options: Any) -> Policy:
+    return frozen_policy(*split(model_dir, options))
+
+
 @pytest.fixture
 def measure(tiny_model_dir: Path) -> Measure:
     def run(
@@ -59,22 +65,20 @@ def measure(tiny_model_dir: Path) -> Measure:
         versions: dict[PolicyVersion, Weights],
         *,
         dtype: torch.dtype = torch.float32,
-        is_canonical: Callable[[Sequence[int]], bool] = lambda _: True,
+        keeps: Callable[[Sequence[int]], bool] = lambda _: True,
         num_rollouts: int = 100,
         **changes: Any,
     ) -> dict[str, float]:
         probe = MismatchProbe(
-            frozen_policy(tiny_model_dir, device="cpu"),
+            frozen(tiny_model_dir, micro_batch_tokens=40, vocab_chunk=16),
+            SimpleNamespace(load=versions.get),
+            SimpleNamespace(keeps=keeps),
             sampling=sampling(**changes),
             published_dtype=dtype,
-            load_version=versions.get,
-            is_canonical=is_canonical,
             num_rollouts=num_rollouts,
-            micro_batch_tokens=40,
-            vocab_chunk=16,
             seed=0,
         )
-        found = probe.measure(groups, score=trainer.score, weights=trainer.snapshot())
+        found = probe.measure(groups, trainer)
         return {name.removeprefix("attribution/"): value for name, value in found.items()}
 
     return run
@@ -100,7 +104,7 @@ def with_noise(groups: Sequence[Group], spread: float) -> list[Group]:
 
 def cut(groups: Sequence[Group], model_dir: Path, weights: Weights, **changes: Any) -> list[Group]:
     """The same groups with the sampler's log-probs after top_k or top_p."""
-    policy = frozen_policy(model_dir, device="cpu")
+    policy = frozen(model_dir)
     policy.load(weights)
     result = []
     for group in groups:
@@ -227,9 +231,7 @@ def test_the_sample_is_small_and_texts_that_encode_otherwise_are_counted(
         seen.append(token_ids)
         return len(seen) % 4 != 0
 
-    found = measure(
-        trainer, groups, {V0: trainer.snapshot()}, num_rollouts=8, is_canonical=is_canonical
-    )
+    found = measure(trainer, groups, {V0: trainer.snapshot()}, num_rollouts=8, keeps=is_canonical)
     assert len(seen) == 8
     assert found["retokenised"] == 0.25
     assert found["tokens"] == sum(map(len, seen))

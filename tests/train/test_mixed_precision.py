@@ -24,6 +24,7 @@ from echo.train.batch import AdvantageSettings
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import FAST, assert_close, gradients, make_groups
 from tests.train.test_trainer_losses import stale_groups
+from tests.train.trainers import trainer_of
 
 torch.set_num_threads(1)
 
@@ -38,7 +39,7 @@ FUSED: dict[str, Loss] = {
 
 def make_trainer(model_dir: Path, loss: Loss, **options: Any) -> Trainer:
     settings = {"advantages": AdvantageSettings(normalize_by_std=False), **options}
-    return Trainer(model_dir, loss=loss, optimizer=FAST, device="cpu", **settings)
+    return trainer_of(model_dir, loss=loss, optimizer=FAST, **settings)
 
 
 def unfused(loss: Loss) -> Loss:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from echo.algo.batching import MicroBatch, TrainingRow, collate
 from echo.core.errors import DataError, EngineError
 from echo.core.rollout import Rollout
-from echo.train.policy import Policy, frozen_policy
+from echo.train.policy import ModelSource, frozen_policy
+from tests.train.trainers import policy_of
 
 torch.set_num_threads(1)
 
@@ -82,8 +83,8 @@ def test_any_causal_lm_scores_as_by_its_own_logits(
 ) -> None:
     path = save_model(tmp_path, architecture, **settings)
     batch = make_batch()
-    policy = Policy(path, device=CPU, gradient_checkpointing=gradient_checkpointing)
-    logprobs, entropies = policy.logprobs(batch, inv_temperature=1.25, vocab_chunk=10)
+    policy = policy_of(path, gradient_checkpointing=gradient_checkpointing)
+    logprobs, entropies = policy.logprobs(batch, inv_temperature=1.25)
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     rows = (([1, 5, 6], [7, 8, 9, 2]), ([1, 4], [3]))
     expected_entropies = []
@@ -104,18 +105,18 @@ def test_any_causal_lm_scores_as_by_its_own_logits(
 def test_checkpointing_runs_the_layers_again_in_the_backward(
     tiny_model_dir: Path, gradient_checkpointing: bool, num_runs: int
 ) -> None:
-    policy = Policy(tiny_model_dir, device=CPU, gradient_checkpointing=gradient_checkpointing)
+    policy = policy_of(tiny_model_dir, gradient_checkpointing=gradient_checkpointing)
     runs: list[int] = []
     policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     runs.clear()
-    policy.logprobs(make_batch(), inv_temperature=1.0, vocab_chunk=32)[0].sum().backward()
+    policy.logprobs(make_batch(), inv_temperature=1.0)[0].sum().backward()
     assert len(runs) == num_runs
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 def test_the_masters_are_float32(tiny_model_dir: Path, tmp_path: Path, stored: Any) -> None:
     AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=stored).save_pretrained(tmp_path)
-    tensors = Policy(tmp_path, device=CPU).tensors()
+    tensors = policy_of(tmp_path).tensors()
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     file = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(tensors[name], file[name].float()) for name in tensors)
@@ -124,8 +125,8 @@ def test_the_masters_are_float32(tiny_model_dir: Path, tmp_path: Path, stored: A
 def test_tied_tensors_appear_once(
     tiny_model_dir: Path, make_tiny_model: Callable[..., Path]
 ) -> None:
-    assert "lm_head.weight" not in Policy(tiny_model_dir, device=CPU).tensors()
-    untied = Policy(make_tiny_model(tie_word_embeddings=False), device=CPU)
+    assert "lm_head.weight" not in policy_of(tiny_model_dir).tensors()
+    untied = policy_of(make_tiny_model(tie_word_embeddings=False))
     assert "lm_head.weight" in untied.tensors()
 
 
@@ -142,7 +143,7 @@ def test_models_that_change_their_logits_are_refused(
     tmp_path: Path, architecture: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EngineError, match=message):
-        Policy(save_model(tmp_path, architecture, **settings), device=CPU)
+        policy_of(save_model(tmp_path, architecture, **settings))
 
 
 def flash_attention(
@@ -174,17 +175,17 @@ def test_flash_attention_is_used_in_16_bits_only(
     monkeypatch.setitem(
         transformers.AttentionInterface._global_mapping, "flash_attention_2", flash_attention
     )
-    options: dict[str, Any] = {"device": CPU, "attn_implementation": "flash_attention_2"}
+    options: dict[str, Any] = {"attn_implementation": "flash_attention_2"}
     with pytest.raises(EngineError, match=r'set learner\.dtype = "bfloat16"'):
-        Policy(tiny_model_dir, **options)
-    policy = Policy(tiny_model_dir, compute_dtype=torch.bfloat16, **options)
-    plain = Policy(tiny_model_dir, device=CPU, compute_dtype=torch.bfloat16)
+        policy_of(tiny_model_dir, **options)
+    policy = policy_of(tiny_model_dir, dtype=torch.bfloat16, **options)
+    plain = policy_of(tiny_model_dir, dtype=torch.bfloat16)
     (found, _), (expected, _) = (
-        each.logprobs(make_batch(), inv_temperature=1.0, vocab_chunk=8) for each in (policy, plain)
+        each.logprobs(make_batch(), inv_temperature=1.0) for each in (policy, plain)
     )
     assert torch.allclose(found, expected, atol=0.02)
     # The probe of mismatches scores in float32.
-    scorer = frozen_policy(tiny_model_dir, device="cpu", attn_implementation="flash_attention_2")
+    scorer = frozen_policy(ModelSource(model_dir=tiny_model_dir), policy.compute)
     assert scorer.model.config._attn_implementation == "sdpa"
 
 
@@ -200,12 +201,12 @@ def test_logits_changed_in_an_unknown_way_are_noticed(
 
     monkeypatch.setattr(transformers.Qwen3ForCausalLM, "forward", shifted)
     with pytest.raises(EngineError, match="Qwen3ForCausalLM computes its logits in another way"):
-        Policy(tiny_model_dir, device=CPU)
+        policy_of(tiny_model_dir)
 
 
 def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{tmp_path}: cannot load it"):
-        Policy(tmp_path, device=CPU)
+        policy_of(tmp_path)
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tiny_model_dir: Path, tmp_p
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DataError, match=r"lack \['model\.norm\.weight'\].* random"):
-        Policy(tmp_path, device=CPU)
+        policy_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tiny_model_dir: Path, tmp_p
 def test_weights_of_another_model_change_nothing(
     tiny_model_dir: Path, name: str, tensor: torch.Tensor | None, message: str
 ) -> None:
-    policy = Policy(tiny_model_dir, device=CPU)
+    policy = policy_of(tiny_model_dir)
     before = {key: value.detach().clone() for key, value in policy.tensors().items()}
     weights = {key: value + 1.0 for key, value in before.items()}
     if tensor is None:
@@ -241,7 +242,7 @@ def test_weights_of_another_model_change_nothing(
 
 
 def test_the_name_of_a_tied_tensor_may_come_along(tiny_model_dir: Path) -> None:
-    policy = Policy(tiny_model_dir, device=CPU)
+    policy = policy_of(tiny_model_dir)
     weights = {name: tensor.detach() * 0.5 for name, tensor in policy.tensors().items()}
     policy.load({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
     assert all(torch.equal(policy.tensors()[name], weights[name]) for name in weights)

@@ -20,6 +20,7 @@ from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, Rollout
 from echo.train.batch import AdvantageSettings
 from echo.train.trainer import OptimizerSettings, StepError, Trainer
+from tests.train.trainers import trainer_of
 
 torch.set_num_threads(1)
 
@@ -35,11 +36,10 @@ def make_trainer(tiny_model_dir: Path) -> MakeTrainer:
         settings: dict[str, Any] = {
             "loss": GrpoLoss(),
             "optimizer": FAST,
-            "device": "cpu",
             "advantages": AdvantageSettings(normalize_by_std=False),
             **options,
         }
-        return Trainer(settings.pop("model_dir", tiny_model_dir), **settings)
+        return trainer_of(settings.pop("model_dir", tiny_model_dir), **settings)
 
     return make
 
@@ -463,7 +463,7 @@ def test_a_resumed_trainer_continues_bit_by_bit(make_trainer: MakeTrainer, tmp_p
     draw = torch.rand(3)
     expected = [trainer.step(make_groups(seed=seed)).metrics for seed in (3, 4)]
 
-    resumed = make_trainer(optimizer=settings, seed=5)
+    resumed = make_trainer(optimizer=settings)
     resumed.step(make_groups(seed=9))  # state that has to vanish
     resumed.load_state(tmp_path)
     assert resumed.step_count == 3
@@ -511,7 +511,7 @@ def test_initial_tensors_replace_the_directorys(
     trained.step(make_groups())
     weights = {name: tensor.bfloat16() for name, tensor in trained.snapshot().items()}
     (tmp_path / "config.json").write_text((make_tiny_model() / "config.json").read_text())
-    other = make_trainer(model_dir=tmp_path, init_tensors=weights)
+    other = make_trainer(model_dir=tmp_path, tensors=weights)
     assert equal(other.snapshot(), {name: tensor.float() for name, tensor in weights.items()})
     other.step(make_groups())
     assert other.step_count == 1

@@ -29,6 +29,7 @@ from tests.train.test_trainer import (
     make_groups,
     on_policy,
 )
+from tests.train.trainers import trainer_of
 
 torch.set_num_threads(1)
 
@@ -50,7 +51,7 @@ LOSSES: dict[str, Loss] = {
 
 def make_trainer(model_dir: Path, loss: Loss, **options: Any) -> Trainer:
     settings = {"advantages": AdvantageSettings(normalize_by_std=False), **options}
-    return Trainer(model_dir, loss=loss, optimizer=FAST, device="cpu", **settings)
+    return trainer_of(model_dir, loss=loss, optimizer=FAST, **settings)
 
 
 def stale_groups(model_dir: Path, count: int = 6) -> list[Group]:

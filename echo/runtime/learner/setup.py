@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
@@ -77,8 +78,8 @@ from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Example, Task, load_task, task_digests
 from echo.train.attribution import make_attribution
 from echo.train.batch import AdvantageSettings
-from echo.train.policy import float32_attention
-from echo.train.trainer import OptimizerSettings, ReferenceModel, Trainer, load_loss
+from echo.train.policy import Compute, ModelSource, float32_attention
+from echo.train.trainer import OptimizerSettings, Trainer, load_loss
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID, Lease
 
@@ -322,12 +323,14 @@ def build_trainer(
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
     set_num_threads(learner.num_threads)
-    device = pick_device(learner.device)
+    # For models that draw random numbers.
+    torch.manual_seed(config.run.seed)
     tensors = None
     if start.checkpoint is None:
         tensors = initial_weights(config, lora)
     trainer = Trainer(
-        model_dir,
+        ModelSource(model_dir=model_dir, tensors=tensors, lora=lora),
+        learner_compute(config),
         loss=build_loss(config),
         optimizer=OptimizerSettings(
             learning_rate=optimizer.learning_rate,
@@ -347,18 +350,23 @@ def build_trainer(
             max_abs_reward=config.task.max_reward,
         ),
         reference=find_reference(config, model_dir, lora),
-        device=device,
-        dtype=pick_dtype(learner.dtype, device),
-        init_tensors=tensors,
-        lora=lora,
-        micro_batch_tokens=learner.micro_batch_tokens,
-        gradient_checkpointing=learner.gradient_checkpointing,
-        attn_implementation=config.model.attn_implementation,
-        seed=config.run.seed,
     )
     if start.checkpoint is not None:
         trainer.load_state(start.checkpoint)
     return trainer
+
+
+def learner_compute(config: Config) -> Compute:
+    """Return where and how the learner's models compute."""
+    section = config.learner
+    device = pick_device(section.device)
+    return Compute(
+        device=torch.device(device),
+        dtype=pick_dtype(section.dtype, device),
+        attn_implementation=config.model.attn_implementation,
+        micro_batch_tokens=section.micro_batch_tokens,
+        gradient_checkpointing=section.gradient_checkpointing,
+    )
 
 
 def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
@@ -393,15 +401,15 @@ def build_loss(config: Config) -> Loss:
     )
 
 
-def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ReferenceModel | None:
+def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource | None:
     """Return where the reference policy comes from: the same after a resume as before."""
     section = config.reference
     if not section.kl_coef:
         return None
     if section.name is None:
         tensors = initial_weights(config, lora)
-        return ReferenceModel(model_dir=model_dir, tensors=tensors, lora=lora)
-    return ReferenceModel(model_dir=resolve_model(section.name))
+        return ModelSource(model_dir=model_dir, tensors=tensors, lora=lora)
+    return ModelSource(model_dir=resolve_model(section.name))
 
 
 # --- Open a run: its ledger, its trainer, and its session ---

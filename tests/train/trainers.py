@@ -1,0 +1,30 @@
+"""Trainers and policies of test models on the CPU, by keyword."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echo.train.policy import Compute, ModelSource, Policy
+from echo.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def split(model_dir: Path, options: dict[str, Any]) -> tuple[ModelSource, Compute]:
+    """Take what to load, and how to compute, out of the options."""
+    source = {name: options.pop(name) for name in ("tensors", "lora") if name in options}
+    names = [field.name for field in fields(Compute) if field.name in options]
+    compute = {name: options.pop(name) for name in names}
+    return ModelSource(model_dir=model_dir, **source), Compute(**({"device": CPU} | compute))
+
+
+def trainer_of(model_dir: Path, **options: Any) -> Trainer:
+    source, compute = split(model_dir, options)
+    return Trainer(source, compute, **options)
+
+
+def policy_of(model_dir: Path, **options: Any) -> Policy:
+    source, compute = split(model_dir, options)
+    return Policy(source, compute, **options)
