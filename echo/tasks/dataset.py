@@ -97,8 +97,6 @@ PARQUET_REVISION = "refs/convert/parquet"
 
 NUM_BATCH_ROWS = 1024
 
-OnBad = Callable[[DataError], None]
-
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
@@ -112,18 +110,12 @@ class DatasetRow:
     """What decides its side where a dataset is split by hash."""
 
 
-def refuse_row(error: DataError) -> None:
-    """Stop at a malformed row."""
-    raise error
+Rows = Iterator[DatasetRow | DataError]
+"""Rows in their order; in place of a malformed one what is wrong with it, naming file and row."""
 
 
-def read_rows(path: str, on_bad: OnBad = refuse_row) -> Iterator[DatasetRow]:
-    """Yield the rows of a dataset in their order.
-
-    Args:
-        path: of the dataset.
-        on_bad: called with what is wrong with a malformed row, which names file and row; if it
-            returns, the row is left out.
+def read_rows(path: str) -> Rows:
+    """Yield the rows of a dataset, and the errors of those that are malformed.
 
     Raises:
         DataError: if it cannot be read.
@@ -132,11 +124,11 @@ def read_rows(path: str, on_bad: OnBad = refuse_row) -> Iterator[DatasetRow]:
     for file in dataset_files(path):
         match file.suffix:
             case ".parquet":
-                yield from _read_parquet(file, on_bad)
+                yield from _read_parquet(file)
             case ".arrow":
-                yield from _read_arrow(file, on_bad)
+                yield from _read_arrow(file)
             case _:
-                yield from _read_jsonl(file, on_bad)
+                yield from _read_jsonl(file)
 
 
 def is_local(path: str) -> bool:
@@ -181,7 +173,7 @@ def dataset_files(path: str) -> list[Path]:
     raise DataError(f"{place}: no dataset files in this directory; {remedy}")
 
 
-def _read_jsonl(path: Path, on_bad: OnBad) -> Iterator[DatasetRow]:
+def _read_jsonl(path: Path) -> Rows:
     for number, raw in enumerate(_read_bytes(path).splitlines(), start=1):
         if not raw.strip():
             continue
@@ -190,7 +182,7 @@ def _read_jsonl(path: Path, on_bad: OnBad) -> Iterator[DatasetRow]:
             line = raw.decode()
             row = _parse_object(line)
         except (ValueError, TypeError) as error:
-            on_bad(DataError(f"{source}: malformed row: {error}"))
+            yield DataError(f"{source}: malformed row: {error}")
             continue
         yield DatasetRow(source, row, line)
 
@@ -202,27 +194,27 @@ def _parse_object(line: str) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(path: Path, on_bad: OnBad) -> Iterator[DatasetRow]:
+def _read_parquet(path: Path) -> Rows:
     pyarrow = _import_pyarrow(path)
     # Opened by hand: pyarrow's own error for a missing file names neither path nor remedy.
     with _open(path) as file:
         try:
             batches = pyarrow.parquet.ParquetFile(file).iter_batches(NUM_BATCH_ROWS)
-            yield from _batch_rows(path, batches, on_bad)
+            yield from _batch_rows(path, batches)
         except pyarrow.ArrowException as error:
             raise DataError(f"{path}: not readable as Parquet: {error}") from error
 
 
-def _read_arrow(path: Path, on_bad: OnBad) -> Iterator[DatasetRow]:
+def _read_arrow(path: Path) -> Rows:
     pyarrow = _import_pyarrow(path)
     with _open(path) as file:
         try:
-            yield from _batch_rows(path, pyarrow.ipc.open_stream(file), on_bad)
+            yield from _batch_rows(path, pyarrow.ipc.open_stream(file))
         except pyarrow.ArrowException as error:
             raise DataError(f"{path}: not readable as an Arrow stream: {error}") from error
 
 
-def _batch_rows(path: Path, batches: Any, on_bad: OnBad) -> Iterator[DatasetRow]:
+def _batch_rows(path: Path, batches: Any) -> Rows:
     number = 0
     for batch in batches:
         for values in batch.to_pylist():
@@ -231,7 +223,7 @@ def _batch_rows(path: Path, batches: Any, on_bad: OnBad) -> Iterator[DatasetRow]
             try:
                 columns = {name: _to_json(value, name, source) for name, value in values.items()}
             except DataError as error:
-                on_bad(error)
+                yield error
                 continue
             yield DatasetRow(source, columns, json.dumps(columns, sort_keys=True))
 
@@ -426,7 +418,7 @@ class RowsTask(Task):
         for path in filter(None, (self.path, self.heldout_path)):
             try:
                 if is_local(path):
-                    next(self._parse(path, (lambda _: None) if self.skip_bad else refuse_row), None)
+                    next(self._parse(path, []), None)
             except EchoError as error:
                 problems.append(str(error))
         return problems
@@ -449,7 +441,7 @@ class RowsTask(Task):
 
     def _read(self, path: str) -> list[tuple[str, Example]]:
         bad: list[DataError] = []
-        examples = list(self._parse(path, bad.append if self.skip_bad else refuse_row))
+        examples = list(self._parse(path, bad))
         if bad:
             _log.warning(
                 "%s: skipped %d of %d rows (task.options.skip_bad); the first: %s",
@@ -464,17 +456,31 @@ class RowsTask(Task):
             raise DataError(f"{path}: the dataset is empty; write one JSON object per line")
         return examples
 
-    def _parse(self, path: str, on_bad: OnBad) -> Iterator[tuple[str, Example]]:
-        """Yield what decides a row's side, and its example."""
-        for row in read_rows(path, on_bad):
+    def _parse(self, path: str, skipped: list[DataError]) -> Iterator[tuple[str, Example]]:
+        """Yield what decides a row's side, and its example.
+
+        Raises:
+            DataError: at a malformed row, unless such rows are skipped.
+        """
+        for row in read_rows(path):
             try:
-                example = self.read_row(row.columns)
-            except KeyError as error:
-                on_bad(DataError(f"{row.source}: malformed row: no column {error}"))
-            except (ValueError, LookupError, TypeError) as error:
-                on_bad(DataError(f"{row.source}: malformed row: {error}"))
+                if isinstance(row, DataError):
+                    raise row
+                found = row.text, self._example_of(row)
+            except DataError as error:
+                if not self.skip_bad:
+                    raise
+                skipped.append(error)
             else:
-                yield row.text, replace(example, source=row.source)
+                yield found
+
+    def _example_of(self, row: DatasetRow) -> Example:
+        try:
+            return replace(self.read_row(row.columns), source=row.source)
+        except KeyError as error:
+            raise DataError(f"{row.source}: malformed row: no column {error}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataError(f"{row.source}: malformed row: {error}") from error
 
 
 def _is_message(part: object) -> bool:

@@ -123,8 +123,8 @@ def test_typed_values_become_json_and_bytes_are_refused(tmp_path: Path) -> None:
     [read] = read_rows(path)
     assert read.columns == {"prompt": "x", "when": "2026-01-02T03:04:05", "price": 1.5}
     path = write_parquet(tmp_path / "bytes.parquet", [{"prompt": "x", "image": b"\x89PNG"}])
-    with pytest.raises(DataError, match=r"bytes\.parquet:1: .*column 'image' holds bytes.*drop"):
-        list(read_rows(path))
+    [error] = read_rows(path)
+    assert re.search(r"bytes\.parquet:1: .*column 'image' holds bytes.*drop", str(error))
 
 
 def test_without_pyarrow_the_extra_is_named(
