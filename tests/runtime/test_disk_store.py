@@ -101,7 +101,7 @@ def test_the_next_process_finds_what_was_written_newest_first(
     store.drop(version(2))
     store.close()
     assert names(tmp_path / "version_store") == sorted(
-        ["echo-store.lock", "v1-L2.image", "v1-L2.manifest", "v3-L1.image", "v3-L1.manifest"]
+        ["echo-store-2.lock", "v1-L2.image", "v1-L2.manifest", "v3-L1.image", "v3-L1.manifest"]
     )
     assert opened(run=None).recover("r")[1].storage[:2] == b"v!"
 
@@ -153,7 +153,7 @@ def test_other_runs_and_leftovers_are_removed_and_foreign_files_left_alone(
     caplog.set_level(logging.INFO)
     assert [item.version for item in opened(run=None).recover("r")] == [version(2)]
     foreign = ["notes.txt", "v1-L1-zz.image", "v10-L1.image", "v9-L1.image"]
-    own = ["echo-store.lock", "v2-L1.image", "v2-L1.manifest"]
+    own = ["echo-store-2.lock", "v2-L1.image", "v2-L1.manifest"]
     assert names(directory) == sorted([*own, *foreign])
     assert "removed what was left of v7: " in caplog.text
     assert "left alone 4 foreign files: notes.txt, v1-L1-zz.image" in caplog.text
@@ -178,7 +178,7 @@ def test_a_recycled_file_bears_its_new_name_only(opened: Opened) -> None:
     storage = store.create(version(2), b"second", SIZE)
     assert storage[0] == ord("1")  # recycled
     store.flush()
-    assert names(store.directory) == ["echo-store.lock", "v2-L1.image", "v2-L1.manifest"]
+    assert names(store.directory) == ["echo-store-2.lock", "v2-L1.image", "v2-L1.manifest"]
 
 
 # --- a killed process ----------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_a_full_disk_falls_back_on_memory_with_one_warning(
     assert (
         f"network.store_dir = {disk}: no 768 KiB for v2: No space left on device (" in caplog.text
     )
-    assert names(disk) == ["echo-store.lock", "v1-L1.image", "v1-L1.manifest"]
+    assert names(disk) == ["echo-store-2.lock", "v1-L1.image", "v1-L1.manifest"]
     assert store.bytes_held == 2 << 20
     assert store.verify_held(describe(bytes(second), step=2), second) == b"\1" * 12
     # The disk has room again.
@@ -314,7 +314,7 @@ def test_a_full_disk_and_no_memory_is_an_error_that_names_everything(
         f"network.store_dir = {disk}: no 2 MiB for v1: No space left on device ("
     )
     assert " free); free some, or point" in str(caught.value)
-    assert names(disk) == ["echo-store.lock"]
+    assert names(disk) == ["echo-store-2.lock"]
     assert store.bytes_held == 0
     store.close()
 
@@ -326,7 +326,7 @@ def test_a_spare_makes_room_on_a_full_disk(disk: Path) -> None:
     store.drop(version(1))
     store.create(version(2), b"manifest", 700 << 10)
     store.flush()
-    assert names(disk) == ["echo-store.lock", "v2-L1.image", "v2-L1.manifest"]
+    assert names(disk) == ["echo-store-2.lock", "v2-L1.image", "v2-L1.manifest"]
     store.close()
 
 
@@ -341,7 +341,7 @@ def test_a_file_that_may_not_grow_is_like_a_full_disk(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "no 128 KiB for v1: File too large" in caplog.text
-    assert names(store.directory) == ["echo-store.lock"]
+    assert names(store.directory) == ["echo-store-2.lock"]
 
 
 def test_neither_disk_nor_memory_names_both(
@@ -369,7 +369,7 @@ def test_a_manifest_that_cannot_be_written_costs_only_the_recovery(
     storage[:] = b"1" * len(storage)
     store.flush()
     assert "the manifest of v1 cannot be written: No space left on device" in caplog.text
-    assert names(disk) == ["echo-store.lock", "v1-L1.image"]
+    assert names(disk) == ["echo-store-2.lock", "v1-L1.image"]
     store.close()
 
 
