@@ -26,9 +26,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from echo.algo.batching import MicroBatch
+from echo.config.schema import Config
 from echo.core.errors import DataError, EngineError
 from echo.engine.lora import Lora, add_adapter
-from echo.engine.model import BUILDING
+from echo.engine.model import BUILDING, pick_device, pick_dtype
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import TokenLosses, linear_logprob, linear_policy_loss
 
@@ -75,6 +76,22 @@ class Compute:
     """Columns of logits held at a time."""
     gradient_checkpointing: bool = False
     """Recompute the layers' activations in the backward, for less memory."""
+    seed: int = 0
+    """Of torch's global generator when training begins, for models that draw random numbers."""
+
+
+def learner_compute(config: Config) -> Compute:
+    """Return where and how the learner's models compute."""
+    section = config.learner
+    device = pick_device(section.device)
+    return Compute(
+        device=torch.device(device),
+        dtype=pick_dtype(section.dtype, device),
+        attn_implementation=config.model.attn_implementation,
+        micro_batch_tokens=section.micro_batch_tokens,
+        gradient_checkpointing=section.gradient_checkpointing,
+        seed=config.run.seed,
+    )
 
 
 class Policy:

@@ -313,6 +313,7 @@ class Trainer:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
         self.compute = compute
         self.device = compute.device
+        torch.manual_seed(compute.seed)
         self._policy = Policy(source, compute)
         self._loss = loss
         self._needs = needs_of(loss)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
@@ -45,7 +44,6 @@ from echo.engine.model import (
     make_sampling,
     model_digests,
     pick_device,
-    pick_dtype,
     resolve_model,
     set_num_threads,
 )
@@ -78,7 +76,7 @@ from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Example, Task, load_task, task_digests
 from echo.train.attribution import make_attribution
 from echo.train.batch import AdvantageSettings
-from echo.train.policy import Compute, ModelSource, float32_attention
+from echo.train.policy import ModelSource, float32_attention, learner_compute
 from echo.train.trainer import OptimizerSettings, Trainer, load_loss
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID, Lease
@@ -323,8 +321,6 @@ def build_trainer(
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
     set_num_threads(learner.num_threads)
-    # For models that draw random numbers.
-    torch.manual_seed(config.run.seed)
     tensors = None
     if start.checkpoint is None:
         tensors = initial_weights(config, lora)
@@ -354,19 +350,6 @@ def build_trainer(
     if start.checkpoint is not None:
         trainer.load_state(start.checkpoint)
     return trainer
-
-
-def learner_compute(config: Config) -> Compute:
-    """Return where and how the learner's models compute."""
-    section = config.learner
-    device = pick_device(section.device)
-    return Compute(
-        device=torch.device(device),
-        dtype=pick_dtype(section.dtype, device),
-        attn_implementation=config.model.attn_implementation,
-        micro_batch_tokens=section.micro_batch_tokens,
-        gradient_checkpointing=section.gradient_checkpointing,
-    )
 
 
 def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
