@@ -223,7 +223,9 @@ def test_a_batch_is_recalled_at_its_target_and_the_rest_goes_on_first() -> None:
     assert second == ["0.1", "2.0", "4.0", "4.1", "5.0", "5.1"]
     assert paper.num_before["0.1"][:2] == [0, 3]
     assert len(paper.seeds["0.1"]) > 1, "the old seed would repeat its choices"
-    assert sum(len(members) for members in paper.num_before.values()) == sum(map(len, paper.sampled))
+    assert sum(len(members) for members in paper.num_before.values()) == sum(
+        map(len, paper.sampled)
+    )
     counts = paper.role.partial_counts
     assert counts["resumed"] >= 2
     assert counts["wasted_tokens"] == 0
