@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -139,6 +139,30 @@ class Completion:
     """[T, 2] (lineage, step) of the weights that sampled each token."""
 
 
+class Watcher:
+    """The caller of `generate` while it runs: told what has come, and asked whether to go on."""
+
+    def should_stop(self) -> bool:
+        """Return whether unfinished completions are to be returned as they are, as "abort".
+
+        Asked again and again, several times a second.
+        """
+        return False
+
+    def on_tokens(self, number: int) -> None:
+        """Take note, as often, of how many tokens have come since the last time."""
+
+    def on_completion(self, completion: Completion) -> None:
+        """Take a completion as soon as it has ended by itself, in the thread of the call.
+
+        It is among those returned, too.
+        """
+
+
+NOBODY = Watcher()
+"""Waits for the end."""
+
+
 class Engine(abc.ABC):
     """Sample completions from a causal language model."""
 
@@ -174,10 +198,8 @@ class Engine(abc.ABC):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
+        watcher: Watcher = NOBODY,
         *,
-        should_stop: Callable[[], bool],
-        on_tokens: Callable[[int], None] = lambda _: None,
-        on_completion: Callable[[Completion], None] = lambda _: None,
         min_version: PolicyVersion | None = None,
         exact_version: PolicyVersion | None = None,
     ) -> list[Completion]:
@@ -187,11 +209,7 @@ class Engine(abc.ABC):
             requests: any number; they run in batches where memory does not hold all at once. Where
                 it runs out all the same, the batches become smaller, and stay so.
             sampling: how.
-            should_stop: asked again and again, several times a second. Once it returns True,
-                unfinished completions are returned as they are, with the reason "abort".
-            on_tokens: told, as often, how many tokens have come since it was last told.
-            on_completion: given each completion that has ended by itself, as soon as it has, from
-                the thread of this call; it is among those returned, too.
+            watcher: told what comes, and asked whether to stop.
             min_version: sample from this version or newer ones.
             exact_version: sample every token from this version; `load` waits meanwhile.
 

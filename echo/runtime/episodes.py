@@ -34,7 +34,7 @@ import numpy.typing as npt
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import PolicyVersion, Rollout
-from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.engine.engine import NOBODY, Completion, Engine, Request, Sampling, Watcher
 from echo.roles.joining import CODE
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment, Message
@@ -115,9 +115,8 @@ class EpisodeRunner:
         self,
         openings: Sequence[Opening],
         sampling: Sampling,
+        watcher: Watcher = NOBODY,
         *,
-        should_stop: Callable[[], bool],
-        on_progress: Callable[[int], None],
         exact_version: PolicyVersion | None = None,
     ) -> list[list[Rollout] | RewardError]:
         """Play groups to their ends; one result for each, in their order.
@@ -125,8 +124,8 @@ class EpisodeRunner:
         Args:
             openings: the groups.
             sampling: how; `max_completion_tokens` bounds a whole episode.
-            should_stop: once it returns True everything is dropped, and errors come back.
-            on_progress: told of tokens and replies, and now and then while waiting for replies.
+            watcher: told of tokens and replies, and now and then while waiting for replies; once
+                it stops the call everything is dropped, and errors come back.
             exact_version: samples all turns, and newer weights wait; None for any.
 
         Raises:
@@ -134,14 +133,10 @@ class EpisodeRunner:
         """
         held = nullcontext() if exact_version is None else self._engine.holding(exact_version)
         with held:
-            return self._play_all(openings, sampling, should_stop, on_progress)
+            return self._play_all(openings, sampling, watcher)
 
     def _play_all(
-        self,
-        openings: Sequence[Opening],
-        sampling: Sampling,
-        should_stop: Callable[[], bool],
-        on_progress: Callable[[int], None],
+        self, openings: Sequence[Opening], sampling: Sampling, watcher: Watcher
     ) -> list[list[Rollout] | RewardError]:
         """Play groups, and again those that others have spoilt."""
         results: list[list[Rollout] | RewardError] = [
@@ -153,13 +148,13 @@ class EpisodeRunner:
                 for index, result in enumerate(results)
                 if isinstance(result, RewardError) and result.reason == "reward_lost"
             ]
-            if not wanted or should_stop():
+            if not wanted or watcher.should_stop():
                 break
             groups = [
                 [_Play(opening, member, sampling) for member in range(len(opening.seeds))]
                 for opening in (openings[index] for index in wanted)
             ]
-            self._play(groups, sampling, should_stop, on_progress)
+            self._play(groups, sampling, watcher)
             for index, group in zip(wanted, groups, strict=True):
                 results[index] = _result(group)
         return results
@@ -169,15 +164,11 @@ class EpisodeRunner:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _play(
-        self,
-        groups: Sequence[Sequence[_Play]],
-        sampling: Sampling,
-        should_stop: Callable[[], bool],
-        on_progress: Callable[[int], None],
+        self, groups: Sequence[Sequence[_Play]], sampling: Sampling, watcher: Watcher
     ) -> None:
         everybody = [play for group in groups for play in group]
         try:
-            self._each(self._begin, everybody, on_progress)
+            self._each(self._begin, everybody, watcher)
             for turn in range(self._max_turns):
                 # The first fault fails its group, so nobody goes on with the others of it.
                 running = [
@@ -187,20 +178,18 @@ class EpisodeRunner:
                     for play in group
                     if not play.reason
                 ]
-                if not running or should_stop():
+                if not running or watcher.should_stop():
                     break
                 requests = [play.request(turn) for play in running]
-                completions = self._engine.generate(
-                    requests, sampling, should_stop=should_stop, on_tokens=on_progress
-                )
-                if should_stop():
+                completions = self._engine.generate(requests, sampling, watcher)
+                if watcher.should_stop():
                     break
                 for play, completion in zip(running, completions, strict=True):
                     play.add_sampled(completion)
                 is_last = turn + 1 == self._max_turns
-                self._each(partial(self._reply, is_last=is_last), running, on_progress)
+                self._each(partial(self._reply, is_last=is_last), running, watcher)
             over = [play for play in everybody if play.reason and not play.fault]
-            self._each(self._take_reward, over, on_progress)
+            self._each(self._take_reward, over, watcher)
         finally:
             for play in everybody:
                 if play.episode is not None:
@@ -212,7 +201,7 @@ class EpisodeRunner:
         self,
         function: Callable[[_Play], None],
         plays: Sequence[_Play],
-        on_progress: Callable[[int], None],
+        watcher: Watcher,
     ) -> None:
         """Call a function for each, several at a time; a fault of the environment's is noted."""
 
@@ -225,7 +214,7 @@ class EpisodeRunner:
         running = {self._threads.submit(guarded, play) for play in plays}
         while running:
             done, running = wait(running, timeout=TICK_S, return_when=FIRST_COMPLETED)
-            on_progress(max(1, len(done)))
+            watcher.on_tokens(max(1, len(done)))
             for future in done:
                 future.result()
             # `close` cancels what has not begun, and `wait` would wait for it for ever.

@@ -178,7 +178,7 @@ def pass_rate(
         model.config.save_pretrained(directory)
         engine = TransformersEngine(directory)
     engine.load(dict(model.named_parameters()))
-    completions = engine.generate(requests, sampling, should_stop=lambda: False)
+    completions = engine.generate(requests, sampling)
     texts = [_text_of(tokenizer, completion) for completion in completions]
     rewards = [task.reward(example, text) for example, text in zip(examples, texts, strict=True)]
     return sum(rewards) / len(rewards)

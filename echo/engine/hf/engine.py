@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.engine.engine import (
+    NOBODY,
     UNVERSIONED,
     Completion,
     Concurrency,
@@ -39,6 +39,7 @@ from echo.engine.engine import (
     Request,
     Sampling,
     VersionBarrier,
+    Watcher,
     describe_error,
     is_out_of_memory,
 )
@@ -220,10 +221,8 @@ class TransformersEngine(Engine):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
+        watcher: Watcher = NOBODY,
         *,
-        should_stop: Callable[[], bool],
-        on_tokens: Callable[[int], None] = lambda _: None,
-        on_completion: Callable[[Completion], None] = lambda _: None,
         min_version: PolicyVersion | None = None,
         exact_version: PolicyVersion | None = None,
     ) -> list[Completion]:
@@ -232,15 +231,10 @@ class TransformersEngine(Engine):
         A completion also ends with "length" where the model's window does.
         """
         with self._barrier.request(min_version, exact_version), self._mailbox.opened():
-            return self._generate(requests, sampling, should_stop, on_tokens, on_completion)
+            return self._generate(requests, sampling, watcher)
 
     def _generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        should_stop: Callable[[], bool],
-        on_tokens: Callable[[int], None],
-        on_completion: Callable[[Completion], None],
+        self, requests: Sequence[Request], sampling: Sampling, watcher: Watcher
     ) -> list[Completion]:
         if not requests:
             return []
@@ -254,19 +248,16 @@ class TransformersEngine(Engine):
             # Each thread has its own setting, and this may not be the one that built the engine.
             torch.set_num_threads(self._num_threads)
         longest = max(len(request.context_ids) for request in requests)
-        run = partial(
-            self._run, should_stop=should_stop, on_tokens=on_tokens, on_completion=on_completion
-        )
         completions: list[Completion] = []
         while len(completions) < len(requests):
             batch_size = self.max_concurrent_rollouts(longest, sampling.max_completion_tokens)
             start = len(completions)
             batch = StaticBatch(requests[start : start + batch_size], sampling, self.window)
-            self._run_in_parts(batch, run)
+            self._run_in_parts(batch, watcher)
             completions.extend(batch.completions())
         return completions
 
-    def _run_in_parts(self, batch: StaticBatch, run: Callable[[StaticBatch], None]) -> None:
+    def _run_in_parts(self, batch: StaticBatch, watcher: Watcher) -> None:
         """Run a batch; where memory does not hold it, run the rest in ever smaller ones."""
         waiting = [batch]
         while waiting:
@@ -277,7 +268,7 @@ class TransformersEngine(Engine):
                 continue
             failure = ""
             try:
-                run(batch)
+                self._run(batch, watcher)
             except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
@@ -337,15 +328,9 @@ class TransformersEngine(Engine):
         self._model.to("meta")
 
     @torch.inference_mode()
-    def _run(
-        self,
-        batch: StaticBatch,
-        should_stop: Callable[[], bool],
-        on_tokens: Callable[[int], None],
-        on_completion: Callable[[Completion], None],
-    ) -> None:
-        """Advance a batch token by token until every row has ended or `should_stop` says so."""
-        if should_stop():
+    def _run(self, batch: StaticBatch, watcher: Watcher) -> None:
+        """Advance a batch token by token until every row has ended or the watcher stops it."""
+        if watcher.should_stop():
             return
         logits, cache = self._begin(batch)
         mask = batch.final_mask()  # each step shows the model one more column of it
@@ -353,10 +338,10 @@ class TransformersEngine(Engine):
         for step in range(batch.num_tokens, batch.max_tokens):
             tokens, logprobs = draw_tokens(logits, batch.sampling, batch.uniforms(step))
             new = tokens.cpu().numpy(), logprobs.cpu().numpy()
-            on_tokens(batch.num_running)
+            watcher.on_tokens(batch.num_running)
             for row in batch.append(step, *new, self._version):
-                on_completion(batch.completion(row))
-            if batch.is_done or should_stop():
+                watcher.on_completion(batch.completion(row))
+            if batch.is_done or watcher.should_stop():
                 return
             has_swapped = self._mailbox.empty()
             if self.installed is None:

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
@@ -35,6 +35,7 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.engine.engine import (
+    NOBODY,
     UNVERSIONED,
     Completion,
     Concurrency,
@@ -43,6 +44,7 @@ from echo.engine.engine import (
     Request,
     Sampling,
     VersionBarrier,
+    Watcher,
     is_out_of_memory,
 )
 from echo.engine.lora import Lora, build_adapted, target_names
@@ -137,14 +139,14 @@ class Call:
         space: CacheCapacity,
         requests: Sequence[Request],
         sampling: Sampling,
-        on_completion: Callable[[Completion], None],
+        watcher: Watcher,
     ) -> None:
         """Take the requests; nothing is sampled before `run`."""
         self._engine = engine
         self._space = space
         self._requests = requests
         self._sampling = sampling
-        self._on_completion = on_completion
+        self._watcher = watcher
         self._waiting = deque(range(len(requests)))
         self._running: list[_Running] = []
         self._held: list[tuple[_Running, Sample]] = []
@@ -153,18 +155,16 @@ class Call:
         self._is_stopping = False
         self._progressed_at = time.monotonic()
 
-    def run(
-        self, should_stop: Callable[[], bool], on_tokens: Callable[[int], None]
-    ) -> list[Completion]:
-        """Sample until every request has ended or `should_stop` says so."""
+    def run(self) -> list[Completion]:
+        """Sample until every request has ended or the watcher stops it."""
         try:
             while len(self._done) < len(self._requests):
-                self._is_stopping = self._is_stopping or should_stop()
+                self._is_stopping = self._is_stopping or self._watcher.should_stop()
                 if self._is_stopping:
                     self._end_all()
                 else:
                     self._start()
-                self._report(on_tokens)
+                self._report()
                 self._collect()
         finally:
             for running in self._running:
@@ -205,7 +205,7 @@ class Call:
             # Repeated until it works: one that vLLM has not yet taken in cannot be aborted.
             backend.abort([r.request_id for r in self._running if r.backend is backend])
 
-    def _report(self, on_tokens: Callable[[int], None]) -> None:
+    def _report(self) -> None:
         """Tell how many tokens have come, and give up on an engine that makes none."""
         counts: dict[str, int] = {}
         for backend in {running.backend for running in self._running}:
@@ -217,7 +217,7 @@ class Call:
             running.num_tokens = num_tokens
         now = time.monotonic()
         if num_new:
-            on_tokens(num_new)
+            self._watcher.on_tokens(num_new)
         if num_new or self._held or not self._running:
             self._progressed_at = now
         elif now - self._progressed_at > self._engine.timeout_s:
@@ -286,7 +286,7 @@ class Call:
             np.empty((0, 2), np.int32),
         )
         if self._done[index].finish_reason != "abort":
-            self._on_completion(self._done[index])
+            self._watcher.on_completion(self._done[index])
 
 
 def make_params(
@@ -527,10 +527,8 @@ class VllmEngine(Engine):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
+        watcher: Watcher = NOBODY,
         *,
-        should_stop: Callable[[], bool],
-        on_tokens: Callable[[int], None] = lambda _: None,
-        on_completion: Callable[[Completion], None] = lambda _: None,
         min_version: PolicyVersion | None = None,
         exact_version: PolicyVersion | None = None,
     ) -> list[Completion]:
@@ -544,8 +542,7 @@ class VllmEngine(Engine):
                 )
                 num_tokens = len(request.prompt_ids) + sampling.max_completion_tokens
                 self.max_concurrent_rollouts(0, num_tokens)
-            call = Call(self, self._space, requests, sampling, on_completion)
-            return call.run(should_stop, on_tokens)
+            return Call(self, self._space, requests, sampling, watcher).run()
 
     def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
         """Keep newer weights out while the body runs."""

@@ -58,7 +58,7 @@ from echo.runtime.agents.sessions import (
     StoppingError,
     Turn,
 )
-from echo.runtime.worker.node import WorkerNode
+from echo.runtime.worker.node import NodeWatcher, WorkerNode
 from echo.tasks.environment import find_calls, without_calls
 from echo.tasks.rewards import RewardError
 from echo.wire.actions import Action
@@ -625,9 +625,7 @@ class AgentWorkerNode(WorkerNode):
         parts = self._parts
         if parts is None or parts.agents is None:
             return
-        sampler = CallSampler(
-            parts.engine, threads=self.threads, should_stop=lambda: self.has_ended
-        )
+        sampler = CallSampler(parts.engine, NodeWatcher(self), threads=self.threads)
         self._agents = Agents(
             parts.agents,
             self.session,

@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from echo.core.errors import DataError, EchoError
 from echo.core.rollout import Group, PolicyVersion, Rollout
-from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError
+from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError, Watcher
 from echo.roles.worker import Worker
 from echo.runtime.threads import Pool, Threads
 from echo.tasks.task import Example
@@ -61,18 +61,16 @@ class _Waiting:
 class CallSampler:
     """Samples single requests."""
 
-    def __init__(
-        self, engine: Engine, *, threads: Threads, should_stop: Callable[[], bool]
-    ) -> None:
+    def __init__(self, engine: Engine, watcher: Watcher, *, threads: Threads) -> None:
         """Start without requests; `run` has to run beside the callers.
 
         Args:
             engine: samples.
+            watcher: of all calls.
             threads: the node's.
-            should_stop: asked again and again; once true, unfinished completions are cut short.
         """
         self._engine = engine
-        self._should_stop = should_stop
+        self._watcher = watcher
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
         num_threads = MAX_CALLS if engine.is_continuous else 1
         self._pool = threads.pool("agent-call", num_threads)
@@ -125,7 +123,7 @@ class CallSampler:
             lambda: self._engine.generate(
                 requests,
                 sampling,
-                should_stop=self._should_stop,
+                self._watcher,
                 min_version=bounds.min_version,
                 exact_version=bounds.exact_version,
             ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import Engine, Request, Sampling
+from echo.engine.engine import NOBODY, Engine, Request, Sampling, Watcher
 from echo.engine.weights import Weights
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.rewards import RewardError, TaskHost
@@ -90,8 +90,7 @@ class Evaluator:
         self,
         version: PolicyVersion,
         tensors: Weights,
-        *,
-        should_stop: Callable[[], bool],
+        watcher: Watcher = NOBODY,
     ) -> EvalResult | None:
         """Return the pass rates of a version, or None if told to stop."""
         self._engine.load(tensors)
@@ -99,7 +98,7 @@ class Evaluator:
         errors: list[RewardError] = []
         for is_greedy in (False, True):
             sampling = replace(self._sampling, greedy=is_greedy)
-            rewards = self._rewards(sampling, should_stop)
+            rewards = self._rewards(sampling, watcher)
             if rewards is None:
                 return None
             errors += [reward for reward in rewards if isinstance(reward, RewardError)]
@@ -114,12 +113,10 @@ class Evaluator:
             error=str(errors[-1]) if errors else "",
         )
 
-    def _rewards(
-        self, sampling: Sampling, should_stop: Callable[[], bool]
-    ) -> list[float | RewardError] | None:
+    def _rewards(self, sampling: Sampling, watcher: Watcher) -> list[float | RewardError] | None:
         """Return one reward per prompt, or why it has none; None in all if told to stop."""
         if self._runner is not None:
-            return self._play(self._runner, sampling, should_stop)
+            return self._play(self._runner, sampling, watcher)
         requests = [
             Request(
                 request_id=f"eval.{index}",
@@ -128,10 +125,10 @@ class Evaluator:
             )
             for index, (_, token_ids) in enumerate(self._prompts)
         ]
-        completions = self._engine.generate(requests, sampling, should_stop=should_stop)
+        completions = self._engine.generate(requests, sampling, watcher)
         rewards: list[float | RewardError] = []
         for (example, _), completion in zip(self._prompts, completions, strict=True):
-            if should_stop():
+            if watcher.should_stop():
                 return None
             text = self._decode(completion.token_ids.tolist())
             try:
@@ -141,7 +138,7 @@ class Evaluator:
         return rewards
 
     def _play(
-        self, runner: EpisodeRunner, sampling: Sampling, should_stop: Callable[[], bool]
+        self, runner: EpisodeRunner, sampling: Sampling, watcher: Watcher
     ) -> list[float | RewardError] | None:
         openings = [
             Opening(
@@ -152,10 +149,8 @@ class Evaluator:
             )
             for index, (example, token_ids) in enumerate(self._prompts)
         ]
-        results = runner.play(
-            openings, sampling, should_stop=should_stop, on_progress=lambda _: None
-        )
-        if should_stop():
+        results = runner.play(openings, sampling, watcher)
+        if watcher.should_stop():
             return None
         return [r if isinstance(r, RewardError) else r[0].reward for r in results]
 

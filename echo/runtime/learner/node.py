@@ -35,6 +35,7 @@ from echo.core.errors import LocalProtocolError, StorageError, TransportError
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
+from echo.engine.engine import Watcher
 from echo.engine.weights import Weights, tensors_from_image
 from echo.leases.dispatch import Usefulness
 from echo.leases.scheduler import (
@@ -381,6 +382,18 @@ class OpenedRun:
     session: Learner
 
 
+class EvaluationWatcher(Watcher):
+    """Stops an evaluation when its learner stops."""
+
+    def __init__(self, node: LearnerNode) -> None:
+        """Watch for a learner."""
+        self._node = node
+
+    def should_stop(self) -> bool:
+        """Return whether the learner is stopping, or over."""
+        return self._node.is_stopping or self._node.has_ended
+
+
 class LearnerNode(Node):
     """The learner."""
 
@@ -498,7 +511,7 @@ class LearnerNode(Node):
         self._published_step, self._num_failed_steps = -1, 0
         # Until then nodes of this run may be out there and dial, as after a crash.
         self._missing_until = -math.inf
-        self._is_stopping = False
+        self.is_stopping = False
         # Why the run cannot go on, where it cannot.
         self._failure: RewardError | None = None
         self._is_work_over = asyncio.Event()
@@ -729,7 +742,7 @@ class LearnerNode(Node):
             except (TransportError, StepError):  # what was trained before is sound
                 await self._save()
                 raise
-            if self._is_stopping:
+            if self.is_stopping:
                 await self._save()
             elif self._failure is not None:
                 await self._give_up(self._failure)
@@ -755,7 +768,7 @@ class LearnerNode(Node):
     async def _train(self) -> None:
         session = self.session
         await self._publish()
-        while session.step < self._config.run.max_steps and not self._is_stopping:
+        while session.step < self._config.run.max_steps and not self.is_stopping:
             waited_from = self.now
             groups = await self._next_batch()
             if groups is None:
@@ -825,7 +838,7 @@ class LearnerNode(Node):
         """Wait for a full batch of groups within the bound; None if the training is over."""
         self._progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
-        while not self._is_stopping:
+        while not self.is_stopping:
             if self._costs.is_spent:
                 self.log.warning("%s", self._costs.describe_spent(self.session.step))
                 return None
@@ -844,7 +857,7 @@ class LearnerNode(Node):
                     self._failure = RewardError(failing)
                 return None
             await self._wait_for_news(until=self._waiting.look_at)
-            if self.now >= self._waiting.look_at and not self._is_stopping:
+            if self.now >= self._waiting.look_at and not self.is_stopping:
                 await self._look()
         return None
 
@@ -895,9 +908,7 @@ class LearnerNode(Node):
         tensors = tensors_from_image(publication.manifest.tensors, image)
         evaluate = self._evaluations.evaluate
         result = await self._eval_pool.run(
-            lambda: evaluate(
-                version, tensors, should_stop=lambda: self._is_stopping or self.has_ended
-            ),
+            lambda: evaluate(version, tensors, EvaluationWatcher(self)),
         )
         if result is None:
             return
@@ -998,7 +1009,7 @@ class LearnerNode(Node):
 
     async def drain(self) -> None:
         """Let the running step come to its end and the state be saved."""
-        self._is_stopping = True
+        self.is_stopping = True
         self.session.is_granting = False
         self.wake()
         await self._is_work_over.wait()

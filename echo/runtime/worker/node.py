@@ -22,7 +22,7 @@ from blake3 import blake3
 from echo.core.errors import EngineError, LocalProtocolError, StorageError
 from echo.core.metrics import WorkerView
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError
+from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError, Watcher
 from echo.engine.weights import tensors_from_image
 from echo.leases.partials import PartialGroup, PartialRules
 from echo.net.transport import Transport
@@ -41,7 +41,7 @@ from echo.roles.worker import (
 )
 from echo.runtime.agents.sessions import AgentParts
 from echo.runtime.episodes import EpisodeRunner, openings_of
-from echo.runtime.node import DialingNode
+from echo.runtime.node import DialingNode, Node
 from echo.runtime.threads import MAX_BLOCKING, Pool, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
@@ -119,6 +119,55 @@ def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> Non
             file.write(json.dumps(record) + "\n")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error}; free some disk space") from error
+
+
+class NodeWatcher(Watcher):
+    """Stops a call of the engine when its node is over."""
+
+    def __init__(self, node: Node) -> None:
+        """Watch for a node."""
+        self.node = node
+
+    def should_stop(self) -> bool:
+        """Return whether the node is over."""
+        return self.node.has_ended
+
+
+class EpisodeWatcher(NodeWatcher):
+    """Tells the role that groups of episodes are alive."""
+
+    def __init__(self, node: Node, call: EngineCall) -> None:
+        """Watch the call of a node."""
+        super().__init__(node)
+        self.call = call
+
+    def on_tokens(self, number: int) -> None:
+        """Note a sign of life."""
+        self.call.on_progress(number)
+
+
+class CallWatcher(EpisodeWatcher):
+    """Hands a call's completions from the engine's thread to the loop, until it is recalled."""
+
+    def __init__(self, node: Node, call: EngineCall) -> None:
+        """Watch the call of a node, in its loop."""
+        super().__init__(node, call)
+        self.ended: asyncio.Queue[Completion | None] = asyncio.Queue()
+        """What has ended; None behind the last."""
+        self._loop = asyncio.get_running_loop()
+
+    def should_stop(self) -> bool:
+        """Return whether the node is over or the role has recalled the call."""
+        return self.call.is_recalled or self.node.has_ended
+
+    def on_tokens(self, number: int) -> None:
+        """Count tokens."""
+        self.call.on_tokens(number)
+
+    def on_completion(self, completion: Completion) -> None:
+        """Pass a completion on."""
+        if not self.node.has_ended:
+            self._loop.call_soon_threadsafe(self.ended.put_nowait, completion)
 
 
 class WorkerNode(DialingNode):
@@ -232,7 +281,7 @@ class WorkerNode(DialingNode):
 
     async def _sample(self, call: EngineCall) -> None:
         """See one call of the engine through."""
-        parts, session, loop = self.parts, self.session, asyncio.get_running_loop()
+        parts, session, watcher = self.parts, self.session, CallWatcher(self, call)
         members = {
             f"{group.lease.group_id}.{group.lease.attempt}.{index}": (group, index)
             for group in call.groups
@@ -240,18 +289,12 @@ class WorkerNode(DialingNode):
             if not member.is_finished
         }
         requests = [_request(name, *place) for name, place in members.items()]
-        ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         generated = self._sample_pool.run(
             lambda: parts.engine.generate(
-                requests,
-                parts.sampling,
-                should_stop=lambda: call.is_recalled or self.has_ended,
-                on_tokens=call.on_tokens,
-                on_completion=lambda done: loop.call_soon_threadsafe(ended.put_nowait, done),
-                exact_version=call.exact_version,
+                requests, parts.sampling, watcher, exact_version=call.exact_version
             )
         )
-        generated.add_done_callback(lambda _: ended.put_nowait(None))
+        generated.add_done_callback(lambda _: watcher.ended.put_nowait(None))
 
         def extend(completion: Completion) -> None:
             group, index = members[completion.request_id]
@@ -265,7 +308,7 @@ class WorkerNode(DialingNode):
             self.perform(session.sampled(call, group, longer, now=self.now))
 
         try:
-            while (completion := await ended.get()) is not None:
+            while (completion := await watcher.ended.get()) is not None:
                 extend(completion)
             completions = generated.result()
             if self.has_ended:
@@ -293,8 +336,7 @@ class WorkerNode(DialingNode):
                 lambda: runner.play(
                     openings,
                     parts.sampling,
-                    should_stop=lambda: self.has_ended,
-                    on_progress=call.on_progress,
+                    EpisodeWatcher(self, call),
                     exact_version=call.exact_version,
                 )
             )
