@@ -244,6 +244,7 @@ def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.Monkey
     assert [device.type for device in devices] == [DEVICE] * 3  # forward, backward, policy's terms
 
 
+@pytest.mark.matrix
 def test_frozen_and_tied_heads() -> None:
     case = make_case()
     full = triton_results(case)
@@ -267,6 +268,7 @@ def test_frozen_and_tied_heads() -> None:
     assert torch.equal(table.grad, expected)
 
 
+@pytest.mark.matrix
 def test_outputs_can_be_changed_in_place() -> None:
     case = make_case()
     hidden, ids = leaf(case.hidden), case.ids.to(DEVICE)
