@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-import bench_modes  # noqa: E402
-from broadcast_figures import FIGURES  # noqa: E402
-from broadcast_lab import Topology  # noqa: E402
+import bench_modes
+from broadcast_figures import FIGURES
+from broadcast_lab import Topology
 
 
 def test_the_interval_is_students() -> None:
