@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -378,3 +379,32 @@ def test_the_fused_loss_is_that_of_its_parts(*, has_ignored_rows: bool) -> None:
         results.append([part.detach().cpu() for part in found if part is not None])
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=2e-6)
+
+
+# ---- an optimizer step
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(torch.bfloat16, 0.99), more(torch.float32, 0.999999)]
+)
+def test_a_step_of_the_learner_has_the_gradient_of_the_other_backend(
+    make_tiny_model: Callable[..., Path], dtype: torch.dtype, least: float
+) -> None:
+    from echo.algo.losses import make_loss
+    from echo.train.trainer import OptimizerSettings, Trainer
+    from tests.train.test_trainer import gradients, make_groups
+
+    torch.use_deterministic_algorithms(False)  # not all of the model's operations have one
+    found = []
+    for backend in ("triton", "torch"):
+        trainer = Trainer(
+            make_tiny_model(),
+            loss=make_loss("grpo"),
+            optimizer=OptimizerSettings(),
+            device=DEVICE,
+            dtype=dtype,
+            backend=backend,
+        )
+        parts = gradients(trainer, make_groups()).values()
+        found.append(torch.cat([part.flatten().cpu() for part in parts]))
+    assert float(torch.nn.functional.cosine_similarity(*found, dim=0)) > least
