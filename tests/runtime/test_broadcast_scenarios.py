@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 
+from echo.core.rollout import PolicyVersion
 from echo.runtime.disk_store import MemoryStore
 from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NUM_CHUNKS, Fleet, play
 
@@ -33,6 +34,7 @@ def test_a_chain_of_four_passes_versions_on(kind: str) -> None:
     play(kind, scenario)
 
 
+@pytest.mark.matrix
 def test_two_stripes_come_from_two_parents(kind: str) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("a", "b", "c", "d")
@@ -47,9 +49,13 @@ def test_two_stripes_come_from_two_parents(kind: str) -> None:
     play(kind, scenario, num_stripes=2, codec="full")
 
 
-@pytest.mark.parametrize("num_stripes", [1, 2])
 @pytest.mark.parametrize(
-    ("way", "codec"), [("killed", "full"), ("killed", "auto"), ("silent", "auto")]
+    ("way", "codec", "num_stripes"),
+    [
+        ("killed", "auto", 2),
+        pytest.param("killed", "full", 1, marks=pytest.mark.matrix),
+        pytest.param("silent", "auto", 2, marks=pytest.mark.matrix),
+    ],
 )
 def test_a_spare_takes_over_from_a_parent_that_fails(
     kind: str, way: str, codec: str, num_stripes: int
@@ -83,6 +89,7 @@ def test_a_spare_takes_over_from_a_parent_that_fails(
     play(kind, scenario, num_stripes=num_stripes, codec=codec, is_patient=way == "killed")
 
 
+@pytest.mark.matrix
 def test_who_sends_wrong_bytes_serves_nobody_any_more(kind: str) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("a", "b", "c")
@@ -109,6 +116,7 @@ def test_who_sends_wrong_bytes_serves_nobody_any_more(kind: str) -> None:
     play(kind, scenario, num_stripes=0)
 
 
+@pytest.mark.matrix
 def test_a_late_joiner_takes_a_keyframe_and_deltas(kind: str) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.publish(3)
@@ -143,6 +151,7 @@ def test_a_node_that_missed_two_versions_catches_up_by_deltas(kind: str) -> None
     play(kind, scenario, is_patient=False)
 
 
+@pytest.mark.matrix
 def test_nodes_come_and_go_in_mid_transfer(kind: str) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("a", "b", "c")
@@ -181,3 +190,22 @@ def test_a_node_without_room_keeps_what_it_has_and_goes_on_later(
         await fleet.publish()
 
     play(kind, scenario)
+
+
+def test_a_node_behind_one_without_room_finds_another_parent(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("a")
+        await fleet.join("b", version_store=MemoryStore(2 * IMAGE_BYTES))
+        await fleet.join("c")
+        await fleet.publish(2)
+        await fleet.publish(arrive=False)
+        await fleet.arrived("a")
+        await fleet.until(lambda: "keeping the versions" in caplog.text, "b says so")
+        newest = PolicyVersion(1, 2)
+        held = fleet.relays["c"].broadcast
+        # It leaves a parent only after several silences, and may have to leave two.
+        await fleet.until(lambda: held.newest_complete == newest, "c has v2")
+
+    play(kind, scenario, is_patient=False)

@@ -170,7 +170,7 @@ def test_the_learner_says_that_what_comes_is_of_no_use(play: Play) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_a_snapshot_shows_every_node(play: Play, num_workers: int) -> None:
     async def scenario(run: Run) -> None:
         workers = [await run.worker(f"w{i}") for i in range(num_workers)]

@@ -64,6 +64,7 @@ def starred(scenario: Callable[[Fleet], Awaitable[None]]) -> Callable[[Fleet], A
     return play_it
 
 
+@pytest.mark.matrix
 def test_a_version_comes_at_the_pace_of_the_disk(tmp_path: Path) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("slow", version_store=SlowStore(tmp_path, LIMIT))
