@@ -16,7 +16,7 @@ import functools
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,7 +25,15 @@ import numpy as np
 import virtual_time
 
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
+from echo.engine.engine import (
+    NOBODY,
+    UNVERSIONED,
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    Watcher,
+)
 
 CHUNK_TOKENS = 128
 """Tokens of each row between two looks at the clock."""
@@ -163,9 +171,7 @@ class Lengths:
 class Call:
     """One call of `generate`."""
 
-    should_stop: Callable[[], bool]
-    on_tokens: Callable[[int], None]
-    on_completion: Callable[[Completion], None]
+    watcher: Watcher
     rows: list[Row] = field(default_factory=list)
     turn: threading.Event = field(default_factory=threading.Event)
     """Set when it is over, or when its thread is to work for all."""
@@ -222,14 +228,12 @@ class TimedEngine(Engine):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
+        watcher: Watcher = NOBODY,
         *,
-        should_stop: Callable[[], bool],
-        on_tokens: Callable[[int], None] = lambda _: None,
-        on_completion: Callable[[Completion], None] = lambda _: None,
         min_version: PolicyVersion | None = None,
         exact_version: PolicyVersion | None = None,
     ) -> list[Completion]:
-        call = Call(should_stop, on_tokens, on_completion)
+        call = Call(watcher)
         call.rows = [Row(call, request) for request in requests]
         with self._lock:
             self._calls.append(call)
@@ -257,7 +261,7 @@ class TimedEngine(Engine):
         with self._lock:
             calls = list(self._calls)
         for call in calls:
-            if call.should_stop():
+            if call.watcher.should_stop():
                 self._stop(call)
         seconds = self._take_in()
         rows, version = self._running, self._version
@@ -277,11 +281,11 @@ class TimedEngine(Engine):
             row.left -= step
             row.spans.append((step, version))
         for call, num_rows in Counter(row.call for row in rows).items():
-            call.on_tokens(step * num_rows)
+            call.watcher.on_tokens(step * num_rows)
         ended = [row for row in rows if not row.left]
         for row in ended:
             row.completion = self._script.completion(row, is_whole=True)
-            row.call.on_completion(row.completion)
+            row.call.watcher.on_completion(row.completion)
         if ended:
             self._settle({row.call for row in ended})
 

@@ -86,7 +86,7 @@ class Answers:
                 row.num_cached = len(row.request.prompt_ids) + num_before
             row.state.cut(self._num_reached(row))
         requests = [self._request(row) for row in rows]
-        found = self._engine.generate(requests, self._sampling, should_stop=lambda: False)
+        found = self._engine.generate(requests, self._sampling)
         for row, completion in zip(rows, found, strict=True):
             answer = row.state
             answer.extend(completion)
@@ -161,6 +161,6 @@ class Addition(Content):
         version = PolicyVersion(1, self._trainer.step_count)
         specs, image = self.image(version)
         weights = tensors_from_image(specs, memoryview(image))
-        result = self._evaluate(version, weights, should_stop=lambda: False)
+        result = self._evaluate(version, weights)
         assert result is not None, "nothing stops it"
         return {"sampled": result.sampled, "greedy": result.greedy}

@@ -27,8 +27,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.engine.engine import Completion, Engine, Request, Sampling, Watcher
 from echo.engine.model import load_directory
+
+
+class Count(Watcher):
+    """Sets an event once so many tokens have come."""
+
+    def __init__(self, event: threading.Event, num_tokens: int) -> None:
+        self._event = event
+        self._num_left = num_tokens
+
+    def on_tokens(self, number: int) -> None:
+        self._num_left -= number
+        if self._num_left < 0:
+            self._event.set()
+
 
 OLD, NEW = PolicyVersion(1, 1), PolicyVersion(1, 2)
 NUM_ROLLOUTS = 64
@@ -51,19 +65,12 @@ def swap_in_flight(
     """Return the completions and the seconds that `load` took."""
     window = 128 - len(requests[0].prompt_ids)
     half_way = threading.Event()
-    seen = [0]
-
-    def count(num_tokens: int) -> None:
-        seen[0] += num_tokens
-        if seen[0] > NUM_ROLLOUTS * window // 4:
-            half_way.set()
-
     engine.load(old, OLD)
     found: list[Completion] = []
     sampling = Sampling(1.0, 1.0, 0, window, ())
     thread = threading.Thread(
         target=lambda: found.extend(
-            engine.generate(requests, sampling, should_stop=lambda: False, on_tokens=count)
+            engine.generate(requests, sampling, Count(half_way, NUM_ROLLOUTS * window // 4))
         )
     )
     thread.start()

@@ -133,7 +133,7 @@ def train(config: Config, lags: Lags) -> Iterator[Progress]:
         version, weights = PolicyVersion(1, step), as_published(trainer, config.model.dtype)
         is_last = step == config.run.max_steps
         if evaluations is not None and (is_last or not step % config.eval.interval_steps):
-            result = evaluations.evaluate(version, weights, should_stop=lambda: False)
+            result = evaluations.evaluate(version, weights)
             assert result is not None, "nothing stops it"
             yield Progress(
                 result=result, staleness=dict(sorted(staleness.items())), metrics=means(metrics)
@@ -260,7 +260,7 @@ class Sampler:
             for lease in leases
             for member in range(size)
         ]
-        found = self._engine.generate(requests, self._sampling, should_stop=lambda: False)
+        found = self._engine.generate(requests, self._sampling)
         return [
             Group(
                 group_id=lease.group_id,

@@ -19,7 +19,7 @@ import numpy as np
 
 from echo.cli.node import read_run_file, run_learner, run_role
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.engine.engine import NOBODY, Completion, Engine, Request, Sampling, Watcher
 from echo.runtime.worker import setup
 from echo.train.trainer import StepResult, Trainer
 
@@ -49,10 +49,7 @@ class TimedEngine(Engine):
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        *,
-        should_stop: Callable[[], bool],
-        on_tokens: Callable[[int], None] = lambda _: None,
-        on_completion: Callable[[Completion], None] = lambda _: None,
+        watcher: Watcher = NOBODY,
         **_: Any,
     ) -> list[Completion]:
         version = self._installed
@@ -60,9 +57,9 @@ class TimedEngine(Engine):
         until = time.monotonic() + self._group_s * self._random.uniform(
             1 - self._spread, 1 + self._spread
         )
-        while (left_s := until - time.monotonic()) > 0 and not should_stop():
+        while (left_s := until - time.monotonic()) > 0 and not watcher.should_stop():
             time.sleep(min(left_s, 0.25))
-            on_tokens(1)
+            watcher.on_tokens(1)
         versions = np.array([[version.lineage, version.step]] * TOKENS, dtype=np.int32)
         completions = [
             Completion(
@@ -75,7 +72,7 @@ class TimedEngine(Engine):
             for index, request in enumerate(requests)
         ]
         for completion in completions if left_s <= 0 else ():
-            on_completion(completion)
+            watcher.on_completion(completion)
         return completions
 
     def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:

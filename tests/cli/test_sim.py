@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,15 @@ def test_prices_and_a_death_of_the_learner_take_part(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_cores", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_a_sweep_simulates_every_combination(
-    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scenario: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    num_cores: int,
 ) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
     sweeps = ["--sweep", "job.max_staleness=1,2", "--sweep", "sim.rent.gpu=1,4", "--seeds", "2"]
     argv = [str(scenario), *sweeps, "--set", "sim.num_steps=3", "--out", str(tmp_path)]
     assert main(argv) == 0

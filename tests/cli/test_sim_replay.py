@@ -61,8 +61,8 @@ def record(scenario: Scenario, directory: Path, monkeypatch: pytest.MonkeyPatch)
     return summarise(scenario, history)
 
 
-@pytest.mark.parametrize("tokens_per_s", [30.0, 100.0])
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens_per_s", [pytest.param(30.0, marks=pytest.mark.matrix), 100.0])
 def test_a_recorded_run_is_predicted(
     tokens_per_s: float,
     tmp_path: Path,

@@ -11,18 +11,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.config.checks import Setting
 from echo.config.load import (
+    _SAFE,
+    _UNSAFE,
+    apply_inherited,
+    check_inherited,
+    classify,
     diff_configs,
     dry_run_text,
+    flatten,
+    inherited_settings,
     keys_set_by_user,
     load_config,
     load_resolved,
+    nest,
     parse_config,
+    read_layer,
+    read_override,
     resolved,
     save_resolved,
 )
-from echo.config.schema import Config, every_leaf, kinds_of, leaves
-from echo.core.errors import ConfigError
+from echo.config.schema import (
+    Config,
+    every_leaf,
+    find_leaf,
+    inherited_keys,
+    kinds_of,
+    leaves,
+    sections,
+)
+from echo.core.errors import ConfigError, nearest
 
 PATHS = sorted({leaf.path for leaf in every_leaf()})
 BROKEN = """
@@ -367,3 +386,199 @@ def test_pull_with_a_lag_is_refused_and_gives_way_on_resume(tmp_path: Path) -> N
     path = saved(tmp_path, "sync.max_staleness=3", "sync.publish_period=2")
     config = load_resolved(path, ["sync.mode=pull"])
     assert (config.sync.max_staleness, config.sync.publish_period) == (0, 1)
+
+
+# --- layers of a configuration --------------------------------------------------------------------
+
+
+VALUES = st.one_of(st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
+TABLES = st.recursive(
+    st.dictionaries(st.text(max_size=3), VALUES, max_size=3),
+    lambda inner: st.dictionaries(st.text(max_size=3), st.one_of(VALUES, inner), max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.slow
+@given(TABLES)
+def test_nesting_undoes_flattening(table: dict[str, Any]) -> None:
+    settings = {path: Setting(value, "file") for path, value in flatten(table)}
+    assert nest(settings) == table
+
+
+def test_nesting_does_not_share_an_empty_table() -> None:
+    default: dict[str, Any] = {}
+    settings = {
+        ("task", "options"): Setting(default, "default"),
+        ("task", "options", "digits"): Setting(3, "--set"),
+    }
+    assert nest(settings) == {"task": {"options": {"digits": 3}}}
+    assert default == {}
+
+
+def test_every_key_is_known_to_its_layer() -> None:
+    for leaf in every_leaf():
+        layer = read_override(f"{leaf.key}=1")
+        assert list(layer.settings) == [leaf.path]
+        assert not layer.problems
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"batch": {"group_sise": 8}}, "unknown key; did you mean group_size?"),
+        ({"batch": {"max_staleness": 8}}, "unknown key; did you mean sync.max_staleness?"),
+        ({"batch": {"zebra": 8}}, "[batch] has group_size, groups_per_step"),
+        ({"worker": {"max_grad_nrm": 8}}, "unknown key; did you mean optimizer.max_grad_norm?"),
+        ({"network": {"heartbeat": 8}}, "unknown key; did you mean heartbeat_s?"),
+        ({"learnr": {"listen": 8}}, "unknown section; did you mean [learner]?"),
+        ({"max_stalenes": 8}, "unknown key; did you mean sync.max_staleness?"),
+        ({"zebra": {"x": 8}}, "unknown section; there are [run], [model], [task]"),
+        ({"zebra": 8}, "unknown key; there are [run], [model], [task]"),
+        ({"batch": 8}, "this is a section, not a key; write [batch]"),
+        ({"batch": {"group_size": {"x": 8}}}, "this key takes a plain value, not a table"),
+        ({"profile": {"x": 8}}, "this key takes a plain value, not a table"),
+    ],
+)
+def test_an_unknown_key_finds_its_match(table: dict[str, Any], text: str) -> None:
+    layer = read_layer(table, "run.toml")
+    (problem,) = layer.problems
+    assert text in problem.text
+    assert not layer.settings
+
+
+def test_an_empty_section_is_fine_and_an_unknown_one_is_not() -> None:
+    assert not read_layer({"learner": {}}, "run.toml").problems
+    assert read_layer({"learnr": {}}, "run.toml").problems
+
+
+@pytest.mark.parametrize("text", ["run.seed", "=3", ".seed=3", "run..seed=3", ""])
+def test_not_an_override(text: str) -> None:
+    (problem,) = read_override(text).problems
+    assert problem.text == f'"{text}" is not an override; write section.key=value'
+
+
+def test_nearest() -> None:
+    assert nearest("gruop_size", ["group_size", "groups_per_step"]) == "group_size"
+    assert nearest("zebra", ["group_size"]) is None
+
+
+# --- what workers inherit -------------------------------------------------------------------------
+
+
+LEARNER = ("profile=wan", "sampling.temperature=0.9", "task.options.digits=3", "run.seed=5")
+
+
+def test_the_settings_are_plain_values_of_real_keys() -> None:
+    settings = inherited_settings(parse_config({}, LEARNER))
+    assert json.loads(json.dumps(settings)) == settings
+    assert set(settings) == set(inherited_keys())
+    assert all(find_leaf(tuple(key.split("."))) for key in settings)
+    assert settings["sampling.temperature"] == 0.9
+    assert settings["sync.max_staleness"] == 6
+    assert settings["task.options"] == {"digits": 3}
+    assert settings["model.chat_template"] is None
+
+
+def test_a_worker_with_only_an_address_takes_them_all() -> None:
+    settings = inherited_settings(parse_config({}, LEARNER))
+    worker = parse_config({}, ["worker.connect=tcp://a:1"], "worker")
+    assert check_inherited(worker, keys_set_by_user(worker), settings) == []
+    effective = apply_inherited(worker, settings)
+    assert inherited_settings(effective) == settings
+    assert effective.worker.connect == ("tcp://a:1",)
+    assert effective.sources["sampling.temperature"] == "learner"
+    assert effective.sources["worker.connect"] == "--set"
+
+
+def test_a_contradiction_names_both_values() -> None:
+    settings = inherited_settings(parse_config({}, LEARNER))
+    table = {"sampling": {"temperature": 1.0}, "run": {"seed": 5}}
+    worker = parse_config(table, source="worker.toml")
+    (line,) = check_inherited(worker, keys_set_by_user(worker), settings)
+    assert line.startswith("worker.toml: sampling.temperature = 1.0 contradicts the learner")
+    assert "uses 0.9; remove it here" in line
+
+
+def test_one_file_for_both_roles_never_contradicts() -> None:
+    config = parse_config({"sampling": {"temperature": 0.7}, "batch": {"group_size": 4}})
+    assert check_inherited(config, keys_set_by_user(config), inherited_settings(config)) == []
+
+
+def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}" * 20, encoding="utf-8")
+    config = parse_config({"model": {"chat_template": str(template)}})
+    settings = inherited_settings(config)
+    assert settings["model.chat_template"] == "{{ messages }}" * 20
+    template.write_text("{{ other }}", encoding="utf-8")
+    (line,) = check_inherited(config, keys_set_by_user(config), settings)
+    assert 'model.chat_template = "{{ other }}" contradicts' in line
+    assert "..." in line, "a long template is cut"
+    template.unlink()
+    with pytest.raises(ConfigError, match=r"model\.chat_template = .*cannot be read"):
+        inherited_settings(config)
+
+
+def test_a_chat_template_that_only_the_learner_has_contradicts_nothing() -> None:
+    """One file serves all machines, and the template's text comes from the learner."""
+    worker = parse_config({"model": {"chat_template": "only/there.jinja"}})
+    settings = inherited_settings(parse_config({})) | {"model.chat_template": "{{ messages }}"}
+    assert check_inherited(worker, keys_set_by_user(worker), settings) == []
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    worker = parse_config({})
+    with pytest.raises(ConfigError, match=r"the learner's settings: batch\.group_size = 1"):
+        apply_inherited(worker, {"batch.group_size": 1})
+
+
+# --- what a resume may change ---------------------------------------------------------------------
+
+
+def test_equal_configurations_do_not_differ() -> None:
+    assert diff_configs(parse_config({}), parse_config({})) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "is_safe"),
+    [
+        ("run.max_steps=200", True),
+        ("optimizer.learning_rate=1e-4", True),
+        ("sync.max_staleness=1", True),
+        ("learner.micro_batch_tokens=64", True),
+        ("batch.group_size=4", False),
+        ("model.name=org/other", False),
+        ("task.options.digits=4", False),
+        ("sampling.temperature=0.5", False),
+        ("learner.listen=tcp://0.0.0.0:1", False),
+        ("run.seed=9", False),
+    ],
+)
+def test_a_change_is_classed_with_its_reason(override: str, is_safe: bool) -> None:
+    old, new = parse_config({}), parse_config({}, [override])
+    (change,) = diff_configs(old, new)
+    assert override.startswith(change.key)
+    assert (change.is_safe, bool(change.why)) == (is_safe, True)
+    assert str(change).startswith("safe" if is_safe else "UNSAFE")
+
+
+def test_a_line_shows_both_values() -> None:
+    old, new = parse_config({}), parse_config({}, ["loss.dual_clip=false"])
+    (change,) = diff_configs(old, new)
+    assert str(change) == "safe   loss.dual_clip: 3.0 -> false (computed anew for every batch)"
+
+
+def test_a_profile_lists_what_it_changes() -> None:
+    old, new = parse_config({}), parse_config({"profile": "wan"})
+    keys = [change.key for change in diff_configs(old, new)]
+    assert keys[0] == "profile"
+    assert {"sync.max_staleness", "batch.group_size", "network.heartbeat_s"} < set(keys)
+
+
+def test_every_key_is_classed_and_no_other() -> None:
+    for leaf in every_leaf():
+        assert classify(leaf.key)[1]
+    for key in (*_UNSAFE, *_SAFE):
+        assert key in sections() or find_leaf(tuple(key.split("."))), key
+    assert not set(_UNSAFE) & set(_SAFE)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echo.config.load import parse_config
-from echo.config.schema import PROFILES, every_leaf, show
+from echo.config.schema import PROFILES, every_leaf, preset_publish_period, show
 from echo.core.errors import ConfigError
+from echo.fleet.overlap import auto_publish_period
 
 
 def test_every_key_has_help_that_is_a_sentence() -> None:
@@ -126,3 +129,70 @@ def test_default_ports_do_not_collide_on_one_machine() -> None:
     assert len(set(fixed)) == 2
     assert config.worker.listen is None
     assert config.agent.listen is None
+
+
+# --- publish periods ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_staleness", "period"), [(0, 1), (1, 1), (2, 1), (3, 2), (6, 5)])
+def test_the_preset(max_staleness: int, period: int) -> None:
+    assert preset_publish_period(max_staleness) == period
+
+
+@pytest.mark.parametrize(
+    ("t_bcast_s", "period"),
+    [(0.0, 1), (9.9, 1), (10.0, 2), (19.9, 2), (25.0, 3), (1e9, 7), (float("inf"), 7)],
+)
+def test_the_smallest_that_hides_the_broadcast(t_bcast_s: float, period: int) -> None:
+    assert auto_publish_period(10.0, t_bcast_s, 6) == period
+
+
+@given(st.floats(1e-3, 1e4), st.floats(0, 1e6), st.integers(0, 100))
+def test_it_never_deadlocks_and_is_smallest(t_train: float, t_bcast: float, bound: int) -> None:
+    period = auto_publish_period(t_train, t_bcast, bound)
+    assert 1 <= period <= bound + 1
+    if period <= bound:
+        assert period * t_train > t_bcast * (1 - 1e-12)
+    if period > 1:
+        assert (period - 1) * t_train <= t_bcast * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("arguments", [(0.0, 1.0, 1), (1.0, -1.0, 1), (1.0, 1.0, -1)])
+def test_refuses_what_cannot_be(arguments: tuple[float, float, int]) -> None:
+    with pytest.raises(ValueError, match="t_train_s must be above 0"):
+        auto_publish_period(*arguments)
+
+
+def test_refuses_what_is_not_a_number() -> None:
+    with pytest.raises(ValueError, match="t_train_s=nan"):
+        auto_publish_period(float("nan"), 1.0, 1)
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["worker.price_per_h=-0.1"], "worker.price_per_h"),
+        (["worker.price_per_gb=-1"], "worker.price_per_gb"),
+        (["relay.price_per_h=-1"], "relay.price_per_h"),
+        (["learner.price_per_h=-1"], "learner.price_per_h"),
+        (["worker.losses_per_h=-1"], "worker.losses_per_h"),
+        (["worker.losses_per_h=0.2"], "worker.price_per_h, which is missing"),
+        (["activation.budget_per_h=0"], "activation.budget_per_h"),
+        (["activation.budget_per_run=-5"], "activation.budget_per_run"),
+        (["activation.margin=-0.1"], "activation.margin"),
+        (["activation.mode=off", "activation.budget_per_h=2"], 'activation.mode = "off"'),
+        (["sync.mode=pull", "activation.budget_per_h=2"], "sync.mode"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(overrides: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({}, overrides)
+    assert complaint in str(caught.value)
+
+
+def test_free_and_unknown_are_two_things() -> None:
+    assert parse_config({}, ["worker.price_per_h=0"]).worker.price_per_h == 0.0
+    assert parse_config({}).worker.price_per_h is None

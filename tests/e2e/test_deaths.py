@@ -156,6 +156,7 @@ def restart(make_cluster: Callable[[], Cluster]) -> Restart:
     return Restart(cluster, num_held, num_steps)
 
 
+@pytest.mark.matrix
 def test_a_restarted_relay_serves_again(restart: Restart) -> None:
     assert restart.cluster.audit().num_steps == MAX_STEPS
     for name in ("w1", "w2"):
@@ -163,6 +164,7 @@ def test_a_restarted_relay_serves_again(restart: Restart) -> None:
         assert restart.cluster.learner_address not in restart.cluster.log(name)
 
 
+@pytest.mark.matrix
 def test_a_restarted_relay_finds_what_it_held(restart: Restart) -> None:
     """It asks for nothing of what lies in its files, and serves it."""
     log = restart.cluster.log("r1")

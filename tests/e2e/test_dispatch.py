@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]  # promise 10 is the same on virtual time
 
 SLOW = {"REWARD_S": "2"}
 """A group of four takes this worker more than eight seconds."""

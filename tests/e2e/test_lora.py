@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 from pathlib import Path
 from statistics import mean
@@ -47,29 +46,3 @@ def test_an_adapter_learns_across_a_crash_and_is_exported(
     base = AutoModelForCausalLM.from_pretrained(random_model)
     merged = PeftModel.from_pretrained(base, final).merge_and_unload()
     assert sum(p.numel() for p in merged.parameters()) > 100_000
-
-
-def test_a_worker_without_the_base_ends_with_the_remedy(
-    cluster: Cluster, random_model: Path, tmp_path: Path
-) -> None:
-    copy = tmp_path / "learners-own"
-    shutil.copytree(random_model, copy)
-    learner = cluster.start("learner", settings={"lora.rank": 4, "model.name": str(copy)})
-    cluster.wait_for(lambda: cluster.records("published"), "a version is published", alive=learner)
-    shutil.rmtree(copy)
-    # Its own is not the base either.
-    (other := tmp_path / "other").mkdir()
-    for path in random_model.iterdir():
-        shutil.copyfile(path, other / path.name)
-    damage(other / "model.safetensors")
-    worker = cluster.start("worker", name="w1", settings={"model.name": str(other)})
-    assert cluster.wait_for_end(worker) == 2
-    assert "only the adapter is sent: copy that directory here and set model.name" in worker.output
-    assert f"{other}: other weights than the learner's base" in worker.output
-
-
-def damage(path: Path) -> None:
-    """Change the last number of a safetensors file."""
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, NodeProcess
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]  # promise 36 is the same on virtual time
 
 
 def partials_of(cluster: Cluster, name: str) -> Path:

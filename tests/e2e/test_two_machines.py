@@ -122,6 +122,8 @@ class Site:
         assert f"\nbin/echo-node --role {role} --config configs/{config.name}\n" in PAGE
         program = self._checkout / "bin" / "echo-node"
         command = [str(program), "--role", role, "--config", str(config)]
+        if role == "learner":
+            command.append("--no-report")  # which draws
         for key, value in settings.items():
             command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
         inside = ("sh", "-c", f'{self._hide}exec "$@"', "sh")

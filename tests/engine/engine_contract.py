@@ -24,6 +24,7 @@ from echo.engine.engine import Completion, Engine, Request, Sampling, VersionErr
 from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.model import load_directory
 from echo.engine.weights import publish_image, tensors_from_image
+from tests.engine.watchers import STOPPED, watching
 
 MakeTinyModel = Callable[..., Path]
 MakeEngine = Callable[..., Engine]
@@ -64,7 +65,7 @@ def mixed_requests(num_rows: int) -> list[Request]:
 
 
 def run(engine: Engine, requests: Sequence[Request], how: Sampling = PLAIN) -> list[Completion]:
-    return engine.generate(requests, how, should_stop=lambda: False)
+    return engine.generate(requests, how)
 
 
 @torch.no_grad()
@@ -96,7 +97,10 @@ class Watched:
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(1)
         self._future = self._pool.submit(
-            engine.generate, requests, how, should_stop=self.stop.is_set, on_tokens=self._count
+            engine.generate,
+            requests,
+            how,
+            watching(should_stop=self.stop.is_set, on_tokens=self._count),
         )
         self._future.add_done_callback(lambda _: self._notify())
 
@@ -276,7 +280,7 @@ class EngineContract(Models):
             np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
 
     def test_nothing_is_sampled_once_told_to_stop(self, engine: Engine) -> None:
-        completions = engine.generate(mixed_requests(8), ENDLESS, should_stop=lambda: True)
+        completions = engine.generate(mixed_requests(8), ENDLESS, STOPPED)
         assert {c.finish_reason for c in completions} == {"abort"}
         assert sum(len(c.token_ids) for c in completions) < 8 * LONG
 
@@ -331,8 +335,7 @@ class EngineContract(Models):
         completions = engine.generate(
             [request([1, 5, 6], 1, "long"), short],
             ENDLESS,
-            should_stop=stop.is_set,
-            on_completion=tell,
+            watching(should_stop=stop.is_set, on_completion=tell),
         )
         assert [completion.request_id for completion in told] == ["short"]
         assert told[0].token_ids.tolist() == completions[1].token_ids.tolist()
@@ -382,7 +385,7 @@ class EngineContract(Models):
 
     def test_versions_are_honoured_or_refused(self, engine: Engine) -> None:
         def ask(**bounds: PolicyVersion) -> list[Completion]:
-            return engine.generate([request([1])], PLAIN, should_stop=lambda: False, **bounds)
+            return engine.generate([request([1])], PLAIN, **bounds)
 
         assert set(versions_of(ask(min_version=V1, exact_version=V1)[0])) == {V1}
         with pytest.raises(VersionError, match="at least v2 is wanted, v1 is installed"):
@@ -400,8 +403,7 @@ class EngineContract(Models):
                 engine.generate,
                 [request([1, 5])],
                 ENDLESS,
-                should_stop=lambda: False,
-                on_tokens=lambda _: started.set(),
+                watching(on_tokens=lambda _: started.set()),
                 exact_version=V1,
             )
             assert started.wait(WITHIN_S)

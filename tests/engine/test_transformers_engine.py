@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from echo.core.errors import EngineError
 from echo.engine.engine import Completion, Request, Sampling
-from echo.engine.hf.batch import sampling_logprobs
-from echo.engine.hf.engine import TransformersEngine
+from echo.engine.hf.batch import draw_tokens, sampling_logprobs, uniform_at
+from echo.engine.hf.engine import Mailbox, TransformersEngine
 from echo.engine.model import load_directory
-from echo.engine.weights import publish_image, tensors_from_image
 from tests.engine.engine_contract import (
     ENDLESS,
     LONG,
@@ -28,10 +32,11 @@ from tests.engine.engine_contract import (
     EngineLifeContract,
     Models,
     Watched,
+    reference_logprobs,
     tied_first,
     versions_of,
 )
-from tests.engine.engine_contract import reference_logprobs as contract_logprobs
+from tests.engine.watchers import STOPPED, watching
 
 Weights = Mapping[str, Tensor]
 MakeTinyModel = Callable[..., Path]
@@ -81,7 +86,7 @@ def unequal_prompts(num_rows: int) -> list[Request]:
 
 
 def run(engine: TransformersEngine, requests: Sequence[Request], how: Sampling) -> list[Completion]:
-    return engine.generate(requests, how, should_stop=lambda: False)
+    return engine.generate(requests, how)
 
 
 def assert_same(first: Sequence[Completion], second: Sequence[Completion]) -> None:
@@ -90,42 +95,6 @@ def assert_same(first: Sequence[Completion], second: Sequence[Completion]) -> No
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-
-
-@torch.no_grad()
-def reference_logprobs(
-    model: torch.nn.Module, prompt: Request, completion: Completion, how: Sampling
-) -> Tensor:
-    """One full forward over prompt and completion: no cache, no padding, no batch."""
-    ids = torch.tensor([*prompt.prompt_ids.tolist(), *completion.token_ids.tolist()])
-    num_prompt = len(prompt.prompt_ids)
-    logits = model(input_ids=ids[None]).logits[0, num_prompt - 1 : -1]
-    return sampling_logprobs(logits, how).gather(1, ids[num_prompt:, None])[:, 0]
-
-
-@pytest.mark.parametrize("make_requests", [equal_prompts, unequal_prompts])
-@pytest.mark.parametrize(
-    "how",
-    [
-        sampling(),
-        sampling(temperature=0.6),
-        sampling(top_k=5),
-        sampling(top_p=0.7),
-        sampling(temperature=1.5, top_k=12, top_p=0.9),
-        sampling(greedy=True),
-    ],
-)
-def test_logprobs_agree_with_a_full_forward(
-    engine: TransformersEngine,
-    tiny_model_dir: Path,
-    make_requests: Callable[[int], list[Request]],
-    how: Sampling,
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    requests = make_requests(16)
-    for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
-        expected = reference_logprobs(model, prompt, completion, how)
-        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-5)
 
 
 def test_a_model_with_learned_positions_agrees_too(tmp_path: Path) -> None:
@@ -138,47 +107,16 @@ def test_a_model_with_learned_positions_agrees_too(tmp_path: Path) -> None:
         requests, run(loaded(tmp_path), requests, sampling()), strict=True
     ):
         expected = reference_logprobs(model, prompt, completion, sampling())
-        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-5)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_requests", [equal_prompts, unequal_prompts])
-def test_a_request_does_not_depend_on_its_batch_mates(
-    engine: TransformersEngine, make_requests: Callable[[int], list[Request]]
-) -> None:
-    requests = make_requests(16)
+def test_a_request_does_not_depend_on_its_batch_mates(engine: TransformersEngine) -> None:
+    requests = unequal_prompts(16)
     together = run(engine, requests, sampling())
     assert_same(together, run(engine, requests, sampling()))
     assert_same(together, [run(engine, [one], sampling())[0] for one in requests])
     assert_same(together[::-1], run(engine, requests[::-1], sampling()))
-
-
-def test_the_seed_decides(engine: TransformersEngine) -> None:
-    requests = [request([1, 5, 6], seed) for seed in (11, 12, 11, -1)]
-    first, second, third, negative = run(engine, requests, sampling())
-    assert first.token_ids.tolist() == third.token_ids.tolist()
-    assert first.token_ids.tolist() != second.token_ids.tolist()
-    assert negative.token_ids.tolist() != second.token_ids.tolist()
-
-
-def test_completions_end_at_a_stop_id_or_the_limit(engine: TransformersEngine) -> None:
-    completions = run(engine, equal_prompts(64), sampling(stop_ids=(EOS, 9, 30)))
-    reasons = set()
-    for completion in completions:
-        reasons.add(completion.finish_reason)
-        *before, last = completion.token_ids.tolist()
-        assert not {EOS, 9, 30} & set(before)
-        assert completion.finish_reason == ("stop" if last in (EOS, 9, 30) else "length")
-        assert completion.finish_reason == "stop" or len(completion.token_ids) == 16
-        assert completion.token_ids.dtype == np.int32
-        assert completion.logprobs.dtype == np.float32
-        assert len(completion.logprobs) == len(completion.token_ids)
-    assert reasons == {"stop", "length"}
-
-
-def test_without_stop_ids_every_completion_has_full_length(engine: TransformersEngine) -> None:
-    for completion in run(engine, equal_prompts(8), sampling(stop_ids=())):
-        assert (len(completion.token_ids), completion.finish_reason) == (16, "length")
 
 
 def test_an_abort_returns_what_there_is(engine: TransformersEngine) -> None:
@@ -192,7 +130,7 @@ def test_an_abort_returns_what_there_is(engine: TransformersEngine) -> None:
         polls += 1
         return polls > 4
 
-    partial = engine.generate(requests, how, should_stop=should_stop)
+    partial = engine.generate(requests, how, watching(should_stop=should_stop))
     assert polls == 5  # once before the prompts, then after each token
     for one, all_of_it in zip(partial, whole, strict=True):
         ended = len(all_of_it.token_ids) <= 4
@@ -200,17 +138,8 @@ def test_an_abort_returns_what_there_is(engine: TransformersEngine) -> None:
         assert one.token_ids.tolist() == all_of_it.token_ids[:4].tolist()
         assert len(one.logprobs) == len(one.token_ids)
     assert {one.finish_reason for one in partial} == {"stop", "abort"}
-
-
-def test_an_abort_before_the_start_returns_empty_completions(engine: TransformersEngine) -> None:
-    requests = equal_prompts(8)
-    completions = engine.generate(requests, sampling(), should_stop=lambda: True)
-    assert [c.request_id for c in completions] == [r.request_id for r in requests]
-    assert all((len(c.token_ids), c.finish_reason) == (0, "abort") for c in completions)
-
-
-def test_no_requests_give_no_completions(engine: TransformersEngine) -> None:
-    assert run(engine, [], sampling()) == []
+    none = engine.generate(requests, how, STOPPED)
+    assert all((len(c.token_ids), c.finish_reason) == (0, "abort") for c in none)
 
 
 def test_a_small_memory_budget_makes_batches_and_changes_nothing(tiny_model_dir: Path) -> None:
@@ -228,17 +157,6 @@ def test_a_budget_that_holds_nothing_is_refused_with_the_numbers(tiny_model_dir:
     engine = loaded(tiny_model_dir, memory_budget_bytes=500_000)
     with pytest.raises(EngineError, match=r"budget of 500000 bytes.*402944.*max_completion_tokens"):
         engine.max_concurrent_rollouts(100, 1000)
-
-
-def test_tied_and_untied_models_load_from_an_image(make_tiny_model: MakeTinyModel) -> None:
-    for is_tied in (True, False):
-        directory = make_tiny_model(seed=5, tie_word_embeddings=is_tied)
-        reference = loaded(directory)
-        specs, image = publish_image(load_directory(directory, "float32"), "float32")
-        engine = TransformersEngine(directory)
-        engine.load(tensors_from_image(specs, memoryview(image)))
-        requests = equal_prompts(8)
-        assert_same(run(engine, requests, sampling()), run(reference, requests, sampling()))
 
 
 def test_a_tied_tensor_may_come_under_either_name(tiny_model_dir: Path) -> None:
@@ -295,41 +213,6 @@ def test_weights_are_cast_to_the_engines_dtype(tiny_model_dir: Path) -> None:
     how = sampling(greedy=True, max_completion_tokens=1)
     first, second = (run(e, [request([1, 5, 6])], how)[0] for e in (engine, as_float))
     assert first.logprobs == pytest.approx(second.logprobs, abs=0.05)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "problem"),
-    [
-        ([], "the prompt is empty"),
-        ([3] * 128, r"the prompt has 128 tokens, the model's window 128"),
-        ([3, 32], "token ids from 3 to 32, the model a vocabulary of 32"),
-        ([-1, 3], "token ids from -1 to 3"),
-    ],
-)
-def test_a_prompt_that_does_not_fit_is_refused_by_name(
-    engine: TransformersEngine, prompt: list[int], problem: str
-) -> None:
-    with pytest.raises(EngineError, match=f"request bad: .*{problem}"):
-        run(engine, [request([1, 3]), request(prompt, name="bad")], sampling())
-
-
-def test_a_completion_ends_where_the_window_does(engine: TransformersEngine) -> None:
-    requests = [request([3] * 125), request([3] * 4)]
-    short, long = run(engine, requests, sampling(stop_ids=()))
-    assert (len(short.token_ids), short.finish_reason) == (3, "length")
-    assert (len(long.token_ids), long.finish_reason) == (16, "length")
-
-
-def test_without_weights_nothing_is_generated(tiny_model_dir: Path) -> None:
-    with pytest.raises(EngineError, match="no weights are loaded"):
-        run(TransformersEngine(tiny_model_dir), [request([1])], sampling())
-
-
-def test_after_close_nothing_is_generated(tiny_model_dir: Path) -> None:
-    engine = loaded(tiny_model_dir)
-    engine.close()
-    with pytest.raises(EngineError, match="no weights are loaded"):
-        run(engine, [request([1])], sampling())
 
 
 def test_weights_with_nan_are_noticed(tiny_model_dir: Path) -> None:
@@ -412,7 +295,7 @@ class TestTransactions(Models):
         for prompt, completion in zip(prompts, watched.result(), strict=True):
             assert set(versions_of(completion)) == {V1}
             assert len(completion.token_ids) == LONG
-            expected = contract_logprobs(models[0], prompt, completion, ENDLESS)
+            expected = reference_logprobs(models[0], prompt, completion, ENDLESS)
             np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
 
     def test_without_a_version_before_there_is_none_after(
@@ -459,3 +342,158 @@ class TestLifeContract(EngineLifeContract):
     @classmethod
     def make_engine(cls) -> Callable[..., TransformersEngine]:
         return TransformersEngine
+
+
+# --- the mailbox ----------------------------------------------------------------------------------
+
+
+def test_a_job_is_done_at_once_where_nobody_holds_the_mailbox() -> None:
+    done = []
+    Mailbox().do(lambda: done.append(threading.get_ident()))
+    assert done == [threading.get_ident()]
+
+
+def test_the_holder_does_the_jobs_of_others_and_they_wait_for_it() -> None:
+    mailbox = Mailbox()
+    done: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        with mailbox.opened():
+            assert not mailbox.empty()
+            asked = pool.submit(mailbox.do, lambda: done.append(threading.get_ident()))
+            while not mailbox.empty():
+                assert not asked.done()
+        asked.result(timeout=120)
+    assert done == [threading.get_ident()]
+
+
+def test_what_a_job_raises_reaches_who_asked_and_not_the_holder() -> None:
+    mailbox = Mailbox()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with ThreadPoolExecutor(1) as pool:
+        with mailbox.opened():
+            asked = pool.submit(mailbox.do, fail)
+            while not mailbox.empty():
+                pass
+        with pytest.raises(ValueError, match="no"):
+            asked.result(timeout=120)
+
+
+def test_a_job_that_comes_too_late_is_done_when_the_mailbox_closes() -> None:
+    mailbox = Mailbox()
+    done: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        with mailbox.opened():
+            asked = pool.submit(mailbox.do, lambda: done.append(1))
+        asked.result(timeout=120)
+    assert done == [1]
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+NUM_DRAWS = 20_000
+LOGITS = torch.randn(12, generator=torch.Generator().manual_seed(0)) * 1.5
+
+
+def sampling_sampling(**settings: object) -> Sampling:
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_completion_tokens": 1}
+    return Sampling(**{**values, "stop_ids": (), **settings})  # type: ignore[arg-type]
+
+
+SAMPLINGS = [
+    sampling_sampling(),
+    sampling_sampling(temperature=0.7),
+    sampling_sampling(temperature=1.8),
+    sampling_sampling(top_k=4),
+    sampling_sampling(top_p=0.8),
+    sampling_sampling(temperature=1.3, top_k=8, top_p=0.9),
+]
+
+
+def reference_probabilities(logits: torch.Tensor, sampling_sampling: Sampling) -> list[float]:
+    """The definition, token by token, in Python numbers."""
+    weights = (logits.double() / sampling_sampling.temperature).exp().tolist()
+    order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    kept = order[: sampling_sampling.top_k or None]
+    total = sum(weights[token] for token in kept)
+    nucleus: list[int] = []
+    reached = 0.0
+    for token in kept:
+        if nucleus and reached >= sampling_sampling.top_p:
+            break
+        nucleus.append(token)
+        reached += weights[token] / total
+    total = sum(weights[token] for token in nucleus)
+    return [weights[t] / total if t in nucleus else 0.0 for t in range(len(weights))]
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
+def test_logprobs_are_those_of_the_definition(how: Sampling) -> None:
+    actual = sampling_logprobs(LOGITS[None], how)[0].exp()
+    assert actual.tolist() == pytest.approx(reference_probabilities(LOGITS, how), abs=1e-6)
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
+def test_frequencies_follow_the_logprobs(how: Sampling) -> None:
+    seeds = np.arange(NUM_DRAWS, dtype=np.uint64)
+    logits = LOGITS.expand(NUM_DRAWS, -1)
+    tokens, logprobs = draw_tokens(logits, how, uniform_at(seeds, 5))
+    expected = np.array(reference_probabilities(LOGITS, how)) * NUM_DRAWS
+    observed = np.bincount(tokens.numpy(), minlength=len(LOGITS))
+    assert observed[expected == 0].sum() == 0
+    possible = expected > 0
+    result = stats.chisquare(observed[possible], expected[possible])
+    assert result.pvalue > 1e-4
+    every = sampling_logprobs(LOGITS[None], how)[0]
+    assert torch.equal(logprobs, every[tokens])
+
+
+def test_greedy_takes_the_most_likely_token_and_reports_the_plain_softmax() -> None:
+    how = sampling_sampling(greedy=True, temperature=0.1, top_k=1)
+    tokens, logprobs = draw_tokens(LOGITS[None], how, np.array([0.999]))
+    assert tokens.item() == LOGITS.argmax()
+    assert logprobs.item() == pytest.approx(LOGITS.log_softmax(-1).max().item())
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-52])
+def test_an_impossible_token_is_never_drawn(uniform: float) -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    tokens, logprobs = draw_tokens(logits, sampling_sampling(), np.array([uniform]))
+    assert tokens.item() in (1, 3)
+    assert logprobs.item() == pytest.approx(np.log(0.5))
+
+
+def test_a_tiny_nucleus_still_holds_the_most_likely_token() -> None:
+    logprobs = sampling_logprobs(LOGITS[None], sampling_sampling(top_p=1e-9))[0]
+    assert logprobs.isfinite().nonzero().flatten().tolist() == [LOGITS.argmax().item()]
+    assert logprobs.max().item() == 0
+
+
+def test_a_large_vocabulary_keeps_its_improbable_tail() -> None:
+    num_tokens = 150_000
+    logits = torch.zeros(1, num_tokens)
+    tokens, _ = draw_tokens(logits, sampling_sampling(), np.array([1 - 2.0**-52]))
+    assert tokens.item() == num_tokens - 1
+    tokens, _ = draw_tokens(logits, sampling_sampling(), np.array([0.5 / num_tokens]))
+    assert tokens.item() == 0
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_a_number_depends_on_its_own_seed_and_step_only(seeds: list[int], step: int) -> None:
+    together = uniform_at(np.array(seeds, np.uint64), step)
+    alone = [uniform_at(np.array([seed], np.uint64), step)[0] for seed in seeds]
+    assert together.tolist() == alone
+    assert all(0 <= number < 1 for number in alone)
+
+
+def test_numbers_are_uniform_over_seeds_and_over_steps_and_unrelated() -> None:
+    across_seeds = uniform_at(np.arange(NUM_DRAWS, dtype=np.uint64), 0)
+    across_steps = np.array([uniform_at(np.array([7], np.uint64), i)[0] for i in range(5000)])
+    for numbers in (across_seeds, across_steps):
+        assert stats.kstest(numbers, "uniform").pvalue > 1e-4
+        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 4 / np.sqrt(len(numbers))
+    shifted = uniform_at(np.arange(NUM_DRAWS, dtype=np.uint64), 1)
+    assert not np.intersect1d(across_seeds, shifted).size

@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 @pytest.mark.parametrize(
     ("device", "process"),
     [
-        pytest.param("cpu", "inline", id="cpu"),
+        pytest.param("cpu", "inline", id="cpu", marks=pytest.mark.matrix),
         pytest.param("cuda", "inline", id="inline", marks=ON_GPU),
         pytest.param("cuda", "engine", id="engine", marks=ON_GPU),
     ],

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from echo.fleet.gpus import GPUS, MODELS
-from echo.fleet.hetero import Cluster, HexJob, HexScheduler, Schedule
-from tests.fleet.test_hetero_train import JOB
+from echo.fleet.gpus import GPUS, MODELS, TRAIN_EFFICIENCY, train_flops
+from echo.fleet.hetero import (
+    Cluster,
+    HexJob,
+    HexScheduler,
+    Replica,
+    RolloutPlan,
+    Schedule,
+    StagePlan,
+    choose_replicas,
+    largest_remainder,
+    possible_replicas,
+    search_training,
+    step_seconds,
+)
 
 
 def cluster(**counts: int) -> Cluster:
@@ -106,3 +121,121 @@ def test_a_cluster_too_small_has_no_schedule() -> None:
 def test_bisection_alone_is_no_better_than_the_search() -> None:
     scheduler = HexScheduler(cluster(H800=8, H20=8), JOB)
     assert scheduler.find().step_s <= scheduler.bisect().step_s
+
+
+# --- rollouts -------------------------------------------------------------------------------------
+
+
+def least_theta(replicas: list[Replica], counts: dict[str, int], num_rollouts: int) -> float:
+    """Eq. 2 by trying every number of replicas; for fixed numbers theta = B / sum(h y)."""
+    limits = [min(counts[name] // need for name, need in replica.gpus) for replica in replicas]
+    best = float("inf")
+    for numbers in itertools.product(*(range(limit + 1) for limit in limits)):
+        used = {
+            name: sum(dict(r.gpus).get(name, 0) * n for r, n in zip(replicas, numbers, strict=True))
+            for name in counts
+        }
+        rate = sum(r.tokens_per_s * n for r, n in zip(replicas, numbers, strict=True))
+        if rate and all(used[name] <= counts[name] for name in counts):
+            best = min(best, num_rollouts / rate)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_knapsack_is_the_programme(seed: int) -> None:
+    rng = random.Random(seed)
+    counts = {"A": rng.randint(0, 6), "B": rng.randint(0, 6)}
+    replicas = [
+        Replica(
+            gpus=tuple(
+                (name, rng.randint(1, 4)) for name in rng.sample(["A", "B"], rng.randint(1, 2))
+            ),
+            tensor_parallel=1,
+            tokens_per_s=rng.uniform(10, 100),
+        )
+        for _ in range(4)
+    ]
+    plan = choose_replicas(replicas, counts, 100)
+    best = least_theta(replicas, counts, 100)
+    if best == float("inf"):
+        assert plan == RolloutPlan()
+    else:
+        assert 100 / plan.tokens_per_s == pytest.approx(best)
+        assert sum(plan.rollouts) == 100
+
+
+def test_a_slow_pair_loses_against_two_singles() -> None:
+    single = Replica(gpus=(("A", 1),), tensor_parallel=1, tokens_per_s=10)
+    double = Replica(gpus=(("A", 2),), tensor_parallel=2, tokens_per_s=19)
+    plan = choose_replicas([single, double], {"A": 3}, 30)
+    assert plan.replicas == ((single, 3),)
+    assert plan.rollouts == (30,)
+    assert choose_replicas([double], {"A": 1}, 30) == RolloutPlan()
+
+
+def test_possible_replicas_stay_on_one_type() -> None:
+    found = possible_replicas(CLUSTER, JOB)
+    assert {len(replica.gpus) for replica in found} == {1}
+    assert {replica.tensor_parallel for replica in found} == {1, 2, 4, 8}
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+CLUSTER = Cluster(gpus={name: GPUS[name] for name in ("H20", "H800")}, counts={"H20": 8, "H800": 8})
+JOB = HexJob(
+    model=MODELS["Qwen2.5-7B"],
+    rollouts_per_step=512,
+    prompt_tokens=200,
+    completion_tokens=1000,
+    max_tokens=8192,
+)
+
+
+def test_whole_things_are_shared_by_largest_remainder() -> None:
+    # 10 x 2/3 = 6.67 and 3.33: the sixth remainder goes to the first.
+    assert largest_remainder(10, [2, 1]) == [7, 3]
+    assert largest_remainder(28, [1, 1, 1]) == [10, 9, 9]
+
+
+def test_a_step_by_hand() -> None:
+    # 8 H800, dp 8: the arithmetic at 40 % of 8 x 756e12, no bubble, no tensor parallelism; the
+    # gradients, 7.62e9 x 2 bytes, go round once and a bit (2 x 7/8) at 200 GB/s.
+    stage = StagePlan(
+        gpu="H800", data_parallel=8, tensor_parallel=1, pipeline_parallel=1, num_layers=28
+    )
+    flops = train_flops(JOB.model, num_tokens=512 * 1200, mean_tokens=1200)
+    by_hand = flops / (8 * 756e12 * TRAIN_EFFICIENCY) + 1.75 * 7.62e9 * 2 / 200e9
+    assert step_seconds(CLUSTER, JOB, [stage]) == pytest.approx(by_hand)
+    # Two stages of 14 layers on the same GPUs, dp 4: a bubble of (2 - 1) / 9.375 micro-batches.
+    halves = replace(stage, data_parallel=4, pipeline_parallel=2)
+    bubble = 1 + 1 / (512 * 1200 / 4 / 16384)
+    gradients = 2 * 3 / 4 * 7.62e9 / 2 * 2 / 200e9
+    by_hand = flops / (8 * 756e12 * TRAIN_EFFICIENCY) * bubble + gradients
+    assert step_seconds(CLUSTER, JOB, [halves]) == pytest.approx(by_hand)
+
+
+def test_a_model_that_does_not_fit_is_split_and_one_that_never_fits_refused() -> None:
+    alone = search_training(CLUSTER, JOB, {"H800": 1})
+    assert math.isinf(alone.step_s)  # 7.62e9 x 16 bytes are 122 GB
+    two = search_training(CLUSTER, JOB, {"H800": 4})
+    assert two.step_s < math.inf
+    [stage] = two.stages
+    assert stage.num_gpus <= 4
+
+
+def test_a_pipeline_may_cross_types_with_layers_by_arithmetic() -> None:
+    slow_links = replace(CLUSTER, cross_bytes_per_s=1e12)
+    plan = search_training(slow_links, JOB, {"H20": 8, "H800": 8})
+    assert {stage.gpu for stage in plan.stages} == {"H20", "H800"}
+    layers = {stage.gpu: stage.num_layers for stage in plan.stages}
+    # 28 x 148 / (148 + 756) = 4.6
+    assert layers == {"H20": 5, "H800": 23}
+
+
+@given(small=st.integers(0, 8), large=st.integers(0, 8), extra=st.integers(1, 4))
+def test_more_gpus_never_train_much_slower(small: int, large: int, extra: int) -> None:
+    # Degrees are powers of two, so that five GPUs may have to do what four do; never worse.
+    before = search_training(CLUSTER, JOB, {"H20": small, "H800": large}).step_s
+    after = search_training(CLUSTER, JOB, {"H20": small, "H800": large + extra}).step_s
+    assert after <= before * 1.05 or math.isinf(before)

@@ -75,7 +75,7 @@ def test_nothing_is_chosen_where_nothing_suffices() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_fleets", [200, pytest.param(1000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("num_fleets", [100, pytest.param(1000, marks=pytest.mark.matrix)])
 def test_random_fleets_equal_brute_force(num_fleets: int) -> None:
     num_feasible = num_missed = 0
     gaps = []
@@ -103,9 +103,10 @@ def test_random_fleets_equal_brute_force(num_fleets: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_gap_of_the_greedy_choice_stays_small_on_larger_fleets() -> None:
+@pytest.mark.parametrize("num_fleets", [25, pytest.param(60, marks=pytest.mark.matrix)])
+def test_the_gap_of_the_greedy_choice_stays_small_on_larger_fleets(num_fleets: int) -> None:
     gaps, num_missed = [], 0
-    for seed in range(60):
+    for seed in range(num_fleets):
         fleet, job = random_case(seed, num_offers=8, most=30)
         try:
             exact = select_exactly(fleet, job)
@@ -118,8 +119,8 @@ def test_the_gap_of_the_greedy_choice_stays_small_on_larger_fleets() -> None:
             num_missed += 1
         else:
             gaps.append(fleet.cost_per_h(job, greedy) / fleet.cost_per_h(job, exact) - 1)
-    assert len(gaps) > 15
-    assert num_missed <= 2
+    assert len(gaps) > 0.25 * num_fleets
+    assert num_missed <= num_fleets / 30
     assert sum(gaps) / len(gaps) < 0.01
     assert max(gaps) < 0.10
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-REPOSITORY = Path(__file__).parents[2]
+BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.mark.slow
@@ -18,18 +18,18 @@ REPOSITORY = Path(__file__).parents[2]
     [[], pytest.param(["--entropy", "--live", "0.5"], marks=pytest.mark.matrix)],
 )
 def test_the_smoke_run_measures_ours_and_names_who_is_absent(
-    option: list[str], tmp_path: Path
+    option: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import bench_kernel
+
     out = tmp_path / "result.json"
-    command = [sys.executable, "bench/bench_kernel.py", "--smoke", "--out", str(out), *option]
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env={"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    monkeypatch.setattr(sys, "argv", ["bench_kernel.py", "--smoke", "--out", str(out), *option])
+    with torch.random.fork_rng(devices=[]):
+        bench_kernel.main()
     result = json.loads(out.read_text())
     assert {"echo", "naive", "echo torch"} <= result["results"].keys()
     for name in ("echo", "echo torch"):
@@ -37,6 +37,6 @@ def test_the_smoke_run_measures_ours_and_names_who_is_absent(
         assert result["results"][name]["same_bits"]
         if not option:
             assert result["results"][name]["grad_weight_error"] < 1e-5
-    assert "torch.compile  ABSENT" in done.stdout
+    assert "torch.compile  ABSENT" in capsys.readouterr().out
     assert result["absent"].keys() | result["results"].keys() >= {"cce", "liger chunked", "verl"}
     assert result["ceiling_tflops"] > 0

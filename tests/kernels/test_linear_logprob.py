@@ -317,7 +317,7 @@ print(ours - start, peak_kib() - start)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.matrix  # the test before it says the same of every tensor
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the high-water mark from /proc")
 def test_peak_memory_of_the_process_is_a_fraction_of_the_obvious_path() -> None:
     # The high-water mark only rises, so the smaller consumer has to run first.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,6 +245,7 @@ def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.Monkey
     assert [device.type for device in devices] == [DEVICE] * 3  # forward, backward, policy's terms
 
 
+@pytest.mark.matrix
 def test_frozen_and_tied_heads() -> None:
     case = make_case()
     full = triton_results(case)
@@ -267,6 +269,7 @@ def test_frozen_and_tied_heads() -> None:
     assert torch.equal(table.grad, expected)
 
 
+@pytest.mark.matrix
 def test_outputs_can_be_changed_in_place() -> None:
     case = make_case()
     hidden, ids = leaf(case.hidden), case.ids.to(DEVICE)
@@ -376,3 +379,33 @@ def test_the_fused_loss_is_that_of_its_parts(*, has_ignored_rows: bool) -> None:
         results.append([part.detach().cpu() for part in found if part is not None])
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=2e-6)
+
+
+# ---- an optimizer step
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(torch.bfloat16, 0.99), more(torch.float32, 0.999999)]
+)
+def test_a_step_of_the_learner_has_the_gradient_of_the_other_backend(
+    make_tiny_model: Callable[..., Path], dtype: torch.dtype, least: float
+) -> None:
+    from echo.algo.losses import make_loss
+    from echo.train.trainer import OptimizerSettings
+    from tests.train.test_trainer import gradients, make_groups
+    from tests.train.trainers import trainer_of
+
+    torch.use_deterministic_algorithms(False)  # not all of the model's operations have one
+    found = []
+    for backend in ("triton", "torch"):
+        trainer = trainer_of(
+            make_tiny_model(),
+            loss=make_loss("grpo"),
+            optimizer=OptimizerSettings(),
+            device=torch.device(DEVICE),
+            dtype=dtype,
+            backend=backend,
+        )
+        parts = gradients(trainer, make_groups()).values()
+        found.append(torch.cat([part.flatten().cpu() for part in parts]))
+    assert float(torch.nn.functional.cosine_similarity(*found, dim=0)) > least

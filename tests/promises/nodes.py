@@ -30,7 +30,7 @@ from echo.config.schema import Config
 from echo.core.errors import EchoError, EngineError
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
+from echo.engine.engine import NOBODY, UNVERSIONED, Completion, Engine, Request, Sampling, Watcher
 from echo.leases.partials import PartialRules
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
@@ -276,7 +276,7 @@ class StubEngine(Engine):
         self._installed = version
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, **calls: Any
+        self, requests: Sequence[Request], sampling: Sampling, watcher: Watcher = NOBODY, **_: Any
     ) -> list[Completion]:
         version, found = self._installed, []
         assert version is not None
@@ -291,8 +291,8 @@ class StubEngine(Engine):
                     np.tile(np.array([version.lineage, version.step], np.int32), (number, 1)),
                 )
             )
-            calls["on_tokens"](number)
-            calls["on_completion"](found[-1])
+            watcher.on_tokens(number)
+            watcher.on_completion(found[-1])
         return found
 
     @contextmanager

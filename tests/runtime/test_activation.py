@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +14,21 @@ from typing import Any
 import pytest
 
 from echo.core.metrics import Snapshot
-from echo.runtime.learner.cost import spent_before
+from echo.core.price import Price
+from echo.fleet.activation import ActivationDecision
+from echo.roles.members import Member, Presence, Roster
+from echo.runtime.learner.cost import (
+    Activation,
+    ActivationSettings,
+    CostMeter,
+    StepTimes,
+    spent_before,
+)
 from echo.runtime.learner.node import LearnerNode
+from echo.wire.messages import Hello, NodeStats
 from tests.records.rows import write_ledger
+from tests.roles.harness import LEARNER_ADDRESS, Process
+from tests.roles.harness import Run as PaperRun
 from tests.runtime.harness import Play, Run, ends, running
 
 
@@ -149,3 +163,322 @@ def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) 
     # Machines billed on while the learner was away, for an hour at most as far as is known.
     assert spent_before(tmp_path, now=1100.0) == pytest.approx(2.1)
     assert spent_before(tmp_path, now=9000.0) == pytest.approx(5.6)
+
+
+# --- activation on paper --------------------------------------------------------------------------
+
+
+SETTINGS = {
+    "groups_per_step": 2,
+    "group_size": 2,
+    "max_completion_tokens": 3,
+    "margin": 0.1,
+    "min_dwell_s": 20.0,
+    "review_s": 5.0,
+    "budget_per_h": math.inf,
+}
+
+
+class PaperPlay:
+    """A run whose learner reports steps of `step_s`, of which it waited `waited_s`."""
+
+    def __init__(self, tmp_path: Path, prices: list[float | None], **settings: Any) -> None:
+        self.run = PaperRun(tmp_path, sample_s=0.5, max_staleness=6)
+        self.learner = self.run.start_learner()
+        self.session = self.learner.session
+        self.activation = Activation(
+            ActivationSettings(**SETTINGS | settings), now=self.run.world.now
+        )
+        self.decisions: list[tuple[float, ActivationDecision]] = []
+        self.waited_s = 0.0
+        self.step_s = 5.0
+        self._stepped_at = 0.0
+        for number, price in enumerate(prices, start=1):
+            self.join(f"w{number}", price)
+
+    def join(self, name: str, price: float | None) -> Process:
+        return self.run.start_worker(name, connect=[LEARNER_ADDRESS], price=Price(per_h=price))
+
+    def until(self, seconds: float) -> None:
+        """Let time pass as `runtime/learner/cost.py` does it."""
+        world = self.run.world
+        while world.now < seconds:
+            world.run(world.now + 1.0)
+            now = world.now
+            world.perform(self.learner, self.activation.look(self.session, now=now))
+            if now >= self._stepped_at + self.step_s:
+                self._stepped_at = now
+                times = StepTimes(
+                    step_s=self.step_s,
+                    waited_s=self.waited_s,
+                    completion_tokens=3.0,
+                    useful_share=1.0,
+                )
+                self.activation.stepped(times)
+            question = self.activation.question(
+                self.session, publish_period=1, broadcast_s=None, waiting_s=0.0, now=now
+            )
+            if question is None:
+                continue
+            actions, decision = self.activation.decide(
+                self.session, question, question.solve(), now=now
+            )
+            world.perform(self.learner, actions)
+            if decision is not None:
+                self.decisions.append((now, decision))
+
+    @property
+    def standby(self) -> list[str]:
+        return sorted(m.node_id for m in self.session.roster.nodes.values() if m.is_standby)
+
+
+@pytest.mark.slow
+def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(tmp_path: Path) -> None:
+    play = PaperPlay(tmp_path, [0.3, 0.1, 0.2])
+    play.until(120.0)
+    assert [d.interrupted for _, d in play.decisions] == [("w1",), ("w3",)]
+    assert play.standby == ["w1", "w3"]
+    # Not before their dwell is over, and with steps in between.
+    assert play.decisions[0][0] >= 20.0
+    first = play.decisions[0][1]
+    assert first.before.cost_per_h == pytest.approx(0.6, abs=0.01)
+    assert first.after.cost_per_h == pytest.approx(0.3, abs=0.01)
+    assert (first.num_active, first.num_standby) == (2, 1)
+    assert "put on standby w1" in str(first)
+    assert "$0.30/h in place of $0.60/h" in str(first)
+    play.run.audit()
+
+
+@pytest.mark.slow
+def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(tmp_path: Path) -> None:
+    play = PaperPlay(tmp_path, [0.3, 0.1])
+    play.until(60.0)
+    assert play.standby == ["w1"]
+    # The learner has become much faster: one worker is not enough any more.
+    play.step_s, play.waited_s = 0.9, 0.7
+    play.until(90.0)
+    assert play.decisions[-1][1].activated == ("w1",)
+    assert play.standby == []
+    back_at = play.decisions[-1][0]
+    play.step_s, play.waited_s = 5.0, 0.0
+    play.until(back_at + 35.0)
+    assert play.standby == []
+    play.until(back_at + 120.0)
+    assert play.standby == ["w1"]
+    assert play.decisions[-1][0] >= back_at + 40.0
+
+
+@pytest.mark.slow
+def test_nobody_stands_by_for_a_worker_that_is_set_aside(tmp_path: Path) -> None:
+    play = PaperPlay(tmp_path, [0.3, 0.1])
+    play.until(10.0)
+    play.session.roster.nodes["w2"].worker.is_set_aside = True  # and w1 would stand by, as above
+    play.until(60.0)
+    assert play.standby == []
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_without_prices_everybody_works(tmp_path: Path) -> None:
+    play = PaperPlay(tmp_path, [None, None, None])
+    play.until(80.0)
+    assert play.decisions == []
+    assert play.standby == []
+
+
+def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(tmp_path: Path) -> None:
+    play = PaperPlay(tmp_path, [0.3, 0.3], budget_per_h=0.7)
+    play.until(5.0)
+    play.join("late", 0.3)
+    play.join("unknown", None)
+    play.until(12.0)
+    assert play.standby == ["late"]
+    notes = "\n".join(play.learner.notes)
+    assert "late stands by: with it the active workers would cost $0.90/h" in notes
+    assert "activation.budget_per_h is $0.70" in notes
+    assert "unknown states no price" in notes
+    assert "worker.price_per_h" in notes
+
+
+@pytest.mark.slow
+def test_a_dead_worker_is_made_up_for_at_once(tmp_path: Path) -> None:
+    play = PaperPlay(tmp_path, [0.3, 0.1])
+    play.until(60.0)
+    assert play.standby == ["w1"]
+    play.run.world.kill(play.run.world.process("w2"))
+    play.waited_s = 2.0
+    play.until(90.0)
+    assert play.standby == []
+
+
+@pytest.mark.slow
+def test_questions_that_change_nothing_come_more_and_more_seldom(tmp_path: Path) -> None:
+    play = PaperPlay(tmp_path, [0.3])
+    play.waited_s = 2.5
+    asked: list[float] = []
+    ask = play.activation.question
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        question = ask(*args, **kwargs)
+        if question is not None:
+            asked.append(kwargs["now"])
+        return question
+
+    play.activation.question = count  # type: ignore[method-assign]
+    play.until(200.0)
+    gaps = [b - a for a, b in itertools.pairwise(asked)]
+    assert len(asked) < 10
+    assert gaps[-1] > 3 * min(gaps)
+
+
+def test_what_a_broadcast_took_beyond_its_forecast_is_added_to_the_next(tmp_path: Path) -> None:
+    play = PaperPlay(tmp_path, [0.3, 0.1])
+    play.until(10.0)
+    planned = play.session.planning.topology
+    assert planned is not None
+    members = play.session.roster.members("worker")
+
+    def forecast_s(took_s: float | None) -> float:
+        return play.activation._links(play.session, members, took_s).broadcast_s(["w1", "w2"])
+
+    assert forecast_s(planned.predicted_s + 7.0) == pytest.approx(forecast_s(None) + 7.0)
+    assert forecast_s(planned.predicted_s / 2) == forecast_s(None)
+
+
+# --- the cost meter -------------------------------------------------------------------------------
+
+
+HOUR = 3600.0
+
+
+def make(**changes: Any) -> CostMeter:
+    given = {
+        "learner_per_h": 2.0,
+        "learner_per_gb": 0.0,
+        "spent": 0.0,
+        "now": 0.0,
+    }
+    return CostMeter(**given | changes)
+
+
+def join(roster: Roster, name: str, per_h: float | None, *, per_gb: float = 0.0) -> Member:
+    hello = Hello(
+        node_id=name,
+        role="worker",
+        incarnation=f"{name}-1",
+        echo_version="",
+        advertise=None,
+        digests={},
+        price=Price(per_h=per_h, per_gb=per_gb),
+    )
+    roster.nodes[name] = Member.of(hello, now=0.0)
+    return roster.nodes[name]
+
+
+@pytest.fixture
+def roster() -> Roster:
+    return Roster(heartbeat_s=1.0, dead_after_s=10.0)
+
+
+def test_machines_count_from_joining_and_on_standby_too(roster: Roster) -> None:
+    meter = make()
+    meter.update(roster, bytes_sent=0, now=HOUR)
+    assert meter.total == pytest.approx(2.0)
+    join(roster, "w1", 0.5)
+    join(roster, "w2", 0.3).node.is_standby = True
+    join(roster, "free", None)
+    meter.update(roster, bytes_sent=0, now=HOUR)
+    meter.update(roster, bytes_sent=0, now=2 * HOUR)
+    assert meter.total == pytest.approx(2.0 + 2.8)
+    bill = meter.bill()
+    assert (bill.machines_per_h, bill.standby_per_h) == pytest.approx((2.8, 0.3))
+
+
+def test_a_machine_counts_until_its_release_is_confirmed(roster: Roster) -> None:
+    meter = make(learner_per_h=0.0)
+    released, left = join(roster, "released", 1.0), join(roster, "left", 1.0)
+    meter.update(roster, bytes_sent=0, now=0.0)
+    roster.move(released, Presence.UNKNOWN)
+    roster.release(released)
+    roster.move(left, Presence.UNKNOWN)
+    meter.update(roster, bytes_sent=0, now=60.0)
+    assert meter.bill().machines_per_h == pytest.approx(1.0)
+    assert meter.bill().unconfirmed_per_h == pytest.approx(1.0)
+    meter.update(roster, bytes_sent=0, now=60.0 + HOUR - 1)
+    assert meter.bill().machines_per_h == pytest.approx(1.0)
+    meter.update(roster, bytes_sent=0, now=60.0 + HOUR)
+    assert meter.bill().machines_per_h == 0.0
+    assert meter.total == pytest.approx(2 / 60 + 1.0)
+
+
+def test_a_machine_that_returns_goes_on_counting_once(roster: Roster) -> None:
+    meter = make(learner_per_h=0.0)
+    member = join(roster, "w", 1.0)
+    meter.update(roster, bytes_sent=0, now=0.0)
+    del roster.nodes["w"]
+    meter.update(roster, bytes_sent=0, now=600.0)
+    roster.nodes["w"] = member
+    meter.update(roster, bytes_sent=0, now=1200.0)
+    meter.update(roster, bytes_sent=0, now=HOUR)
+    assert meter.total == pytest.approx(1.0)
+    assert meter.bill().unconfirmed_per_h == 0.0
+
+
+def test_a_new_start_of_a_released_name_counts_again(roster: Roster) -> None:
+    meter = make(learner_per_h=0.0)
+    member = join(roster, "w", 1.0)
+    roster.move(member, Presence.UNKNOWN)
+    roster.release(member)
+    again = join(roster, "w", 1.0)
+    again.incarnation = "w-2"
+    meter.update(roster, bytes_sent=0, now=0.0)
+    del roster.nodes["w"]
+    meter.update(roster, bytes_sent=0, now=60.0)
+    assert meter.bill().machines_per_h == 1.0
+
+
+def test_traffic_counts_by_what_nodes_report(roster: Roster) -> None:
+    meter = make(learner_per_h=0.0, learner_per_gb=0.1)
+    member = join(roster, "w", 0.0, per_gb=0.02)
+    member.node.stats = NodeStats(bytes_received=10**9, bytes_sent=10**9, tokens_sampled=10**9)
+    meter.update(roster, bytes_sent=2 * 10**9, now=60.0)
+    # 2 GB of weights and 17 GB of rollouts at the worker, 2 GB at the learner.
+    assert meter.total == pytest.approx(0.02 * 19 + 0.1 * 2)
+    meter.update(roster, bytes_sent=2 * 10**9, now=120.0)
+    assert meter.total == pytest.approx(0.02 * 19 + 0.1 * 2)
+    member.incarnation, member.node.stats = "w-2", NodeStats(bytes_received=5 * 10**8)
+    meter.update(roster, bytes_sent=2 * 10**9, now=180.0)
+    assert meter.total == pytest.approx(0.02 * 19.5 + 0.1 * 2)
+    assert meter.bill().traffic_per_h > 0
+
+
+def test_what_was_spent_before_counts(roster: Roster) -> None:
+    meter = make(spent=7.5)
+    assert meter.has_prices
+    assert meter.bill().total == 7.5
+
+
+def test_traffic_from_before_a_resume_is_not_counted_again(roster: Roster) -> None:
+    meter = make(learner_per_h=0.0, spent=7.5)
+    member = join(roster, "w", 0.0, per_gb=0.02)
+    meter.update(roster, bytes_sent=0, now=1.0)
+    for gigabytes in (400, 401):
+        member.node.stats = NodeStats(bytes_received=gigabytes * 10**9)
+        member.tokens_sampled = 0
+        meter.update(roster, bytes_sent=0, now=float(gigabytes))
+    assert meter.total == pytest.approx(7.5 + 0.02)
+
+
+def test_without_a_price_there_is_nothing_to_show(roster: Roster) -> None:
+    meter = make(learner_per_h=0.0)
+    join(roster, "w", None)
+    meter.update(roster, bytes_sent=10**9, now=HOUR)
+    assert not meter.has_prices
+    assert meter.total == 0.0
+
+
+@pytest.mark.parametrize("field", ["per_h", "per_gb", "losses_per_h"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_price_that_is_none_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"price.{field}"):
+        Price(**{field: value})

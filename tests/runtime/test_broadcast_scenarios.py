@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from itertools import chain
+from pathlib import Path
 
 import pytest
 
-from echo.runtime.disk_store import MemoryStore
+from bench.publishing import ForcedPlanning
+from echo.core.rollout import PolicyVersion
+from echo.runtime.disk_store import DiskStore, MemoryStore
+from echo.wire.codec import Frame
 from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NUM_CHUNKS, Fleet, play
-
-pytestmark = [
-    pytest.mark.slow,
-    # What both transports do alike is a contract of their own (test_transport_contract.py).
-    pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.matrix)]),
-]
 
 SLACK_BYTES = 2 * CHUNK_BYTES
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.matrix)])
 def test_a_chain_of_four_passes_versions_on(kind: str) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("a", "b", "c", "d")
@@ -33,6 +36,9 @@ def test_a_chain_of_four_passes_versions_on(kind: str) -> None:
     play(kind, scenario)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
 def test_two_stripes_come_from_two_parents(kind: str) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("a", "b", "c", "d")
@@ -47,9 +53,15 @@ def test_two_stripes_come_from_two_parents(kind: str) -> None:
     play(kind, scenario, num_stripes=2, codec="full")
 
 
-@pytest.mark.parametrize("num_stripes", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
-    ("way", "codec"), [("killed", "full"), ("killed", "auto"), ("silent", "auto")]
+    ("way", "codec", "num_stripes"),
+    [
+        ("killed", "auto", 2),
+        pytest.param("killed", "full", 1, marks=pytest.mark.matrix),
+        pytest.param("silent", "auto", 2, marks=pytest.mark.matrix),
+    ],
 )
 def test_a_spare_takes_over_from_a_parent_that_fails(
     kind: str, way: str, codec: str, num_stripes: int
@@ -83,6 +95,9 @@ def test_a_spare_takes_over_from_a_parent_that_fails(
     play(kind, scenario, num_stripes=num_stripes, codec=codec, is_patient=way == "killed")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
 def test_who_sends_wrong_bytes_serves_nobody_any_more(kind: str) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.join("a", "b", "c")
@@ -109,59 +124,8 @@ def test_who_sends_wrong_bytes_serves_nobody_any_more(kind: str) -> None:
     play(kind, scenario, num_stripes=0)
 
 
-def test_a_late_joiner_takes_a_keyframe_and_deltas(kind: str) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        await fleet.publish(3)
-        # From the learner, and from a relay that has come to it in the same way.
-        for name in ("a", "b"):
-            await fleet.join(name)
-            await fleet.arrived()
-            late = fleet.relays[name].broadcast
-            assert late.bytes_received < 0.85 * IMAGE_BYTES
-            assert {form.kind for _, form in late.encoded_versions} >= {"keyframe", "delta"}
-        await fleet.publish()
-
-    play(kind, scenario)
-
-
-def test_a_node_that_missed_two_versions_catches_up_by_deltas(kind: str) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        await fleet.join("a", "b", "c")
-        await fleet.publish(2)
-        lagging = fleet.relays["c"]
-        held_bytes = lagging.broadcast.bytes_received
-        lagging.uplink.is_cut = True
-        await fleet.publish(2, arrive=False)
-        await fleet.arrived("a", "b")
-        assert lagging.broadcast.newest_complete.step == 1
-        lagging.uplink.is_cut = False
-        await fleet.arrived()
-        assert lagging.broadcast.bytes_received - held_bytes < IMAGE_BYTES / 4
-        await fleet.publish()
-
-    # What it asked for while it was cut off is lost.
-    play(kind, scenario, is_patient=False)
-
-
-def test_nodes_come_and_go_in_mid_transfer(kind: str) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        await fleet.join("a", "b", "c")
-        fleet.pace()
-        await fleet.publish(arrive=False)
-        await fleet.until(lambda: fleet.relays["c"].share > 0.15, "the transfer has begun")
-        await fleet.begin("d")
-        await fleet.until(lambda: "d" in fleet.session.roster.nodes, "d joins")
-        await fleet.until(lambda: fleet.relays["c"].share > 0.3, "a third has come")
-        await fleet.leave("b")
-        await fleet.arrived()
-        for name in ("a", "c"):
-            assert fleet.relays[name].broadcast.num_duplicate_chunks <= 2
-        await fleet.until(fleet.is_planned, "the plan is followed")
-        await fleet.publish()
-
-    play(kind, scenario)
-
-
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.matrix)])
 def test_a_node_without_room_keeps_what_it_has_and_goes_on_later(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,3 +145,95 @@ def test_a_node_without_room_keeps_what_it_has_and_goes_on_later(
         await fleet.publish()
 
     play(kind, scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.matrix)])
+def test_a_node_behind_one_without_room_finds_another_parent(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("a")
+        await fleet.join("b", version_store=MemoryStore(2 * IMAGE_BYTES))
+        await fleet.join("c")
+        await fleet.publish(2)
+        await fleet.publish(arrive=False)
+        await fleet.arrived("a")
+        await fleet.until(lambda: "keeping the versions" in caplog.text, "b says so")
+        newest = PolicyVersion(1, 2)
+        held = fleet.relays["c"].broadcast
+        # It leaves a parent only after several silences, and may have to leave two.
+        await fleet.until(lambda: held.newest_complete == newest, "c has v2")
+
+    play(kind, scenario, is_patient=False)
+
+
+# --- a slow disk ----------------------------------------------------------------------------------
+
+
+LIMIT = 4 * IMAGE_BYTES
+WRITE_S = 0.15
+"""What one chunk takes: the disk takes 0.9 MB/s per thread."""
+HANGS_S = 30.0
+"""After which a disk that stands still goes on, so that a loop that waits for it fails its test."""
+
+
+class SlowStore(DiskStore):
+    """Version stores on a disk that takes its time."""
+
+    def write(self, place: memoryview, data: Frame) -> None:
+        time.sleep(WRITE_S)
+        super().write(place, data)
+
+
+class Pulse:
+    """A task that only wants to run often, and notes how long it had to wait."""
+
+    def __init__(self) -> None:
+        self.largest_gap_s = 0.0
+        self._task = asyncio.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.01)
+            now = time.monotonic()
+            self.largest_gap_s, last = max(self.largest_gap_s, now - last), now
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+def starred(scenario: Callable[[Fleet], Awaitable[None]]) -> Callable[[Fleet], Awaitable[None]]:
+    """Let all relays take full images from the learner."""
+
+    async def play_it(fleet: Fleet) -> None:
+        fleet.session.planning = ForcedPlanning(fleet.session.planning, "star")
+        await scenario(fleet)
+
+    return play_it
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_a_version_comes_at_the_pace_of_the_disk(tmp_path: Path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.join("slow", version_store=SlowStore(tmp_path, LIMIT))
+        await fleet.join("fast")
+        pulse = Pulse()
+        begun_at = time.monotonic()
+        await fleet.publish(arrive=False)
+        await fleet.arrived("fast")
+        slow = fleet.relays["slow"]
+        assert slow.share < 1.0, "it has come to the fast one alone"
+        await fleet.arrived()
+        took_s = time.monotonic() - begun_at
+        await fleet.publish()
+        await pulse.end()
+        assert pulse.largest_gap_s < took_s / 2
+        assert slow.parent == "learner"
+        assert slow.broadcast.bytes_received == 2 * IMAGE_BYTES
+
+    play("zmq", starred(scenario), codec="full")
+    assert NUM_CHUNKS * WRITE_S > 4.0, "or the disk is too fast to tell"

@@ -1,11 +1,26 @@
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from blake3 import blake3
 
-from echo.core.errors import StorageError
+from echo.core.errors import ConfigError, StorageError
+from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
+from echo.records.ledger import (
+    Discarded,
+    Granted,
+    Ledger,
+    read_lines,
+    read_records,
+    read_state,
+)
 from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
     Checkpoints,
@@ -14,6 +29,10 @@ from echo.runtime.learner.checkpoint import (
     list_checkpoints,
     save_checkpoint,
 )
+from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
+from echo.train import trainer
+from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
+from echo.wire.codec import encode_group
 
 
 def save(directory: Path, step: int, *, lineage: int = 1, keep_last: int = 2) -> int:
@@ -244,3 +263,228 @@ def test_a_failure_is_tried_again_an_interval_later(tmp_path: Path) -> None:
         checkpoints.save(lineage=1, step=11, write_state=fail, now=60.0)
     assert checkpoints.saved_step is None
     assert not checkpoints.is_due(12, now=61.0)
+
+
+# --- recovery -------------------------------------------------------------------------------------
+
+
+def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:
+    rollout = Rollout(
+        token_ids=np.array([4, 2], np.int32),
+        sampler_logprobs=np.array([-0.5, -0.5], np.float32),
+        policy_versions=np.array([[lineage, step]] * 2, np.int32),
+        completion_mask=np.ones(2, np.bool_),
+        reward=1.0,
+        finish_reason="stop",
+    )
+    return Group(
+        group_id=group_id,
+        attempt=0,
+        worker_id="w1",
+        prompt_ids=np.array([1, 3], np.int32),
+        rollouts=(rollout, rollout),
+    )
+
+
+def write_state(directory: Path) -> None:
+    tensors = {"layer": torch.arange(4.0)}
+    trainer.save(
+        directory, weights=tensors, moments=tensors, counters={}, device=torch.device("cpu")
+    )
+
+
+def checkpoint(run_dir: Path, step: int, *, lineage: int = 1, run_id: str = "toy") -> None:
+    save_checkpoint(
+        run_dir / "checkpoints",
+        CheckpointInfo(run_id=run_id, lineage=lineage, step=step),
+        write_state=write_state,
+        keep_last=9,
+        min_free_bytes=0,
+    )
+
+
+@contextmanager
+def opened(run_dir: Path) -> Iterator[Ledger]:
+    ledger = Ledger(run_dir, spool_bytes=1 << 20)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def grant(group_id: int, attempt: int = 0) -> Granted:
+    return Granted(group=group_id, attempt=attempt, worker="w1", version=PolicyVersion(1, 0))
+
+
+def store(ledger: Ledger, group: Group) -> Group:
+    ledger.append(grant(group.group_id))
+    ledger.store(group, *encode_group(group))
+    ledger.sync()
+    return group
+
+
+def resume(run_dir: Path, *, max_staleness: int = 2) -> StartingPoint:
+    with opened(run_dir) as ledger:
+        start = recover(ledger, run_id="toy", max_staleness=max_staleness)
+        enter(ledger, start)
+        return start
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Return a run that was killed at step 3, with a checkpoint of step 1."""
+    with opened(tmp_path) as ledger:
+        enter(ledger, begin(ledger))
+        groups = [store(ledger, make_group(i, step=step)) for i, step in enumerate([0, 0, 1, 2])]
+        ledger.trained(groups[:1], lineage=1, consumed_at=0)
+        checkpoint(tmp_path, 1)
+        ledger.trained(groups[1:2], lineage=1, consumed_at=1)
+        ledger.trained(groups[2:3], lineage=1, consumed_at=2)
+        ledger.append(grant(4, attempt=1))
+        ledger.append(Discarded(group=5, reason="reward_error", step=3))
+    return tmp_path
+
+
+def test_a_run_begins_once_and_not_before_it_is_entered(tmp_path: Path) -> None:
+    with opened(tmp_path) as ledger:
+        begin(ledger)
+        enter(ledger, begin(ledger))
+        with pytest.raises(ConfigError, match="--resume"):
+            begin(ledger)
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+    with opened(tmp_path) as ledger, pytest.raises(ConfigError, match="no run to resume"):
+        recover(ledger, run_id="toy", max_staleness=2)
+
+
+def test_what_was_trained_after_the_checkpoint_waits_again(run_dir: Path) -> None:
+    start = resume(run_dir)
+    assert (start.step, start.lineage) == (1, 2)
+    assert start.lineages == (Lineage(1, 0), Lineage(2, 1))
+    assert [group.group_id for group in start.buffered] == [1, 2]
+    # Sampled by weights that are gone.
+    assert start.ends == {3: "abandoned_version"}
+    assert start.open_attempts == {4: 2}
+    assert start.finished == {0, 1, 2, 3, 5}
+    assert start.next_group_id == 6
+    assert start.staleness_tokens == {0: 4}
+
+
+def test_what_is_too_old_by_then_ends_as_stale(run_dir: Path) -> None:
+    start = resume(run_dir, max_staleness=0)
+    assert start.ends == {1: "stale", 3: "abandoned_version"}
+    assert [group.group_id for group in resume(run_dir, max_staleness=0).buffered] == [2]
+
+
+def test_what_is_only_in_part_too_old_stays_without_that_part(run_dir: Path) -> None:
+    with opened(run_dir) as ledger:
+        group = make_group(6)
+        versions = np.array([[1, 0], [1, 1]], np.int32)
+        rollout = replace(group.rollouts[0], policy_versions=versions)
+        store(ledger, replace(group, rollouts=(rollout, rollout)))
+        for trims_stale in (False, True):
+            start = recover(ledger, run_id="toy", max_staleness=0, trims_stale=trims_stale)
+            assert start.ends.get(6) == (None if trims_stale else "stale")
+    [group] = [group for group in start.buffered if group.group_id == 6]
+    assert group.rollouts[0].completion_mask.tolist() == [False, True]
+    assert group.is_trimmed
+
+
+def test_two_crashes_from_one_checkpoint_are_two_lineages(run_dir: Path) -> None:
+    resume(run_dir)
+    start = resume(run_dir)
+    assert start.lineages == (Lineage(1, 0), Lineage(2, 1), Lineage(3, 1))
+    assert [group.group_id for group in start.buffered] == [1, 2]
+    assert start.ends == {}  # final from the first time
+
+
+def test_recovering_writes_nothing_by_itself(run_dir: Path) -> None:
+    before = list(read_lines(run_dir))
+    with opened(run_dir) as ledger:
+        recover(ledger, run_id="toy", max_staleness=2)
+    assert list(read_lines(run_dir)) == before
+
+
+def test_without_a_checkpoint_it_starts_over(run_dir: Path) -> None:
+    for path in list_checkpoints(run_dir / "checkpoints").values():
+        shutil.rmtree(path)
+    (run_dir / "checkpoints" / "latest").unlink()
+    start = resume(run_dir)
+    assert (start.step, start.checkpoint) == (0, None)
+    assert [group.group_id for group in start.buffered] == [0, 1]
+
+
+def test_going_back_to_an_older_checkpoint_drops_the_later_ones(run_dir: Path) -> None:
+    checkpoint(run_dir, 3)
+    (run_dir / "checkpoints" / "latest").write_text("step_000001\n")
+    assert resume(run_dir).step == 1
+    assert list(list_checkpoints(run_dir / "checkpoints")) == [1]
+
+
+def test_a_group_that_is_gone_ends_as_lost(run_dir: Path) -> None:
+    for path in (run_dir / "groups").glob("*.bin"):
+        path.unlink()
+    start = resume(run_dir)
+    assert start.ends == {1: "lost", 2: "lost", 3: "lost"}
+    assert len(start.losses) == 3
+    assert "group 1 cannot be read back" in start.losses[0]
+    assert resume(run_dir).ends == {}
+
+
+def flip_a_bit(path: Path, at: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "name", [WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE, "checkpoint.json", "BLAKE3SUMS"]
+)
+def test_a_flipped_bit_in_a_checkpoint_makes_its_steps_void(run_dir: Path, name: str) -> None:
+    checkpoint(run_dir, 3)
+    flip_a_bit(run_dir / "checkpoints" / "step_000003" / name)
+    start = resume(run_dir)
+    assert (start.step, start.lineages) == (1, (Lineage(1, 0), Lineage(2, 1)))
+    assert start.checkpoint == run_dir / "checkpoints" / "step_000001"
+    [damage] = start.damage
+    assert f"step_000003/{name}" in damage or name == "BLAKE3SUMS"
+    # What was trained after step 1 waits again, as when the user goes back.
+    assert [group.group_id for group in start.buffered] == [1, 2]
+    # The next resume finds the run at the same checkpoint, without damage.
+    assert list(list_checkpoints(run_dir / "checkpoints")) == [1]
+    again = resume(run_dir)
+    assert (again.step, again.damage) == (1, ())
+
+
+def test_without_a_whole_checkpoint_nothing_is_written(run_dir: Path) -> None:
+    flip_a_bit(run_dir / "checkpoints" / "step_000001" / WEIGHTS_FILE)
+    before = list(read_lines(run_dir))
+    with pytest.raises(StorageError, match=r"no checkpoint .* is whole"):
+        resume(run_dir)
+    assert list(read_lines(run_dir)) == before
+    assert list(list_checkpoints(run_dir / "checkpoints")) == [1]
+
+
+def test_a_flipped_bit_in_a_stored_group_ends_that_group(run_dir: Path) -> None:
+    place = read_state(read_records(run_dir), lineage=1, step=1).waiting[1]
+    # In the last number of its log-probabilities: nothing else about it would look wrong.
+    flip_a_bit(run_dir / "groups" / place.file, place.offset + place.length - 1)
+    start = resume(run_dir)
+    assert [group.group_id for group in start.buffered] == [2]
+    assert start.ends == {1: "lost", 3: "abandoned_version"}
+    assert "group 1 cannot be read back" in start.losses[0]
+    assert resume(run_dir).ends == {}
+
+
+def test_a_checkpoint_of_another_run_is_refused(run_dir: Path) -> None:
+    checkpoint(run_dir, 3, run_id="other")
+    with pytest.raises(ConfigError, match="belongs to run other"):
+        resume(run_dir)
+
+
+def test_a_checkpoint_of_an_abandoned_history_is_refused(run_dir: Path) -> None:
+    resume(run_dir)
+    checkpoint(run_dir, 2, lineage=1)
+    with pytest.raises(StorageError, match="not on the run's history"):
+        resume(run_dir)

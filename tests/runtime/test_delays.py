@@ -71,6 +71,7 @@ def lags_of(run: Run) -> Counter[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_half_an_hour_of_delay_passes_in_emulated_time(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
+import itertools
 import logging
+import mmap
 import os
+import random
 import resource
 import select
 import signal
@@ -12,25 +16,40 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from echo.config.memory import Machine
 from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.records import files
 from echo.runtime import disk_store
-from echo.runtime.disk_store import DiskStore
-from echo.weights.manifest import encode_signed, sign, verify
+from echo.runtime.disk_store import (
+    MAX_SPARES,
+    DiskStore,
+    KeyframeFile,
+    MappedStore,
+    MemoryStore,
+    SavedKeyframe,
+    held_chunks,
+    open_store,
+)
+from echo.weights.manifest import Manifest, build_manifest, encode_signed, sign, verify
 from echo.weights.receiver import WriteChunk
 from echo.weights.store import Transfer
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL
-from tests.runtime.test_disk_store_scan import CHUNK_BYTES, IMAGE, describe, held
 
 SIZE = 1 << 16
 LIMIT = 64 << 20
@@ -504,3 +523,605 @@ def test_a_storage_that_is_dropped_while_a_chunk_is_written_is_not_recycled(open
     # Now that nobody can write to it any more, it is.
     store.create(version(3), b"manifest", len(IMAGE))
     assert store._spares == []
+
+
+# --- what a version store verifies ----------------------------------------------------------------
+
+
+CHUNK_BYTES = 1 << 16
+IMAGE = random.Random(0).randbytes(20 * CHUNK_BYTES + 1000)
+
+
+def describe(image: bytes, chunk_bytes: int = CHUNK_BYTES, step: int = 1) -> Manifest:
+    return build_manifest(
+        run_id="run",
+        version=PolicyVersion(1, step),
+        model_digest="",
+        tensors=[],
+        image=image,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def written_in_part(path: Path, indices: list[int], *, image: bytes = IMAGE) -> memoryview:
+    """Return the bytes of a preallocated file in which these chunks were written."""
+    manifest = describe(image)
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, len(image))
+        for index in indices:
+            start, stop = manifest.chunk_range(index)
+            os.pwrite(file.fileno(), image[start:stop], start)
+        # Mapped, not read: what has been read counts as data.
+        return memoryview(mmap.mmap(file.fileno(), 0))
+
+
+def knows_holes(directory: Path) -> bool:
+    """Return whether the file system tells what was preallocated from what was written."""
+    with (directory / "probe").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, CHUNK_BYTES)
+        try:
+            os.lseek(file.fileno(), 0, os.SEEK_DATA)
+        except OSError as error:
+            return error.errno == errno.ENXIO
+    return False
+
+
+def held(has_chunk: bytearray) -> list[int]:
+    return [index for index, is_held in enumerate(has_chunk) if is_held]
+
+
+@given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))
+def test_in_memory_every_chunk_is_hashed(good: set[int], touched: set[int]) -> None:
+    manifest = describe(IMAGE)
+    storage = bytearray(len(IMAGE))
+    for index in good:
+        start, stop = manifest.chunk_range(index)
+        storage[start:stop] = IMAGE[start:stop]
+    for index in touched:
+        storage[manifest.chunk_range(index)[1] - 1] ^= 1
+    assert held(held_chunks(manifest, memoryview(storage), None)) == sorted(good - touched)
+
+
+def test_small_chunks_are_hashed_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_store, "BATCH_BYTES", 8 << 10)
+    manifest = describe(IMAGE, chunk_bytes=1 << 10)
+    storage = bytearray(IMAGE)
+    storage[5 << 10] ^= 1
+    expected = [index for index in range(manifest.num_chunks) if index != 5]
+    assert held(held_chunks(manifest, memoryview(storage), None)) == expected
+
+
+@pytest.mark.parametrize("indices", [[], [0], [3, 4, 9], [20], list(range(21))])
+def test_in_a_file_only_what_was_written_is_read(
+    tmp_path: Path, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = written_in_part(tmp_path / "file", indices)
+    hashed: list[int] = []
+    matching = disk_store._matching
+
+    def spy(manifest: Manifest, storage: memoryview, batch: list[int]) -> list[int]:
+        hashed.extend(batch)
+        return matching(manifest, storage, batch)
+
+    monkeypatch.setattr(disk_store, "_matching", spy)
+    assert held(held_chunks(describe(IMAGE), storage, tmp_path / "file")) == indices
+    assert sorted(hashed) == (indices if knows_holes(tmp_path) else list(range(21)))
+
+
+def test_a_hole_is_right_where_zeros_are_wanted(tmp_path: Path) -> None:
+    image = IMAGE[:CHUNK_BYTES] + bytes(2 * CHUNK_BYTES) + IMAGE[:CHUNK_BYTES] + bytes(77)
+    storage = written_in_part(tmp_path / "file", [0], image=image)
+    assert held(held_chunks(describe(image), storage, tmp_path / "file")) == [0, 1, 2, 4]
+
+
+def test_a_wanted_zero_counts_only_if_it_is_there(tmp_path: Path) -> None:
+    """The file may have been replaced by another since: the version store's bytes decide."""
+    image = bytes(3 * CHUNK_BYTES)
+    written_in_part(tmp_path / "file", [], image=image)
+    storage = memoryview(bytes(CHUNK_BYTES) + IMAGE[: 2 * CHUNK_BYTES])
+    assert held(held_chunks(describe(image), storage, tmp_path / "file")) == [0]
+
+
+def test_where_the_file_cannot_tell_everything_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = written_in_part(tmp_path / "file", [2, 5])
+    manifest = describe(IMAGE)
+    assert held(held_chunks(manifest, storage, tmp_path / "missing")) == [2, 5]
+
+    def refuse(descriptor: int, position: int, how: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(disk_store.os, "lseek", refuse)
+    assert held(held_chunks(manifest, storage, tmp_path / "file")) == [2, 5]
+
+
+# --- limits and recycling -------------------------------------------------------------------------
+
+
+def is_same_place(first: int, view: memoryview) -> bool:
+    return first == address(view)
+
+
+def address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+@pytest.fixture(params=["memory", "files"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MappedStore]:
+    made = MemoryStore(8 * SIZE) if request.param == "memory" else DiskStore(tmp_path, 8 * SIZE)
+    assert made.recover("run") == []
+    yield made
+    made.close()
+
+
+def test_a_storage_is_room_to_write_to(store: MappedStore) -> None:
+    storage = store.create(version(1), b"manifest", SIZE + 1)
+    assert (len(storage), storage.readonly, storage.format) == (SIZE + 1, False, "B")
+    storage[:] = bytes(range(256)) * (SIZE // 256) + b"\7"
+    assert bytes(storage[-3:]) == b"\xfe\xff\7"
+    assert store.bytes_held == SIZE + 1
+
+
+def test_the_same_version_twice_or_no_bytes_is_a_bug(store: MappedStore) -> None:
+    store.create(version(1), None, SIZE)
+    with pytest.raises(ValueError, match=r"v1: .* asked for twice"):
+        store.create(version(1), None, SIZE)
+    with pytest.raises(ValueError, match="v2: 0 bytes"):
+        store.create(version(2), None, 0)
+    with pytest.raises(ValueError, match="limit_bytes is 0"):
+        MemoryStore(0)
+
+
+def test_the_limit_counts_what_was_not_dropped(store: MappedStore) -> None:
+    store.create(version(1), None, 5 * SIZE)
+    with pytest.raises(
+        StorageError, match=r"v2 needs 256 KiB, but 320 KiB of 512 KiB .* v1; raise"
+    ):
+        store.create(version(2), None, 4 * SIZE)
+    store.create(version(2), None, 3 * SIZE)
+    store.drop(version(1))
+    store.create(version(3), None, 4 * SIZE)  # the spare had to make room
+    assert store.bytes_held == 7 * SIZE
+    assert store._spares == []
+
+
+def test_to_drop_what_is_not_there_is_no_error(store: MappedStore) -> None:
+    store.drop(version(1))
+    store.create(version(1), None, SIZE)
+    store.drop(version(1))
+    store.drop(version(1))
+    assert store.bytes_held == 0
+
+
+def test_a_dropped_storage_is_recycled_when_no_view_is_left(store: MappedStore) -> None:
+    storage = store.create(version(1), None, SIZE)
+    place = address(storage)
+    piece = storage[10:20].toreadonly()
+    piece_of_numpy = np.frombuffer(storage, np.uint8)[5:]
+    storage[10:20] = b"0123456789"
+    del storage
+    store.drop(version(1))
+    second = store.create(version(2), None, SIZE)
+    second[:] = bytes(SIZE)
+    assert not is_same_place(place, second)
+    del piece_of_numpy
+    third = store.create(version(3), None, SIZE)
+    third[:] = bytes(SIZE)
+    assert not is_same_place(place, third)
+    assert bytes(piece) == b"0123456789"
+    del piece
+    other_size = store.create(version(4), None, SIZE - 1)
+    assert not is_same_place(place, other_size)
+    assert is_same_place(place, store.create(version(5), None, SIZE))
+
+
+@pytest.mark.slow
+def test_a_tensor_made_from_a_storage_keeps_it(store: MappedStore) -> None:
+    """As of the weights that a worker on a CPU has installed."""
+    storage = store.create(version(1), None, SIZE)
+    place = address(storage)
+    whole = torch.frombuffer(storage[:64], dtype=torch.float32)
+    part = whole.view(4, 4)[1:]
+    part.fill_(1.5)
+    del storage, whole
+    store.drop(version(1))
+    gc.collect()
+    second = store.create(version(2), None, SIZE)
+    second[:] = bytes(SIZE)
+    assert part.eq(1.5).all()
+    del part
+    gc.collect()
+    assert is_same_place(place, store.create(version(3), None, SIZE))
+
+
+def test_only_the_largest_spares_are_kept_and_views_of_the_others_stay_valid(
+    store: MappedStore,
+) -> None:
+    views = [store.create(version(step), None, step * 4096) for step in range(1, 5)]
+    for step, view in enumerate(views, start=1):
+        view[:] = bytes([step]) * len(view)
+    for step in range(1, 5):
+        store.drop(version(step))
+    assert [len(spare) for spare in store._spares] == [4 * 4096, 3 * 4096]
+    assert len(store._spares) == MAX_SPARES
+    assert [view[0] for view in views] == [1, 2, 3, 4]
+
+
+def test_views_outlive_the_store(store: MappedStore) -> None:
+    kept = store.create(version(1), None, SIZE)
+    dropped = store.create(version(2), None, SIZE)
+    kept[:4], dropped[:4] = b"kept", b"drop"
+    store.drop(version(2))
+    store.close()
+    gc.collect()
+    assert (bytes(kept[:4]), bytes(dropped[:4])) == (b"kept", b"drop")
+
+
+@pytest.mark.slow
+def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MappedStore) -> None:
+    """The receiver takes nothing at first, so slices wait in the sender without a copy."""
+    num_bytes = 24 << 20  # more than the sockets' buffers hold
+    store.limit_bytes = 8 * num_bytes
+    storage = store.create(version(1), None, num_bytes)
+    storage[:] = b"\1" * num_bytes
+    place = address(storage)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PUSH) as push,
+        context.socket(zmq.PULL) as pull,
+    ):
+        push.sndhwm, pull.rcvhwm, pull.rcvbuf, push.linger = 0, 1, 1 << 16, 0
+        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        push.connect(f"tcp://127.0.0.1:{port}")
+        for start in range(0, num_bytes, 1 << 20):
+            push.send(storage[start : start + (1 << 20)].toreadonly(), copy=False)
+        del storage
+        store.drop(version(1))
+        second = store.create(version(2), None, num_bytes)
+        second[:] = b"\2" * num_bytes
+        assert not is_same_place(place, second)
+        for _ in range(num_bytes >> 20):
+            assert set(pull.recv()) == {1}
+        deadline = time.monotonic() + 60  # libzmq tells Python in a thread of its own
+        while store._spares[0].is_lent and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert is_same_place(place, store.create(version(3), None, num_bytes))
+
+
+def test_the_rehash_looks_at_the_version_s_own_bytes(store: MappedStore) -> None:
+    store.limit_bytes = 2 * len(IMAGE)
+    manifest = describe(IMAGE)
+    storage = store.create(manifest.version, b"", len(IMAGE))
+    storage[: 3 * CHUNK_BYTES] = IMAGE[: 3 * CHUNK_BYTES]
+    assert held(store.verify_held(manifest, storage)) == [0, 1, 2]
+    with pytest.raises(StorageError, match="image of v1 has 5 bytes, its manifest says"):
+        store.verify_held(manifest, storage[:5])
+
+
+def test_a_new_run_drops_the_versions_of_the_old_one(store: MappedStore) -> None:
+    store.create(version(1), b"manifest", SIZE)
+    assert store.recover("another") == []
+    assert store.bytes_held == 0
+    store.create(version(1), b"manifest", SIZE)
+
+
+def test_no_memory_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_much = 1 << 60
+    with pytest.raises(StorageError, match=r"no 1024 PiB for v1: .*set network.store_dir"):
+        MemoryStore(too_much).create(version(1), None, too_much)
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert len(MemoryStore(SIZE).create(version(1), None, SIZE)) == SIZE
+
+
+def test_the_configuration_chooses_the_store(tmp_path: Path) -> None:
+    memory = open_store(None, None)
+    assert isinstance(memory, MemoryStore)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < memory.limit_bytes <= pages
+    assert open_store(None, 5).limit_bytes == 5
+    files = open_store(str(tmp_path / "new" / "directory"), None)
+    assert isinstance(files, DiskStore)
+    assert files.limit_bytes > SIZE
+    files.close()
+
+
+class Recycling(RuleBasedStateMachine):
+    """Whatever is created, dropped and kept, no view ever sees another version's bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = MemoryStore(6 * 4096)
+        self.steps = itertools.count(1)
+        self.live: dict[int, memoryview] = {}
+        self.pending: list[tuple[int, memoryview]] = []
+
+    @rule(num_pages=st.integers(1, 2))
+    def create(self, num_pages: int) -> None:
+        step = next(self.steps)
+        num_bytes = num_pages * 4096
+        held_bytes = sum(len(view) for view in self.live.values())
+        if held_bytes + num_bytes > self.store.limit_bytes:
+            with pytest.raises(StorageError):
+                self.store.create(version(step), None, num_bytes)
+            return
+        view = self.store.create(version(step), None, num_bytes)
+        view[:] = bytes([step % 256]) * num_bytes
+        self.live[step] = view
+
+    @rule(data=st.data(), keeps=st.booleans())
+    def drop(self, data: st.DataObject, keeps: bool) -> None:
+        if self.live:
+            step = data.draw(st.sampled_from(sorted(self.live)))
+            view = self.live.pop(step)
+            if keeps:
+                self.pending.append((step, view[7:100].toreadonly()))
+            self.store.drop(version(step))
+
+    @rule()
+    def send(self) -> None:
+        if self.pending:
+            self.pending.pop(0)
+
+    @invariant()
+    def all_bytes_are_as_written(self) -> None:
+        for step, view in [*self.live.items(), *self.pending]:
+            assert set(bytes(view)) == {step % 256}
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        spares = sum(map(len, self.store._spares))
+        assert self.store.bytes_held == sum(map(len, self.live.values()))
+        assert self.store.bytes_held + spares <= self.store.limit_bytes
+        assert len(self.store._spares) <= MAX_SPARES
+
+
+TestRecycling = Recycling.TestCase
+TestRecycling.settings = settings(stateful_step_count=30)
+
+
+# --- journals of keyframes ------------------------------------------------------------------------
+
+
+JOURNAL_LIMIT = 1 << 20
+HEADER_BYTES = 12
+
+
+@pytest.fixture
+def reopened(tmp_path: Path) -> Iterator[Opened]:
+    """Return a function that opens the directory anew, as a process that starts does."""
+    stores: list[DiskStore] = []
+
+    def reopen(limit_bytes: int = JOURNAL_LIMIT, *, run: str = "r") -> DiskStore:
+        for former in stores:
+            former.close()
+        stores.append(DiskStore(tmp_path, limit_bytes))
+        stores[-1].recover(run)
+        return stores[-1]
+
+    yield reopen
+    for store in stores:
+        store.close()
+
+
+def begin(store: DiskStore, step: int) -> KeyframeFile:
+    journal = store.journal(version(step))
+    assert isinstance(journal, KeyframeFile)
+    store.flush()
+    return journal
+
+
+def write(journal: KeyframeFile, *chunks: bytes) -> None:
+    """Write a journal, and wait until that is on the disk."""
+    journal.table(b"table")
+    for index, chunk in enumerate(chunks):
+        journal.chunk(index, memoryview(chunk))
+    journal._files.thread.flush()
+
+
+def only(saved: list[SavedKeyframe]) -> SavedKeyframe:
+    (found,) = saved
+    return found
+
+
+def journals(directory: Path) -> list[str]:
+    return sorted(path.name.rsplit("-", 1)[0] for path in directory.glob("*.keyframe"))
+
+
+def test_the_next_process_reads_what_was_written_newest_first(reopened: Opened) -> None:
+    store = reopened()
+    write(begin(store, 3), b"a" * 100, b"")
+    write(begin(store, 4), b"d")
+    begin(store, 5)
+    saved = reopened().recover_encoded()
+    assert [each.version for each in saved] == [version(5), version(4), version(3)]
+    assert list(saved[0].journal.records()) == []
+    assert list(saved[1].journal.records()) == [(None, b"table"), (0, b"d")]
+    assert list(saved[2].journal.records()) == [(None, b"table"), (0, b"a" * 100), (1, b"")]
+
+
+def test_one_that_is_gone_on_with_is_added_to(reopened: Opened) -> None:
+    write(begin(reopened(), 1), b"first")
+    journal = only(reopened().recover_encoded()).journal
+    assert len(list(journal.records())) == 2
+    journal.open()
+    journal.chunk(7, memoryview(b"second"))
+    again = only(reopened().recover_encoded()).journal
+    assert list(again.records()) == [(None, b"table"), (0, b"first"), (7, b"second")]
+
+
+@pytest.mark.parametrize("num_torn", [1, 5, 6, HEADER_BYTES + 5])
+def test_a_torn_end_is_cut_off_before_more_is_added(reopened: Opened, num_torn: int) -> None:
+    journal = begin(reopened(), 1)
+    write(journal, b"first", b"other")
+    with journal.path.open("r+b") as file:
+        file.truncate(journal.path.stat().st_size - num_torn)
+    journal = only(reopened().recover_encoded()).journal
+    sound = [(None, b"table"), (0, b"first")]
+    assert list(journal.records()) == sound
+    journal.open()
+    journal.chunk(2, memoryview(b"third"))
+    assert list(only(reopened().recover_encoded()).journal.records()) == [
+        *sound,
+        (2, b"third"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\0" * 100, b"echo\0\0\0\0\xff\xff\xff\xff" + b"x" * 50], ids=["zeros", "length"]
+)
+def test_junk_is_the_end(reopened: Opened, junk: bytes) -> None:
+    journal = begin(reopened(), 1)
+    write(journal, b"first")
+    with journal.path.open("ab") as file:
+        file.write(junk)
+    assert len(list(only(reopened().recover_encoded()).journal.records())) == 2
+
+
+def test_what_was_not_accepted_is_cut_off_with_all_that_follows(reopened: Opened) -> None:
+    write(begin(reopened(), 1), b"first", b"second", b"third")
+    journal = only(reopened().recover_encoded()).journal
+    for index, _ in journal.records():
+        if index == 1:
+            break
+    journal.open()
+    journal.chunk(5, memoryview(b"new"))
+    again = only(reopened().recover_encoded()).journal
+    assert [index for index, _ in again.records()] == [None, 0, 5]
+
+
+def test_it_goes_with_its_keyframe(reopened: Opened, tmp_path: Path) -> None:
+    store = reopened()
+    journal = begin(store, 1)
+    write(journal, b"a" * 100)
+    kept = begin(store, 2)
+    write(kept, b"b" * 50)
+    journal.remove()
+    journal.chunk(1, memoryview(b"late"))  # and no more is written
+    store.flush()
+    assert journals(tmp_path) == ["v2-L1"]
+    # The same keyframe may be fetched anew.
+    write(begin(store, 1), b"a")
+    assert len(reopened().recover_encoded()) == 2
+
+
+def test_the_journals_of_other_runs_are_removed_and_foreign_files_left_alone(
+    reopened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(begin(reopened(run="other"), 1), b"a")
+    (tmp_path / "v1-L1-mine.keyframe").write_text("mine")
+    (tmp_path / "v2-L1-b2dea48d667b2821.keyframe").mkdir()
+    caplog.set_level(logging.INFO)
+    store = reopened()
+    assert store.recover_encoded() == []
+    store.flush()
+    assert journals(tmp_path) == ["v1-L1", "v2-L1"]
+    assert (tmp_path / "v1-L1-mine.keyframe").read_text() == "mine"
+
+
+def test_recovering_twice_gives_no_journal_twice(reopened: Opened) -> None:
+    write(begin(reopened(), 1), b"a")
+    store = reopened()
+    assert len(store.recover_encoded()) == 1
+    begin(store, 2)
+    assert store.recover_encoded() == []
+
+
+# --- room ----------------------------------------------------------------------------------------
+
+
+def test_journals_take_what_versions_leave_and_the_oldest_give_way(
+    reopened: Opened, tmp_path: Path
+) -> None:
+    store = reopened(2 * SIZE)
+    store.create(version(1), b"manifest", SIZE)
+    for step in (2, 3):
+        write(begin(store, step), b"d" * (SIZE // 3))
+    write(begin(store, 4), b"d" * (SIZE // 2))
+    assert journals(tmp_path) == ["v3-L1", "v4-L1"]
+    # A version takes the room of all of them, and is the only thing that may.
+    store.create(version(4), b"manifest", SIZE)
+    store.flush()
+    assert journals(tmp_path) == []
+
+
+def test_one_that_exceeds_the_limit_alone_is_given_up(reopened: Opened, tmp_path: Path) -> None:
+    store = reopened(SIZE)
+    journal = begin(store, 1)
+    write(journal, b"a" * (SIZE // 2), b"b" * (SIZE // 2), b"c")
+    assert journals(tmp_path) == []
+    assert store._encoded_versions.num_bytes == 0
+
+
+def test_spares_give_way_to_journals(reopened: Opened, tmp_path: Path) -> None:
+    store = reopened(2 * SIZE)
+    store.create(version(1), b"manifest", SIZE + SIZE // 2)
+    store.drop(version(1))
+    write(begin(store, 2), b"a" * SIZE)
+    assert journals(tmp_path) == ["v2-L1"]
+    assert store._spares == []
+
+
+def test_the_oldest_are_not_recovered_where_the_limit_is_lower_now(
+    reopened: Opened, tmp_path: Path
+) -> None:
+    store = reopened()
+    for step in (1, 2, 3):
+        write(begin(store, step), b"a" * SIZE)
+    store = reopened(2 * SIZE + 1000)
+    saved = store.recover_encoded()
+    store.flush()
+    assert [each.version for each in saved] == [version(3), version(2)]
+    assert journals(tmp_path) == ["v2-L1", "v3-L1"]
+
+
+def test_the_default_limit_counts_what_a_former_process_s_journals_take(
+    reopened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = reopened()
+    monkeypatch.setattr(store, "_free_bytes", lambda: 1000)
+    write(begin(store, 1), b"a" * SIZE)
+    assert store._available_bytes() >= 1000 + SIZE
+
+
+def test_a_disk_that_cannot_be_written_costs_only_the_recovery(
+    reopened: Opened,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = reopened()
+    journals_of = [begin(store, step) for step in (1, 2)]
+    monkeypatch.setattr("echo.runtime.disk_store.os.writev", lambda *_: 3)
+    for journal in journals_of:
+        write(journal, b"a" * 100)
+    assert journals(tmp_path) == []
+    assert store._encoded_versions.num_bytes == store._encoded_versions.behind_bytes == 0
+    assert caplog.text.count("No space left on device") == 1
+    assert "v1-L1" in caplog.text
+
+
+def test_a_directory_that_is_gone_costs_only_the_recovery(
+    reopened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = reopened()
+    store.directory = store._encoded_versions.directory = tmp_path / "gone"
+    write(begin(store, 1), b"a")
+    assert "cannot be written: No such file" in caplog.text
+
+
+def test_the_run_must_be_known_before_a_journal(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, JOURNAL_LIMIT)
+    with pytest.raises(LocalProtocolError, match="must come first"):
+        store.journal(version(1))
+    store.close()
+
+
+def test_in_memory_nothing_is_kept() -> None:
+    store = MemoryStore(JOURNAL_LIMIT)
+    assert store.journal(version(1)) is None
+    assert store.recover_encoded() == []
+
+
+def test_nobody_else_may_read_them(reopened: Opened) -> None:
+    assert begin(reopened(), 1).path.stat().st_mode & 0o777 == 0o600

@@ -134,8 +134,6 @@ def play() -> Iterator[Play]:
         results = runner.play(
             openings,
             SAMPLING,
-            should_stop=lambda: False,
-            on_progress=lambda _: None,
             exact_version=exact_version,
         )
         return results, engine, task, host

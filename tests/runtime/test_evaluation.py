@@ -13,6 +13,7 @@ from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Samplin
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
+from tests.engine.watchers import watching
 
 
 class EchoEngine(Engine):
@@ -74,7 +75,7 @@ def make_evaluator(prompts: Sequence[int] = range(4)) -> Evaluator:
 
 
 def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
-    result = make_evaluator().evaluate(PolicyVersion(1, 7), {}, should_stop=lambda: False)
+    result = make_evaluator().evaluate(PolicyVersion(1, 7), {})
     assert result is not None
     assert result.metrics("same") == {
         "eval/same/pass@1": 0.5,  # 0 and 2 of four: odd seeds answer one too many
@@ -89,9 +90,7 @@ def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
 
 
 def test_an_evaluation_whose_rewards_all_fail_has_no_figure() -> None:
-    result = make_evaluator(prompts=[3, 3]).evaluate(
-        PolicyVersion(1, 0), {}, should_stop=lambda: False
-    )
+    result = make_evaluator(prompts=[3, 3]).evaluate(PolicyVersion(1, 0), {})
     assert result is not None
     assert result.metrics("same") == {"eval/version": 0, "eval/reward_errors": 4}
     assert str(result).startswith("evaluation of v0: no figure, 4 of 4 rewards failed: Same.reward")
@@ -100,8 +99,8 @@ def test_an_evaluation_whose_rewards_all_fail_has_no_figure() -> None:
 @pytest.mark.parametrize("after", [0, 3, 6])
 def test_it_stops_wherever_it_is(after: int) -> None:
     asked = iter(range(100))
-    stop = lambda: next(asked) >= after  # noqa: E731
-    assert make_evaluator().evaluate(PolicyVersion(1, 0), {}, should_stop=stop) is None
+    stop = watching(should_stop=lambda: next(asked) >= after)
+    assert make_evaluator().evaluate(PolicyVersion(1, 0), {}, stop) is None
 
 
 def due_steps(published: Sequence[int], *, max_steps: int = 1000) -> list[int]:

@@ -89,6 +89,7 @@ def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(play: P
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_worker_that_is_cut_off_from_its_relay_hears_of_it_when_it_is_back(play: Play) -> None:
     async def scenario(run: Run) -> None:
         network = {"dead_after_s": PATIENCE_S, "reconnect_for_s": PATIENCE_S}

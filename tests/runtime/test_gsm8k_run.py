@@ -51,6 +51,7 @@ def long_model(tmp_path: Path, model_dir: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_rows_are_sampled_scored_and_trained_on(tmp_path: Path, long_model: Path) -> None:
     rows = [*OWN, *published_rows()]
     path = tmp_path / "rows.jsonl"

@@ -5,8 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from echo.core.errors import StorageError
-from echo.runtime.identity import load_or_create_identity, load_or_create_keys
+from echo.config.load import parse_config
+from echo.config.schema import Config
+from echo.core.errors import ConfigError, StorageError
+from echo.net.transport import with_key
+from echo.runtime.identity import (
+    Join,
+    dial_addresses,
+    find_join,
+    join_address,
+    load_or_create_identity,
+    load_or_create_keys,
+    load_or_create_signing_key,
+    node_keys,
+    signing_fingerprint,
+)
+from echo.weights.store import fingerprint
 
 
 def test_a_run_keeps_its_id_and_key(tmp_path: Path) -> None:
@@ -57,3 +71,86 @@ def test_only_the_owner_may_look_into_the_directory_of_keys(tmp_path: Path) -> N
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
     load_or_create_keys(tmp_path / "other")
     assert stat.S_IMODE((tmp_path / "other" / "keys").stat().st_mode) == 0o700
+
+
+# --- joining --------------------------------------------------------------------------------------
+
+
+LEARNER = Join(with_key("tcp://10.0.0.5:7700", b"k" * 32), b"a" * 16, b"f" * 16)
+OTHER = Join(with_key("tcp://10.0.0.6:7700", b"o" * 32), b"b" * 16, b"g" * 16)
+
+
+def make(*overrides: str, connect: list[str] | None = None) -> Config:
+    table = {"run": {"dir": "no/such/directory"}, "worker": {"connect": connect or []}}
+    return parse_config(table, overrides)
+
+
+def test_an_address_goes_before_the_setting_and_that_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "join"
+    path.write_text(f"{OTHER}\n")
+    assert find_join(make(), "worker") is None
+    assert find_join(make(f"security.join={path}"), "worker") == OTHER
+    both = make(f"security.join={OTHER}", connect=["tcp://a:1", str(LEARNER)])
+    assert find_join(both, "worker") == LEARNER
+    assert find_join(both, "relay") == OTHER
+
+
+def test_nodes_on_the_learners_machine_find_the_run_directory(tmp_path: Path) -> None:
+    own = f"run.dir={tmp_path}"
+    assert find_join(make(own), "worker") is None
+    (tmp_path / "run" / "keys").mkdir(parents=True)
+    (tmp_path / "run" / "keys" / "join").write_text(f"{LEARNER}\n")
+    assert find_join(make(own), "worker") == LEARNER
+    assert find_join(make(own, f"security.join={OTHER}"), "worker") == OTHER
+    (tmp_path / "run" / "keys" / "join").write_text("torn")
+    with pytest.raises(ConfigError, match=r"keys/join' is not a join string"):
+        find_join(make(own), "worker")
+
+
+@pytest.mark.parametrize("text", [None, b"nonsense", b"\xff"])
+def test_a_file_without_a_join_string_is_named(tmp_path: Path, text: bytes | None) -> None:
+    path = tmp_path / "join"
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(ConfigError, match=f"security.join = '{path}'.*runs/NAME/keys/join"):
+        node_keys(make(f"security.join={path}"), "worker")
+
+
+def test_who_names_no_address_dials_that_of_the_join_string() -> None:
+    assert dial_addresses(make(f"security.join={LEARNER}"), "worker") == (LEARNER.address,)
+    named = make(f"security.join={LEARNER}", connect=["tcp://relay:7701", str(LEARNER)])
+    assert dial_addresses(named, "worker") == ("tcp://relay:7701", LEARNER.address)
+    assert dial_addresses(make(), "worker") == ()
+
+
+def test_keys_follow_from_the_join_string() -> None:
+    config = make(f"security.join={LEARNER}", connect=["tcp://relay:7701"])
+    keys = node_keys(config, "worker")
+    assert keys is not None
+    assert keys.server_keys("tcp://10.0.0.5:7700") == (b"k" * 32,)
+    assert keys.server_keys("tcp://relay:7701") == (keys.relay_key, b"k" * 32)
+    assert node_keys(make("security.curve=false"), "worker") is None
+    with pytest.raises(ConfigError, match="this relay has no join string"):
+        node_keys(make(), "relay")
+
+
+def test_whose_signature_counts(tmp_path: Path) -> None:
+    remote, local = ["tcp://10.0.0.5:7700"], ["tcp://127.0.0.1:7700"]
+    assert signing_fingerprint(make(f"security.join={LEARNER}"), "worker") == b"f" * 16
+    plain = [f"run.dir={tmp_path}", "security.curve=false"]
+    assert signing_fingerprint(make(*plain, connect=local), "worker") is None
+    key = load_or_create_signing_key(tmp_path / "run")
+    expected = fingerprint(key.public_key().public_bytes_raw())
+    assert signing_fingerprint(make(*plain, connect=local), "worker") == expected
+    # The run directory of another machine says nothing of the learner there.
+    assert signing_fingerprint(make(*plain, connect=remote), "worker") is None
+
+
+def test_where_others_reach_the_learner() -> None:
+    key = "#" + LEARNER.address.partition("#")[2]
+    assert join_address(f"tcp://10.0.0.5:7700{key}", None) == "tcp://10.0.0.5:7700"
+    assert join_address("tcp://0.0.0.0:7700", "tcp://gpu.example:1") == "tcp://gpu.example:1"
+    guess = join_address(f"tcp://0.0.0.0:7700{key}", None)
+    assert guess.startswith("tcp://")
+    assert guess.endswith(":7700")
+    assert "0.0.0.0" not in guess

@@ -10,9 +10,15 @@ import pytest
 from echo.algo.diagnostics import GroupStats
 from echo.core.metrics import LearningCurve
 from echo.core.rollout import Group
-from echo.runtime.learner.report import IDLE_WINDOW_STEPS, RATE_WINDOW_S, Progress, describe_wait
+from echo.runtime.learner.report import (
+    IDLE_WINDOW_STEPS,
+    RATE_WINDOW_S,
+    Progress,
+    TaskMetrics,
+    describe_wait,
+)
 from tests.runtime.harness import Play, Run, running
-from tests.runtime.test_recovery import make_group
+from tests.runtime.test_checkpoint import make_group
 
 
 def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
@@ -170,7 +176,7 @@ def test_the_learner_says_that_what_comes_is_of_no_use(play: Play) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_a_snapshot_shows_every_node(play: Play, num_workers: int) -> None:
     async def scenario(run: Run) -> None:
         workers = [await run.worker(f"w{i}") for i in range(num_workers)]
@@ -187,3 +193,40 @@ def test_a_snapshot_shows_every_node(play: Play, num_workers: int) -> None:
         assert all(view.num_tokens > 0 and view.version.startswith("v") for view in views)
 
     play(scenario)
+
+
+# --- metrics of tasks -----------------------------------------------------------------------------
+
+
+def test_totals_become_differences_over_all_workers() -> None:
+    metrics = TaskMetrics()
+    first = {
+        "w1": {"env/calls": 10, "env/milliseconds": 500, "refused/stale": 3},
+        "w2": {"env/calls": 10, "env/milliseconds": 1500, "env/errors": 2, "env/retries": 1},
+    }
+    assert metrics.row(first) == pytest.approx(
+        {"env/calls": 20, "env/errors": 2, "env/retries": 1, "env/latency": 0.1}
+    )
+    second = {"w1": {"env/calls": 14, "env/milliseconds": 540}, "w2": first["w2"]}
+    assert metrics.row(second) == pytest.approx(
+        {"env/calls": 4, "env/errors": 0, "env/retries": 0, "env/latency": 0.01}
+    )
+
+
+def test_a_worker_that_leaves_or_starts_anew_takes_nothing_back() -> None:
+    metrics = TaskMetrics()
+    metrics.row({"w1": {"env/calls": 10}, "w2": {"env/calls": 7}})
+    assert metrics.row({"w1": {"env/calls": 3}})["env/calls"] == 3
+    assert metrics.row({"w1": {"env/calls": 3}, "w2": {"env/calls": 8}})["env/calls"] == 1
+
+
+def test_without_a_task_that_is_called_there_is_no_row() -> None:
+    assert TaskMetrics().row({"w1": {"refused/stale": 3}}) == {}
+
+
+def test_what_rarely_happens_is_shown_from_its_first_time_on() -> None:
+    metrics = TaskMetrics()
+    assert metrics.row({"w1": {"engine/out_of_memory": 0}}) == {}
+    assert metrics.row({"w1": {"engine/out_of_memory": 2}}) == {"engine/out_of_memory": 2}
+    second = {"w1": {"engine/out_of_memory": 2, "env/turn_limit": 5}}
+    assert metrics.row(second) == {"engine/out_of_memory": 0, "env/turn_limit": 5}

@@ -1,18 +1,25 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from echo.core.rollout import PolicyVersion
-from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
+from echo.engine.weights import VersionImages, tensors_from_image
+from echo.runtime.learner.publish import Coder, Publication, VersionEncoder, make_publication
 from echo.runtime.threads import ThreadPools
 from echo.weights.broadcast import Broadcast
-from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.manifest import TensorSpec, build_manifest, sign, verify
 from echo.weights.receiver import VersionArrived
+from echo.weights.schedule import MAX_PENDING, PublishPace
 from echo.weights.store import DecodeBlock
 from echo.wire.actions import Send
 from tests.roles.harness import message_of
@@ -36,7 +43,7 @@ def make_images(count: int, *, share: float) -> list[bytearray]:
     return images
 
 
-def make_publication(step: int, image: bytearray) -> Publication:
+def publication_of(step: int, image: bytearray) -> Publication:
     spec = TensorSpec("w", "bfloat16", (NUM_BYTES // 2,), 0, NUM_BYTES)
     manifest = build_manifest(
         run_id="run",
@@ -99,7 +106,7 @@ def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
     async def main() -> Pair:
         pair = Pair(codec)
         pair.join()
-        await pair.publish(*(make_publication(i, image) for i, image in enumerate(images)))
+        await pair.publish(*(publication_of(i, image) for i, image in enumerate(images)))
         pair.coder.close()
         return pair
 
@@ -119,7 +126,7 @@ def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
 @pytest.mark.slow
 def test_a_laggard_takes_one_delta_after_the_other() -> None:
     images = make_images(5, share=0.01)
-    publications = [make_publication(i, image) for i, image in enumerate(images)]
+    publications = [publication_of(i, image) for i, image in enumerate(images)]
     newest = PolicyVersion(1, 4)
 
     async def main() -> Pair:
@@ -214,7 +221,7 @@ def test_a_hopeless_delta_is_not_sent() -> None:
     async def main() -> Pair:
         pair = Pair("auto")
         pair.join()
-        await pair.publish(*(make_publication(i, image) for i, image in enumerate(images)))
+        await pair.publish(*(publication_of(i, image) for i, image in enumerate(images)))
         pair.coder.close()
         return pair
 
@@ -229,7 +236,7 @@ def test_a_late_joiner_takes_the_keyframe_and_the_deltas_behind_it() -> None:
 
     async def main() -> Pair:
         pair = Pair("auto")
-        await pair.publish(*(make_publication(i, image) for i, image in enumerate(images)))
+        await pair.publish(*(publication_of(i, image) for i, image in enumerate(images)))
         keyframes = [item for item in pair.learner.encoded_versions if item[1].kind == "keyframe"]
         assert keyframes
         pair.join()
@@ -247,9 +254,9 @@ def test_every_segment_is_announced_while_later_ones_are_coded() -> None:
 
     async def main() -> None:
         coder = Coder(KEY, num_threads=2)
-        publication = make_publication(1, images[1])
+        publication = publication_of(1, images[1])
         pair = Pair("delta")
-        await pair.publish(make_publication(0, images[0]))
+        await pair.publish(publication_of(0, images[0]))
         base = pair.learner.store[PolicyVersion(1, 0)]
         segments = list(coder.segments(publication, base))
         assert [segment.table.index for segment in segments] == [0]
@@ -259,3 +266,151 @@ def test_every_segment_is_announced_while_later_ones_are_coded() -> None:
         pair.coder.close()
 
     asyncio.run(main())
+
+
+# --- when versions are published ------------------------------------------------------------------
+
+
+def version(step: int) -> PolicyVersion:
+    return PolicyVersion(1, step)
+
+
+def test_a_publication_is_signed_and_rounded() -> None:
+    key = Ed25519PrivateKey.generate()
+    tensors = {"w": torch.linspace(-1, 1, 1000), "steps": torch.arange(3)}
+    publication = make_publication(
+        tensors,
+        version(4),
+        run_id="toy",
+        model_digest="m",
+        images=VersionImages("bfloat16", block_bytes=1024),
+        chunk_bytes=1024,
+        key=key,
+    )
+    public = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+    _, manifest = verify(
+        msgspec.msgpack.encode(publication.signed),
+        public_key=public,
+        run_id="toy",
+        max_bytes=1 << 20,
+    )
+    assert manifest.version == version(4)
+    assert manifest.num_chunks == 2
+    back = tensors_from_image(manifest.tensors, memoryview(publication.image))
+    assert torch.equal(back["w"], tensors["w"].to(torch.bfloat16))
+    assert torch.equal(back["steps"], tensors["steps"])
+
+
+def due_steps(pace: PublishPace, steps: Iterable[int]) -> list[int]:
+    """Publish where it is due; return those steps."""
+    due = []
+    for step in steps:
+        if pace.is_due(step):
+            pace.published(version(step), num_bytes=1, now=float(step))
+            due.append(step)
+    return due
+
+
+def test_a_fixed_period_stays() -> None:
+    pace = PublishPace(period=2, is_auto=False, max_staleness=3)
+    assert due_steps(pace, range(7)) == [0, 2, 4, 6]
+    pace.published(version(6), num_bytes=100, now=0.0)
+    assert pace.received([version(6)], now=50.0, train_s=1.0)
+    assert pace.period == 2
+    assert pace.metrics() == {
+        "publish_period": 2,
+        "broadcast/seconds": 50.0,
+        "broadcast/goodput": 2.0,
+    }
+
+
+def test_auto_takes_the_smallest_period_that_hides_the_broadcast() -> None:
+    pace = PublishPace(period=2, is_auto=True, max_staleness=3)
+    assert pace.metrics() == {"publish_period": 2}
+    for broadcast_s, period in ((0.5, 1), (2.5, 3), (100.0, 4)):  # never above S + 1
+        pace.published(version(8), num_bytes=100, now=10.0)
+        assert pace.received([version(8)], now=10.0 + broadcast_s, train_s=1.0)
+        assert pace.period == period
+
+
+def test_the_slowest_worker_counts_and_one_without_weights_is_waited_for() -> None:
+    pace = PublishPace(period=1, is_auto=True, max_staleness=3)
+    pace.published(version(1), num_bytes=1, now=1.0)
+    pace.published(version(2), num_bytes=1, now=2.0)
+    assert not pace.received([version(2), version(0)], now=3.0, train_s=1.0)
+    assert not pace.received([version(2), None], now=3.0, train_s=1.0)
+    assert not pace.received([], now=3.0, train_s=1.0)
+    assert pace.received([version(2), version(1)], now=3.0, train_s=1.0)
+    assert pace.broadcast_s == 2.0
+    assert pace.received([version(2), version(2)], now=3.5, train_s=1.0)
+    assert pace.broadcast_s == 1.5
+    assert not pace.received([version(2), version(2)], now=9.0, train_s=1.0)
+
+
+def test_the_period_waits_until_a_step_was_timed() -> None:
+    pace = PublishPace(period=2, is_auto=True, max_staleness=3)
+    pace.published(version(0), num_bytes=1, now=0.0)
+    assert pace.received([version(0)], now=60.0, train_s=None)
+    assert pace.period == 2
+
+
+def test_versions_that_nobody_takes_are_forgotten() -> None:
+    pace = PublishPace(period=1, is_auto=False, max_staleness=3)
+    for step in range(10 * MAX_PENDING):
+        pace.published(version(step), num_bytes=1, now=float(step))
+    assert not pace.received([version(8 * MAX_PENDING)], now=1e6, train_s=1.0)
+
+
+def test_a_lower_bound_shortens_the_period_and_a_higher_one_gives_it_back() -> None:
+    pace = PublishPace(period=4, is_auto=False, max_staleness=6)
+    for bound, period in ((5, 4), (2, 3), (0, 1), (6, 4)):
+        pace.limit(bound)
+        assert pace.period == period
+    pace = PublishPace(period=4, is_auto=True, max_staleness=6)
+    pace.limit(1)
+    assert pace.period == 2
+    pace.published(version(0), num_bytes=1, now=0.0)
+    pace.received([version(0)], now=50.0, train_s=1.0)
+    assert pace.period == 2  # 50 steps long, and the bound lets it be S + 1
+
+
+def test_the_period_counts_from_the_last_version_whatever_its_step() -> None:
+    pace = PublishPace(period=4, is_auto=False, max_staleness=6)
+    pace.published(version(9), num_bytes=1, now=0.0)  # as after a resume
+    assert due_steps(pace, range(10, 20)) == [13, 17]
+    pace.limit(2)
+    assert due_steps(pace, range(20, 30)) == [20, 23, 26, 29]
+    # A raised bound gives the period back, and the next version is not put off to a multiple of it.
+    pace.limit(6)
+    assert due_steps(pace, range(30, 40)) == [33, 37]
+    pace = PublishPace(period=7, is_auto=True, max_staleness=6)
+    pace.published(version(0), num_bytes=1, now=0.0)
+    pace.limit(1)
+    pace.limit(6)
+    assert due_steps(pace, range(1, 9)) == [2, 4, 6, 8]  # until it is measured again
+
+
+@pytest.mark.parametrize("max_staleness", [3, 6, 10])
+@pytest.mark.parametrize("seed", range(5))
+def test_two_versions_are_never_further_apart_than_the_bound_allows(
+    max_staleness: int, seed: int
+) -> None:
+    pace = PublishPace(period=max(1, max_staleness - 1), is_auto=True, max_staleness=max_staleness)
+    chance = random.Random(seed)
+    pace.published(version(0), num_bytes=1, now=0.0)
+    arrivals, now, last, gaps, periods = [(4.5, version(0))], 0.0, 0, [], set()
+    for step in range(1, 301):
+        train_s = max(0.1, chance.gauss(1.0, 0.2))
+        now += train_s
+        while arrivals and arrivals[0][0] <= now:
+            at, arrived = arrivals.pop(0)
+            pace.received([arrived], now=at, train_s=train_s)
+            periods.add(pace.period)
+        if pace.is_due(step):
+            gaps.append(step - last)
+            pace.published(version(step), num_bytes=1, now=now)
+            arrivals.append((now + 4.5, version(step)))
+            last = step
+    assert len(periods) > 1 or max_staleness == 3  # the noise changes what is measured
+    assert max(gaps) <= max_staleness + 1
+    assert 300 - last <= max_staleness

@@ -2,19 +2,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from echo.config.load import parse_config
 from echo.net import zmq
 from echo.net.transport import Connected, Received, TransportOptions, parse_address
 from echo.net.zmq import (
@@ -24,6 +29,9 @@ from echo.net.zmq import (
     descriptor_limit,
     raise_descriptor_limit,
 )
+from echo.runtime import node
+from echo.runtime.learner.setup import build_learner
+from echo.runtime.worker.setup import build_worker
 from echo.wire.codec import encode
 from echo.wire.messages import Greet
 
@@ -171,7 +179,7 @@ def test_a_node_survives_more_strangers_than_it_may_have_files(
         }[role]
     )
     command = f"{sys.executable} -m echo.cli.node --role {role} --config {config}"
-    node = subprocess.Popen(
+    process = subprocess.Popen(
         ["sh", "-c", f"ulimit -Sn {soft}; ulimit -Hn {hard}; exec {command}"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stderr=subprocess.PIPE,
@@ -181,11 +189,11 @@ def test_a_node_survives_more_strangers_than_it_may_have_files(
         return socket.create_connection(("127.0.0.1", port))
 
     def wait_for_port() -> socket.socket:
-        while node.poll() is None:
+        while process.poll() is None:
             with contextlib.suppress(ConnectionRefusedError):
                 return connect()
             time.sleep(0.05)
-        raise AssertionError(node.communicate()[1])
+        raise AssertionError(process.communicate()[1])
 
     async def greet() -> bytes:
         genuine = ZmqTransport()
@@ -208,57 +216,53 @@ def test_a_node_survives_more_strangers_than_it_may_have_files(
     finally:
         for each in idle:
             each.close()
-        node.terminate()
-        _, text = node.communicate(timeout=30)
-    assert node.returncode == 128 + signal.SIGTERM, text
+        process.terminate()
+        _, text = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, text
     assert b"connections that said nothing" in text
 
 
-BINDING = """
-import asyncio, logging, sys
-from echo.config.load import parse_config
-from echo.runtime import node as wiring
-from echo.runtime.learner.setup import build_learner
-from echo.runtime.worker.setup import build_worker
+class BindsError(Exception):
+    """The node is about to let strangers in."""
 
-class Binds(Exception):
-    pass
 
-async def start_transport(*arguments, **options):
-    raise Binds
-
-wiring.start_transport = start_transport
-
-def binds_with(module, role, build, model, **options):
-    table = {"run": {"dir": sys.argv[1]}, "model": {"name": model}, "security": {"curve": False}}
-    table |= {"worker": {"connect": ["tcp://127.0.0.1:1"]}, "task": {"kind": "addition"}}
-    table |= {"sampling": {"max_completion_tokens": 6}}
-    assert module not in sys.modules
-    try:
-        asyncio.run(build(parse_config(table, role=role), log=logging.getLogger(), **options))
-    except Binds:
-        assert module in sys.modules, module
-
-binds_with("transformers.models.olmo2.modeling_olmo2", "worker", build_worker, sys.argv[3])
-binds_with(
-    "transformers.models.qwen3.modeling_qwen3", "learner", build_learner, sys.argv[2],
-    resume=False, write_metrics=None, show=None,
+@pytest.mark.parametrize(
+    ("build", "model_type"), [(build_learner, "olmo"), (build_worker, "olmo2")]
 )
-"""
-
-
-@pytest.mark.slow
 def test_the_code_of_the_model_is_imported_before_strangers_can_connect(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[..., Any],
+    model_type: str,
 ) -> None:
-    own = tmp_path / "olmo2"
-    own.mkdir()
-    (own / "config.json").write_text('{"model_type": "olmo2"}')
-    subprocess.run(
-        [sys.executable, "-c", BINDING, tmp_path, model_dir, own],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        check=True,
+    own = tmp_path / "model"  # of a kind that nothing else here has imported
+    shutil.copytree(model_dir, own)
+    config_path = own / "config.json"
+    config_path.write_text(
+        json.dumps(json.loads(config_path.read_text()) | {"model_type": model_type})
     )
+    module = f"transformers.models.{model_type}.modeling_{model_type}"
+    assert module not in sys.modules
+
+    async def start_transport(*arguments: Any, **options: Any) -> None:
+        raise BindsError
+
+    monkeypatch.setattr(node, "start_transport", start_transport)
+    table = {
+        "run": {"dir": str(tmp_path)},
+        "model": {"name": str(own)},
+        "security": {"curve": False},
+        "worker": {"connect": ["tcp://127.0.0.1:1"]},
+        "task": {"kind": "addition"},
+        "sampling": {"max_completion_tokens": 6},
+    }
+    is_learner = build is build_learner
+    config = parse_config(table, role="learner" if is_learner else "worker")
+    more = {"resume": False, "write_metrics": None, "show": None} if is_learner else {}
+    with pytest.raises(BindsError):
+        asyncio.run(build(config, log=logging.getLogger(), **more))
+    assert module in sys.modules
 
 
 @pytest.mark.slow

@@ -1,15 +1,10 @@
 """Computing in bfloat16 beside float32 weights, and losses fused with the log-probabilities.
 
-Helpers come from test_trainer.py. The same under Triton: triton_step.py, in its own process.
+Helpers come from test_trainer.py. The same under Triton: tests/kernels/triton_cases.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +23,6 @@ from tests.train.trainers import trainer_of
 
 torch.set_num_threads(1)
 
-REPOSITORY = Path(__file__).parents[2]
 FUSED: dict[str, Loss] = {
     "grpo": make_loss("grpo"),
     "sequence_mean": make_loss("grpo", aggregation="sequence_mean"),
@@ -161,26 +155,3 @@ def test_gradient_checkpointing_recomputes_in_the_same_type(tiny_model_dir: Path
         tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16, gradient_checkpointing=True
     )
     assert_close(gradients(checkpointed, groups), gradients(plain, groups))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        ("bfloat16", r"bfloat16 cosine (0\.99|1\.0)"),
-        pytest.param("float32", r"float32 cosine 1\.0", marks=pytest.mark.matrix),
-    ],
-)
-def test_a_step_with_triton_under_the_interpreter(dtype: str, expected: str) -> None:
-    """Whether kernels are interpreted is decided when triton is imported: an own process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.triton_step", dtype],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert re.match(expected, done.stdout)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import io
+import logging
+import math
 import re
 import threading
 
@@ -9,10 +12,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.segment import Segment
+from rich.text import Text
 
-from echo.core.metrics import NodeView
+from echo.core.metrics import CostView, NodeView, WorkerView
 from echo.ui import live
-from echo.ui.live import LiveView, _newest_whole, render_live
+from echo.ui.live import (
+    Curve,
+    InAscii,
+    LiveView,
+    Marks,
+    PlainLog,
+    RemainingTime,
+    StatusLine,
+    WorkerStatus,
+    _newest_whole,
+    clean,
+    fit,
+    line_chart,
+    render_live,
+    show_status,
+    to_ascii,
+    value_range,
+)
 
 
 def lines_of(view: object, width: int, encoding: str = "utf-8") -> list[str]:
@@ -228,3 +249,388 @@ def test_mode_decides_between_screen_and_lines(make_snapshot) -> None:
 def test_refresh_rate_must_be_above_zero() -> None:
     with pytest.raises(ValueError, match="refresh_per_s is 0, must be above 0"):
         LiveView(Console(file=io.StringIO()), 0)
+
+
+# --- charts ---------------------------------------------------------------------------------------
+
+
+any_float = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def chart(points: list[tuple[float, float]]) -> list[str]:
+    rows = line_chart(
+        [Curve(points, "cyan")],
+        [],
+        width=30,
+        height=5,
+        x_range=(0, 10),
+        y_range=(0, 1),
+    )
+    return [row.plain for row in rows]
+
+
+def test_marks_lie_over_the_curve() -> None:
+    rows = line_chart(
+        [Curve([(0, 1.0), (10, 1.0)], "cyan")],
+        [Marks([(0, 0.0), (10, 1.0), (5, math.nan)], "green", "●")],
+        width=30,
+        height=4,
+        x_range=(0, 10),
+        y_range=(0, 1),
+    )
+    assert rows[0].plain.endswith("●")
+    assert rows[2].plain.split("│")[1].startswith("●")
+    assert sum(row.plain.count("●") for row in rows) == 2
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), any_float), max_size=50),
+    st.integers(0, 120),
+    st.integers(0, 20),
+)
+def test_chart_always_has_the_size_asked_for(
+    points: list[tuple[float, float]], width: int, height: int
+) -> None:
+    rows = line_chart(
+        [Curve(points, "cyan")],
+        [Marks(points, "green", "o")],
+        width=width,
+        height=height,
+        x_range=(0, 100),
+        y_range=value_range([y for _, y in points]),
+    )
+    assert [row.cell_len for row in rows] == [width] * height
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], (0.0, 1.0)),
+        ([0.34, 0.76], (0.3, 0.8)),
+        ([0.0, 1.0], (0.0, 1.0)),
+        ([0.5], (0.4, 0.5)),
+        ([math.inf, 0.15], (0.1, 0.2)),
+        ([-10.0, 10.0], (-11.0, 11.0)),
+    ],
+)
+def test_value_range(values: list[float], expected: tuple[float, float]) -> None:
+    assert value_range(values) == pytest.approx(expected)
+
+
+def test_clean_leaves_nothing_that_a_terminal_obeys() -> None:
+    assert clean("a\x1b[31mb\nc\x07") == "a [31mb c "
+
+
+def test_what_is_drawn_in_ascii_is_as_wide() -> None:
+    assert to_ascii("ab│⠉⣿ ● ◆ █▌ ◂ S …") == "ab|** o x ## < S ~"
+    assert to_ascii("wörker 中文 ✓") == "w?rker ???? ?"
+
+
+def test_in_ascii_escapes_and_styles_stay() -> None:
+    console = Console(file=io.StringIO(), width=20, color_system="standard", force_terminal=True)
+    with console.capture() as capture:
+        console.print(InAscii(Text("●", "red")))
+    assert capture.get() == "\x1b[31mo\x1b[0m\n"
+
+
+def test_fit_counts_wide_characters_as_two() -> None:
+    assert fit(Text("中文"), 3).cell_len == 3
+    assert fit(Text("ab"), 4).plain == "ab  "
+    assert fit(Text("ab"), 0).plain == ""
+
+
+@pytest.mark.parametrize("height", [4, 9, 19])
+def test_the_axis_begins_at_its_lowest_value(height: int) -> None:
+    rows = line_chart([], [], width=40, height=height, x_range=(0, 1), y_range=(0.0, 0.1))
+    labels = [row.plain.split("│")[0].strip() for row in rows if "│" in row.plain]
+    assert (labels[0], labels[-1]) == ("0.1", "0")
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+def test_staleness_bins_mark_the_bound_and_keep_every_token() -> None:
+    assert live.staleness_bins({0: 5, 1: 3}, 3, 8) == [
+        ("0", 5, False),
+        ("1", 3, False),
+        ("2", 0, False),
+        ("3", 0, True),
+    ]
+    grouped = live.staleness_bins(dict.fromkeys(range(12), 1), 11, 4)
+    assert grouped == [("0-2", 3, False), ("3-5", 3, False), ("6-8", 3, False), ("9-11", 3, True)]
+
+
+def test_tokens_beyond_the_bound_get_a_bin_of_their_own() -> None:
+    assert live.staleness_bins({1: 4, 5: 1}, 1, 8)[-1] == (">1", 1, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (999.9, "1k"), (12345, "12.3k"), (4.56e6, "4.56M"), (2e10, "20G")],
+)
+def test_short_count(value: float, text: str) -> None:
+    assert live.short_count(value) == text
+
+
+def test_node_table_shows_every_column_where_there_is_room(make_snapshot) -> None:
+    rows = [row.plain for row in live.node_table(make_snapshot().nodes, 100, 9)]
+    assert rows[0].split() == [
+        "node", "role", "version", "stale", "tok/s", "bytes/s", "leases", "state", "parent", "seen",
+    ]  # fmt: skip
+    assert rows[3].split() == [
+        "w2", "worker", "v6", "1", "1.23k", "2", "KiB", "5", "generating", "r1", "0:00",
+    ]  # fmt: skip
+    assert [row.split()[0] for row in rows[1:]] == ["learner", "r1", "w2", "w10"]
+
+
+def test_node_table_keeps_nodes_in_trouble_and_sums_up_the_rest() -> None:
+    nodes = [NodeView(node_id=f"w{i}", role="worker", state="generating") for i in range(30)]
+    nodes[20] = NodeView(node_id="w20", role="worker", state="lost")
+    rows = [row.plain.strip() for row in live.node_table(nodes, 100, 5)]
+    assert len(rows) == 5
+    assert [row.split()[0] for row in rows[1:4]] == ["w0", "w1", "w20"]
+    assert rows[4] == "and 27 more: 27 generating"
+
+
+def test_long_waits_wrap_and_end_visibly_cut(make_snapshot) -> None:
+    snapshot = make_snapshot(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
+    rows = live.status(snapshot, 60, num_wait_rows=2)
+    assert len(rows) == 4
+    assert rows[2].plain.startswith("learner  idle 12% (run 25%)   waits for 12 groups; 9 on")
+    assert rows[3].plain.rstrip().endswith("...")
+
+
+COST = CostView(
+    per_h=16.2,
+    total=3.456,
+    per_million_tokens=1.25,
+    standby_per_h=14.0,
+    unconfirmed_per_h=0.0,
+    budget_per_run=20.0,
+    num_active=1,
+    num_standby=2,
+    decision="fewer or cheaper workers are enough: 1 of 3 workers active",
+)
+
+
+def test_costs_have_a_row_and_the_last_decision_another(make_snapshot) -> None:
+    without = live.status(make_snapshot(), 120, num_wait_rows=1)
+    rows = live.status(make_snapshot(cost=COST), 140, num_wait_rows=1)
+    assert [row.plain.rstrip() for row in rows[len(without) :]] == [
+        "cost     $16.20/h   $3.46 so far of $20.00   $1.25 per million tokens   "
+        "1 active, 2 on standby   $14.00/h for machines on standby",
+        "         fewer or cheaper workers are enough: 1 of 3 workers active",
+    ]
+
+
+# --- remaining time -------------------------------------------------------------------------------
+
+
+def test_eta_follows_the_pace_of_the_last_steps(make_snapshot) -> None:
+    pace = RemainingTime()
+    for step, at in ((5, 100.0), (6, 110.0), (7, 120.0)):
+        pace.observe(make_snapshot(step=step, elapsed_s=at, max_steps=10))
+    assert pace.eta_s(make_snapshot(step=7, elapsed_s=120.0, max_steps=10)) == 30.0
+    # Three seconds into the step under way, three fewer are left.
+    assert pace.eta_s(make_snapshot(step=7, elapsed_s=123.0, max_steps=10)) == 27.0
+
+
+def test_eta_of_a_resumed_run_ignores_the_steps_made_before(make_snapshot) -> None:
+    pace = RemainingTime()
+    pace.observe(make_snapshot(step=80, elapsed_s=0.0, max_steps=100))
+    assert pace.eta_s(make_snapshot(step=80, elapsed_s=5.0, max_steps=100)) is None
+    pace.observe(make_snapshot(step=81, elapsed_s=10.0, max_steps=100))
+    assert pace.eta_s(make_snapshot(step=81, elapsed_s=10.0, max_steps=100)) == 190.0
+
+
+def test_eta_starts_anew_when_steps_are_made_again(make_snapshot) -> None:
+    pace = RemainingTime()
+    pace.observe(make_snapshot(step=8, elapsed_s=10.0))
+    pace.observe(make_snapshot(step=9, elapsed_s=20.0))
+    pace.observe(make_snapshot(step=5, elapsed_s=30.0))
+    assert pace.eta_s(make_snapshot(step=5, elapsed_s=30.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00"),
+        (7.4, "0:07"),
+        (59.6, "1:00"),
+        (754, "12:34"),
+        (3723, "1:02:03"),
+        (183840, "2d 03:04"),
+        (-1, "0:00"),
+        (float("inf"), "-"),
+    ],
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert live.clock(seconds) == text
+
+
+# --- lines of a plain log -------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def log(clock: Clock) -> PlainLog:
+    return PlainLog(Console(file=io.StringIO()), interval_s=5.0, now=clock)
+
+
+QUIET = {"notices": (), "eval_history": ()}
+
+
+def test_step_line_says_it_all(log: PlainLog, make_snapshot) -> None:
+    assert log.lines_for(make_snapshot(**QUIET)) == [
+        "[1:10] step 7/10  reward 0.700  staleness 0.50 (max 2 of 3)  1 worker (1 lost)  "
+        "1.23k tokens/s  idle 12% (run 25%)  refused stale 4"
+    ]
+
+
+def test_a_step_is_told_once_and_fast_steps_are_skipped(
+    log: PlainLog, clock: Clock, make_snapshot
+) -> None:
+    told = []
+    for tick in range(1000):  # 100 s, two steps a second, ten snapshots a second
+        clock.now = tick / 10
+        told += log.lines_for(make_snapshot(step=tick // 5, max_steps=1000, **QUIET))
+    assert len(told) == 20
+    assert len(set(told)) == 20
+
+
+def test_what_was_evaluated_before_a_resume_is_no_news(log: PlainLog, make_snapshot) -> None:
+    quiet = {"notices": (), "resumed_at": 5, "step": 5}
+    assert not any("eval" in line for line in log.lines_for(make_snapshot(**quiet)))
+    again = ((0, 0.36, 0.30), (5, 0.62, 0.71))
+    [line] = log.lines_for(make_snapshot(**quiet, eval_history=again))
+    assert "eval at step 5: held-out pass rate 0.620 sampled" in line
+    assert log.lines_for(make_snapshot(**quiet, eval_history=again)) == []
+
+
+def test_the_last_step_is_always_told(log: PlainLog, clock: Clock, make_snapshot) -> None:
+    assert len(log.lines_for(make_snapshot(step=9, **QUIET))) == 1
+    clock.now = 0.1
+    assert "step 10/10" in log.lines_for(make_snapshot(step=10, **QUIET))[0]
+    assert log.lines_for(make_snapshot(step=10, **QUIET)) == []
+
+
+def test_waits_are_told_less_and_less_often(log: PlainLog, clock: Clock, make_snapshot) -> None:
+    told = []
+    for second in range(200):
+        clock.now = float(second)
+        lines = log.lines_for(make_snapshot(waiting_for="12 groups; 9 on w3", **QUIET))
+        told += [(second, line) for line in lines]
+    assert [second for second, _ in told] == [0, 10, 30, 70, 150]
+    assert "no step for 0:10, the learner waits for 12 groups; 9 on w3" in told[1][1]
+
+
+def test_evaluations_and_notices_are_told_once(log: PlainLog, make_snapshot) -> None:
+    first = log.lines_for(make_snapshot(notices=("a", "b")))
+    assert [line.split("] ")[1] for line in first[:2]] == ["a", "b"]
+    assert "eval at step 5: held-out pass rate 0.610 sampled, 0.720 greedy" in first[3]
+    assert log.lines_for(make_snapshot(notices=("b", "c"))) == ["[1:10] c"]
+    assert log.lines_for(make_snapshot(notices=("b", "c"))) == []
+
+
+def test_a_flood_of_notices_is_cut(log: PlainLog, make_snapshot) -> None:
+    log.lines_for(make_snapshot(**QUIET))
+    flood = tuple(f"notice {i}" for i in range(50))
+    lines = log.lines_for(make_snapshot(notices=flood, eval_history=()))
+    assert lines[0] == "[1:10] (45 earlier notices not shown)"
+    assert lines[-1] == "[1:10] notice 49"
+    assert len(lines) == 6
+
+
+def test_finish_tells_the_step_reached(clock: Clock, make_snapshot) -> None:
+    file = io.StringIO()
+    log = PlainLog(Console(file=file, width=40), now=clock)
+    log.paint(make_snapshot(step=5, **QUIET))
+    log.finish(make_snapshot(step=6, **QUIET))
+    log.finish(make_snapshot(step=6, **QUIET))
+    lines = file.getvalue().splitlines()
+    assert [line.split()[2] for line in lines] == ["5/10", "6/10"]
+
+
+# --- status of a worker ---------------------------------------------------------------------------
+
+
+class LineTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def view(num_tokens: int, num_groups: int = 7) -> WorkerView:
+    return WorkerView(
+        version="v3", num_tokens=num_tokens, num_groups=num_groups, activity="sampling"
+    )
+
+
+def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
+    status = WorkerStatus()
+    assert status.text(view(0, 1), now=0.0) == "v3  0 tokens/s  1 group delivered  sampling"
+    for second in range(1, 20):
+        text = status.text(view(1000 * second), now=float(second))
+    assert text == "v3  1,000 tokens/s  7 groups delivered  sampling"
+    for second in range(20, 40):
+        text = status.text(view(19_000), now=float(second))
+    assert text.startswith("v3  0 tokens/s")
+
+
+def test_the_line_stays_below_the_log_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal = LineTerminal()
+    line = StatusLine(terminal)
+    line.show("x" * 50)
+    line.handle(logging.makeLogRecord({"msg": "joined"}))
+    line.show("")
+    status, erase = "x" * 19, "\r\x1b[K"
+    assert terminal.getvalue() == f"{erase}{status}{erase}joined\n{erase}{status}{erase}"
+
+
+def test_a_terminal_that_is_gone_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+    class Gone(LineTerminal):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    line = StatusLine(Gone())
+    line.show("a")
+    line.show("b")
+    assert not line.is_live
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_worker_tells_its_status_on_a_terminal_or_in_its_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_terminal: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(live, "REFRESH_S", 0.001)
+    monkeypatch.setattr(live, "LOG_S", 0.002)
+    stream = LineTerminal() if is_terminal else io.StringIO()
+    line = StatusLine(stream)
+    asked = iter(range(20))
+
+    def look() -> WorkerView:
+        if next(asked) == 19:
+            raise asyncio.CancelledError
+        return view(0)
+
+    with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
+        asyncio.run(show_status(look, logging.getLogger("test.status"), line))
+    text = "v3  0 tokens/s  7 groups delivered  sampling"
+    assert (text in stream.getvalue(), text in caplog.text) == (is_terminal, not is_terminal)
+    assert stream.getvalue().endswith("\r\x1b[K") == is_terminal

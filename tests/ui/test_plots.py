@@ -10,9 +10,9 @@ import pytest
 
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.ui import plots
+from echo.ui.plots import CostPoint, cost_plot
 
 pytest.importorskip("matplotlib")
-pytestmark = pytest.mark.slow
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -21,22 +21,26 @@ def png_size(path: Path) -> tuple[int, int]:
     return struct.unpack(">II", head[16:24])  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_one_run_makes_a_png(make_run, tmp_path: Path) -> None:
     out = tmp_path / "figures" / "curve.png"
     assert plots.learning_curve(make_run(), out) == out
     assert png_size(out) == (1440, 604)
 
 
+@pytest.mark.slow
 def test_several_runs_of_unequal_length_make_a_png(make_run, tmp_path: Path) -> None:
     runs = [make_run("a"), make_run("b", num_steps=6), make_run("c", rewards=lambda step: -step)]
     assert png_size(plots.learning_curve(runs, tmp_path / "curve.png"))[0] == 1440
 
 
+@pytest.mark.slow
 def test_matplotlib_keeps_its_global_state(make_run, tmp_path: Path) -> None:
     plots.learning_curve(make_run(), tmp_path / "curve.png")
     assert "matplotlib.pyplot" not in sys.modules
 
 
+@pytest.mark.slow
 def test_a_run_with_gaps_can_be_plotted(make_run, tmp_path: Path) -> None:
     run_dir = make_run(rewards=lambda step: math.nan if step == 2 else 0.5)
     (run_dir / "config.json").unlink()
@@ -47,6 +51,7 @@ def test_a_run_with_gaps_can_be_plotted(make_run, tmp_path: Path) -> None:
     assert plots.learning_curve(run_dir, tmp_path / "curve.png").exists()
 
 
+@pytest.mark.slow
 def test_mean_and_range_cover_the_steps_that_every_run_has() -> None:
     steps, low, mean, high = plots._spread([{1: 0.0, 2: 1.0, 3: 5.0}, {1: 1.0, 2: 0.0}])
     assert steps == [1, 2]
@@ -54,11 +59,13 @@ def test_mean_and_range_cover_the_steps_that_every_run_has() -> None:
     assert plots._spread([{1: 0.0}, {2: 0.0}])[0] == []
 
 
+@pytest.mark.slow
 def test_reward_is_smoothed_over_the_last_steps_only() -> None:
     smooth = plots._smoothed({step: float(step) for step in range(1, 8)})
     assert smooth == {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.5, 5: 3.0, 6: 4.0, 7: 5.0}
 
 
+@pytest.mark.slow
 def test_bad_input_is_named(make_run, tmp_path: Path) -> None:
     out = tmp_path / "curve.png"
     with pytest.raises(DataError, match="at least one run, got none"):
@@ -73,6 +80,7 @@ def test_bad_input_is_named(make_run, tmp_path: Path) -> None:
         plots.learning_curve(make_run("other"), run_dir / "metrics.jsonl" / "curve.png")
 
 
+@pytest.mark.slow
 def test_missing_matplotlib_names_the_extra(make_run, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
@@ -80,3 +88,15 @@ def test_missing_matplotlib_names_the_extra(make_run, monkeypatch, tmp_path: Pat
         match="the learning curve needs matplotlib, which is not installed; install it with",
     ):
         plots.learning_curve(make_run(), tmp_path / "curve.png")
+
+
+# --- cost against waiting -------------------------------------------------------------------------
+
+
+FRONT = [CostPoint("7 any", 0.0, 9.0, 1.0), CostPoint("4 any", 0.4, 6.0, 1.2)]
+
+
+def test_it_writes_a_png_into_a_new_directory(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "plan.png"
+    assert cost_plot(FRONT, FRONT[0], out, title="a plan") == out
+    assert out.read_bytes().startswith(b"\x89PNG")

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echo.core.errors import DataError, StorageError
 from echo.ui.sinks import MetricsWriter
-from echo.ui.summary import as_text, summarise_run
+from echo.ui.summary import as_text, learning_facts, summarise_run
 from tests.records.rows import write_ledger
 
 
@@ -51,14 +51,6 @@ def test_text_says_what_a_user_asks(make_run) -> None:
         "--resume --set run.max_steps=20",
     ):
         assert expected in text
-
-
-def test_rewards_that_failed_are_told_beside_the_evaluations(make_run) -> None:
-    summary = summarise_run(make_run())
-    assert summary.eval_after is not None
-    after = dataclasses.replace(summary.eval_after, num_errors=3)
-    text = as_text(dataclasses.replace(summary, eval_after=after), width=400)
-    assert "+0.450  steps 0, 10; 0, 3 rewards failed" in text
 
 
 def test_three_commands_follow_and_can_be_copied(make_run) -> None:
@@ -112,3 +104,41 @@ def test_a_run_without_a_step_has_no_summary(make_run) -> None:
     (run_dir / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="no optimizer step yet, nothing to sum up"):
         summarise_run(run_dir)
+
+
+# --- how a run learned ----------------------------------------------------------------------------
+
+
+def facts(*rows: dict[str, Any], num_last: int = 2) -> dict[str, str]:
+    return dict(learning_facts(rows, num_last=num_last))
+
+
+def test_nothing_measured_is_nothing_told() -> None:
+    assert facts({"reward/mean": 0.5}) == {}
+
+
+def test_groups_and_ratios_are_those_of_the_end() -> None:
+    start = {"groups/useful": 1.0, "groups/all_right": 0.0, "groups/all_wrong": 0.0, "ess": 0.5}
+    end = {"groups/useful": 0.6, "groups/all_right": 0.3, "groups/all_wrong": 0.1, "ess": 0.98}
+    end |= {"mismatch_kl": 0.0012, "clip_ratio/mean": 0.034}
+    found = facts(start, end, end)
+    assert found["useful groups"] == "60% in the last 2 steps (30% all right, 10% all wrong)"
+    assert found["off-policy"] == "ess 0.98, mismatch KL 0.0012, clipped 3.4% in the last 2 steps"
+
+
+def measured(variance: float, **shares: float) -> dict[str, float]:
+    causes = {"staleness": 0.0, "numerics": 0.0, "truncation": 0.0, "tokenisation": 0.0} | shares
+    return {"attribution/variance": variance} | {f"attribution/{k}": v for k, v in causes.items()}
+
+
+def test_causes_weigh_as_much_as_the_variance_they_explain() -> None:
+    found = facts(
+        measured(0.03, staleness=1.0),
+        {"reward/mean": 0.5},
+        measured(0.01, staleness=0.2, numerics=0.8),
+        {"attribution/variance": 0.0},
+    )
+    assert found["mismatch"] == (
+        "80% staleness, 20% numerics, 0% truncation, 0% tokenisation "
+        "(variance 0.02 nats^2, 3 measurements)"
+    )

@@ -1,0 +1,71 @@
+"""What results are judged by: intervals, theory of a topology, aims; by hand."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def bench_modes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("bench_modes", monkeypatch)
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a module of bench/, which takes longer than most tests, when one needs it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    return importlib.import_module(name)
+
+
+def test_the_interval_is_students(bench_modes: ModuleType) -> None:
+    """Five values of deviation .01: t(4, .975) = 2.776."""
+    mean, half_width = bench_modes.interval([0.02, 0.02, 0.03, 0.01, 0.02])
+    assert mean == pytest.approx(0.02)
+    assert half_width == pytest.approx(2.776 * math.sqrt(0.00005) / math.sqrt(5), rel=1e-3)
+    assert bench_modes.interval([0.0]) == (0.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("differences", "agrees"),
+    [
+        ([0.0, 0.01, -0.01, 0.005, -0.005], True),
+        ([0.06, 0.05, 0.06, 0.05, 0.06], False),
+        ([0.1, -0.1, 0.1, -0.1, 0.0], False),
+    ],
+)
+def test_only_a_narrow_interval_around_nothing_is_agreement(
+    bench_modes: ModuleType, differences: list[float], agrees: bool
+) -> None:
+    base = [{"sampled": 0.8, "greedy": 0.9}] * 5
+    moved = [{"sampled": 0.8 + d, "greedy": 0.9} for d in differences]
+    found = bench_modes.compare({"colocated": base, "pull": moved, "push_pull": base})
+    assert found["pull/sampled"]["agrees"] is agrees
+    assert found["pull/greedy"]["agrees"]
+    assert found["push_pull/sampled"]["mean"] == 0.0
+
+
+def test_theory_is_that_of_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = load("broadcast_lab", monkeypatch).Topology.parse
+    seconds = {
+        text: parse(text).theory_s(1000, 10, 100.0, 0.5)
+        for text in ("star:4", "chain:1", "chain:4", "tree:6:2", "stripes:6:2")
+    }
+    assert seconds["star:4"] == 40.5
+    assert seconds["chain:1"] == 10.5
+    assert seconds["chain:4"] == pytest.approx(10 + 3 * 0.1 + 4 * 0.5)
+    assert seconds["tree:6:2"] == pytest.approx(20 + 1 * 0.2 + 2 * 0.5)
+    assert seconds["stripes:6:2"] == pytest.approx(10 + 2 * (0.2 + 0.5))
+
+
+def test_a_verdict_knows_which_way_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = load("broadcast_figures", monkeypatch).FIGURES
+    stall, chain = figures["stall"], figures["sixteen"]
+    assert stall.verdict({"killed": 0.6, "black-holed": 0.7}) == {
+        "killed": "missed",
+        "black-holed": "aim",
+    }
+    assert chain.verdict({"x star": 11.0}) == {"x star": "met"}

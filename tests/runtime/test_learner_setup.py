@@ -1,0 +1,319 @@
+"""The trainer as the configuration describes it, at the start and after a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echo.algo.losses import ReferenceKlLoss
+from echo.config.load import apply_inherited, inherited_settings, parse_config
+from echo.config.schema import Config
+from echo.core.errors import ConfigError, DataError
+from echo.core.rollout import Lineage
+from echo.engine.lora import (
+    base_settings,
+    export_adapter,
+    initial_adapter,
+    learner_lora,
+    worker_lora,
+)
+from echo.engine.model import build_model, save_tiny_model
+from echo.runtime.learner.resume import StartingPoint
+from echo.runtime.learner.setup import CACHED_LEASES, PromptSource, build_loss, build_trainer
+from echo.tasks.task import Example, Task
+from echo.train.trainer import Trainer
+from tests.engine.lora_models import adapted_policy, published
+from tests.train.test_trainer import make_group
+
+START = StartingPoint(lineages=(Lineage(1, 0),))
+
+
+def make_config(model_dir: Path, **sections: dict[str, Any]) -> Config:
+    table = {
+        "model": {"name": str(model_dir)},
+        "learner": {"device": "cpu", "num_threads": 1},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0},
+        **sections,
+    }
+    return parse_config(table, role="learner")
+
+
+def pull(trainer: Trainer) -> float:
+    """The mean penalty of a step."""
+    return trainer.step([make_group([1, 0], 2), make_group([1, 1], 1)]).metrics["kl/reference"]
+
+
+def test_there_is_no_reference_unless_it_is_asked_for(model_dir: Path) -> None:
+    config = make_config(model_dir)
+    assert not isinstance(build_loss(config), ReferenceKlLoss)
+    trainer = build_trainer(config, model_dir, START)
+    assert trainer._reference is None
+    assert "kl/reference" not in trainer.step([make_group([1, 0], 2)]).metrics
+
+
+def test_the_reference_stays_at_the_start_also_after_a_resume(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    config = make_config(model_dir, reference={"kl_coef": 0.1})
+    trainer = build_trainer(config, model_dir, START)
+    assert pull(trainer) == pytest.approx(0.0, abs=1e-9)
+    moved = pull(trainer)
+    assert moved > 1e-5
+    trainer.save_state(tmp_path)
+    expected = pull(trainer)
+    resumed = StartingPoint(lineages=(Lineage(1, 0),), step=2, checkpoint=tmp_path)
+    assert pull(build_trainer(config, model_dir, resumed)) == expected
+
+
+def test_another_start_is_another_reference(model_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    save_tiny_model(other, build_model(seed=3))
+    # From the other weights, pulled to those of the start: nothing yet.
+    config = make_config(model_dir, reference={"kl_coef": 0.1}, learner={"init_from": str(other)})
+    assert pull(build_trainer(config, model_dir, START)) == pytest.approx(0.0, abs=1e-9)
+    # From the model's own weights, pulled to the others.
+    config = make_config(model_dir, reference={"kl_coef": 0.1, "name": str(other)})
+    assert pull(build_trainer(config, model_dir, START)) > 1e-3
+
+
+def test_it_is_frozen(model_dir: Path) -> None:
+    config = make_config(model_dir, reference={"kl_coef": 0.1})
+    trainer = build_trainer(config, model_dir, START)
+    assert trainer._reference is not None
+    before = {n: t.clone() for n, t in trainer._reference.tensors().items()}
+    pull(trainer)
+    assert trainer._reference.parameters() == {}
+    assert all(torch.equal(t, before[n]) for n, t in trainer._reference.tensors().items())
+
+
+def test_groups_without_an_advantage_count_where_there_is_a_pull(model_dir: Path) -> None:
+    equal = make_group([1, 1], 1)
+    plain = build_trainer(make_config(model_dir), model_dir, START)
+    assert plain.refusal(equal) == "zero_variance"
+    config = make_config(model_dir, reference={"kl_coef": 0.1})
+    assert build_trainer(config, model_dir, START).refusal(equal) is None
+
+
+def test_a_reference_with_another_vocabulary_is_refused(
+    model_dir: Path, make_tiny_model: Any
+) -> None:
+    other = make_tiny_model(vocab_size=48)
+    config = make_config(model_dir, reference={"kl_coef": 0.1, "name": str(other)})
+    with pytest.raises(DataError, match="48 token ids, the one being trained 32"):
+        build_trainer(config, model_dir, START)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+MakeTinyModel = Callable[..., Path]
+
+
+def learner_config(model_dir: Path, run_dir: Path, **learner: str) -> Config:
+    table: dict[str, Any] = {
+        "run": {"dir": str(run_dir)},
+        "model": {"name": str(model_dir)},
+        "lora": {"rank": 4},
+        "learner": {"device": "cpu", "num_threads": 1, **learner},
+    }
+    (run_dir / "run").mkdir(exist_ok=True)
+    return parse_config(table, role="learner")
+
+
+def told(config: Config, *, is_resumed: bool = False) -> dict[str, Any]:
+    """What the learner of this configuration tells its workers."""
+    lora = learner_lora(config, Path(str(config.model.name)))
+    return inherited_settings(config) | base_settings(config, lora, is_resumed=is_resumed)
+
+
+def find(settings: dict[str, Any], *overrides: str) -> Path:
+    """The base that a worker with these settings of its own finds."""
+    worker = parse_config({"worker": {"connect": "tcp://a:1"}}, overrides, "worker")
+    lora = worker_lora(apply_inherited(worker, settings), settings)
+    assert lora is not None
+    assert (lora.rank, lora.alpha) == (4, 8)
+    return lora.base_dir
+
+
+def test_without_a_rank_there_is_no_adapter(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = learner_config(tiny_model_dir, tmp_path)
+    config = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 0})})
+    assert learner_lora(config, tiny_model_dir) is None
+    assert base_settings(config, None, is_resumed=False) == {}
+    assert worker_lora(config, {}) is None
+
+
+def test_a_worker_takes_its_own_copy_or_the_learners_directory(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    ours, copy, other = make_tiny_model(), make_tiny_model(), make_tiny_model(seed=1)
+    settings = told(learner_config(ours, tmp_path))
+    assert json.loads(json.dumps(settings)) == settings
+    assert find(settings) == ours
+    assert find(settings, f"model.name={copy}") == copy
+    assert find(settings, f"model.name={other}") == ours, "its own has another hash"
+
+
+def test_a_worker_without_the_base_is_told_what_to_do(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    settings = told(learner_config(make_tiny_model(), tmp_path))
+    settings["base.name"] = "/nowhere/base"
+    other = make_tiny_model(seed=1)
+    with pytest.raises(ConfigError, match="copy that directory here and set model") as caught:
+        find(settings, f"model.name={other}")
+    assert f"{other}: other weights than the learner's base" in str(caught.value)
+    assert "no such directory" in str(caught.value)
+
+
+def test_a_whole_model_to_start_from_becomes_the_base(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    model, start = make_tiny_model(), make_tiny_model(seed=1)
+    config = learner_config(model, tmp_path, init_from=str(start))
+    lora = learner_lora(config, model)
+    assert lora is not None
+    assert lora.base_dir == start
+    assert find(told(config), f"model.name={model}") == start
+
+
+@pytest.mark.slow
+def test_an_adapter_to_start_from_is_trained_on(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    model, adapter = make_tiny_model(), tmp_path / "adapter"
+    policy, lora = adapted_policy(model)
+    export_adapter(adapter, {}, published(policy), lora, base_name=str(model))
+    config = learner_config(model, tmp_path, init_from=str(adapter))
+    assert learner_lora(config, model) == lora
+    trainer = build_trainer(config, model, START, lora)
+    expected = published(policy)
+    assert all(torch.equal(t, expected[name]) for name, t in trainer.snapshot().items())
+
+    plain = parse_config({}, [f"learner.init_from={adapter}", f"model.name={model}"], "learner")
+    with pytest.raises(ConfigError, match="holds an adapter and no whole model: set lora"):
+        initial_adapter(plain)
+
+
+def test_a_resumed_run_refuses_another_base(make_tiny_model: MakeTinyModel, tmp_path: Path) -> None:
+    told(learner_config(make_tiny_model(), tmp_path))
+    told(learner_config(make_tiny_model(), tmp_path), is_resumed=True)
+    other = learner_config(make_tiny_model(seed=1), tmp_path)
+    with pytest.raises(DataError, match="not those that this run's adapter was trained on"):
+        told(other, is_resumed=True)
+
+
+def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None:
+    table = {"model": {"name": str(tiny_model_dir)}, "lora": {"rank": 4}}
+    config = parse_config(
+        {**table, "learner": {"device": "cpu"}, "reference": {"kl_coef": 0.1}},
+        ["optimizer.learning_rate=0.01", "optimizer.warmup_steps=0"],
+        "learner",
+    )
+    trainer = build_trainer(config, tiny_model_dir, START, learner_lora(config, tiny_model_dir))
+    pulls = [trainer.step([make_group([1, 0], 2)]).metrics["kl/reference"] for _ in range(3)]
+    assert pulls[0] == pytest.approx(0.0, abs=1e-7)
+    assert pulls[2] > 1e-6
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+class Counting(Task):
+    def __init__(self, num_heldout: int | None = None) -> None:
+        self.num_heldout = num_heldout
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt=f"{split} {index}")
+
+    def reward(self, example: Example, completion: str) -> float:
+        return 0.0
+
+    def num_examples(self, *, split: str) -> int | None:
+        return self.num_heldout if split == "heldout" else None
+
+
+def make(
+    *, seed: int = 0, num_examples: int | None = None, task: Task | None = None
+) -> PromptSource:
+    return PromptSource(
+        task or Counting(),
+        encode=lambda example: [1, example.index],
+        seed=seed,
+        num_examples=num_examples,
+    )
+
+
+def test_a_group_has_the_same_prompt_in_every_process_and_attempt() -> None:
+    source = make(num_examples=50)
+    lease, again = source.lease(17, 0), source.lease(17, 3)
+    assert lease == make(num_examples=50).lease(17, 0)
+    assert (again.prompt_ids, again.example) == (lease.prompt_ids, lease.example)
+    assert (again.attempt, lease.attempt) == (3, 0)
+    assert again.seed != lease.seed
+    assert source.lease(17, 0) == lease
+
+
+def test_an_epoch_visits_every_example_once_in_an_order_of_its_own() -> None:
+    source = make(num_examples=20)
+    epochs = [[source.lease(e * 20 + i, 0).example["index"] for i in range(20)] for e in range(2)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 2
+    assert epochs[0] != epochs[1]
+    assert [
+        make(num_examples=20, seed=1).lease(i, 0).example["index"] for i in range(20)
+    ] != epochs[0]
+    # Asked for out of order, as when an old lease is granted again.
+    assert source.lease(3, 1).example["index"] == epochs[0][3]
+
+
+def test_an_endless_task_is_walked_in_order() -> None:
+    assert [make().lease(i, 0).example["index"] for i in (0, 1, 10**9)] == [0, 1, 10**9]
+
+
+def test_the_cache_is_bounded() -> None:
+    source = make()
+    for group_id in range(CACHED_LEASES + 100):
+        source.lease(group_id, 0)
+    assert len(source._cache) == CACHED_LEASES
+    assert source.lease(0, 0) == make().lease(0, 0)
+
+
+@pytest.mark.parametrize(("num_heldout", "expected"), [(None, 8), (3, 3), (0, 0), (100, 8)])
+def test_no_heldout_prompt_is_used_twice(num_heldout: int | None, expected: int) -> None:
+    found = make(task=Counting(num_heldout)).heldout(8)
+    assert [example.prompt for example, _ in found] == [f"heldout {i}" for i in range(expected)]
+    assert [ids for _, ids in found] == [[1, i] for i in range(expected)]
+
+
+@pytest.mark.parametrize("info", [{"id": 1 << 64}, {"text": "\ud800"}])
+def test_an_example_that_no_message_holds_is_named(info: dict[str, object]) -> None:
+    class Large(Counting):
+        def example(self, index: int, *, split: str) -> Example:
+            return Example(index=index, split=split, prompt="x", info=info)
+
+    with pytest.raises(DataError, match="example 3 cannot be sent to a worker"):
+        make(task=Large()).lease(3, 0)
+
+
+def test_prompts_that_cannot_be_had_are_found_before_a_run_begins() -> None:
+    def encode(example: Example) -> list[int]:
+        if example.index == 7:
+            raise DataError("no chat template")
+        return [1]
+
+    source = PromptSource(Counting(), encode=encode, seed=0, num_examples=None)
+    with pytest.raises(DataError, match="example 7: no chat template"):
+        source.check()
+    seen: list[int] = []
+
+    def encode_one_of_few(example: Example) -> list[int]:
+        seen.append(example.index)
+        return encode(example)
+
+    PromptSource(Counting(), encode=encode_one_of_few, seed=0, num_examples=5).check()
+    assert sorted(seen) == [0, 1, 2, 3, 4]
