@@ -37,7 +37,7 @@ class Script(Engine):
         pass
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, **_: Any
+        self, requests: Sequence[Request], sampling: Sampling, *_: Any, **named: Any
     ) -> list[Completion]:
         turn = len(self.calls)
         self.calls.append(list(requests))

@@ -25,7 +25,7 @@ class EchoEngine(Engine):
         pass
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, **_: object
+        self, requests: Sequence[Request], sampling: Sampling, *_: object, **named: object
     ) -> list[Completion]:
         ids = [int(r.prompt_ids[-1]) + (0 if sampling.greedy else r.seed % 2) for r in requests]
         return [
