@@ -117,6 +117,9 @@ class VersionWait:
 # --- The engine as the role sees it, and what is asked of the shell ---
 
 
+Sampler = Literal["engine", "episodes", "agents"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """Facts of a worker's engine and task that its decisions need."""
@@ -126,7 +129,7 @@ class EngineFacts:
     """Groups that the engine holds at one time."""
     is_continuous: bool = False
     """Whether groups may join those that it samples."""
-    sampler: Literal["engine", "episodes", "agents"] = "engine"
+    sampler: Sampler = "engine"
     """Who samples: the engine alone, which can be stopped and continue; episodes of several turns,
     which are played to their end, because no other worker has their environment; or agents, to whom
     all leases are offered at once, as many as they ask for."""

@@ -35,6 +35,7 @@ from echo.roles.worker import (
     Install,
     Recall,
     Sample,
+    Sampler,
     Save,
     Score,
     Worker,
@@ -85,12 +86,12 @@ class WorkerParts:
     @property
     def facts(self) -> EngineFacts:
         """What the role needs to know of all this."""
-        played = "agents" if self.agents is not None else "episodes"
+        sampler: Sampler = "engine" if self.runner is None else "episodes"
         return EngineFacts(
             group_size=self.group_size,
             groups_per_batch=self.groups_per_batch,
             is_continuous=self.engine.is_continuous,
-            sampler="engine" if self.agents is None and self.runner is None else played,
+            sampler=sampler if self.agents is None else "agents",
             max_prompt_tokens=self.max_prompt_tokens,
             max_completion_tokens=self.sampling.max_completion_tokens,
             rules=self.rules,
