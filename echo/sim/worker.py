@@ -8,16 +8,16 @@ import numpy as np
 
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.net.transport import Frame
 from echo.roles.joining import Configure
 from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
 from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel, Running
 from echo.sim.groups import Groups
 from echo.sim.host import Host
-from echo.sim.wires import Port, Wires
+from echo.sim.network import End, Network, Port
 from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
-from echo.wire.codec import Frame
 from echo.wire.messages import Goodbye, Lease
 
 RETRY_S = 5.0
@@ -33,7 +33,7 @@ class SimWorker(Host):
         port: Port,
         *,
         clock: Clock,
-        wires: Wires,
+        network: Network,
         engine: EngineModel,
         groups: Groups,
         group_size: int,
@@ -50,7 +50,7 @@ class SimWorker(Host):
             session: its conversation.
             port: its access to the network.
             clock: the time.
-            wires: the network.
+            network: the links.
             engine: how long sampling takes.
             groups: what every group consists of.
             group_size: rollouts of a group.
@@ -61,7 +61,7 @@ class SimWorker(Host):
             interrupted_for_s: on standby after which it gives its machine back; None for never.
             on_end: called once the process is over.
         """
-        super().__init__(session, port, clock=clock, wires=wires)
+        super().__init__(session, port, clock=clock, network=network)
         self.session = session
         self.engine = engine
         self._groups = groups
@@ -110,9 +110,9 @@ class SimWorker(Host):
             case _:
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
-    def on_message(self, peer: str, frames: list[Frame]) -> None:
+    def on_message(self, end: End, frames: list[Frame]) -> None:
         """Handle a message; a pausing worker pauses when it begins to fetch new weights."""
-        super().on_message(peer, frames)
+        super().on_message(end, frames)
         if self._is_pausing and self.is_alive:
             self._pause()
 

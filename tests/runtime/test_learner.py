@@ -21,7 +21,7 @@ from echo.leases.partials import PartialGroup
 from echo.runtime.learner.checkpoint import find_whole
 from echo.runtime.learner.node import LearnerNode
 from echo.runtime.worker.node import WorkerParts
-from echo.sim.network import Link
+from echo.sim.network import Route
 from echo.tasks.rewards import TaskHost
 from echo.train.trainer import StepError
 from echo.wire.actions import Action
@@ -116,8 +116,8 @@ def test_what_a_worker_installs_is_what_was_published(play: Play) -> None:
 def test_workers_behind_a_relay_survive_loss_delay_and_a_cut(play: Play) -> None:
     async def scenario(run: Run) -> None:
         for name in ("w1", "w2"):
-            run.network.links.set_link(name, "relay", Link(delay_s=0.002, loss=0.002))
-            run.network.links.set_link("relay", name, Link(delay_s=0.002, loss=0.002))
+            run.network.set_route(name, "relay", Route(latency_s=0.002, loss=0.01))
+            run.network.set_route("relay", name, Route(latency_s=0.002, loss=0.01))
         learner = await run.learner(run={"max_steps": 8}, sync={"max_staleness": 2})
         relay = await run.relay()
         behind = {"connect": [RELAY, LEARNER]}
