@@ -33,8 +33,9 @@ from echo.roles.learner import Learner, LearnerSettings
 from echo.roles.worker import Worker
 from echo.runtime import node
 from echo.runtime.node import Node
-from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker.node import WorkerNode, WorkerParts
+from echo.sim.network import Network, Port
+from echo.sim.transport import SimTransport
 from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
 from echo.weights.manifest import TensorSpec, build_manifest, sign
@@ -101,7 +102,7 @@ class TimedLearner(Node):
 
     session: Learner
 
-    def __init__(self, session: Learner, transport: MemoryTransport, content: Content):
+    def __init__(self, session: Learner, transport: SimTransport, content: Content):
         super().__init__(session, transport, log=logging.getLogger("bench.learner"))
         self.session = session
         self.setting = content.setting
@@ -215,13 +216,13 @@ def make_session(content: Content, key: Ed25519PrivateKey) -> Learner:
 
 
 async def make_worker(
-    name: str, content: Content, engine: TimedEngine, network: MemoryNetwork, directory: Path
+    name: str, content: Content, engine: TimedEngine, network: Network, directory: Path
 ) -> WorkerNode:
     """Return a worker that samples with the timed engine."""
     setting = content.setting
     table = {"network": NETWORK, "worker": {"connect": [ADDRESS]}, "security": {"curve": False}}
     config = parse_config(table)
-    transport = MemoryTransport(network, name, None, OPTIONS)
+    transport = SimTransport(network, Port(name), OPTIONS)
     await transport.start()
     settings = node.node_settings(
         config, "worker", node_id=name, advertise=None, max_image_bytes=1 << 20
@@ -256,8 +257,8 @@ def measure(
     content = make_content(setting)
 
     async def main(clock: virtual_time.VirtualClock) -> dict[str, Any]:
-        network = MemoryNetwork()
-        transport = MemoryTransport(network, "learner", ADDRESS, OPTIONS)
+        network = Network()
+        transport = SimTransport(network, Port("learner", address=ADDRESS), OPTIONS)
         await transport.start()
         key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
         learner = TimedLearner(make_session(content, key), transport, content)

@@ -34,6 +34,7 @@ import os
 import sqlite3
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -275,12 +276,163 @@ def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[in
 # --- writing -------------------------------------------------------------------------------------
 
 
-class Ledger:
-    """The ledger of a run, open for writing.
+class LedgerQueue(ABC):
+    """Records and groups of a run on their way to where they are kept.
 
     `append` and `store` only fill the queue and may be called in the event loop. The others write,
     one at a time: they are for threads that may wait for the disk.
     """
+
+    def __init__(self, run_dir: Path, *, spool_bytes: float) -> None:
+        """Begin with an empty queue.
+
+        Args:
+            run_dir: the run's directory.
+            spool_bytes: bytes that the group files may take; beyond that storing a group fails.
+        """
+        self.run_dir = run_dir
+        self.spool_bytes = spool_bytes
+        self.num_records = 0
+        self.notices: list[str] = []
+        """What the operator should know: what a disk has damaged, a journal in place of the log."""
+        self.on_append: Callable[[], None] = lambda: None
+        """Called by `append`, so that somebody commits."""
+        self._queue: list[tuple[Any, Sequence[Frame]]] = []
+        self._queue_lock = threading.Lock()  # of the queue and the count of bytes
+        self._write_lock = threading.Lock()  # of all that `_write_queue` touches
+        self._used_bytes = 0
+
+    def now(self) -> float:
+        """Return what records are stamped with: unix seconds."""
+        return time.time()
+
+    def append(self, record: AnyRecord) -> None:
+        """Put a record into the queue; it is on record after the next `commit`."""
+        self._append(record)
+        self.on_append()
+
+    def _append(self, record: AnyRecord) -> None:
+        with self._queue_lock:
+            self._queue.append((self._stamped(record), ()))
+
+    def store(self, group: Group, header: Frame, arrays: Frame) -> None:
+        """Put an accepted group into the queue; acknowledge it after the next `sync`.
+
+        Args:
+            group: the group.
+            header: as it came.
+            arrays: as they came; must not change before they are written.
+
+        Raises:
+            StorageError: if the group files would take more than `spool_bytes`.
+        """
+        parts = (len(header).to_bytes(4, "little"), header, arrays)
+        length = sum(map(len, parts))
+        record = Accepted(
+            group=group.group_id,
+            attempt=group.attempt,
+            worker=group.worker_id,
+            versions=group.versions,
+            version_tokens=_tokens_by_version(group),
+            tokens=group.num_tokens,
+            rewards=tuple(group.rewards),
+            place=Place("", 0, length, ""),
+        )
+        with self._queue_lock:
+            if self._used_bytes + length > self.spool_bytes:
+                raise StorageError(
+                    f"the spool in {self.run_dir / GROUPS} holds {self._used_bytes} of the "
+                    f"{self.spool_bytes} bytes allowed; raise limits.spool_bytes or checkpoint "
+                    "more often (checkpoint.interval_steps)"
+                )
+            self._used_bytes += length
+            self._queue.append((self._stamped(record), parts))
+
+    def _stamped(self, record: Any) -> Any:
+        return record if record.at else msgspec.structs.replace(record, at=round(self.now(), 3))
+
+    def commit(self) -> None:
+        """Write the queue: it survives the process.
+
+        Raises:
+            StorageError: if that fails; the queue is kept, and the disk has nothing of it.
+        """
+        with self._write_lock:
+            self._write_queue(durably=False)
+
+    def sync(self) -> None:
+        """Write the queue: it and everything before survive the machine.
+
+        Raises:
+            StorageError: as `commit` does.
+        """
+        with self._write_lock:
+            self._write_queue(durably=True)
+
+    def trained(self, groups: Sequence[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
+        """Commit the record of an optimizer step; return its tokens by staleness.
+
+        Args:
+            groups: what the step is made of.
+            lineage: the present lineage.
+            consumed_at: optimizer steps done before this one.
+        """
+        staleness = staleness_of_groups(groups, consumed_at=consumed_at)
+        self._append(
+            Trained(
+                lineage=lineage,
+                step=consumed_at + 1,
+                consumed_at=consumed_at,
+                groups=tuple(group.group_id for group in groups),
+                staleness=staleness,
+                trimmed={g.group_id: _tokens_by_version(g) for g in groups if g.is_trimmed},
+            )
+        )
+        self.commit()
+        return staleness
+
+    @abstractmethod
+    def records(self) -> Iterator[AnyRecord]:
+        """Yield what is on record, oldest first."""
+
+    @abstractmethod
+    def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
+        """Sync the record of a checkpoint, and let go of groups that have ended for good.
+
+        Args:
+            lineage: the present lineage.
+            step: the checkpoint's step.
+            oldest_step: step of the oldest checkpoint kept: groups trained after it may be needed
+                again, so their bytes stay.
+        """
+
+    @abstractmethod
+    def load(self, group_id: int, place: Place) -> Group:
+        """Read a group back, as after a restart.
+
+        Raises:
+            StorageError: if it is missing or damaged.
+        """
+
+    @abstractmethod
+    def free_unused(self) -> None:
+        """Let go of the groups that, after a restart, are not waiting."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write the queue, and end in good order."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """End as it stands: what is only queued is lost."""
+
+    @abstractmethod
+    def _write_queue(self, *, durably: bool) -> None:
+        """Write the queue while the write lock is held."""
+
+
+class Ledger(LedgerQueue):
+    """The ledger of a run on the disk, open for writing."""
 
     def __init__(self, run_dir: Path, *, spool_bytes: int) -> None:
         """Open the ledger of a run, or begin one.
@@ -294,17 +446,9 @@ class Ledger:
                 writes it.
         """
         refuse_other_format(run_dir)
-        self.run_dir = run_dir
+        super().__init__(run_dir, spool_bytes=spool_bytes)
         self.path = run_dir / FILE
-        self.spool_bytes = spool_bytes
-        self.notices: list[str] = []
-        """What the operator should know: what a disk has damaged, a journal in place of the log."""
-        self.on_append: Callable[[], None] = lambda: None
-        """Called by `append`, so that somebody commits."""
         self._groups_dir = run_dir / GROUPS
-        self._queue: list[tuple[Any, Sequence[Frame]]] = []
-        self._queue_lock = threading.Lock()  # of the queue and the count of bytes
-        self._write_lock = threading.Lock()  # of all that follows
         self._unended: dict[str, set[int]] = {}
         self._ended_at: dict[int, int] = {}
         self._file: BinaryIO | None = None
@@ -361,91 +505,11 @@ class Ledger:
             sync_path(self.run_dir)
         return database
 
-    # --- the queue -------------------------------------------------------------------------------
-
-    def append(self, record: AnyRecord) -> None:
-        """Put a record into the queue; it is on record after the next `commit`."""
-        self._append(record)
-        self.on_append()
-
-    def _append(self, record: AnyRecord) -> None:
-        with self._queue_lock:
-            self._queue.append((_stamped(record), ()))
-
-    def store(self, group: Group, header: Frame, arrays: Frame) -> None:
-        """Put an accepted group into the queue; acknowledge it after the next `sync`.
-
-        Args:
-            group: the group.
-            header: as it came.
-            arrays: as they came; must not change before they are written.
-
-        Raises:
-            StorageError: if the group files would take more than `spool_bytes`.
-        """
-        parts = (len(header).to_bytes(4, "little"), header, arrays)
-        length = sum(map(len, parts))
-        record = Accepted(
-            group=group.group_id,
-            attempt=group.attempt,
-            worker=group.worker_id,
-            versions=group.versions,
-            version_tokens=_tokens_by_version(group),
-            tokens=group.num_tokens,
-            rewards=tuple(group.rewards),
-            place=Place("", 0, length, ""),
-        )
-        with self._queue_lock:
-            if self._used_bytes + length > self.spool_bytes:
-                raise StorageError(
-                    f"the spool in {self._groups_dir} holds {self._used_bytes} of the "
-                    f"{self.spool_bytes} bytes allowed; raise limits.spool_bytes or checkpoint "
-                    "more often (checkpoint.interval_steps)"
-                )
-            self._used_bytes += length
-            self._queue.append((_stamped(record), parts))
+    def records(self) -> Iterator[AnyRecord]:
+        """Yield what is on record, as `read_records` does."""
+        return read_records(self.run_dir)
 
     # --- what the disk thread does ---------------------------------------------------------------
-
-    def commit(self) -> None:
-        """Write the queue: it survives the process.
-
-        Raises:
-            StorageError: if that fails; the queue is kept, and the disk has nothing of it.
-        """
-        with self._write_lock:
-            self._write_queue(durably=False)
-
-    def sync(self) -> None:
-        """Write the queue: it and everything before survive the machine.
-
-        Raises:
-            StorageError: as `commit` does.
-        """
-        with self._write_lock:
-            self._write_queue(durably=True)
-
-    def trained(self, groups: Sequence[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
-        """Commit the record of an optimizer step; return its tokens by staleness.
-
-        Args:
-            groups: what the step is made of.
-            lineage: the present lineage.
-            consumed_at: optimizer steps done before this one.
-        """
-        staleness = staleness_of_groups(groups, consumed_at=consumed_at)
-        self._append(
-            Trained(
-                lineage=lineage,
-                step=consumed_at + 1,
-                consumed_at=consumed_at,
-                groups=tuple(group.group_id for group in groups),
-                staleness=staleness,
-                trimmed={g.group_id: _tokens_by_version(g) for g in groups if g.is_trimmed},
-            )
-        )
-        self.commit()
-        return staleness
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
         """Sync the record of a checkpoint, and unlink the files whose groups have ended for good.
@@ -639,10 +703,6 @@ class Ledger:
             self._database.close()
             os.close(self._lock_file)
             self._lock_file = -1
-
-
-def _stamped(record: Any) -> Any:
-    return record if record.at else msgspec.structs.replace(record, at=round(time.time(), 3))
 
 
 @contextmanager

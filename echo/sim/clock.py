@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -56,41 +57,109 @@ class Clock:
         self.is_stopped = True
 
 
+class LoopClock:
+    """The time of the running loop, and many calls on one of its timers."""
+
+    def __init__(self) -> None:
+        """Start with nothing to do."""
+        self._serial = 0
+        self._armed_at = math.inf
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+
+    @property
+    def now(self) -> float:
+        """Seconds, as the loop counts them."""
+        return asyncio.get_running_loop().time()
+
+    def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Have something called at an instant; one that has passed is the present."""
+        self._serial += 1
+        heapq.heappush(self._events, (instant, self._serial, call, arguments))
+        self._arm()
+
+    def _arm(self) -> None:
+        # A timer that fires too early looks again; only an earlier one must be set now.
+        if self._events and self._events[0][0] < self._armed_at:
+            self._armed_at = self._events[0][0]
+            asyncio.get_running_loop().call_at(self._armed_at, self._on_timer, self._armed_at)
+
+    def _on_timer(self, at: float) -> None:
+        if at != self._armed_at:
+            return
+        # A timer may fire a clock tick early; what it was set for is due all the same.
+        due_at = max(at, self.now)
+        events = self._events
+        try:
+            while events and events[0][0] <= due_at:
+                _, _, call, arguments = heapq.heappop(events)
+                call(*arguments)
+        finally:
+            self._armed_at = math.inf
+            self._arm()
+
+
 class StandstillError(RuntimeError):
     """Nothing will ever happen any more on a loop that has not come to its end."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop whose time passes only while nothing is ready, and then at once."""
+    """An event loop whose time passes only while nothing is ready, and then at once.
 
-    _scheduled: list[asyncio.TimerHandle]
+    Timers of one instant fire in the order in which they were set, which asyncio does not promise:
+    messages that arrive together keep their order.
+    """
+
+    _ready: deque[asyncio.Handle]
 
     def __init__(self) -> None:
         """Start at 0."""
         super().__init__()
         self._now = 0.0
-        # What a loop asks for ready sockets, and for how long: here time passes instead.
-        self._selector = self
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._num_timers = 0
+        self.num_calls = 0
+        """Callbacks made so far."""
 
     def time(self) -> float:
         """Return seconds since the start."""
         return self._now
 
-    def select(self, timeout: float | None) -> list[Any]:
-        """Jump to the next timer, as the loop has nothing to do before it.
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """Have something called at an instant."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, timer))
+        return timer
+
+    def _run_once(self) -> None:
+        """Make the calls that are ready; where none is, let time pass until a timer is due.
 
         Raises:
             StandstillError: if there is no timer either.
         """
-        if timeout is None:
-            waiting = ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self)))
-            raise StandstillError(
-                f"nothing will ever happen: at {self._now:.3f} s no timer is set and nothing is "
-                f"ready, and these tasks wait: {waiting or 'none'}"
-            )
-        if timeout > 0:
-            self._now = max(self._now, self._scheduled[0].when())
-        return []
+        ready, timers = self._ready, self._timers
+        if not ready and not self._stopping:
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+            if not timers:
+                waiting = ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self)))
+                raise StandstillError(
+                    f"nothing will ever happen: at {self._now:.3f} s no timer is set and nothing "
+                    f"is ready, and these tasks wait: {waiting or 'none'}"
+                )
+            self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            ready.append(heapq.heappop(timers)[2])
+        self.num_calls += len(ready)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Leave it among the timers until its time has come."""
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Any, *args: Any

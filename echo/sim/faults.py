@@ -9,10 +9,10 @@ import random
 from typing import Protocol
 
 from echo.sim.clock import Clock
+from echo.sim.network import Network
 from echo.sim.records import History
 from echo.sim.scenario import LEARNER_REGION, Fault, Scenario
 from echo.sim.site import Site
-from echo.sim.wires import Wires
 
 
 class Stage(Protocol):
@@ -20,7 +20,7 @@ class Stage(Protocol):
 
     scenario: Scenario
     clock: Clock
-    wires: Wires
+    network: Network
     history: History
     sites: list[Site]
 
@@ -54,11 +54,11 @@ class Faults:
                 self._await_loss(site, chance)
 
     def _happen(self, fault: Fault) -> None:
-        clock, wires = self._stage.clock, self._stage.wires
+        clock, network = self._stage.clock, self._stage.network
         if fault.kind == "cut":
-            wires.cut(fault.target)
+            network.cut(fault.target)
             if fault.for_s is not None:
-                clock.after(fault.for_s, wires.mend, fault.target)
+                clock.after(fault.for_s, network.mend, fault.target)
             return
         if fault.target == LEARNER_REGION:
             self._take_learner(fault)

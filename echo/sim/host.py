@@ -6,16 +6,20 @@ is the one that runs in production; nothing in it knows of this.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
+from typing import cast
 
 from echo.core.errors import EchoError
+from echo.net.transport import Frame
 from echo.roles.node import Role
 from echo.sim.clock import Clock
-from echo.sim.wires import Port, Wires
+from echo.sim.network import End, Network, Port
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
-from echo.wire.codec import Frame
 
+REDIAL_S = 0.5
+"""Between attempts to connect to somebody who does not answer."""
 LEAST_WAIT_S = 0.001
 """A deadline that stays in the past must not hold up time, as in `runtime/node.py`."""
 
@@ -23,25 +27,27 @@ LEAST_WAIT_S = 0.001
 class Host:
     """One start of one node: a session, its links and its timer; roles derive from it."""
 
-    def __init__(self, session: Role, port: Port, *, clock: Clock, wires: Wires) -> None:
+    def __init__(self, session: Role, port: Port, *, clock: Clock, network: Network) -> None:
         """Put a session on the network.
 
         Args:
             session: the node's.
             port: the node's access to the network, which outlives the process.
             clock: the time.
-            wires: the network.
+            network: the connections.
         """
         self.port = port
         self.clock = clock
-        self.wires = wires
+        self.network = network
         self.is_alive = True
         self.warnings: dict[str, int] = {}
         """Warnings by their first words."""
         self.error: EchoError | None = None
         self._session = session
+        self._ids = itertools.count(1)
+        self._ends: dict[str, End] = {}
         self._armed_at = math.inf
-        wires.listen(self)
+        network.listen(self)
 
     # --- what roles fill in ----------------------------------------------------------------------
 
@@ -68,17 +74,26 @@ class Host:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def on_connected(self, peer: str) -> None:
+    def on_connected(self, end: End) -> None:
         """Handle that a dialled link stands."""
-        self.perform(self.connected(peer))
+        self.perform(self.connected(end.peer))
 
-    def on_disconnected(self, peer: str, reason: str) -> None:
+    def on_refused(self, end: End, reason: str) -> None:
+        """Dial again a little later."""
+        self.clock.after(REDIAL_S, self._redial, end)
+
+    def on_disconnected(self, end: End, reason: str) -> None:
         """Handle that a link is gone."""
-        self.perform(self.disconnected(peer, reason))
+        if self._ends.pop(end.peer, None) is not None:
+            self.perform(self.disconnected(end.peer, reason))
 
-    def on_message(self, peer: str, frames: list[Frame]) -> None:
+    def on_message(self, end: End, frames: list[Frame]) -> None:
         """Handle a message."""
-        self.perform(self._session.receive(peer, frames, now=self.clock.now))
+        if not end.peer:
+            end.peer = f"i{end.number}"
+            self._ends[end.peer] = end
+        if end.peer in self._ends:
+            self.perform(self._session.receive(end.peer, frames, now=self.clock.now))
 
     # --- acting ----------------------------------------------------------------------------------
 
@@ -89,12 +104,12 @@ class Host:
                 return
             match action:
                 case Send():
-                    self.wires.send(self, action.peer, action.frames)
+                    self._send(action)
                 case Dial():
-                    peer = self.wires.dial(self, action.address)
-                    self.dialled(action.address, action.purpose, peer)
+                    end = self._dial(action.address, f"o{next(self._ids)}")
+                    self.dialled(action.address, action.purpose, end.peer)
                 case HangUp():
-                    self.wires.hang_up(self, action.peer)
+                    self._hang_up(action.peer)
                 case Note():
                     self._note(action)
                 case Stop():
@@ -105,6 +120,24 @@ class Host:
                 case _:
                     self.on_action(action)
         self._arm()
+
+    def _send(self, send: Send) -> None:
+        end = self._ends.get(send.peer)
+        if end is not None:
+            self.network.send(end, cast("list[Frame]", list(send.frames)))
+
+    def _hang_up(self, peer: str) -> None:
+        end = self._ends.pop(peer, None)
+        if end is not None and end.address is not None:
+            self.network.hang_up(end)
+
+    def _dial(self, address: str, peer: str) -> End:
+        self._ends[peer] = end = self.network.dial(self, address, peer=peer)
+        return end
+
+    def _redial(self, end: End) -> None:
+        if self._ends.get(end.peer) is end and end.address is not None:
+            self._dial(end.address, end.peer)
 
     def _note(self, note: Note) -> None:
         if note.level == "warning":
@@ -125,7 +158,11 @@ class Host:
         if not self.is_alive:
             return
         self.is_alive = False
-        self.wires.vanish(self, is_silent=is_silent, is_orderly=is_orderly)
+        self._ends.clear()
+        if is_silent:
+            self.network.vanish(self)
+        else:
+            self.network.close(self, linger_s=math.inf if is_orderly else 0.0)
         self.ended()
 
     # --- time ------------------------------------------------------------------------------------

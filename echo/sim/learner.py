@@ -22,9 +22,9 @@ from echo.sim.clock import Clock
 from echo.sim.groups import Groups
 from echo.sim.host import Host
 from echo.sim.journal import Journal
+from echo.sim.network import Network, Port
 from echo.sim.records import History, StepRecord
 from echo.sim.versions import Versions
-from echo.sim.wires import Port, Wires
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action
 
@@ -66,7 +66,7 @@ class SimLearner(Host):
         port: Port,
         *,
         clock: Clock,
-        wires: Wires,
+        network: Network,
         buffer: StalenessBuffer,
         groups: Groups,
         pace: PublishPace,
@@ -84,7 +84,7 @@ class SimLearner(Host):
             session: its conversation.
             port: its access to the network.
             clock: the time.
-            wires: the network.
+            network: the links.
             buffer: the session's, of groups accepted and not yet trained.
             groups: what every group consists of.
             pace: when to publish.
@@ -96,7 +96,7 @@ class SimLearner(Host):
             activating: watches costs and workers; None for nobody.
             history: takes down what happens.
         """
-        super().__init__(session, port, clock=clock, wires=wires)
+        super().__init__(session, port, clock=clock, network=network)
         self.session: Learner = session
         self._buffer = buffer
         self._groups = groups

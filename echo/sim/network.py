@@ -1,191 +1,477 @@
-"""A network on paper: seeded links on an explicit clock, for tests and for the simulator.
+"""A network on paper: connections with rates, latency, jitter, loss and cuts.
 
-Nothing here waits or sleeps. `send` decides at once when a packet will arrive, or that it never
-will; `deliver(now)` hands out what has arrived by `now`, in order of arrival. The same seed and the
-same calls give the same history. Each directed link draws from its own stream of random numbers, so
-traffic on one link never changes the fortune of another.
+    sender's uplink  ->  route between two regions  ->  receiver's downlink
+    (shared by all)      (one stream's rate, delay)      (shared by all)
 
-A link is a queue in front of a wire: packets leave one after another at `bytes_per_s`, then travel
-`delay_s` and up to `jitter_s` more, and never overtake each other. Loss, cuts and partitions drop
-packets silently, as an IP network does; a cut also takes what is in flight.
+* **Bulk** (chunks, groups) queues at the uplink, in the order in which it was sent, takes the route
+  at the rate of one stream, and queues again at the downlink; each stage begins with the first
+  byte, so that an idle stage adds nothing. **Small** messages slip in between, as packets of other
+  connections do, and take the latency only. Within one connection nothing is overtaken.
+* A connection is a stream, as over TCP: a lost packet is sent again and costs time, not messages.
+  Small messages are then held up for a retransmission; bulk has the route's rate less what is
+  lost (that rate is what one stream was measured to reach, with whatever TCP makes of the loss).
+* Where a cut begins, what is in flight is lost and the connection stalls; each end is told its
+  `dead_after_s` later, as unanswered heartbeats would tell it. A machine that vanishes is noticed
+  in the same way, a process that dies at once.
+* Whoever listens can be dialled by its address; all others, behind a NAT, can only dial.
+
+One byte of a simulated image stands for `weight_scale` bytes: a version has few and small chunks in
+memory, and its true size on every link.
+
+Nothing here waits, and nothing is sent that only keeps a connection alive. `SimTransport` is the
+client that nodes use (`echo/sim/transport.py`).
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Protocol, TypeAlias
 
-T = TypeVar("T")
+from echo.core.errors import TransportError
+from echo.net.transport import Frame, format_address, parse_address
+from echo.sim.clock import Clock, LoopClock
+
+BULK_BYTES = 1 << 14
+"""Messages from this size on queue at the links."""
+FRAMING_BYTES = 60
+"""What TCP, ZMTP and IP add to a message, roughly."""
+LEAST_RTO_S = 0.2
+"""Until TCP sends a lost packet again, at least."""
+FIRST_FREE_PORT = 49152
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """How one direction between two nodes behaves."""
+class Route:
+    """What lies between two regions, in one direction."""
 
-    delay_s: float = 0.0
-    """Seconds one way, for every packet."""
-    jitter_s: float = 0.0
-    """Seconds added to the delay, uniform in [0, jitter_s]; order is kept all the same."""
-    loss: float = 0.0
-    """Probability that a packet is dropped, 0..1."""
     bytes_per_s: float = math.inf
-    """Rate at which packets leave the sender, bytes per second."""
+    """Rate of one stream."""
+    latency_s: float = 0.0005
+    """One way."""
+    jitter_s: float = 0.0
+    """Added to the latency, evenly distributed in [0, jitter_s]."""
+    loss: float = 0.0
+    """Probability that a packet is lost."""
 
     def __post_init__(self) -> None:
-        if min(self.delay_s, self.jitter_s) < 0 or not math.isfinite(self.delay_s + self.jitter_s):
-            raise ValueError(f"delay_s and jitter_s must be finite and >= 0, got {self}")
-        if not 0.0 <= self.loss <= 1.0:
-            raise ValueError(f"loss is a probability, 0..1, got {self.loss}")
+        if min(self.latency_s, self.jitter_s) < 0 or not math.isfinite(
+            self.latency_s + self.jitter_s
+        ):
+            raise ValueError(f"latency_s and jitter_s must be finite and >= 0, got {self}")
+        if not 0.0 <= self.loss < 1.0:
+            raise ValueError(f"loss is a probability below 1, got {self.loss}; to lose all, cut")
         if not self.bytes_per_s > 0:
-            raise ValueError(
-                f"bytes_per_s must be > 0, got {self.bytes_per_s}; to stop a link, cut it"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packet(Generic[T]):
-    """One packet on its way from `source` to `destination`."""
-
-    source: str
-    destination: str
-    payload: T
-    num_bytes: int
-    arrives_at: float
-
-
-@dataclass(slots=True)
-class _Wire:
-    """The state of one direction between two nodes."""
-
-    random: random.Random
-    idle_at: float = -math.inf
-    """When the sender will have put its last packet on the wire."""
-    last_arrival_at: float = -math.inf
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _InFlight(Generic[T]):
-    arrives_at: float
-    serial: int
-    packet: Packet[T] = field(compare=False)
-
-
-class Network(Generic[T]):
-    """Nodes by name, and directed links between any two of them.
-
-    Args:
-        seed: fixes every loss and every jitter.
-        default: the behaviour of links that `set_link` was not called for.
-    """
-
-    def __init__(self, *, seed: int = 0, default: Link | None = None) -> None:
-        self._seed = seed
-        self._default = default or Link()
-        self._links: dict[tuple[str, str], Link] = {}
-        self._wires: dict[tuple[str, str], _Wire] = {}
-        self._cuts: set[frozenset[str]] = set()
-        self._group_of: dict[str, int] = {}
-        self._in_flight: list[_InFlight[T]] = []
-        self._serial = itertools.count()
-
-    def set_link(self, source: str, destination: str, link: Link) -> None:
-        """Give one direction a behaviour of its own, for packets sent from now on."""
-        self._links[source, destination] = link
-
-    def send(
-        self, source: str, destination: str, payload: T, *, num_bytes: int, now: float
-    ) -> float | None:
-        """Put a packet on its way.
-
-        Args:
-            source: name of the sending node.
-            destination: name of the receiving node.
-            payload: whatever `deliver` shall hand out.
-            num_bytes: what it takes on a link with a rate, bytes.
-            now: the present instant, seconds; must not run backwards.
-
-        Returns:
-            The instant of arrival in seconds, or None if the packet is lost.
-        """
-        link = self._links.get((source, destination), self._default)
-        wire = self._wire(source, destination)
-        # Drawn for every packet, so that a cut does not shift the fortune of later ones.
-        is_dropped = wire.random.random() < link.loss
-        jitter_s = wire.random.uniform(0.0, link.jitter_s)
-        wire.idle_at = max(now, wire.idle_at) + num_bytes / link.bytes_per_s
-        if is_dropped or self.is_cut(source, destination):
-            return None
-        wire.last_arrival_at = max(wire.last_arrival_at, wire.idle_at + link.delay_s + jitter_s)
-        packet = Packet(
-            source=source,
-            destination=destination,
-            payload=payload,
-            num_bytes=num_bytes,
-            arrives_at=wire.last_arrival_at,
-        )
-        heapq.heappush(self._in_flight, _InFlight(packet.arrives_at, next(self._serial), packet))
-        return packet.arrives_at
+            raise ValueError(f"bytes_per_s must be > 0, got {self.bytes_per_s}; to stop it, cut")
 
     @property
-    def next_at(self) -> float | None:
-        """When the next packet arrives, seconds; None if nothing is in flight."""
-        return self._in_flight[0].arrives_at if self._in_flight else None
+    def stream_bytes_per_s(self) -> float:
+        """Rate at which one stream brings something new."""
+        return self.bytes_per_s * (1 - self.loss)
 
-    def deliver(self, now: float) -> list[Packet[T]]:
-        """Take out every packet that has arrived by `now`, earliest first."""
-        arrived = []
-        while self._in_flight and self._in_flight[0].arrives_at <= now:
-            arrived.append(heapq.heappop(self._in_flight).packet)
-        return arrived
+    def joined(self, other: Route) -> Route:
+        """Return this route and then another as one."""
+        return Route(
+            bytes_per_s=min(self.bytes_per_s, other.bytes_per_s),
+            latency_s=self.latency_s + other.latency_s,
+            jitter_s=self.jitter_s + other.jitter_s,
+            loss=1 - (1 - self.loss) * (1 - other.loss),
+        )
 
-    def is_cut(self, a: str, b: str) -> bool:
-        """Return whether nothing passes between two nodes at present."""
-        if a == b:
-            return False
-        return frozenset((a, b)) in self._cuts or self._group_of.get(a) != self._group_of.get(b)
 
-    def cut(self, a: str, b: str) -> list[Packet[T]]:
-        """Stop both directions between two nodes; return what was in flight and is lost."""
-        self._cuts.add(frozenset((a, b)))
-        return self._drop_cut_packets()
+@dataclass(slots=True, eq=False)
+class Port:
+    """A machine's access to the network, which outlives its processes."""
 
-    def mend(self, a: str, b: str) -> None:
-        """Undo `cut` for two nodes."""
-        self._cuts.discard(frozenset((a, b)))
+    name: str
+    region: str = ""
+    """Where it stands; left empty, it is a region of its own, with its name."""
+    up_bytes_per_s: float = math.inf
+    down_bytes_per_s: float = math.inf
+    address: str | None = None
+    """Where it can be dialled; None behind a NAT."""
+    dead_after_s: float = 10.0
+    """Until a connection that has stalled is given up here."""
+    up_idle_at: float = 0.0
+    down_idle_at: float = 0.0
+    bytes_sent: float = 0.0
+    bytes_received: float = 0.0
 
-    def partition(self, *groups: Collection[str]) -> list[Packet[T]]:
-        """Let nodes talk only within their group; return what was in flight and is lost.
+    def __post_init__(self) -> None:
+        self.region = self.region or self.name
 
-        Nodes named in no group form one more group. Replaces an earlier partition.
+
+class Client(Protocol):
+    """The process at an end of connections."""
+
+    port: Port
+
+    def on_connected(self, end: End) -> None:
+        """Handle that a dialled connection stands."""
+
+    def on_refused(self, end: End, reason: str) -> None:
+        """Handle that dialling came to nothing."""
+
+    def on_disconnected(self, end: End, reason: str) -> None:
+        """Handle that a connection is over."""
+
+    def on_message(self, end: End, frames: list[Frame]) -> None:
+        """Handle a message; whoever was dialled learns of a connection by its first one."""
+
+
+class GroupSizes(Protocol):
+    """The true sizes of groups."""
+
+    def num_bytes(self, header: Frame) -> float:
+        """Return what a group with this header takes on the wire."""
+
+
+@dataclass(slots=True, eq=False)
+class End:
+    """One end of a connection, and the way from here to the other end."""
+
+    client: Client
+    address: str | None
+    """What was dialled; None where the connection was answered."""
+    number: int
+    """Of the attempt to dial, on the whole network."""
+    peer: str = ""
+    """What the client calls the other side: its own affair."""
+    unread_bytes: int = 0
+    """Sent to here and not yet taken by the client, as far as the client counts."""
+    is_open: bool = False
+    is_over: bool = False
+    is_stalled: bool = False
+    far: End = field(init=False)
+    """Once the connection stands, as everything below."""
+    route: Route = field(init=False)
+    stream_bytes_per_s: float = field(init=False)
+    chance: random.Random | None = None
+    """Of jitter and loss, the same at both ends; None where there are none."""
+    idle_at: float = 0.0
+    """When the route will have taken the last bulk."""
+    arrived_at: float = 0.0
+    """When the last message will have reached the receiver's downlink."""
+    done_at: float = 0.0
+    """When the downlink will have let through what has reached it so far."""
+
+
+Groups: TypeAlias = tuple[frozenset[str], ...]
+
+
+class Network:
+    """All connections, and what they have carried."""
+
+    def __init__(
+        self,
+        clock: Clock | LoopClock | None = None,
+        *,
+        seed: int = 0,
+        between: Route | None = None,
+        weight_scale: float = 1.0,
+        group_sizes: GroupSizes | None = None,
+        bulk_bytes: int = BULK_BYTES,
+        is_encrypted: bool = True,
+    ) -> None:
+        """Start without nodes.
+
+        Args:
+            clock: the time; None for that of the running loop.
+            seed: of jitter and loss.
+            between: the route between regions of which nothing else is said; None for no distance.
+            weight_scale: bytes that one byte of an image stands for.
+            group_sizes: the true sizes of groups; None for those of the messages.
+            bulk_bytes: size from which messages queue.
+            is_encrypted: whether a connection needs a handshake of its own.
         """
-        self._group_of = {node: index for index, group in enumerate(groups) for node in group}
-        if len(self._group_of) != sum(len(group) for group in groups):
-            raise ValueError(f"a node is in more than one group of {groups}")
-        return self._drop_cut_packets()
+        self.clock = clock or LoopClock()
+        self._seed = seed
+        self.weight_scale = weight_scale
+        self._group_sizes = group_sizes
+        self._bulk_bytes = bulk_bytes
+        self._num_trips = 4 if is_encrypted else 2
+        self._regions: dict[str, Route] = {}
+        self._within, self._middle = Route(), Route(latency_s=0.0)
+        self._between = between or self._middle
+        self._routes: dict[tuple[str, str], Route] = {}
+        """Of pairs of regions, as they were told or came up."""
+        self._listeners: dict[str, Client] = {}
+        self._ports = itertools.count(FIRST_FREE_PORT)
+        self._ends: dict[Client, dict[End, None]] = {}
+        self._num_dials = 0
+        self._cuts: list[Groups] = []
+        self.traffic: dict[tuple[str, str, str], float] = {}
+        """(from region, to region, kind) -> bytes."""
 
-    def heal(self) -> None:
-        """Undo every cut and the partition."""
-        self._cuts.clear()
-        self._group_of.clear()
+    # --- the map ---------------------------------------------------------------------------------
 
-    def _wire(self, source: str, destination: str) -> _Wire:
-        wire = self._wires.get((source, destination))
-        if wire is None:
-            wire = _Wire(random.Random(f"{self._seed}/{source}/{destination}"))
-            self._wires[source, destination] = wire
-        return wire
+    def add_region(self, name: str, route: Route) -> None:
+        """Note the route from the middle of the world, where the learner stands, to a region."""
+        self._regions[name] = route
+        self._routes = {pair: known for pair, known in self._routes.items() if name not in pair}
 
-    def _drop_cut_packets(self) -> list[Packet[T]]:
-        kept: list[_InFlight[T]] = []
-        lost: list[_InFlight[T]] = []
-        for flight in self._in_flight:
-            is_lost = self.is_cut(flight.packet.source, flight.packet.destination)
-            (lost if is_lost else kept).append(flight)
-        heapq.heapify(kept)
-        self._in_flight = kept
-        return [flight.packet for flight in sorted(lost)]
+    def set_route(self, source: str, destination: str, route: Route) -> None:
+        """Replace the route from one region to another, for what is sent from now on."""
+        self._routes[source, destination] = route
+        for end in self._standing():
+            if (end.client.port.region, end.far.client.port.region) == (source, destination):
+                self._lay(end)
+
+    def route(self, source: str, destination: str) -> Route:
+        """Return the route from one region to another."""
+        found = self._routes.get((source, destination))
+        if found is None:
+            here, there = self._regions.get(source), self._regions.get(destination)
+            if source == destination:
+                found = self._within
+            elif here is None and there is None:
+                found = self._between
+            else:
+                found = (here or self._middle).joined(there or self._middle)
+            self._routes[source, destination] = found
+        return found
+
+    def listen(self, client: Client) -> None:
+        """Let a client be dialled at its port's address; port 0 becomes a free one.
+
+        Raises:
+            TransportError: if somebody else listens there.
+        """
+        if client.port.address is None:
+            return
+        host, number = parse_address(client.port.address)
+        address = format_address(host, number or next(self._ports))
+        there = self._listeners.get(address)
+        if there is not None:
+            raise TransportError(
+                f"cannot listen on {address}: address already in use: "
+                f"{there.port.name!r} listens there; stop it or choose another port"
+            )
+        client.port.address = address
+        self._listeners[address] = client
+
+    def listener(self, address: str) -> Client | None:
+        """Return who listens on an address."""
+        return self._listeners.get(address)
+
+    # --- connections -----------------------------------------------------------------------------
+
+    def dial(self, client: Client, address: str, *, peer: str = "") -> End:
+        """Begin to connect; the client hears whether it came to a connection.
+
+        Args:
+            client: who dials.
+            address: where somebody may listen.
+            peer: what the client calls the other side.
+        """
+        self._num_dials += 1
+        end = End(client, address, self._num_dials, peer)
+        self._ends.setdefault(client, {})[end] = None
+        listener = self._listeners.get(address)
+        region = client.port.region if listener is None else listener.port.region
+        latency_s = self.route(client.port.region, region).latency_s
+        self.clock.at(self.clock.now + self._num_trips * latency_s, self._connect, end)
+        return end
+
+    def _connect(self, end: End) -> None:
+        if end.is_over:
+            return
+        client = end.client
+        listener = self._listeners.get(end.address or "")
+        is_cut = listener is not None and self._is_cut(client.port, listener.port)
+        if listener is None or is_cut:
+            self._leave(end)
+            client.on_refused(end, "nothing gets through" if is_cut else "nobody listens there")
+            return
+        far = End(listener, None, end.number)
+        self._ends.setdefault(listener, {})[far] = None
+        end.far, far.far = far, end
+        for each in (end, far):
+            self._lay(each)
+            each.is_open = True
+        client.on_connected(end)
+
+    def _lay(self, end: End) -> None:
+        """Find the way from an end to the other."""
+        port = end.client.port
+        end.route = route = self.route(port.region, end.far.client.port.region)
+        end.stream_bytes_per_s = min(route.stream_bytes_per_s, port.up_bytes_per_s)
+        if route.jitter_s > 0 or route.loss > 0:
+            end.chance = end.far.chance or random.Random(f"{self._seed}/o{end.number}")
+
+    def hang_up(
+        self, end: End, *, linger_s: float = math.inf, reason: str = "the peer hung up"
+    ) -> None:
+        """Close a connection, or stop dialling; the other side is told when the news arrives.
+
+        Args:
+            end: the own one; its client hears nothing more of it.
+            linger_s: how long what was sent still arrives, and the news after it.
+            reason: for the other side.
+        """
+        is_told = end.is_open and not end.is_stalled
+        self._leave(end)
+        if is_told:
+            soonest_at = self.clock.now + end.route.latency_s
+            at = max(soonest_at, min(end.arrived_at, soonest_at + linger_s))
+            self.clock.at(at, self._hear_end, end.far, reason)
+
+    def close(self, client: Client, *, linger_s: float = 0.0) -> None:
+        """End a process; its peers are told, after what was sent if it goes in good order."""
+        self._unlisten(client)
+        for end in list(self._ends.get(client, ())):
+            self.hang_up(end, linger_s=linger_s, reason="the peer's connection closed")
+
+    def vanish(self, client: Client) -> None:
+        """End a process with its machine: nobody is told."""
+        self._unlisten(client)
+        for end in list(self._ends.get(client, ())):
+            is_open = end.is_open
+            self._leave(end)
+            if is_open:
+                self._stall(end)
+
+    def _unlisten(self, client: Client) -> None:
+        address = client.port.address
+        if address is not None and self._listeners.get(address) is client:
+            del self._listeners[address]
+
+    def _leave(self, end: End) -> None:
+        end.is_open, end.is_over = False, True
+        ends = self._ends.get(end.client, {})
+        ends.pop(end, None)
+        if not ends:
+            self._ends.pop(end.client, None)
+
+    def _hear_end(self, end: End, reason: str) -> None:
+        """Learn that the other side has left, once what it sent has come through."""
+        if end.is_stalled or end.is_over:
+            return
+        if end.far.done_at > self.clock.now:
+            self.clock.at(end.far.done_at, self._hear_end, end, reason)
+            return
+        self._lose(end, reason)
+
+    def _lose(self, end: End, reason: str) -> None:
+        if not end.is_over:
+            self._leave(end)
+            end.client.on_disconnected(end, reason)
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def send(self, end: End, frames: list[Frame]) -> bool:
+        """Put a message on its way; return False if there is no connection."""
+        if not end.is_open:
+            return False
+        here, there = end.client.port, end.far.client.port
+        kind, num_bytes = self._weigh(frames)
+        key = (here.region, there.region, kind)
+        self.traffic[key] = self.traffic.get(key, 0.0) + num_bytes
+        here.bytes_sent += num_bytes
+        if end.is_stalled:
+            return True
+        clock = self.clock
+        leaves_at = clock.now
+        if num_bytes >= self._bulk_bytes:
+            begins_at = max(leaves_at, here.up_idle_at)
+            here.up_idle_at = begins_at + num_bytes / here.up_bytes_per_s
+            end.idle_at = max(begins_at, end.idle_at) + num_bytes / end.stream_bytes_per_s
+            leaves_at = max(here.up_idle_at, end.idle_at)
+        arrives_at = leaves_at + end.route.latency_s
+        if end.chance is not None:
+            arrives_at += self._luck(end, end.chance, is_bulk=num_bytes >= self._bulk_bytes)
+        if arrives_at > end.arrived_at:
+            end.arrived_at = arrives_at
+        clock.at(end.arrived_at, self._arrive, end, num_bytes, frames)
+        return True
+
+    def _weigh(self, frames: Sequence[Frame]) -> tuple[str, float]:
+        """Return what a message is and what it takes on the wire."""
+        num_bytes: float = FRAMING_BYTES + len(frames[0])
+        if len(frames) == 1:
+            return "control", num_bytes
+        if len(frames) == 3:
+            if self._group_sizes is not None:
+                return "rollouts", num_bytes + self._group_sizes.num_bytes(frames[1])
+            return "rollouts", num_bytes + len(frames[1]) + len(frames[2])
+        if isinstance(frames[1], memoryview):
+            return "weights", num_bytes + self.weight_scale * len(frames[1])
+        return "control", num_bytes + sum(map(len, frames[1:]))
+
+    def _luck(self, end: End, chance: random.Random, *, is_bulk: bool) -> float:
+        """Return by how much jitter and loss delay a message; bulk pays for loss by its rate."""
+        route = end.route
+        delay_s = chance.uniform(0.0, route.jitter_s)
+        if chance.random() < route.loss and not is_bulk:
+            delay_s += max(LEAST_RTO_S, 4 * route.latency_s)
+        return delay_s
+
+    def _arrive(self, end: End, num_bytes: float, frames: list[Frame]) -> None:
+        """Take a message from an end through the receiver's downlink."""
+        far = end.far
+        if far.is_stalled or not far.is_open:
+            return
+        port, now = far.client.port, self.clock.now
+        if num_bytes >= self._bulk_bytes:
+            # Its first byte came so much earlier as the stages before took for all of it.
+            first_at = now - num_bytes / end.stream_bytes_per_s
+            done_at = max(first_at, port.down_idle_at) + num_bytes / port.down_bytes_per_s
+            port.down_idle_at = end.done_at = max(done_at, now)
+        if end.done_at > now:
+            # Or something before it on this connection is still coming through.
+            self.clock.at(end.done_at, self._deliver, far, num_bytes, frames)
+            return
+        self._deliver(far, num_bytes, frames)
+
+    def _deliver(self, end: End, num_bytes: float, frames: list[Frame]) -> None:
+        if end.is_open and not end.is_stalled:
+            end.client.port.bytes_received += num_bytes
+            end.client.on_message(end, frames)
+
+    # --- cuts ------------------------------------------------------------------------------------
+
+    def cut(self, *groups: str | Collection[str]) -> None:
+        """Let nothing pass between groups of nodes and regions; one alone is cut off from all."""
+        self._cuts.append(_named(groups))
+        for end in self._standing():
+            if self._is_cut(end.client.port, end.far.client.port):
+                self._stall(end)
+
+    def mend(self, *groups: str | Collection[str]) -> None:
+        """Undo one `cut`."""
+        self._cuts.remove(_named(groups))
+
+    def _is_cut(self, here: Port, there: Port) -> bool:
+        if here is there:
+            return False
+        for groups in self._cuts:
+            first, second = _side(groups, here), _side(groups, there)
+            if first != second and (len(groups) == 1 or None not in (first, second)):
+                return True
+        return False
+
+    def _standing(self) -> Iterator[End]:
+        """Yield every end that is open."""
+        return (end for ends in list(self._ends.values()) for end in list(ends) if end.is_open)
+
+    def _stall(self, end: End) -> None:
+        """Let nothing pass any more; the ends find out as unanswered heartbeats tell them."""
+        for each in (end, end.far) if end.address is not None else (end.far, end):
+            if each.is_open and not each.is_stalled:
+                each.is_stalled = True
+                wait_s = each.client.port.dead_after_s
+                at = self.clock.now + wait_s
+                self.clock.at(at, self._lose, each, f"no answer for {wait_s:g} s")
+
+
+def _named(groups: Sequence[str | Collection[str]]) -> Groups:
+    return tuple(frozenset([group] if isinstance(group, str) else group) for group in groups)
+
+
+def _side(groups: Groups, port: Port) -> int | None:
+    """Return in which group a node stands; None for no group."""
+    sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
+    return next(sides, None)

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echo.core.units import GIGABYTE
-from echo.fleet.activation import ActivationDecision
+from echo.fleet.activation import ActivationDecision, Outlook
 from echo.fleet.market import Offer
+from echo.records.ledger import ActivationChanged, AnyRecord, Discarded
+from echo.sim.groups import Groups
 from echo.sim.scenario import LEARNER_REGION, PriceChange, Scenario
 
 Traffic = dict[tuple[str, str, str], float]
@@ -114,6 +116,24 @@ class History:
         self.down_s += down_s
         self.steps, self.traffic_at_steps = kept, self.traffic_at_steps[: len(kept)]
         self.bills = self.bills[: len(kept)]
+
+    def recorded(self, record: AnyRecord, groups: Groups) -> None:
+        """Take down what concerns groups and workers of a record of the learner."""
+        match record:
+            case Discarded() if tokens := groups.waiting(record.group):
+                self.lost(record.reason, tokens)
+            case ActivationChanged():
+                numbers = dict(record.numbers)
+                for name in ("before", "after"):
+                    numbers[name] = Outlook(**numbers[name])
+                made = ActivationDecision(
+                    step=record.step,
+                    cause=record.cause,
+                    activated=tuple(record.activated),
+                    interrupted=tuple(record.deactivated),
+                    **numbers,
+                )
+                self.decisions.append((record.at, made))
 
     def broadcast(self, seconds: float) -> None:
         """Take down how long a version took to reach every worker."""

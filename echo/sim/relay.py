@@ -6,16 +6,16 @@ from echo.roles.joining import Configure
 from echo.roles.relay import Relay
 from echo.sim.clock import Clock
 from echo.sim.host import Host
-from echo.sim.wires import Port, Wires
+from echo.sim.network import Network, Port
 from echo.wire.actions import Action
 
 
 class SimRelay(Host):
     """One start of one relay."""
 
-    def __init__(self, session: Relay, port: Port, *, clock: Clock, wires: Wires) -> None:
+    def __init__(self, session: Relay, port: Port, *, clock: Clock, network: Network) -> None:
         """Put a relay on the network; `start` begins."""
-        super().__init__(session, port, clock=clock, wires=wires)
+        super().__init__(session, port, clock=clock, network=network)
         self.session = session
 
     def start(self) -> None:

@@ -11,10 +11,10 @@ from typing import Literal
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.sim.lengths import Lengths, LogNormalLengths
-from echo.sim.wires import Path
+from echo.sim.network import Route
 
 LEARNER_REGION = "learner"
-"""Where the learner stands: paths of regions lead from here."""
+"""Where the learner stands: routes of regions lead from here."""
 
 FaultKind = Literal["kill", "preempt", "cut", "slow"]
 
@@ -130,10 +130,10 @@ class Scenario:
             seed=self.settings.seed,
         )
 
-    def path(self, region: Region) -> Path:
+    def route(self, region: Region) -> Route:
         """Return the way from the learner to a region."""
         jitter_s, loss = self.weather.get(region.name, (0.0, 0.0))
-        return Path(
+        return Route(
             bytes_per_s=region.bytes_per_s,
             latency_s=region.latency_s,
             jitter_s=jitter_s,

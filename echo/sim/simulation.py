@@ -26,13 +26,13 @@ from echo.sim.groups import Groups
 from echo.sim.journal import Journal, Start
 from echo.sim.learner import SimLearner
 from echo.sim.learner_setup import LEARNER_ADDRESS, RUN_ID, make_buffer, make_session, make_times
+from echo.sim.network import Network, Port
 from echo.sim.records import History, Rental
 from echo.sim.relay import SimRelay
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.site import Site
 from echo.sim.version_store import SharedStore
 from echo.sim.versions import Versions
-from echo.sim.wires import Port, Wires
 from echo.sim.worker import SimWorker, WorkerTimes
 from echo.weights.broadcast import Broadcast
 from echo.weights.schedule import PublishPace
@@ -61,16 +61,15 @@ class Simulation:
             version_bytes=job.version_bytes,
             image_bytes=settings.image_bytes,
         )
-        self.wires = Wires(
+        self.network = Network(
             self.clock,
             seed=settings.seed,
             weight_scale=self._versions.scale,
-            group_bytes=self.groups.num_bytes,
-            dead_after_s=settings.dead_after_s,
+            group_sizes=self.groups,
         )
-        self.history.traffic = self.wires.traffic
+        self.history.traffic = self.network.traffic
         for region in scenario.fleet.regions.values():
-            self.wires.add_region(region.name, scenario.path(region))
+            self.network.add_region(region.name, scenario.route(region))
         self.version_store = SharedStore()
         self._num_starts = 0
         self._journal = Journal(
@@ -79,7 +78,7 @@ class Simulation:
             checkpoint_steps=settings.checkpoint_steps if scenario.can_learner_die else 1,
         )
         uplink = scenario.fleet.uplink_bytes_per_s
-        self._learner_port = Port("learner", LEARNER_REGION, uplink, uplink, LEARNER_ADDRESS)
+        self._learner_port = self._port("learner", LEARNER_REGION, uplink, uplink, LEARNER_ADDRESS)
         self.learner = self._make_learner(self._journal.beginning)
         self.relays = [
             self._make_relay(name)
@@ -90,6 +89,12 @@ class Simulation:
         self.by_name = {site.name: site for site in self.sites}
 
     # --- building --------------------------------------------------------------------------------
+
+    def _port(
+        self, name: str, region: str, up: float, down: float, address: str | None = None
+    ) -> Port:
+        dead_after_s = self.scenario.settings.dead_after_s
+        return Port(name, region, up, down, address, dead_after_s)
 
     def _broadcast(self, node_id: str) -> Broadcast:
         settings, scale = self.scenario.settings, self._versions.scale
@@ -140,7 +145,7 @@ class Simulation:
             session,
             self._learner_port,
             clock=self.clock,
-            wires=self.wires,
+            network=self.network,
             buffer=buffer,
             groups=self.groups,
             pace=pace,
@@ -157,11 +162,11 @@ class Simulation:
         region = self.scenario.fleet.regions[region_name]
         address = _relay_address(region_name)
         rate = region.relay_bytes_per_s or math.inf
-        port = Port(f"relay-{region_name}", region_name, rate, rate, address)
+        port = self._port(f"relay-{region_name}", region_name, rate, rate, address)
         price = Price(per_h=region.relay_price_per_h)
         settings = self._node_settings(port, "relay", LEARNER_ADDRESS, price)
         session = Relay(settings, self._broadcast(port.name), now=0.0)
-        return SimRelay(session, port, clock=self.clock, wires=self.wires)
+        return SimRelay(session, port, clock=self.clock, network=self.network)
 
     def _node_settings(self, port: Port, role: str, address: str, price: Price) -> NodeSettings:
         settings = self.scenario.settings
@@ -185,7 +190,8 @@ class Simulation:
 
     def _make_site(self, name: str, offer: Offer) -> Site:
         address = f"tcp://{name}:7702" if offer.can_listen else None
-        port = Port(name, offer.region, offer.up_bytes_per_s, offer.down_bytes_per_s, address)
+        up, down = offer.up_bytes_per_s, offer.down_bytes_per_s
+        port = self._port(name, offer.region, up, down, address)
         settings = self.scenario.settings
         chance = random.Random(f"{settings.seed}/speed/{name}")
         factor = max(0.1, chance.gauss(1.0, settings.speed_spread))
@@ -221,7 +227,8 @@ class Simulation:
         site.worker = SimWorker(
             session,
             site.port,
-            wires=self.wires,
+            network=self.network,
+            clock=self.clock,
             engine=engine,
             groups=self.groups,
             facts=EngineFacts(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echo.fleet.market import Offer
+from echo.sim.network import Port
 from echo.sim.records import Rental
-from echo.sim.wires import Port
 from echo.sim.worker import SimWorker
 
 

@@ -10,28 +10,26 @@ that was asked for.
 from __future__ import annotations
 
 import random
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
-from echo.weights.broadcast import Broadcast
+from echo.runtime.identity import Identity
+from echo.runtime.learner.publish import CodedSegment, Publication
 from echo.weights.delta import encode_block
 from echo.weights.manifest import (
-    Manifest,
     SegmentTable,
-    SignedManifest,
     TensorSpec,
     build_manifest,
     encode_signed,
     sign,
 )
 from echo.weights.store import Transfer
-from echo.wire.actions import Action
 
 CHUNK_BYTES = 1 << 10
 """Of what is sent as a rule: the least that a manifest allows."""
@@ -46,8 +44,7 @@ class Versions:
     def __init__(
         self,
         *,
-        run_id: str,
-        key: Ed25519PrivateKey,
+        identity: Identity,
         num_chunks: int,
         version_bytes: float,
         image_bytes: float | None,
@@ -55,15 +52,14 @@ class Versions:
         """Find the sizes.
 
         Args:
-            run_id: of the run.
-            key: signs versions.
+            identity: of the run.
             num_chunks: of a version as it is sent as a rule.
             version_bytes: true bytes of the same.
             image_bytes: true bytes of a version in full, if the others are deltas; None if each
                 is sent in full.
         """
-        self._run_id = run_id
-        self._key = key
+        self._identity = identity
+        self._image: bytearray | None = None
         self.scale = version_bytes / (num_chunks * CHUNK_BYTES)
         """True bytes that one byte of an image or an encoded version stands for."""
         self.num_bytes = num_chunks * CHUNK_BYTES
@@ -78,62 +74,43 @@ class Versions:
             self.chunk_bytes = -(-words // num_chunks) * WORD_BYTES
             self._changed_share = self._find_share(delta_bytes)
 
-    def publish(self, broadcast: Broadcast, version: PolicyVersion, *, now: float) -> list[Action]:
-        """Hand a version to the learner's broadcast, the delta first where there is one."""
-        newest = broadcast.newest_complete
-        base = None
-        if self._changed_share is not None and newest is not None:
-            base = broadcast.store[newest]
-        image = self._image(version, base)
+    # --- as publisher and coder of a learner -------------------------------------------------
+
+    @property
+    def coder(self) -> Versions:
+        """What codes them."""
+        return self
+
+    def make(self, weights: Any, version: PolicyVersion) -> Publication:
+        """Return a version: noise, or where there are deltas the one before with some of it new."""
+        if self._changed_share is None or self._image is None:
+            image = bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
+        else:
+            words = np.frombuffer(bytes(self._image), dtype=np.uint16)
+            seed = random.Random(f"{version}").getrandbits(64)
+            image = bytearray(_changed(words, self._changed_share, seed=seed).tobytes())
+        if self._changed_share is not None:
+            self._image = image
         manifest = build_manifest(
-            run_id=self._run_id,
+            run_id=self._identity.run_id,
             version=version,
             model_digest="",
             tensors=[TensorSpec("w", "uint8", (self.num_bytes,), 0, self.num_bytes)],
             image=image,
             chunk_bytes=self.chunk_bytes,
         )
-        signed = sign(manifest, self._key)
-        actions: list[Action] = []
-        if base is not None:
-            table, payload = self._segment(signed, manifest, image, base)
-            frame = msgspec.msgpack.encode(sign(table, self._key))
-            actions += broadcast.publish_segment(
-                table, frame, memoryview(payload), expected_bytes=len(payload), now=now
-            )
-        return [*actions, *broadcast.publish(signed, manifest, image, now=now)]
+        return Publication(sign(manifest, self._identity.key), manifest, image)
 
-    def _image(self, version: PolicyVersion, base: Transfer | None) -> bytearray:
-        """Return noise that depends on nothing but its name, or the base with some of it new."""
-        if base is None:
-            return bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
-        assert self._changed_share is not None
-        words = np.frombuffer(bytes(base.storage), dtype=np.uint16)
-        seed = random.Random(f"{version}").getrandbits(64)
-        return bytearray(_changed(words, self._changed_share, seed=seed).tobytes())
-
-    def _find_share(self, delta_bytes: int) -> float:
-        """Return the share of the words that changes, so that a delta has so many bytes."""
-        noise = random.Random("delta").randbytes(self.num_bytes)
-        words = np.frombuffer(noise, dtype=np.uint16)
-        low, high = 0.0, 1.0
-        for _ in range(HALVINGS):
-            share = (low + high) / 2
-            new = memoryview(_changed(words, share, seed=0).tobytes())
-            coded = encode_block(memoryview(noise), new, word_bytes=WORD_BYTES)
-            low, high = (share, high) if len(coded) < delta_bytes else (low, share)
-        return low
-
-    def _segment(
-        self, signed: SignedManifest, manifest: Manifest, image: bytearray, base: Transfer
-    ) -> tuple[SegmentTable, bytes]:
-        """Return the one segment of a delta, which is one block, and its payload."""
-        new, old = memoryview(image), memoryview(base.storage)
+    def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
+        """Yield the one segment of an encoded version, which is one block."""
+        manifest = publication.manifest
+        new = memoryview(publication.image)
+        old = None if base is None else memoryview(base.storage)
         payload = encode_block(old, new, word_bytes=WORD_BYTES)
         table = SegmentTable(
-            run_id=self._run_id,
+            run_id=manifest.run_id,
             version=manifest.version,
-            base=base.manifest.version,
+            base=None if base is None else base.manifest.version,
             index=0,
             image_bytes=manifest.num_bytes,
             image_chunk_bytes=manifest.chunk_bytes,
@@ -146,9 +123,27 @@ class Versions:
                 for start in range(0, len(payload), CHUNK_BYTES)
             ),
             result_hashes=manifest.chunk_hashes,
-            manifest=encode_signed(signed),
+            manifest=encode_signed(publication.signed),
         )
-        return table, payload
+        frame = msgspec.msgpack.encode(sign(table, self._identity.key))
+        yield CodedSegment(table, frame, memoryview(payload))
+
+    def close(self) -> None:
+        """Need nothing."""
+
+    # --- sizes ---------------------------------------------------------------------------------
+
+    def _find_share(self, delta_bytes: int) -> float:
+        """Return the share of the words that changes, so that a delta has so many bytes."""
+        noise = random.Random("delta").randbytes(self.num_bytes)
+        words = np.frombuffer(noise, dtype=np.uint16)
+        low, high = 0.0, 1.0
+        for _ in range(HALVINGS):
+            share = (low + high) / 2
+            new = memoryview(_changed(words, share, seed=0).tobytes())
+            coded = encode_block(memoryview(noise), new, word_bytes=WORD_BYTES)
+            low, high = (share, high) if len(coded) < delta_bytes else (low, share)
+        return low
 
 
 def _changed(words: npt.NDArray[np.uint16], share: float, *, seed: int) -> npt.NDArray[np.uint16]:

@@ -11,6 +11,7 @@ import numpy as np
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.leases.partials import LeaseKey, key_of
+from echo.net.transport import Frame
 from echo.roles.joining import Configure
 from echo.roles.worker import (
     Drained,
@@ -23,13 +24,13 @@ from echo.roles.worker import (
     Score,
     Worker,
 )
+from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel, Running
 from echo.sim.groups import Groups
 from echo.sim.host import Host
-from echo.sim.wires import Port, Wires
+from echo.sim.network import End, Network, Port
 from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
-from echo.wire.codec import Frame
 
 
 class Ending(Protocol):
@@ -59,7 +60,8 @@ class SimWorker(Host):
         session: Worker,
         port: Port,
         *,
-        wires: Wires,
+        network: Network,
+        clock: Clock,
         engine: EngineModel,
         groups: Groups,
         facts: EngineFacts,
@@ -71,14 +73,15 @@ class SimWorker(Host):
         Args:
             session: its role.
             port: its access to the network.
-            wires: the network.
+            network: the connections.
+            clock: the time.
             engine: how long sampling takes.
             groups: what every group consists of.
             facts: what its role is told of the engine.
             times: how long the rest takes.
             stage: told once the process is over.
         """
-        super().__init__(session, port, clock=wires.clock, wires=wires)
+        super().__init__(session, port, clock=clock, network=network)
         self.session = session
         self.engine = engine
         self._groups = groups
@@ -132,9 +135,9 @@ class SimWorker(Host):
             case _:
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
-    def on_message(self, peer: str, frames: list[Frame]) -> None:
+    def on_message(self, end: End, frames: list[Frame]) -> None:
         """Handle a message; a pausing worker pauses when it begins to fetch new weights."""
-        super().on_message(peer, frames)
+        super().on_message(end, frames)
         if self._times.is_pausing and self.is_alive:
             self._pause()
 

@@ -65,6 +65,8 @@ class PublishPace:
         self._num_bytes = 0
         self.broadcast_s: float | None = None
         """Seconds that the last fully received version took to reach every node."""
+        self.num_broadcasts = 0
+        """Versions that have reached every node, those that came together counted once."""
 
     def limit(self, max_staleness: int) -> None:
         """Follow another bound on staleness from now on: a version for each S + 1 steps at least.
@@ -99,6 +101,7 @@ class PublishPace:
         if not arrived:
             return False
         self.broadcast_s = now - self._published_at[max(arrived)]
+        self.num_broadcasts += 1
         for version in arrived:
             del self._published_at[version]
         if self._is_auto and train_s is not None:

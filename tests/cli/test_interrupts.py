@@ -20,7 +20,8 @@ import pytest
 from echo.cli import interrupts, sim
 from echo.cli.node import run_loop, run_node
 from echo.runtime.node import Node
-from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
+from echo.sim.network import Network, Port
+from echo.sim.transport import SimTransport
 from tests.runtime.test_node import Script
 
 REPOSITORY = Path(__file__).parents[2]
@@ -124,7 +125,7 @@ def run(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None], *, may_end: b
             work()
 
     async def main() -> str:
-        transport = MemoryTransport(MemoryNetwork(), "node", "tcp://node:1")
+        transport = SimTransport(Network(), Port("node", address="tcp://node:1"))
         await transport.start()
         node = Working(Script(), transport, log=log)
         node.may_end = may_end

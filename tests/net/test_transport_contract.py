@@ -1,4 +1,4 @@
-"""One contract for every transport: ZeroMQ, plain and encrypted, and simulated memory."""
+"""One contract for every transport: ZeroMQ, plain and encrypted, and on paper."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from echo.net.transport import (
 )
 from echo.net.zmq import ZmqTransport
 from echo.runtime.identity import Join
-from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
+from echo.sim.network import Network, Port
+from echo.sim.transport import SimTransport
 
 LISTEN = "tcp://127.0.0.1:0"
 OPTIONS = TransportOptions(
@@ -73,7 +74,7 @@ class World:
 
     def __init__(self, kind: str) -> None:
         self._is_encrypted = kind == "curve"
-        self._network = MemoryNetwork() if kind == "memory" else None
+        self._network = Network() if kind == "paper" else None
         self._stack = contextlib.AsyncExitStack()
         self._names = iter("abcdefgh")
 
@@ -82,7 +83,9 @@ class World:
         if self._network is None:
             transport = ZmqTransport(listen, options, self._keys())
         else:
-            transport = MemoryTransport(self._network, next(self._names), listen, options)
+            transport = SimTransport(
+                self._network, Port(next(self._names), address=listen), options
+            )
         self._stack.push_async_callback(transport.close)
         await transport.start()
         return Node(transport)
@@ -121,7 +124,7 @@ Scenario = Callable[[World], Awaitable[None]]
 
 @pytest.fixture(
     params=[
-        f"{kind}-{loop}" for kind in ("zmq", "curve", "memory") for loop in ("asyncio", "uvloop")
+        f"{kind}-{loop}" for kind in ("zmq", "curve", "paper") for loop in ("asyncio", "uvloop")
     ]
 )
 def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:

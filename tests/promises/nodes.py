@@ -1,7 +1,7 @@
 """What `world.py` is for level N: real nodes on a virtual loop, with real files below them.
 
 `LearnerNode`, `WorkerNode` and `RelayNode` are built as a process builds them, and run on an
-asyncio loop on virtual time: messages go over a network in memory, threads are inline
+asyncio loop on virtual time: messages go over a network on paper, threads are inline
 (`echo/sim/clock.py`), and so minutes take a second, the same each time. Only the engine, the
 trainer, the task and the model are stand-ins: samples and steps take the seconds that a scenario
 says.
@@ -15,7 +15,7 @@ import logging
 import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,11 +38,11 @@ from echo.runtime import relay
 from echo.runtime.learner import setup
 from echo.runtime.learner.setup import PromptSource
 from echo.runtime.node import Node
-from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker import setup as worker_setup
 from echo.runtime.worker.node import WorkerParts
 from echo.sim.clock import InlineThreads, VirtualLoop
-from echo.sim.network import Link, Network
+from echo.sim.network import Network, Port, Route
+from echo.sim.transport import SimTransport
 from echo.tasks.builtin import AdditionTask
 from echo.tasks.rewards import LaterHost
 from echo.train.trainer import StepError, StepResult
@@ -125,18 +125,16 @@ class Process:
         self.is_alive = False
         self.threads.close()
         if self.node is not None:
-            # As the kernel tells the peers.
-            with suppress(StopIteration):
-                self.node.transport.close().send(None)
+            self.node.transport.kill()
         if self.task is not None:
             self.task.cancel()
 
 
-class WatchedTransport(MemoryTransport):
+class WatchedTransport(SimTransport):
     """A transport that counts needless requests, and at whose first offer a learner may die."""
 
-    def __init__(self, process: Process, network: MemoryNetwork, listen: str | None) -> None:
-        super().__init__(network, process.name, listen, OPTIONS)
+    def __init__(self, process: Process, network: Network, listen: str | None) -> None:
+        super().__init__(network, Port(process.name, address=listen), OPTIONS)
         self._process = process
 
     def send(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
@@ -345,8 +343,8 @@ class NodeWorld:
         self._noise = noise
         self._sample_s, self._train_s = sample_s, train_s
         self._slow_disks: dict[str, float] = {}
-        self._link = Link(delay_s=delay_s, jitter_s=jitter_s, bytes_per_s=bytes_per_s)
-        self._network = MemoryNetwork(Network(seed=seed, default=self._link))
+        route = Route(latency_s=delay_s, jitter_s=jitter_s, bytes_per_s=bytes_per_s)
+        self._network = Network(seed=seed, between=route, bulk_bytes=0)
         self._processes: list[Process] = []
         self._told: list[tuple[str, str]] = []
         self._loop = VirtualLoop()
@@ -550,8 +548,8 @@ class NodeWorld:
 
     def link(self, source: str, target: str, *, bytes_per_s: float, delay_s: float = 0.01) -> None:
         """Give one direction of a link its own rate."""
-        link = Link(delay_s=delay_s, bytes_per_s=bytes_per_s)
-        self._network.links.set_link(source, target, link)
+        route = Route(latency_s=delay_s, bytes_per_s=bytes_per_s)
+        self._network.set_route(source, target, route)
 
     def cut(self, a: str, b: str) -> None:
         """Cut two nodes apart."""

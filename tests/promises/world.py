@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.core.errors import RefusedError, TransportError
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout, PolicyVersion
-from echo.sim.network import Link
+from echo.sim.network import Route
 from echo.wire import codec
 from echo.wire.actions import Send
 from echo.wire.messages import Ack, Chunk, Deliver, Fetch
@@ -67,7 +67,7 @@ class World:
             numbers: the configuration, such as max_staleness, groups_per_step, sample_s, train_s.
         """
         numbers = {"num_chunks": 6} | numbers
-        link = Link(delay_s=delay_s, jitter_s=jitter_s, loss=loss, bytes_per_s=bytes_per_s)
+        link = Route(latency_s=delay_s, jitter_s=jitter_s, loss=loss, bytes_per_s=bytes_per_s)
         self.chance = random.Random(seed)
         self._run = Unequal(directory, tail=0.0, seed=seed, link=link, **numbers)
         self._world = self._run.world
@@ -146,7 +146,8 @@ class World:
 
     def link(self, source: str, target: str, *, bytes_per_s: float, delay_s: float = 0.01) -> None:
         """Give one direction of a link its own rate."""
-        self._world.network.set_link(source, target, Link(delay_s=delay_s, bytes_per_s=bytes_per_s))
+        route = Route(latency_s=delay_s, bytes_per_s=bytes_per_s)
+        self._world.links.set_link(source, target, route)
 
     def drop(self, kind: str, *, times: int | None = None, source: str | None = None) -> list[str]:
         """Lose messages of a kind, the next `times` or all; return the list of those lost."""

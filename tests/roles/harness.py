@@ -42,7 +42,7 @@ from echo.roles.learner import Learner, LearnerSettings
 from echo.roles.node import DialingRole
 from echo.roles.relay import Relay
 from echo.roles.worker import EngineCall, EngineFacts, Install, Recall, Sample, Score, Worker
-from echo.sim.network import Link, Network
+from echo.sim.network import Route
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
 from echo.weights.receiver import VersionArrived
@@ -162,14 +162,46 @@ class Wire:
     is_hung_up: bool = False
 
 
+class LossyLinks:
+    """Directed links, each a queue with luck of its own; what is lost stays lost."""
+
+    def __init__(self, seed: int, default: Route) -> None:
+        self._seed = seed
+        self._default = default
+        self._routes: dict[tuple[str, str], Route] = {}
+        self._chances: dict[tuple[str, str], random.Random] = {}
+        self._idle_at: dict[tuple[str, str], float] = {}
+        self._last_arrival_at: dict[tuple[str, str], float] = {}
+
+    def set_link(self, source: str, target: str, route: Route) -> None:
+        self._routes[source, target] = route
+
+    def arrival(self, source: str, target: str, num_bytes: int, *, now: float) -> float | None:
+        """Return when a message arrives that is sent now; None if it is lost."""
+        link = source, target
+        route = self._routes.get(link, self._default)
+        if link not in self._chances:
+            self._chances[link] = random.Random(f"{self._seed}/{source}/{target}")
+        chance = self._chances[link]
+        is_lost = chance.random() < route.loss
+        jitter_s = chance.uniform(0.0, route.jitter_s)
+        leaves_at = max(now, self._idle_at.get(link, now)) + num_bytes / route.bytes_per_s
+        self._idle_at[link] = leaves_at
+        if is_lost:
+            return None
+        arrives_at = max(
+            leaves_at + route.latency_s + jitter_s, self._last_arrival_at.get(link, 0.0)
+        )
+        self._last_arrival_at[link] = arrives_at
+        return arrives_at
+
+
 class World:
     """Processes, the wires between them, and the time."""
 
-    def __init__(self, *, seed: int = 0, link: Link | None = None) -> None:
+    def __init__(self, *, seed: int = 0, link: Route | None = None) -> None:
         self.now = 0.0
-        self.network: Network[Callable[[], None]] = Network(
-            seed=seed, default=link or Link(delay_s=0.01)
-        )
+        self.links = LossyLinks(seed, link or Route(latency_s=0.01))
         self.processes: list[Process] = []
         self.frames_sent: list[tuple[str, str, list[bytes]]] = []
         self.drop: Callable[[str, str, list[bytes]], bool] = lambda source, target, frames: False
@@ -274,7 +306,7 @@ class World:
         listener = next(
             (p for p in self.processes if p.is_alive and p.address == wire.address), None
         )
-        if listener is None or self.network.is_cut(wire.dialler.name, listener.name):
+        if listener is None:
             self.later(0.5, lambda: self._connect(wire))
             return
         wire.listener, wire.is_up = listener, True
@@ -303,7 +335,9 @@ class World:
                 self.perform(other, actions)
 
         size = sum(map(len, frames))
-        self.network.send(process.name, other.name, arrive, num_bytes=size, now=self.now)
+        arrives_at = self.links.arrival(process.name, other.name, size, now=self.now)
+        if arrives_at is not None:
+            heapq.heappush(self._timers, (arrives_at, next(self._serial), arrive))
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -314,8 +348,6 @@ class World:
         """Let time pass up to `until`."""
         while True:
             instants = [self._timers[0][0]] if self._timers else []
-            if self.network.next_at is not None:
-                instants.append(self.network.next_at)
             due = {}
             for process in self.processes:
                 if (
@@ -332,8 +364,6 @@ class World:
             self.now = max(at, self.now)
             while self._timers and self._timers[0][0] <= self.now:
                 heapq.heappop(self._timers)[2]()
-            for packet in self.network.deliver(self.now):
-                packet.payload()
             for process, instant in due.items():
                 if process.is_alive and not process.is_frozen and instant <= self.now:
                     self.perform(process, process.session.expire(now=self.now))
@@ -369,7 +399,7 @@ class Numbers:
 class Run:
     """A learner that can be killed and resumed, relays, workers, and the journal of it all."""
 
-    def __init__(self, tmp_path: Path, *, seed: int = 0, link: Link | None = None, **numbers: Any):
+    def __init__(self, tmp_path: Path, *, seed: int = 0, link: Route | None = None, **numbers: Any):
         self.world = World(seed=seed, link=link)
         self.numbers = Numbers(**numbers)
         self.records: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from echo.engine.model import build_model, save_tiny_model
-from echo.runtime.transport_memory import MemoryNetwork
+from echo.sim.network import Network
 from tests.runtime.harness import Play, Run
 
 
@@ -45,7 +45,7 @@ def play(tmp_path: Path, model_dir: Path) -> Play:
     def run_scenario(scenario: Callable[[Run], Awaitable[None]], *, limit_s: float = 100) -> None:
         async def main() -> None:
             async with asyncio.timeout(limit_s):
-                await scenario(Run(tmp_path, model_dir, MemoryNetwork()))
+                await scenario(Run(tmp_path, model_dir, Network()))
 
         asyncio.run(main())
 

@@ -1,6 +1,6 @@
 """A learner that publishes synthetic weights, and relays that take them, in one process.
 
-Sessions, nodes, coder and version stores are the real ones. The transport is the memory network or
+Sessions, nodes, coder and version stores are the real ones. The transport is a network on paper or
 ZeroMQ with CURVE on loopback, behind an `Uplink` that each node has of its own: it has a rate, it
 can be cut, and it can falsify what it sends.
 """
@@ -39,8 +39,8 @@ from echo.runtime.identity import Identity, Join, node_keys
 from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
 from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode
-from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo.sim.network import Link, Network
+from echo.sim.network import Network, Port, Route
+from echo.sim.transport import SimTransport
 from echo.weights import link
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import TensorSpec, build_manifest, sign
@@ -199,7 +199,7 @@ class Fleet:
         self._is_patient = is_patient
         self._codec = codec
         self._num_stripes = num_stripes
-        self._network = MemoryNetwork(Network(seed=3, default=Link(delay_s=0.005, jitter_s=0.002)))
+        self._network = Network(seed=3, between=Route(latency_s=0.005, jitter_s=0.002))
         self._identity = Identity("fleet", Ed25519PrivateKey.generate())
         self._secret = bytes(range(SECRET_BYTES))
         self._server = KeyPair.of(bytes(range(32)))
@@ -248,7 +248,7 @@ class Fleet:
         if self._kind == "zmq":
             return Uplink(await wiring.start_transport(config.network, "tcp://127.0.0.1:0", keys))
         options = dataclasses.replace(OPTIONS, dead_after_s=config.network.dead_after_s)
-        transport = MemoryTransport(self._network, name, f"tcp://{name}:0", options)
+        transport = SimTransport(self._network, Port(name, address=f"tcp://{name}:0"), options)
         await transport.start()
         return Uplink(transport)
 

@@ -1,4 +1,4 @@
-"""A whole run in one process and one loop: learner, relay and workers on the memory network."""
+"""A whole run in one process and one loop: learner, relay and workers on a network on paper."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from echo.runtime.learner.node import LearnerNode
 from echo.runtime.learner.setup import assemble_learner, load_data
 from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode, assemble_relay
-from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker.node import WorkerNode
 from echo.runtime.worker.setup import assemble_worker
+from echo.sim.network import Network, Port
+from echo.sim.transport import SimTransport
 from tests.e2e.audit import read_ledger
 
 Play = Callable[..., None]
@@ -65,7 +66,7 @@ class Run:
 
     directory: Path
     model_dir: Path
-    network: MemoryNetwork
+    network: Network
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
 
@@ -85,8 +86,8 @@ class Run:
             table.setdefault(name, {}).update(section)
         return parse_config(table, role=role)
 
-    async def transport(self, name: str, listen: str | None) -> MemoryTransport:
-        transport = MemoryTransport(self.network, name, listen, OPTIONS)
+    async def transport(self, name: str, listen: str | None) -> SimTransport:
+        transport = SimTransport(self.network, Port(name, address=listen), OPTIONS)
         await transport.start()
         return transport
 

@@ -81,7 +81,7 @@ def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(play: P
         async with running(learner, worker) as (learning, working):
             await until_over(learner)
             assert not learning.done()
-            run.network.links.mend("w1", "learner")
+            run.network.mend("w1", "learner")
             assert await working == "the run is finished"
             assert await learning == "finished"
 
@@ -102,7 +102,7 @@ def test_a_worker_that_is_cut_off_from_its_relay_hears_of_it_when_it_is_back(pla
             await until_over(learner)
             assert not learning.done()
             assert not relaying.done()
-            run.network.links.mend("w1", "relay")
+            run.network.mend("w1", "relay")
             assert await working == "the run is finished"
             assert await relaying == "the run is finished"
             assert await learning == "finished"

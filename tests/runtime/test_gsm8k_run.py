@@ -11,7 +11,7 @@ import pytest
 
 from echo.core.rollout import Group
 from echo.leases.scheduler import StoreGroup
-from echo.runtime.transport_memory import MemoryNetwork
+from echo.sim.network import Network
 from echo.tasks.builtin import Gsm8kTask
 from echo.tasks.rewards import Limits, PoolHost
 from echo.tasks.tokenization import decode, load_tokenizer, stop_ids
@@ -57,7 +57,7 @@ def test_rows_are_sampled_scored_and_trained_on(tmp_path: Path, long_model: Path
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     options = {"path": str(path), "heldout_path": str(path)}
-    run = Run(tmp_path, long_model, MemoryNetwork())
+    run = Run(tmp_path, long_model, Network())
     groups: list[Group] = []
 
     async def scenario() -> None:

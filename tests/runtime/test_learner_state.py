@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from echo.runtime.learner.resume import trims_stale
-from echo.runtime.transport_memory import MemoryNetwork
+from echo.sim.network import Network
 from tests.runtime.harness import Run
 
 
@@ -18,7 +18,7 @@ from tests.runtime.harness import Run
 def test_a_group_keeps_its_younger_tokens_where_those_are_of_use(
     tmp_path: Path, max_staleness: int, stale_tokens: str, expected: bool
 ) -> None:
-    run = Run(tmp_path, tmp_path / "model", MemoryNetwork())
+    run = Run(tmp_path, tmp_path / "model", Network())
     config = run.config(
         "learner",
         sync={"max_staleness": max_staleness},

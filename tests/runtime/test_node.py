@@ -11,8 +11,9 @@ import pytest
 from echo.core.errors import StorageError
 from echo.roles.worker import Drained
 from echo.runtime.node import Node, Topics
-from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.clock import InlineThreads, run_virtual
+from echo.sim.network import Network, Port
+from echo.sim.transport import SimTransport
 from echo.weights.store import DecodeBlock
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, encode
@@ -47,11 +48,11 @@ def fail() -> list[Action]:
     raise StorageError("the disk is full")
 
 
-def play(scenario: Callable[[Node, Script, MemoryNetwork], Coroutine[Any, Any, None]]) -> None:
+def play(scenario: Callable[[Node, Script, Network], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(60):
-            network, script = MemoryNetwork(), Script()
-            transport = MemoryTransport(network, "node", "tcp://node:1")
+            network, script = Network(), Script()
+            transport = SimTransport(network, Port("node", address="tcp://node:1"))
             await transport.start()
             await scenario(Node(script, transport, log=logging.getLogger("test")), script, network)
 
@@ -59,7 +60,7 @@ def play(scenario: Callable[[Node, Script, MemoryNetwork], Coroutine[Any, Any, N
 
 
 def test_stop_ends_it_with_the_reason_and_the_first_one_counts() -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         running = asyncio.create_task(node.run())
         await asyncio.sleep(0)
         assert not node.has_ended
@@ -72,7 +73,7 @@ def test_stop_ends_it_with_the_reason_and_the_first_one_counts() -> None:
 
 
 def test_an_error_of_the_timer_ends_it_without_a_trace(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         script.on_expire = fail
         running = asyncio.create_task(node.run())
         await asyncio.sleep(0)
@@ -91,7 +92,7 @@ def test_an_error_of_work_in_a_thread_or_of_its_result_ends_it(is_in_thread: boo
         def run(self) -> str:
             return str(fail()) if is_in_thread else ""
 
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         running = asyncio.create_task(node.run())
         await asyncio.sleep(0)
         node.perform([object.__new__(Block)])
@@ -104,7 +105,7 @@ def test_an_error_of_work_in_a_thread_or_of_its_result_ends_it(is_in_thread: boo
 def test_an_error_of_a_task_ends_it_and_everything_beside_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         async def broken() -> None:
             raise KeyError("bug")
 
@@ -124,7 +125,7 @@ def test_an_error_of_a_task_ends_it_and_everything_beside_it(
 
 
 def test_work_that_the_end_overtakes_is_closed_before_it_began() -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         running = asyncio.create_task(node.run())
         await asyncio.sleep(0)
         late: list[Coroutine[Any, Any, None]] = []
@@ -151,7 +152,7 @@ def test_work_that_the_end_overtakes_is_closed_before_it_began() -> None:
 
 
 def test_a_message_is_answered_and_the_timer_fires() -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         fired = asyncio.Event()
 
         def expire() -> list[Action]:
@@ -164,7 +165,7 @@ def test_a_message_is_answered_and_the_timer_fires() -> None:
 
         script.on_message, script.on_expire = answer, expire
         running = asyncio.create_task(node.run())
-        other = MemoryTransport(network, "other")
+        other = SimTransport(network, Port("other"))
         await other.start()
         peer = other.dial("tcp://node:1")
         await other.receive()
@@ -189,7 +190,7 @@ class HandleLoop(asyncio.SelectorEventLoop):
 def test_the_timer_fires_again_and_again_where_its_handle_knows_no_instant() -> None:
     async def main() -> None:
         script, num_fired = Script(), 0
-        transport = MemoryTransport(MemoryNetwork(), "node")
+        transport = SimTransport(Network(), Port("node"))
         await transport.start()
         node = Node(script, transport, log=logging.getLogger("test"))
 
@@ -211,7 +212,7 @@ def test_the_timer_fires_again_and_again_where_its_handle_knows_no_instant() -> 
 
 
 def test_an_address_that_cannot_be_dialled_is_survived(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         node.perform([Dial("nonsense", "weights")])
         await node.transport.close()
 
@@ -220,7 +221,7 @@ def test_an_address_that_cannot_be_dialled_is_survived(caplog: pytest.LogCapture
 
 
 def test_an_action_of_another_role_is_a_bug() -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         with pytest.raises(TypeError, match="Drained is not for Node"):
             node.perform([Drained()])
         await node.transport.close()
@@ -248,7 +249,7 @@ def test_notes_of_a_topic_are_told_once_a_minute_with_their_number(
 
 
 def test_an_interrupt_drains_once() -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         drained = []
 
         async def drain() -> None:
@@ -266,7 +267,7 @@ def test_an_interrupt_drains_once() -> None:
 
 
 def test_waiting_gives_up() -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         assert await node.wait_until(lambda: True, within_s=0.0)
         assert not await node.wait_until(lambda: False, within_s=0.0)
         await node.transport.close()
@@ -274,9 +275,9 @@ def test_waiting_gives_up() -> None:
     play(scenario)
 
 
-async def two_messages(node: Node, network: MemoryNetwork) -> None:
+async def two_messages(node: Node, network: Network) -> None:
     """Have another node send the same message twice, and let them arrive."""
-    other = MemoryTransport(network, "other")
+    other = SimTransport(network, Port("other"))
     await other.start()
     peer = other.dial("tcp://node:1")
     await other.receive()
@@ -290,7 +291,7 @@ async def two_messages(node: Node, network: MemoryNetwork) -> None:
 def test_a_fault_in_handling_a_message_ends_its_sender_and_not_the_node(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         script.on_message = lambda peer, frames: [][1]
         running = asyncio.create_task(node.run())
         await asyncio.sleep(0)
@@ -307,7 +308,7 @@ def test_a_fault_in_handling_a_message_ends_its_sender_and_not_the_node(
 
 
 def test_a_fault_of_the_nodes_own_disk_ends_it_whoever_was_heard() -> None:
-    async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
         script.on_message = lambda peer, frames: fail()
         running = asyncio.create_task(node.run())
         await asyncio.sleep(0)
@@ -323,7 +324,7 @@ def test_the_timer_is_armed_anew_only_for_an_earlier_deadline() -> None:
     async def main() -> list[float]:
         loop, armed, fired = asyncio.get_running_loop(), [], []
         script = Script()
-        transport = MemoryTransport(MemoryNetwork(), "node", "tcp://node:1")
+        transport = SimTransport(Network(), Port("node", address="tcp://node:1"))
         await transport.start()
         node = Node(script, transport, threads=InlineThreads(), log=logging.getLogger("test"))
         running = asyncio.create_task(node.run())

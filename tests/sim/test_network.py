@@ -1,148 +1,231 @@
-"""The network on paper: arithmetic of one link, seeds, cuts, and order for any history."""
+"""Simulated links: times that follow from rate and latency, order, cuts, ends, NAT."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from echo.sim.network import Link, Network
+from echo.sim.clock import Clock
+from echo.sim.network import FRAMING_BYTES, End, Network, Port, Route
 
-
-def arrivals(network: Network[object]) -> list[tuple[float, object]]:
-    return [(packet.arrives_at, packet.payload) for packet in network.deliver(math.inf)]
+BULK = 1_000_000
 
 
-def test_a_packet_arrives_after_rate_and_delay() -> None:
-    network: Network[object] = Network(default=Link(delay_s=0.5, bytes_per_s=100.0))
-    # 50 bytes leave in 0.5 s and travel 0.5 s; the second waits for the first to leave.
-    assert network.send("a", "b", "first", num_bytes=50, now=10.0) == 11.0
-    assert network.send("a", "b", "second", num_bytes=100, now=10.0) == 12.0
-    assert network.next_at == 11.0
-    assert network.deliver(10.9) == []
-    assert [packet.payload for packet in network.deliver(11.0)] == ["first"]
-    assert arrivals(network) == [(12.0, "second")]
-    assert network.next_at is None
+@dataclass(eq=False)
+class Node:
+    """A client that takes down what it is told."""
+
+    port: Port
+    clock: Clock
+    heard: list[tuple[float, str, Any]] = field(default_factory=list)
+
+    def on_connected(self, end: End) -> None:
+        self.heard.append((self.clock.now, "up", end))
+
+    def on_refused(self, end: End, reason: str) -> None:
+        self.heard.append((self.clock.now, "refused", reason))
+
+    def on_disconnected(self, end: End, reason: str) -> None:
+        self.heard.append((self.clock.now, "down", reason))
+
+    def on_message(self, end: End, frames: list[Any]) -> None:
+        self.heard.append((self.clock.now, "message", frames[0]))
+
+    def messages(self) -> list[tuple[float, Any]]:
+        return [(round(at, 4), what) for at, kind, what in self.heard if kind == "message"]
 
 
-def test_an_idle_link_saves_no_time_up() -> None:
-    network: Network[object] = Network(default=Link(bytes_per_s=100.0))
-    network.send("a", "b", 1, num_bytes=100, now=0.0)
-    assert network.send("a", "b", 2, num_bytes=100, now=50.0) == 51.0
+class Groups:
+    """Groups of 5 MB."""
+
+    def num_bytes(self, header: Any) -> float:
+        return 5e6
 
 
-def test_directions_and_links_are_separate() -> None:
-    network: Network[object] = Network()
-    network.set_link("a", "b", Link(bytes_per_s=1.0, delay_s=5.0))
-    assert network.send("a", "b", 1, num_bytes=10, now=0.0) == 15.0
-    assert network.send("b", "a", 2, num_bytes=10, now=0.0) == 0.0
-    assert network.send("a", "c", 3, num_bytes=10, now=0.0) == 0.0
+class Net:
+    """A learner in its own region and nodes in another, 10 MB/s and 100 ms away."""
+
+    def __init__(self, **route: Any) -> None:
+        self.clock = Clock()
+        self.network = Network(self.clock, seed=1, weight_scale=1000.0, group_sizes=Groups())
+        settings = {"bytes_per_s": 10e6, "latency_s": 0.1}
+        self.network.add_region("far", Route(**(settings | route)))
+        self.learner = self.node("learner", "home", address="tcp://learner:1")
+
+    def node(self, name: str, region: str = "far", **port: Any) -> Node:
+        node = Node(Port(name, region, dead_after_s=3.0, **port), self.clock)
+        self.network.listen(node)
+        return node
+
+    def link(self, node: Node) -> End:
+        end = self.network.dial(node, "tcp://learner:1")
+        self.clock.run(self.clock.now + 1.0)
+        return end
 
 
-def test_packets_of_one_instant_arrive_in_the_order_sent() -> None:
-    network: Network[object] = Network()
-    for number in range(10):
-        network.send("abc"[number % 3], "d", number, num_bytes=1, now=1.0)
-    assert [payload for _, payload in arrivals(network)] == list(range(10))
+def test_bulk_takes_its_bytes_at_the_rate_of_one_stream_and_small_ones_the_latency() -> None:
+    net = Net()
+    node = net.node("a")
+    end = net.link(node)
+    net.network.send(end, [b"x" * (BULK - FRAMING_BYTES)])
+    net.network.send(end, [b"y"])
+    net.clock.run(5.0)
+    # Nothing is overtaken within a connection.
+    assert net.learner.messages() == [(1.2, b"x" * (BULK - FRAMING_BYTES)), (1.2, b"y")]
 
 
-def test_loss_takes_its_share_and_the_seed_decides_which() -> None:
-    def lost(seed: int) -> list[int]:
-        network: Network[object] = Network(seed=seed, default=Link(loss=0.3))
-        return [i for i in range(2000) if network.send("a", "b", i, num_bytes=1, now=0.0) is None]
-
-    assert lost(1) == lost(1) != lost(2)
-    assert len(lost(1)) == pytest.approx(600, abs=80)
-    always: Network[object] = Network(default=Link(loss=1.0))
-    assert always.send("a", "b", 1, num_bytes=1, now=0.0) is None
-
-
-def test_traffic_elsewhere_does_not_change_a_links_fortune() -> None:
-    def fortune(is_busy: bool) -> list[float | None]:
-        network: Network[object] = Network(seed=3, default=Link(loss=0.5, jitter_s=1.0))
-        history = []
-        for number in range(50):
-            if is_busy:
-                network.send("c", "d", number, num_bytes=1, now=float(number))
-            history.append(network.send("a", "b", number, num_bytes=1, now=float(number)))
-        return history
-
-    assert fortune(is_busy=False) == fortune(is_busy=True)
+def test_children_share_an_uplink_and_parents_a_downlink() -> None:
+    net = Net(bytes_per_s=1e9, latency_s=0.0)
+    nodes = [net.node(name, up_bytes_per_s=4e6) for name in "ab"]
+    net.learner.port.down_bytes_per_s = 4e6
+    ends = [net.link(node) for node in nodes]
+    for _ in range(2):
+        net.network.send(ends[0], [b"x" * BULK])
+    net.network.send(ends[1], [b"y" * BULK])
+    net.clock.run(10.0)
+    at = [round(at, 2) for at, _ in net.learner.messages()]
+    # a's uplink takes .25 s for each; the learner's downlink takes .25 s for each of three.
+    assert at == pytest.approx([2.25, 2.5, 2.75], abs=0.01)
 
 
-def test_a_cut_takes_what_is_in_flight_and_what_follows_until_mended() -> None:
-    network: Network[object] = Network(default=Link(delay_s=1.0))
-    network.send("a", "b", "lost", num_bytes=1, now=0.0)
-    network.send("b", "a", "lost too", num_bytes=1, now=0.0)
-    network.send("a", "c", "kept", num_bytes=1, now=0.0)
-    assert [packet.payload for packet in network.cut("b", "a")] == ["lost", "lost too"]
-    assert network.send("a", "b", "refused", num_bytes=1, now=0.5) is None
-    assert arrivals(network) == [(1.0, "kept")]
-    network.mend("a", "b")
-    assert network.send("a", "b", "back", num_bytes=1, now=2.0) == 3.0
+def test_true_sizes_are_counted_by_kind_and_link() -> None:
+    net = Net()
+    node = net.node("a")
+    end = net.link(node)
+    net.network.send(end, [b"header", memoryview(b"x" * 100)])
+    net.network.send(end, [b"header", b"group", b"arrays"])
+    overhead = FRAMING_BYTES + 6
+    assert net.network.traffic["far", "home", "weights"] == 100_000 + overhead
+    assert net.network.traffic["far", "home", "rollouts"] == 5e6 + overhead
 
 
-def test_a_partition_splits_groups_and_heals() -> None:
-    network: Network[object] = Network(default=Link(delay_s=1.0))
-    network.send("a", "c", "lost", num_bytes=1, now=0.0)
-    assert [packet.payload for packet in network.partition(["a", "b"], ["c"])] == ["lost"]
-    assert not network.is_cut("a", "b")
-    assert network.is_cut("a", "c")
-    assert network.is_cut("c", "unnamed")
-    assert not network.is_cut("unnamed", "unnamed too")
-    assert not network.is_cut("c", "c")
-    network.heal()
-    assert not network.is_cut("a", "c")
-    with pytest.raises(ValueError, match="more than one group"):
-        network.partition(["a"], ["a", "b"])
+def test_loss_and_jitter_cost_time_but_no_message_and_no_order() -> None:
+    net = Net(jitter_s=0.05, loss=0.3)
+    node = net.node("a")
+    end = net.link(node)
+    for number in range(50):
+        net.network.send(end, [bytes([number])])
+    net.clock.run(10.0)
+    assert [what[0] for _, what in net.learner.messages()] == list(range(50))
+    at = [at for at, _ in net.learner.messages()]
+    assert at[0] >= 1.1
+    assert at[-1] > 1.1 + 0.2
+
+
+def test_a_cut_loses_what_is_in_flight_and_both_ends_learn_of_it_late() -> None:
+    net = Net()
+    node = net.node("a")
+    end = net.link(node)
+    net.network.send(end, [b"lost"])
+    net.network.cut("far")
+    net.clock.run(2.0)
+    net.network.mend("far")
+    net.network.send(end, [b"lost, too"])
+    net.clock.run(10.0)
+    assert net.learner.messages() == []
+    assert [(at, kind) for at, kind, _ in node.heard if kind == "down"] == [(4.0, "down")]
+    assert [(at, kind) for at, kind, _ in net.learner.heard] == [(4.0, "down")]
+    assert not net.network.send(end, [b"into the void"])
+    again = net.link(node)
+    net.network.send(again, [b"back"])
+    net.clock.run(20.0)
+    assert [what for _, what in net.learner.messages()] == [b"back"]
+
+
+def test_a_process_that_dies_is_noticed_at_once_and_a_machine_that_vanishes_late() -> None:
+    for is_silent, at in ((False, 1.1), (True, 4.0)):
+        net = Net()
+        node = net.node("a")
+        net.link(node)
+        if is_silent:
+            net.network.vanish(node)
+        else:
+            net.network.close(node)
+        net.clock.run(10.0)
+        assert [(round(when, 3), kind) for when, kind, _ in net.learner.heard] == [(at, "down")]
+
+
+def test_hanging_up_tells_the_other_side_after_what_was_said() -> None:
+    net = Net()
+    node = net.node("a")
+    end = net.link(node)
+    net.network.send(end, [b"last words"])
+    net.network.hang_up(end)
+    net.clock.run(5.0)
+    assert [kind for _, kind, _ in net.learner.heard] == ["message", "down"]
+    assert [kind for _, kind, _ in node.heard] == ["up"]
+
+
+def test_who_does_not_listen_is_not_reached_until_it_does() -> None:
+    net = Net()
+    node, late = net.node("a"), net.node("late")
+    net.network.dial(node, "tcp://late:1")
+    net.clock.run(3.0)
+    assert [(kind, what) for _, kind, what in node.heard] == [("refused", "nobody listens there")]
+    late.port.address = "tcp://late:1"
+    net.network.listen(late)
+    net.network.dial(node, "tcp://late:1")
+    net.clock.run(5.0)
+    assert [kind for _, kind, _ in node.heard] == ["refused", "up"]
+
+
+def test_what_waits_at_the_downlink_is_heard_before_the_end() -> None:
+    net = Net()
+    net.learner.port.down_bytes_per_s = 1e6
+    node = net.node("a")
+    end = net.link(node)
+    net.network.send(end, [b"x" * BULK])
+    net.network.hang_up(end)
+    net.clock.run(5.0)
+    assert [(round(at, 2), kind) for at, kind, _ in net.learner.heard] == [
+        (2.1, "message"),
+        (2.1, "down"),
+    ]
+
+
+def test_cuts_part_pairs_and_groups_and_leave_the_others_alone() -> None:
+    net = Net()
+    nodes = {name: net.node(name, region) for name, region in (("a", "far"), ("b", "near"))}
+    for node in nodes.values():
+        net.link(node)
+    net.network.cut("a", "b")
+    net.network.cut("a", "home")  # a pair of a node and a region
+    net.clock.run(10.0)
+    assert [kind for _, kind, _ in nodes["a"].heard] == ["up", "down"]
+    assert [kind for _, kind, _ in nodes["b"].heard] == ["up"]
+    net.network.mend("a", "home")
+    net.network.cut(["b", "c"])
+    net.link(nodes["a"])
+    net.clock.run(20.0)
+    assert [kind for _, kind, _ in nodes["a"].heard] == ["up", "down", "up"]
+    assert [kind for _, kind, _ in nodes["b"].heard] == ["up", "down"]
+
+
+def test_a_route_has_a_direction_and_changes_under_a_connection_that_stands() -> None:
+    net = Net()
+    node = net.node("a")
+    end = net.link(node)
+    net.network.set_route("far", "home", Route(latency_s=2.0))
+    net.network.send(end, [b"slow"])
+    net.network.send(end.far, [b"as before"])
+    net.clock.run(10.0)
+    assert node.messages() == [(1.1, b"as before")]
+    assert net.learner.messages() == [(3.0, b"slow")]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"delay_s": -1.0}, "delay_s"),
+        ({"latency_s": -1.0}, "latency_s"),
         ({"jitter_s": math.inf}, "jitter_s"),
-        ({"loss": 1.5}, "probability"),
-        ({"bytes_per_s": 0.0}, "cut it"),
-        ({"bytes_per_s": math.nan}, "cut it"),
+        ({"loss": 1.0}, "probability"),
+        ({"bytes_per_s": 0.0}, "cut"),
+        ({"bytes_per_s": math.nan}, "cut"),
     ],
 )
-def test_an_impossible_link_is_refused(settings: dict[str, float], message: str) -> None:
+def test_an_impossible_route_is_refused(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Link(**settings)
-
-
-@given(
-    seed=st.integers(0, 2**32),
-    link=st.builds(
-        Link,
-        delay_s=st.floats(0, 2),
-        jitter_s=st.floats(0, 2),
-        loss=st.floats(0, 0.9),
-        bytes_per_s=st.floats(1, 1e9),
-    ),
-    sends=st.lists(
-        st.tuples(st.sampled_from(["ab", "ba", "ac"]), st.floats(0, 1), st.integers(0, 1000)),
-        max_size=40,
-    ),
-)
-def test_each_link_keeps_order_and_delivers_each_packet_once(
-    seed: int, link: Link, sends: list[tuple[str, float, int]]
-) -> None:
-    network: Network[object] = Network(seed=seed, default=link)
-    now = 0.0
-    expected: dict[str, list[int]] = {"ab": [], "ba": [], "ac": []}
-    for number, (route, pause_s, num_bytes) in enumerate(sends):
-        now += pause_s
-        arrives_at = network.send(route[0], route[1], number, num_bytes=num_bytes, now=now)
-        if arrives_at is not None:
-            assert arrives_at >= now + link.delay_s
-            expected[route].append(number)
-    packets = network.deliver(math.inf)
-    times = [packet.arrives_at for packet in packets]
-    assert times == sorted(times)
-    for route, numbers in expected.items():
-        taken = [p.payload for p in packets if p.source + p.destination == route]
-        assert taken == numbers
+        Route(**settings)

@@ -64,7 +64,6 @@ class Checkpoints:
         interval_s: float | None,
         keep_last: int,
         min_free_bytes: int,
-        saved_step: int | None,
         now: float,
     ) -> None:
         """Start counting from now.
@@ -76,10 +75,10 @@ class Checkpoints:
             interval_s: seconds after which one is due even so; None for no such rule.
             keep_last: checkpoints to keep, at least 1.
             min_free_bytes: free disk below which nothing is written.
-            saved_step: step of the checkpoint that the run was resumed from; None without one.
             now: the loop's clock, seconds.
         """
-        self.saved_step = saved_step
+        self.saved_step: int | None = None
+        """Step of the newest, or of the one that the run was resumed from; None without one."""
         self._directory = directory
         self._run_id = run_id
         self._interval_steps = interval_steps
@@ -118,6 +117,18 @@ class Checkpoints:
         )
         self.saved_step = step
         return oldest_step
+
+    def find_whole(self) -> FoundCheckpoint | None:
+        """Return the newest checkpoint whose files are what was written; None if there is none.
+
+        Raises:
+            StorageError: see the function of this name.
+        """
+        return find_whole(self._directory)
+
+    def drop_later(self, step: int) -> None:
+        """Delete the checkpoints after `step`: the run continues from there without them."""
+        drop_later(self._directory, step)
 
 
 def save_checkpoint(

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -40,7 +38,7 @@ from echo.fleet.activation import (
 )
 from echo.fleet.job import Job
 from echo.leases.dispatch import Throughput
-from echo.records.ledger import ActivationChanged, Cost, Ledger, read_records, totals_of
+from echo.records.ledger import ActivationChanged, AnyRecord, Cost, LedgerQueue, totals_of
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Roster
 from echo.runtime.learner.report import Progress
@@ -588,6 +586,30 @@ LOOKS_PER_S = 10_000
 """Workers looked at per second at most; of larger fleets each is looked at less often."""
 
 
+@dataclass(frozen=True, slots=True)
+class CostTerms:
+    """Where the costs of a run begin, and the rules of activation."""
+
+    spent: float
+    """$ before a resume; they count towards the budget of the run."""
+    activation: ActivationSettings | None
+    """None where every worker generates, whatever it costs."""
+
+
+def activation_settings(config: Config) -> ActivationSettings | None:
+    """Return the rules of activation; None where it is off, or nothing runs ahead."""
+    section = config.activation
+    if section.mode == "off" or config.sync.mode == "pull":
+        return None
+    return ActivationSettings(
+        groups_per_step=config.batch.groups_per_step,
+        group_size=config.batch.group_size,
+        max_completion_tokens=config.sampling.max_completion_tokens,
+        margin=section.margin,
+        budget_per_h=math.inf if section.budget_per_h is None else section.budget_per_h,
+    )
+
+
 class CostControl:
     """Watches the workers of a run, its costs, and which of them are needed."""
 
@@ -596,10 +618,10 @@ class CostControl:
         session: Learner,
         config: Config,
         *,
+        terms: CostTerms,
         pace: PublishPace,
         progress: Progress,
-        ledger: Ledger,
-        spent: float,
+        ledger: LedgerQueue,
         now: float,
         log: logging.Logger,
     ) -> None:
@@ -608,30 +630,24 @@ class CostControl:
         Args:
             session: the learner's conversation.
             config: the learner's.
+            terms: what costs and activation begin with.
             pace: is told when versions have arrived.
             progress: says whether the learner trains just now, or waits for groups.
             ledger: the run's, open.
-            spent: $ before a resume; they count towards the budget of the run.
             now: the loop's clock, seconds.
             log: where to tell decisions.
         """
-        section = config.activation
         self._session = session
-        self._activation: Activation | None = None
-        if section.mode != "off" and config.sync.mode != "pull":
-            settings = ActivationSettings(
-                groups_per_step=config.batch.groups_per_step,
-                group_size=config.batch.group_size,
-                max_completion_tokens=config.sampling.max_completion_tokens,
-                margin=section.margin,
-                budget_per_h=math.inf if section.budget_per_h is None else section.budget_per_h,
-            )
-            self._activation = Activation(settings, now=now)
+        settings, spent = terms.activation, terms.spent
+        self._activation = None if settings is None else Activation(settings, now=now)
         self._meter = CostMeter(
             learner_per_h=config.learner.price_per_h or 0.0,
             learner_per_gb=config.network.price_per_gb,
             spent=spent,
             now=now,
+            bytes_per_token=(
+                BYTES_PER_TOKEN if settings is None else settings.upload_bytes_per_token
+            ),
         )
         if spent:
             log.info("$%.2f were spent before; they count towards the budget of the run", spent)
@@ -639,7 +655,7 @@ class CostControl:
         self._progress = progress
         self._ledger = ledger
         self._trains_on_all = config.batch.keep_zero_variance
-        self._budget_per_run = section.budget_per_run
+        self._budget_per_run = config.activation.budget_per_run
         self._log = log
         self.train_s: float | None = None
         """Seconds of the last optimizer step."""
@@ -796,23 +812,18 @@ class CostControl:
         )
 
 
-def spent_before(run_dir: Path, *, now: float) -> float:
+def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
     """Return $ that a run has cost before it is resumed.
 
     Machines went on billing while the learner was away; for how much of that time is not known,
     and LOST_COUNTS_FOR_S of it count at most.
 
     Args:
-        run_dir: the run's directory.
+        records: the run's.
         now: unix time, seconds.
     """
-    last = totals_of(read_records(run_dir)).cost
+    last = totals_of(records).cost
     if last is None:
         return 0.0
     away_s = min(max(0.0, now - last.at), LOST_COUNTS_FOR_S)
     return last.total + last.per_h * away_s / 3600
-
-
-def resumed_spending(ledger: Ledger, *, resume: bool) -> float:
-    """Return $ that count before this start."""
-    return spent_before(ledger.run_dir, now=time.time()) if resume else 0.0

@@ -53,14 +53,13 @@ from echo.records.ledger import (
     Cancelled,
     Discarded,
     Granted,
-    Ledger,
+    LedgerQueue,
     Published,
     Refused,
 )
 from echo.roles.learner import Learner
-from echo.runtime.identity import Identity
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import LOOK_S, CostControl
+from echo.runtime.learner.cost import LOOK_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import Progress, TaskMetrics, describe_wait
@@ -94,7 +93,7 @@ class Adaptation:
         *,
         buffer: StalenessBuffer,
         pace: PublishPace,
-        ledger: Ledger,
+        ledger: LedgerQueue,
         log: logging.Logger,
     ) -> None:
         """Join the parts; the bound stays as it is if that is off or there is nothing to choose.
@@ -371,11 +370,10 @@ MAX_FAILED_STEPS = 5
 class OpenedRun:
     """A run that has begun, or goes on."""
 
-    identity: Identity
-    ledger: Ledger
+    ledger: LedgerQueue
+    checkpoints: Checkpoints
     start: StartingPoint
-    spent: float
-    """$ before now."""
+    costs: CostTerms
     trainer: Trainer
     attribution: Attribution | None
     buffer: StalenessBuffer
@@ -408,7 +406,7 @@ class LearnerNode(Node):
         evaluations: Evaluations | None,
         export: Callable[[Path, Weights], None],
         write_metrics: Callable[[int, Row], None],
-        show: Callable[[Snapshot], None],
+        show: Callable[[Snapshot], None] | None,
         earlier: LearningCurve | None,
         threads: Threads | None = None,
         log: logging.Logger,
@@ -424,7 +422,7 @@ class LearnerNode(Node):
             evaluations: held-out evaluation; None for none.
             export: writes a Hugging Face directory.
             write_metrics: appends one row of metrics.
-            show: draws a snapshot.
+            show: draws a snapshot; None where nobody looks.
             earlier: what the run had learned before it was resumed, for the display.
             threads: see `Node`.
             log: where to tell what happens.
@@ -437,17 +435,8 @@ class LearnerNode(Node):
         self._trainer = run.trainer
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._ledger = ledger
-        self._checkpoints = Checkpoints(
-            config.run_dir / "checkpoints",
-            run_id=run.identity.run_id,
-            interval_steps=config.checkpoint.interval_steps,
-            interval_s=config.checkpoint.interval_s,
-            keep_last=config.checkpoint.keep_last,
-            min_free_bytes=config.limits.min_free_disk_bytes,
-            saved_step=None if start.checkpoint is None else start.step,
-            now=self.now,
-        )
-        self._pace = pace = PublishPace(
+        self._checkpoints = run.checkpoints
+        self.pace = pace = PublishPace(
             period=config.sync.initial_publish_period,
             is_auto=config.sync.publish_period == "auto",
             max_staleness=config.sync.max_staleness,
@@ -462,10 +451,10 @@ class LearnerNode(Node):
         self._costs = CostControl(
             session,
             config,
+            terms=run.costs,
             pace=pace,
             progress=self._progress,
             ledger=ledger,
-            spent=run.spent,
             now=self.now,
             log=log,
         )
@@ -732,7 +721,8 @@ class LearnerNode(Node):
         """Train until the last step, then tell everybody and end."""
         self._store_task = self.spawn(self._store_loop(), name="store")
         self.spawn(self._commit_records(), name="records")
-        self.spawn(self._show_loop(), name="display")
+        if self._show is not None:
+            self.spawn(self._show_loop(), name="display")
         self.spawn(self._watch_costs(), name="activation")
         if len(self.session.lineages) > 1:  # a run that goes on
             self._missing_until = self.now + self._return_s
@@ -793,7 +783,7 @@ class LearnerNode(Node):
             self.perform(session.advance(session.step + 1, now=self.now))
             self._discard_unusable()
             is_lower = self._adaptation.after_step(session.step, result.metrics, staleness)
-            if is_lower or self._pace.is_due(session.step):
+            if is_lower or self.pace.is_due(session.step):
                 await self._publish()
             waited_s = started_at - waited_from
             self._progress.stepped(
@@ -886,21 +876,23 @@ class LearnerNode(Node):
         session = self.session
         self._progress.begin("publishing", now=self.now)
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
-        publication = await self._model_pool.run(
-            lambda: self._publisher.make(self._trainer.tensors(), version)
-        )
+        publication = await self._model_pool.run(self.make_version, version)
         manifest, root = publication.manifest, publication.signed.root
         self._ledger.append(
             Published(version=version, root=root.hex(), image_hash=manifest.image_hash.hex())
         )
         await self._commit()
-        self._pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
+        self.pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
         self.perform(session.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
         if self._evaluations is not None and await self._evaluations.is_due(version):
             task = self.spawn(self._evaluate(publication), name="evaluation")
             self._evaluations.started(task)
+
+    def make_version(self, version: PolicyVersion) -> Publication:
+        """Return the present weights as a version; called in the trainer's thread."""
+        return self._publisher.make(self._trainer.tensors(), version)
 
     async def _evaluate(self, publication: Publication) -> None:
         assert self._evaluations is not None
@@ -925,9 +917,7 @@ class LearnerNode(Node):
     async def _evaluate_present(self) -> None:
         """Evaluate the present weights, as where a run ends before its last step."""
         version = PolicyVersion(self.session.lineages[-1].lineage, self.session.step)
-        publication = await self._model_pool.run(
-            lambda: self._publisher.make(self._trainer.tensors(), version)
-        )
+        publication = await self._model_pool.run(self.make_version, version)
         await self._evaluate(publication)
 
     # --- checkpoints and the end -----------------------------------------------------------------
@@ -1060,7 +1050,7 @@ class LearnerNode(Node):
         row = self._progress.step_metrics(
             metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=now
         )
-        row |= self._pace.metrics()
+        row |= self.pace.metrics()
         row |= self._costs.metrics(row, now=now)
         row |= self._progress.lengths.metrics(oldest_open=session.leases.oldest_open)
         row |= self._partial_metrics()
@@ -1107,12 +1097,14 @@ class LearnerNode(Node):
 
     def display(self) -> None:
         """Draw the present state."""
+        if self._show is None:
+            return
         self._show(
             self._progress.snapshot(
                 self.session,
                 run_name=self._config.run.name,
                 max_steps=self._config.run.max_steps,
-                pace=self._pace,
+                pace=self.pace,
                 cost=self._costs.view(),
                 now=self.now,
             )

@@ -21,9 +21,9 @@ from pathlib import Path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
-from echo.records.ledger import Began, Discarded, Ledger, read_records, read_state
+from echo.records.ledger import Began, Discarded, LedgerQueue, read_state
 from echo.runtime.identity import Identity
-from echo.runtime.learner.checkpoint import CheckpointInfo, drop_later, find_whole
+from echo.runtime.learner.checkpoint import CheckpointInfo, Checkpoints
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class StartingPoint:
         return self.lineages[-1].lineage
 
 
-def begin(ledger: Ledger) -> StartingPoint:
+def begin(ledger: LedgerQueue) -> StartingPoint:
     """Return the start of a new run in an empty ledger; nothing is written before `enter`.
 
     Raises:
@@ -68,12 +68,18 @@ def begin(ledger: Ledger) -> StartingPoint:
 
 
 def recover(
-    ledger: Ledger, *, run_id: str, max_staleness: int, trims_stale: bool = False
+    ledger: LedgerQueue,
+    checkpoints: Checkpoints,
+    *,
+    run_id: str,
+    max_staleness: int,
+    trims_stale: bool = False,
 ) -> StartingPoint:
     """Return where a run continues from its newest whole checkpoint; nothing is written yet.
 
     Args:
         ledger: the run's, open.
+        checkpoints: the run's.
         run_id: the run's id; a checkpoint of another run is refused.
         max_staleness: S, inclusive.
         trims_stale: whether a group of which some tokens have grown too old keeps the others.
@@ -85,12 +91,12 @@ def recover(
     run_dir = ledger.run_dir
     if not ledger.num_records:
         raise ConfigError(f"{run_dir} holds no run to resume; start it without --resume")
-    found = find_whole(run_dir / "checkpoints")
+    found = checkpoints.find_whole()
     path = None if found is None else found.path
     info = CheckpointInfo(run_id=run_id, lineage=1, step=0) if found is None else found.info
     if info.run_id != run_id:
         raise ConfigError(f"{path} belongs to run {info.run_id}, the directory to {run_id}")
-    history = read_state(read_records(run_dir), lineage=info.lineage, step=info.step)
+    history = read_state(ledger.records(), lineage=info.lineage, step=info.step)
     lineage = Lineage(history.lineages[-1].lineage + 1, info.step)
     start = StartingPoint(
         lineages=(*history.lineages, lineage),
@@ -123,7 +129,7 @@ def recover(
     return start
 
 
-def enter(ledger: Ledger, start: StartingPoint) -> None:
+def enter(ledger: LedgerQueue, checkpoints: Checkpoints, start: StartingPoint) -> None:
     """Open the lineage in the ledger, once everything else is ready for it.
 
     Raises:
@@ -135,11 +141,19 @@ def enter(ledger: Ledger, start: StartingPoint) -> None:
     ledger.sync()
     # Only now: the ledger has left these files and steps for good.
     ledger.free_unused()
-    drop_later(ledger.run_dir / "checkpoints", start.step)
+    checkpoints.drop_later(start.step)
+    if start.checkpoint is not None:
+        checkpoints.saved_step = start.step
 
 
 def find_start(
-    config: Config, ledger: Ledger, identity: Identity, *, resume: bool, log: logging.Logger
+    config: Config,
+    ledger: LedgerQueue,
+    checkpoints: Checkpoints,
+    identity: Identity,
+    *,
+    resume: bool,
+    log: logging.Logger,
 ) -> StartingPoint:
     """Return where the learner starts: a new run, or where a killed one can go on."""
     for notice in ledger.notices:
@@ -148,6 +162,7 @@ def find_start(
         return begin(ledger)
     start = recover(
         ledger,
+        checkpoints,
         run_id=identity.run_id,
         max_staleness=config.sync.max_staleness,
         trims_stale=trims_stale(config),

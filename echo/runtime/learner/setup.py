@@ -64,7 +64,8 @@ from echo.runtime.identity import (
     load_or_create_keys,
     write_join,
 )
-from echo.runtime.learner.cost import resumed_spending
+from echo.runtime.learner.checkpoint import Checkpoints
+from echo.runtime.learner.cost import CostTerms, activation_settings, spent_before
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.publish import Publisher
@@ -429,8 +430,17 @@ def open_run(
     with ExitStack() as on_failure:
         ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
         on_failure.callback(ledger.close)
-        start = find_start(config, ledger, identity, resume=resume, log=log)
-        spent = resumed_spending(ledger, resume=resume)
+        checkpoints = Checkpoints(
+            config.run_dir / "checkpoints",
+            run_id=identity.run_id,
+            interval_steps=config.checkpoint.interval_steps,
+            interval_s=config.checkpoint.interval_s,
+            keep_last=config.checkpoint.keep_last,
+            min_free_bytes=config.limits.min_free_disk_bytes,
+            now=asyncio.get_running_loop().time(),
+        )
+        start = find_start(config, ledger, checkpoints, identity, resume=resume, log=log)
+        spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
         trainer = build_trainer(config, data.model_dir, start, data.lora)
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
         buffer = StalenessBuffer(
@@ -449,13 +459,13 @@ def open_run(
         for reason in start.ends.values():
             session.counters.add(f"discarded/{reason}")
         save_resolved(config, config.run_dir / "config.json")
-        enter(ledger, start)
+        enter(ledger, checkpoints, start)
         on_failure.pop_all()
     return OpenedRun(
-        identity=identity,
         ledger=ledger,
+        checkpoints=checkpoints,
         start=start,
-        spent=spent,
+        costs=CostTerms(spent, activation_settings(config)),
         trainer=trainer,
         attribution=attribution,
         buffer=buffer,

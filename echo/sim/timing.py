@@ -1,0 +1,228 @@
+"""The learner's trainer and disk, of which only the times and the records are left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from echo.core.rollout import Group
+from echo.records.ledger import Accepted, AnyRecord, Discarded, LedgerQueue, Place, Trained
+from echo.runtime.learner.checkpoint import CheckpointInfo, Checkpoints, FoundCheckpoint
+from echo.runtime.learner.node import LearnerNode
+from echo.sim.clock import InlineThreads
+from echo.sim.groups import Groups
+from echo.sim.records import History
+from echo.sim.scenario import Scenario
+from echo.train.trainer import StepResult
+
+RUN_DIR = Path("simulation")
+
+
+class TimedTrainer:
+    """A trainer whose steps take time and teach nothing."""
+
+    def __init__(self, scenario: Scenario, groups: Groups, *, step: int) -> None:
+        """Go on after a step.
+
+        Args:
+            scenario: says how long steps take.
+            groups: what every group consists of.
+            step: optimizer steps done.
+        """
+        self._scenario = scenario
+        self._groups = groups
+        self.step_count = step
+        self.staleness: dict[int, float] = {}
+        """Tokens of the last step by staleness."""
+        self.stepped_at = 0.0
+
+    def step_s(self) -> float:
+        """Return the seconds of the next step."""
+        scenario, number = self._scenario, self.step_count
+        if scenario.train_times:
+            return scenario.train_times[number % len(scenario.train_times)]
+        chance = random.Random(f"{scenario.settings.seed}/step/{number}")
+        return scenario.job.train_s * max(0.1, chance.gauss(1.0, scenario.settings.train_spread))
+
+    def refusal(self, group: Group) -> str | None:
+        """Return why nothing can be learned from a group."""
+        return None if self._groups.length(group.group_id).is_useful else "zero_variance"
+
+    def step(self, groups: Sequence[Group]) -> StepResult:
+        """Make a step; tell the true lengths, of which the groups have one token per version."""
+        self.staleness = {}
+        for group in groups:
+            for version, tokens in self._groups.shares(group):
+                lag = self.step_count - version.step
+                self.staleness[lag] = self.staleness.get(lag, 0.0) + tokens
+        self.step_count += 1
+        self.stepped_at = asyncio.get_running_loop().time()
+        num_completions = sum(len(group.rollouts) for group in groups)
+        tokens = sum(self._groups.length(group.group_id).num_tokens for group in groups)
+        return StepResult(metrics={"completions/mean_length": tokens / num_completions})
+
+    def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
+        """Find none."""
+        return {}
+
+    def tensors(self) -> dict[str, Any]:
+        """Return nothing: versions are noise."""
+        return {}
+
+    snapshot = tensors
+
+    def save_state(self, directory: Path) -> None:
+        """Save nothing: steps count themselves."""
+
+
+class Disk:
+    """What survives a simulated learner: records, groups and the newest checkpoint."""
+
+    def __init__(self, groups: Groups, history: History, *, is_kept: bool) -> None:
+        """Begin empty.
+
+        Args:
+            groups: what every group consists of.
+            history: takes down what is recorded.
+            is_kept: whether anybody will come back for it.
+        """
+        self.groups = groups
+        self.history = history
+        self.is_kept = is_kept
+        self.num_records = 0
+        self.records: list[AnyRecord] = []
+        self.accepted: dict[int, Group] = {}
+        self.ended_at: dict[int, int] = {}
+        """Group -> the step that trained it, until it is kept by a checkpoint."""
+        self.checkpoint: CheckpointInfo | None = None
+
+    def forget(self, group_id: int) -> None:
+        """Let go of a group for good."""
+        self.accepted.pop(group_id, None)
+        self.groups.forget(group_id)
+
+
+class MemoryLedger(LedgerQueue):
+    """The ledger of a simulated run."""
+
+    def __init__(self, disk: Disk) -> None:
+        """Open it."""
+        super().__init__(RUN_DIR, spool_bytes=float("inf"))
+        self._disk = disk
+        self.num_records = disk.num_records
+
+    def now(self) -> float:
+        """Return what records are stamped with: virtual seconds."""
+        return asyncio.get_running_loop().time()
+
+    def store(self, group: Group, header: Any, arrays: Any) -> None:
+        """Put an accepted group into the queue."""
+        super().store(group, header, arrays)
+        self._queue[-1] = self._queue[-1][0], (group,)
+
+    def records(self) -> Iterator[AnyRecord]:
+        """Yield what is on record."""
+        return iter(self._disk.records)
+
+    def _write_queue(self, *, durably: bool) -> None:
+        queue, self._queue = self._queue, []
+        disk = self._disk
+        disk.num_records += len(queue)
+        self.num_records = disk.num_records
+        for record, parts in queue:
+            if disk.is_kept:
+                disk.records.append(record)
+            match record:
+                case Accepted():
+                    disk.accepted[record.group] = parts[0]
+                case Trained():
+                    for group_id in record.groups:
+                        disk.ended_at[group_id] = record.step
+                        if not disk.is_kept:
+                            disk.forget(group_id)
+                case Discarded():
+                    disk.history.recorded(record, disk.groups)
+                    disk.forget(record.group)
+                case _:
+                    disk.history.recorded(record, disk.groups)
+
+    def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
+        """Let go of the groups that no crash can bring back."""
+        for group_id, at in list(self._disk.ended_at.items()):
+            if at <= oldest_step:
+                del self._disk.ended_at[group_id]
+                self._disk.forget(group_id)
+
+    def load(self, group_id: int, place: Place) -> Group:
+        """Read a group back."""
+        self._disk.ended_at.pop(group_id, None)
+        return self._disk.accepted[group_id]
+
+    def free_unused(self) -> None:
+        """Need nothing."""
+
+    def close(self) -> None:
+        """Write the queue."""
+        self.sync()
+
+    def release(self) -> None:
+        """Lose what is only queued."""
+        self._queue = []
+
+
+class MemoryCheckpoints(Checkpoints):
+    """The newest checkpoint of a simulated run."""
+
+    def __init__(self, disk: Disk, scenario: Scenario, *, run_id: str, now: float) -> None:
+        """Start counting from now."""
+        super().__init__(
+            RUN_DIR,
+            run_id=run_id,
+            interval_steps=scenario.settings.checkpoint_steps,
+            interval_s=None,
+            keep_last=1,
+            min_free_bytes=0,
+            now=now,
+        )
+        self._run_id = run_id
+        self._disk = disk
+
+    def save(
+        self, *, lineage: int, step: int, write_state: Callable[[Path], None], now: float
+    ) -> int:
+        """Save; return the step of the oldest checkpoint kept."""
+        write_state(RUN_DIR)
+        self._disk.checkpoint = CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step)
+        self.saved_step = step
+        return step
+
+    def find_whole(self) -> FoundCheckpoint | None:
+        """Return the newest checkpoint."""
+        info = self._disk.checkpoint
+        return None if info is None else FoundCheckpoint(path=RUN_DIR, info=info)
+
+    def drop_later(self, step: int) -> None:
+        """Need nothing: there is one."""
+
+
+class LearnerThreads(InlineThreads):
+    """The learner's threads: steps, versions and the disk take their time, all else none."""
+
+    def __init__(self, scenario: Scenario, trainer: TimedTrainer) -> None:
+        """Know who steps."""
+        super().__init__(self._takes)
+        self._settings = scenario.settings
+        self._trainer = trainer
+
+    def _takes(self, pool: str, function: Callable[..., Any]) -> float:
+        what = getattr(function, "__func__", None)
+        if what is TimedTrainer.step:
+            return self._trainer.step_s()
+        if what is LearnerNode.make_version:
+            return self._settings.publish_s
+        return self._settings.journal_s if what is MemoryLedger.sync else 0.0

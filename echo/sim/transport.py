@@ -1,0 +1,234 @@
+"""The transport contract on a network on paper, for nodes that run in an asyncio loop.
+
+`SimTransport` is a client of `Network` (`echo/sim/network.py`), which knows the times, and it is
+kept honest by the tests that ZeroMQ passes. It has no task and no timer of its own; a connection is
+probed by nobody, and still found dead `dead_after_s` after it has stalled.
+
+What waits for a peer, and is bounded by `max_unsent_bytes`, is everything sent to it that it has
+not taken with `receive`, in bytes as they are in memory. `close` and `hang_up` return at once; what
+was sent arrives for `linger_s` all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from echo.core.errors import TransportError
+from echo.net.transport import (
+    MESSAGE_OVERHEAD_BYTES,
+    Connected,
+    Disconnected,
+    Frame,
+    PeerId,
+    Received,
+    Transport,
+    TransportEvent,
+    TransportOptions,
+    TransportStats,
+    checked_num_bytes,
+    parse_address,
+    parse_dial_address,
+)
+from echo.sim.network import End, Network, Port
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Dial:
+    """A dialled peer: the present attempt or connection, and the pause before the next."""
+
+    end: End
+    pause_s: float
+
+
+class SimTransport(Transport):
+    """One process's access to a network on paper.
+
+    Args:
+        network: where its peers are.
+        port: the machine's access, with the address to listen at.
+        options: bounds and timings.
+    """
+
+    def __init__(
+        self, network: Network, port: Port, options: TransportOptions | None = None
+    ) -> None:
+        if port.address is not None:
+            parse_address(port.address)
+        self.options = options or TransportOptions()
+        self.port = port
+        port.dead_after_s = self.options.dead_after_s
+        self._network = network
+        self._ids = itertools.count(1)
+        self._dials: dict[PeerId, _Dial] = {}
+        self._ends: dict[PeerId, End] = {}
+        """Of peers that can be sent to."""
+        self._inbox: deque[tuple[TransportEvent, End, int]] = deque()
+        """Events, and what each has charged to its end."""
+        self._stats = TransportStats()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_closed = False
+
+    @property
+    def listen_address(self) -> str | None:
+        """Where it listens, with the real port once started."""
+        return self.port.address
+
+    async def start(self) -> None:
+        """Take the address."""
+        self._network.listen(self)
+
+    def dial(self, address: str) -> PeerId:
+        """Begin to connect."""
+        self._check_open()
+        parse_dial_address(address)
+        peer = f"out-{next(self._ids)}"
+        end = self._network.dial(self, address, peer=peer)
+        self._dials[peer] = _Dial(end, self.options.min_redial_s)
+        return peer
+
+    def hang_up(self, peer: PeerId) -> None:
+        """End a peer; of an inbound one, what still comes is discarded."""
+        self._ends.pop(peer, None)
+        dial = self._dials.pop(peer, None)
+        if dial is not None:
+            self._network.hang_up(dial.end, linger_s=self.options.linger_s)
+        unread, self._inbox = self._inbox, deque()
+        for item in unread:
+            if item[0].peer == peer:
+                item[1].unread_bytes -= item[2]
+            else:
+                self._inbox.append(item)
+
+    def send(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+        """Accept a message if the peer is connected and below its byte bound."""
+        num_bytes = checked_num_bytes(frames, self.options.max_message_bytes)
+        charge = num_bytes + MESSAGE_OVERHEAD_BYTES
+        end = self._ends.get(peer)
+        if end is None or end.far.unread_bytes + charge > self.options.max_unsent_bytes:
+            self._stats.refused_sends += 1
+            return False
+        end.far.unread_bytes += charge
+        message: list[Frame] = [
+            frame if isinstance(frame, bytes) else memoryview(frame).cast("B") for frame in frames
+        ]
+        self._network.send(end, message)
+        self._stats.messages_out += 1
+        self._stats.bytes_out += num_bytes
+        return True
+
+    async def receive(self) -> list[TransportEvent]:
+        """Wait for events, and return a burst of them."""
+        if self._inbox:
+            await asyncio.sleep(0)  # a busy transport must not starve the rest of the loop
+        while True:
+            self._check_open()
+            if self._inbox:
+                return self._take_burst()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def close(self) -> None:
+        """Close every connection; what was sent before arrives for `linger_s`."""
+        self._end(linger_s=self.options.linger_s)
+
+    def kill(self, *, is_silent: bool = False) -> None:
+        """End as a process does that is killed, or with its machine, of which nobody is told."""
+        self._end(linger_s=None if is_silent else 0.0)
+
+    def stats(self) -> TransportStats:
+        """Return the totals so far."""
+        return dataclasses.replace(self._stats)
+
+    # --- what the network tells ------------------------------------------------------------------
+
+    def on_connected(self, end: End) -> None:
+        """Handle that a dialled connection stands."""
+        self._dials[end.peer].pause_s = self.options.min_redial_s
+        self._ends[end.peer] = end
+        self._put(Connected(end.peer, end.address), end)
+
+    def on_refused(self, end: End, reason: str) -> None:
+        """Dial again later."""
+        if self.on_dial_failed is not None:
+            self.on_dial_failed(end.peer, reason, False)
+        self._redial(end.peer)
+
+    def on_disconnected(self, end: End, reason: str) -> None:
+        """Handle that a connection is over; one that was dialled is opened again later."""
+        if self._ends.pop(end.peer, None) is not None:
+            self._put(Disconnected(end.peer, reason), end)
+        self._redial(end.peer)
+
+    def on_message(self, end: End, frames: list[Frame]) -> None:
+        """Take in a message; the first makes an inbound peer known."""
+        charge = sum(map(len, frames)) + MESSAGE_OVERHEAD_BYTES
+        if not end.peer:
+            end.peer = f"in-{next(self._ids)}"
+            self._ends[end.peer] = end
+            self._put(Connected(end.peer, None), end)
+        if end.peer in self._ends:
+            self._put(Received(end.peer, frames), end, charge)
+        else:
+            end.unread_bytes -= charge
+            self._stats.discarded_messages += 1
+
+    # --- helpers ---------------------------------------------------------------------------------
+
+    def _redial(self, peer: PeerId) -> None:
+        dial = self._dials.get(peer)
+        if dial is not None:
+            clock = self._network.clock
+            clock.at(clock.now + dial.pause_s, self._attempt, peer, dial)
+            dial.pause_s = min(2 * dial.pause_s, self.options.max_redial_s)
+
+    def _attempt(self, peer: PeerId, dial: _Dial) -> None:
+        if self._dials.get(peer) is dial:
+            dial.end = self._network.dial(self, dial.end.address or "", peer=peer)
+
+    def _end(self, *, linger_s: float | None) -> None:
+        """End all connections, silently for None."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if linger_s is None:
+            self._network.vanish(self)
+        else:
+            self._network.close(self, linger_s=linger_s)
+        self._dials.clear()
+        self._ends.clear()
+        self._inbox.clear()
+        self._wake()
+
+    def _put(self, event: TransportEvent, end: End, charge: int = 0) -> None:
+        self._inbox.append((event, end, charge))
+        self._wake()
+
+    def _take_burst(self) -> list[TransportEvent]:
+        events: list[TransportEvent] = []
+        inbox, options, stats = self._inbox, self.options, self._stats
+        num_bytes = 0
+        while (
+            inbox
+            and num_bytes < options.max_burst_bytes
+            and len(events) < options.max_burst_messages
+        ):
+            event, end, charge = inbox.popleft()
+            if charge:
+                end.unread_bytes -= charge
+                num_bytes += charge
+                stats.messages_in += 1
+                stats.bytes_in += charge - MESSAGE_OVERHEAD_BYTES
+            events.append(event)
+        return events
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransportError("the transport is closed")
