@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echo.sim.clock import Clock
-from echo.sim.network import FRAMING_BYTES, End, Network, Port, Route
+from echo.sim.network import FRAMING_BYTES, LinkEnd, Network, Port, Route
 
 BULK = 1_000_000
 
@@ -22,16 +22,16 @@ class Node:
     clock: Clock
     heard: list[tuple[float, str, Any]] = field(default_factory=list)
 
-    def on_connected(self, end: End) -> None:
+    def on_connected(self, end: LinkEnd) -> None:
         self.heard.append((self.clock.now, "up", end))
 
-    def on_refused(self, end: End, reason: str) -> None:
+    def on_refused(self, end: LinkEnd, reason: str) -> None:
         self.heard.append((self.clock.now, "refused", reason))
 
-    def on_disconnected(self, end: End, reason: str) -> None:
+    def on_disconnected(self, end: LinkEnd, reason: str) -> None:
         self.heard.append((self.clock.now, "down", reason))
 
-    def on_message(self, end: End, frames: list[Any]) -> None:
+    def on_message(self, end: LinkEnd, frames: list[Any]) -> None:
         self.heard.append((self.clock.now, "message", frames[0]))
 
     def messages(self) -> list[tuple[float, Any]]:
@@ -60,7 +60,7 @@ class Net:
         self.network.listen(node)
         return node
 
-    def link(self, node: Node) -> End:
+    def link(self, node: Node) -> LinkEnd:
         end = self.network.dial(node, "tcp://learner:1")
         self.clock.run(self.clock.now + 1.0)
         return end
