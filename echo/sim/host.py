@@ -15,7 +15,7 @@ from echo.core.errors import EchoError
 from echo.net.transport import Frame
 from echo.roles.node import Role
 from echo.sim.clock import Clock
-from echo.sim.network import End, Network, Port
+from echo.sim.network import LinkEnd, Network, Port
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 
 REDIAL_S = 0.5
@@ -45,7 +45,7 @@ class Host:
         self.error: EchoError | None = None
         self._session = session
         self._ids = itertools.count(1)
-        self._ends: dict[str, End] = {}
+        self._ends: dict[str, LinkEnd] = {}
         self._armed_at = math.inf
         network.listen(self)
 
@@ -74,26 +74,26 @@ class Host:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def on_connected(self, end: End) -> None:
+    def on_connected(self, end: LinkEnd) -> None:
         """Handle that a dialled link stands."""
         self.perform(self.connected(end.peer))
 
-    def on_refused(self, end: End, reason: str) -> None:
+    def on_refused(self, end: LinkEnd, reason: str) -> None:
         """Dial again a little later."""
         self.clock.after(REDIAL_S, self._redial, end)
 
-    def on_disconnected(self, end: End, reason: str) -> None:
+    def on_disconnected(self, end: LinkEnd, reason: str) -> None:
         """Handle that a link is gone."""
         if self._ends.pop(end.peer, None) is not None:
             self.perform(self.disconnected(end.peer, reason))
 
-    def on_message(self, end: End, frames: list[Frame]) -> None:
+    def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
         """Handle a message."""
         if not end.peer:
             end.peer = f"i{end.number}"
             self._ends[end.peer] = end
         if end.peer in self._ends:
-            self.perform(self._session.receive(end.peer, frames, now=self.clock.now))
+            self.perform(self._session.receive(end.peer, [*frames], now=self.clock.now))
 
     # --- acting ----------------------------------------------------------------------------------
 
@@ -131,11 +131,11 @@ class Host:
         if end is not None and end.address is not None:
             self.network.hang_up(end)
 
-    def _dial(self, address: str, peer: str) -> End:
+    def _dial(self, address: str, peer: str) -> LinkEnd:
         self._ends[peer] = end = self.network.dial(self, address, peer=peer)
         return end
 
-    def _redial(self, end: End) -> None:
+    def _redial(self, end: LinkEnd) -> None:
         if self._ends.get(end.peer) is end and end.address is not None:
             self._dial(end.address, end.peer)
 

@@ -28,7 +28,7 @@ from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel, Running
 from echo.sim.groups import Groups
 from echo.sim.host import Host
-from echo.sim.network import End, Network, Port
+from echo.sim.network import LinkEnd, Network, Port
 from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
 
@@ -135,7 +135,7 @@ class SimWorker(Host):
             case _:
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
-    def on_message(self, end: End, frames: list[Frame]) -> None:
+    def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
         """Handle a message; a pausing worker pauses when it begins to fetch new weights."""
         super().on_message(end, frames)
         if self._times.is_pausing and self.is_alive:
