@@ -19,10 +19,6 @@ def v(step: int) -> PolicyVersion:
     return PolicyVersion(1, step)
 
 
-def full(step: int, num_bytes: int) -> EncodedOffer:
-    return EncodedOffer(v(step), None, "full", num_bytes)
-
-
 def delta(base: int, step: int, num_bytes: int) -> EncodedOffer:
     return EncodedOffer(v(step), v(base), "delta", num_bytes)
 
@@ -69,16 +65,6 @@ def test_no_way_is_cheaper(
         assert (path_bytes(path), len(path)) == min(costs)
 
 
-def test_a_returning_node_takes_the_deltas_a_late_one_the_keyframe() -> None:
-    keyframe = EncodedOffer(v(3), None, "keyframe", 60)
-    chain = [delta(step, step + 1, 2) for step in range(2, 6)]
-    offers = [full(6, 100), keyframe, *chain]
-    assert cheapest_path([v(2)], offers, v(6)) == chain
-    assert cheapest_path([v(4)], offers, v(6)) == chain[2:]
-    assert cheapest_path([], offers, v(6)) == [keyframe, *chain[1:]]
-    assert cheapest_path([v(1)], offers, v(6)) == [keyframe, *chain[1:]]
-
-
 def test_of_equal_bytes_the_fewest_steps_and_then_the_first_offer_win() -> None:
     long = [delta(0, 1, 1), delta(1, 2, 1)]
     short = [delta(0, 2, 2), EncodedOffer(v(2), v(0), "delta", 2)]
@@ -89,10 +75,6 @@ def test_of_equal_bytes_the_fewest_steps_and_then_the_first_offer_win() -> None:
     detour = [delta(0, 1, 1), delta(1, 2, 0), delta(2, 9, 1)]
     direct = [delta(0, 3, 2), delta(3, 9, 0)]
     assert cheapest_path([v(0)], [*detour, *direct], v(9)) == direct
-
-
-def test_a_version_that_nothing_leads_to_has_no_path() -> None:
-    assert cheapest_path([v(1)], [delta(2, 3, 1), delta(3, 2, 1)], v(3)) is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from echo.core.errors import RemoteProtocolError
 from echo.weights.delta import split_blocks
-from echo.weights.manifest import HASH_BYTES, SegmentTable, encode_signed, sign
+from echo.weights.manifest import HASH_BYTES, encode_signed, sign
 from echo.weights.store import DecodeBlock, EncodedVersion, Transfer, allocate
 from tests.roles.harness import CHUNK_BYTES, PUBLIC_KEY
 from tests.weights.encoded_versions import (
@@ -52,16 +52,6 @@ def payloads(encoded: EncodedVersion, base: int | None = 0) -> list[memoryview]:
 
 
 # --- tables --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("base", [0, None])
-def test_honest_tables_are_accepted_in_their_order(base: int | None) -> None:
-    encoded = receiver(3, base)
-    assert encoded.num_segments == 3
-    assert not encoded.is_open
-    assert encoded.num_bytes == sum(table.num_bytes for table, _, _ in coded(1, base))
-    sizes = [encoded.chunk_size(index) for index in range(encoded.num_chunks)]
-    assert sizes == [len(payload) for payload in payloads(encoded, base)]
 
 
 FIRST, MIDDLE, LAST = range(3)
@@ -205,17 +195,6 @@ def test_each_block_is_decoded_once_in_any_order_of_chunks(base: int | None, see
     assert encoded.is_complete
 
 
-def test_the_same_block_twice_is_one_block() -> None:
-    encoded = receiver(3)
-    works = [work for i, data in enumerate(payloads(encoded)) for work in put(encoded, i, data, 0)]
-    for work in works[:-1]:
-        assert work.run() == ""
-        assert encoded.decoded(work) is None
-        assert encoded.decoded(work) is None
-    assert works[-1].run() == ""
-    assert encoded.decoded(works[-1]) is not None
-
-
 @pytest.mark.parametrize("base", [2, None])
 def test_a_wrong_base_is_found_out(base: int | None) -> None:
     encoded = receiver(3)
@@ -262,9 +241,3 @@ def test_the_learners_encoded_is_whole_as_soon_as_it_is_coded() -> None:
     assert encoded.is_complete
     assert [bytes(encoded.chunk(i)) for i in range(encoded.num_chunks)] == payloads(encoded)
     assert encoded.chunk(0).readonly
-
-
-def test_the_segment_of_a_table_is_what_was_signed() -> None:
-    table, frame, _ = coded(1, 0)[0]
-    assert isinstance(verify(receiver(0), frame), SegmentTable)
-    assert verify(receiver(0), frame) == table

@@ -11,7 +11,7 @@ from echo.weights.receiver import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S
 from echo.wire.actions import Note
 from echo.wire.messages import FULL, Announce, EncodedVersionOffer, Form
 from tests.weights.encoded_versions import v
-from tests.weights.test_broadcast_storm import Net, run
+from tests.weights.net import Net, run
 
 
 class Notes(Net):

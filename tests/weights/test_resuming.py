@@ -13,7 +13,7 @@ from echo.wire.actions import Note
 from echo.wire.messages import FULL, Announce, Fetch, Subscribe
 from tests.roles.harness import PUBLIC_KEY, make_broadcast, message_of
 from tests.weights.encoded_versions import coded, form_on, published, v, weights
-from tests.weights.test_store import Pages, Rooms
+from tests.weights.net import Pages, Rooms
 
 
 def trust(run_id: str = "run") -> TrustedManifests:

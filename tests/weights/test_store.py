@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.weights.manifest import encode_signed
 from echo.weights.store import MAX_ENCODED_VERSIONS, EncodedVersion, ItemStore, Transfer
@@ -18,57 +15,7 @@ from tests.weights.encoded_versions import (
     v,
     weights,
 )
-
-
-class Pages:
-    """The journal of an encoded version, as a list of records."""
-
-    def __init__(self) -> None:
-        self.records: list[tuple[int | None, bytes]] = []
-        self.is_removed = False
-
-    def table(self, frame: bytes) -> None:
-        self.records.append((None, frame))
-
-    def chunk(self, index: int, data: memoryview) -> None:
-        self.records.append((index, bytes(data)))
-
-    def remove(self) -> None:
-        self.is_removed = True
-
-
-class Rooms:
-    """Version stores that refuse to be asked twice, as those that survive a process do."""
-
-    def __init__(self) -> None:
-        self.live: dict[PolicyVersion, bytes | None] = {}
-        self.version_store: dict[PolicyVersion, memoryview] = {}
-        self.journals: dict[PolicyVersion, Pages] = {}
-        self.is_full = False
-        self.may_block = False
-
-    def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        if self.is_full:
-            raise StorageError("no space")
-        assert version not in self.live
-        self.live[version] = signed
-        storage = self.version_store[version] = memoryview(bytearray(num_bytes))
-        return storage
-
-    def journal(self, version: PolicyVersion) -> Pages:
-        assert version not in self.journals or self.journals[version].is_removed
-        self.journals[version] = Pages()
-        return self.journals[version]
-
-    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        assert self.live[version] is None
-        self.live[version] = signed
-
-    def write(self, place: memoryview, data: bytes | bytearray | memoryview) -> None:
-        place[:] = data
-
-    def drop(self, version: PolicyVersion) -> None:
-        self.live.pop(version, None)
+from tests.weights.net import Rooms
 
 
 def whole(store: ItemStore, *steps: int) -> ItemStore:
@@ -190,15 +137,6 @@ def test_an_image_that_comes_out_of_an_encoded_outlives_it() -> None:
     assert bytes(store.images[v(2)].storage) == weights(2)
     store.drop((v(2), FULL))
     assert rooms.live == {}
-
-
-def test_without_room_nothing_is_begun() -> None:
-    rooms = Rooms()
-    rooms.is_full = True
-    store = ItemStore(keep_versions=1, version_store=rooms)
-    with pytest.raises(StorageError):
-        begun(store, 1)
-    assert store.images == {}
 
 
 def test_what_is_announced() -> None:

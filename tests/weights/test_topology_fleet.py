@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from echo.weights.topology.sites import ASSUMED_BYTES_PER_S, Site
+from echo.weights.topology.sites import ASSUMED_BYTES_PER_S
 from tests.weights.fleets import MBIT, fleet_of, learner, site
 
 
@@ -21,18 +21,6 @@ def test_an_unknown_downlink_is_no_limit() -> None:
     fleet = fleet_of([site("a"), site("b", downlink_bytes_per_s=80 * MBIT)], learner(100))
     assert fleet.downlinks[1:] == (math.inf, 80 * MBIT)
     assert fleet.best_rate == 80 * MBIT
-
-
-def test_nobody_is_served_by_who_cannot_be_dialled_or_is_suspected_or_straggles() -> None:
-    nodes = [
-        Site("nat", "worker", None, 1e9),
-        site("bad", is_suspect=True),
-        site("thin", downlink_bytes_per_s=1 * MBIT),
-        site("fine"),
-    ]
-    fleet = fleet_of(nodes)
-    assert [bool(rate) for rate in fleet.uplinks] == [True, False, False, False, True]
-    assert fleet.stragglers == {3}
 
 
 def test_only_known_regions_are_crossed() -> None:

@@ -12,7 +12,6 @@ import pytest
 from echo.core.rollout import PolicyVersion
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Presence
-from echo.weights.broadcast import Broadcast
 from echo.weights.topology import plan as planning_module
 from echo.weights.topology.plan import (
     BUSY_GAIN,
@@ -26,7 +25,7 @@ from echo.weights.topology.plan import (
 from echo.weights.topology.sites import PlannedNode, Site
 from echo.wire.actions import Action, Note
 from echo.wire.messages import LEARNER_ID, Hello, NodeStats, TopologyPlan
-from tests.roles.harness import CHUNK_BYTES, Run, make_version
+from tests.roles.harness import CHUNK_BYTES, Run
 from tests.weights.encoded_versions import v
 
 MB = 1e6
@@ -61,16 +60,6 @@ def first_parents(plans: dict[str, TopologyPlan]) -> dict[str, set[str]]:
     return {name: {stripe[0][0] for stripe in each.stripes} for name, each in plans.items()}
 
 
-def test_every_member_has_a_plan_and_the_learner_is_the_last_resort() -> None:
-    names = [f"w{number}" for number in range(6)]
-    plans = plan(make(), *map(member, names))
-    assert sorted(plans) == names
-    for each in plans.values():
-        assert each.epoch == 1
-        assert each.stripes
-        assert all(stripe[-1][0] == LEARNER_ID for stripe in each.stripes)
-
-
 def test_a_plan_is_numbered_anew_only_if_somebody_moves() -> None:
     planning = make()
     members = [member(f"w{number}") for number in range(4)]
@@ -78,13 +67,6 @@ def test_a_plan_is_numbered_anew_only_if_somebody_moves() -> None:
     assert plan(planning, *members, now=10.0) == first
     more = plan(planning, *members, member("w4"), now=20.0)
     assert {each.epoch for each in more.values()} == {2}
-
-
-def test_without_members_there_is_nothing_to_plan() -> None:
-    planning = make()
-    assert not planning.is_due(now=1e9)
-    assert plan(planning) == {}
-    assert not planning.is_due(now=1e9)
 
 
 def test_another_plan_is_due_only_where_versions_take_long() -> None:
@@ -220,18 +202,6 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     assert session.leases.num_leases("w0") == 0
 
 
-def test_versions_are_planned_for_as_they_are_forwarded() -> None:
-    planning = make()
-    broadcast = Broadcast(node_id="l", window_bytes=1, stall_s=1.0)
-    planning.expect(broadcast.payload)
-    assert (planning.payload_bytes, planning.chunk_bytes) == (1 << 30, 1 << 20)
-    signed, manifest, image = make_version(1, 1)
-    broadcast.publish(signed, manifest, image, now=0.0)
-    planning.expect(broadcast.payload)
-    sizes = manifest.num_bytes, manifest.chunk_bytes
-    assert (planning.payload_bytes, planning.chunk_bytes) == sizes
-
-
 def test_a_run_plans_for_the_versions_that_it_has_published(tmp_path: Path) -> None:
     run = Run(tmp_path)
     learner = run.start_learner()
@@ -259,13 +229,6 @@ def test_whom_anybody_suspects_serves_nobody() -> None:
     honest = first_parents(plan(make(), *members))
     assert "w0" in set().union(*honest.values())
     members[3] = member("w3", suspects=("w0",))
-    plans = plan(make(), *members)
-    served_by = {node for each in plans.values() for stripe in each.stripes for node, _ in stripe}
-    assert "w0" not in served_by
-
-
-def test_who_cannot_listen_serves_nobody() -> None:
-    members = [member(f"w{number}", is_listening=number > 0) for number in range(4)]
     plans = plan(make(), *members)
     served_by = {node for each in plans.values() for stripe in each.stripes for node, _ in stripe}
     assert "w0" not in served_by

@@ -19,7 +19,7 @@ from echo.wire.messages import (
     Waiting,
 )
 from tests.weights.encoded_versions import v
-from tests.weights.test_broadcast_storm import Net, pieces_of, right_chunks, run
+from tests.weights.net import Net, pieces_of, right_chunks, run
 
 STALL_S = 0.5
 BOUND_S = WAIT_STALLS * STALL_S + 1.0

@@ -14,10 +14,10 @@ from echo.wire.actions import Note, Send
 from echo.wire.messages import FULL, Chunk, Credit, Fetch
 from tests.roles.harness import CHUNK_BYTES, message_of
 from tests.weights.encoded_versions import v
-from tests.weights.test_broadcast_storm import IMAGE_BYTES, Net, image_of
+from tests.weights.net import NET_BYTES, Net, image_of
 
 WINDOW_CHUNKS = 4
-NUM_CHUNKS = -(-IMAGE_BYTES // CHUNK_BYTES)
+NUM_CHUNKS = -(-NET_BYTES // CHUNK_BYTES)
 
 
 class SlowNet(Net):
@@ -90,7 +90,7 @@ def test_no_more_than_a_window_waits_to_be_written() -> None:
     assert num_most <= WINDOW_CHUNKS
     assert net.holds("b", 0)
     taken = sum(message.taken_bytes for message in net.messages("b", Credit))
-    assert 0 < taken <= IMAGE_BYTES
+    assert 0 < taken <= NET_BYTES
 
 
 def test_each_write_frees_its_part_of_the_window() -> None:
