@@ -27,14 +27,6 @@ def granted(loads: list[Load], num_groups: int) -> Counter[str]:
     return Counter(by_finish(loads, num_promised=0))
 
 
-def test_groups_go_in_proportion_to_the_speeds() -> None:
-    loads = [load("a", speed=6.0, places=1), load("b", speed=3.0, places=1)]
-    loads += [load("c", speed=1.0, places=1)]
-    for each in loads:
-        each.capacity = 100
-    assert granted(loads, 50) == {"a": 30, "b": 15, "c": 5}
-
-
 def test_a_worker_gets_nothing_that_the_others_finish_sooner() -> None:
     assert granted([load("fast", speed=10.0), load("slow", speed=1.0)], 8) == {"fast": 4}
     # The other four wait for the fast one: it needs 0.4 s for all eight, the slow one 1 s for one.
@@ -42,11 +34,6 @@ def test_a_worker_gets_nothing_that_the_others_finish_sooner() -> None:
         "fast": 4,
         "slow": 2,
     }
-
-
-def test_what_a_worker_holds_counts() -> None:
-    loads = [load("a", speed=1.0, held=3), load("b", speed=1.0)]
-    assert by_finish(loads, num_promised=10**6 - 4) == ["b", "b", "b", "a"]
 
 
 def test_a_worker_with_older_weights_gets_only_what_fits_its_version() -> None:
@@ -179,7 +166,7 @@ def mean_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.matrix)])
 def test_a_worker_ten_times_slower_delays_no_batch(max_staleness: int) -> None:
     alone = mean_step(FAST, max_staleness=max_staleness, seed=3)
     both = mean_step(BOTH, max_staleness=max_staleness, seed=3)
@@ -193,11 +180,11 @@ def test_a_worker_ten_times_slower_delays_no_batch(max_staleness: int) -> None:
     [
         # Engines with places for a whole batch, slower the more is in them: a full one by 4 or 2.
         (16, 4.0, 0.95),
-        (16, 2.0, 0.98),
+        pytest.param(16, 2.0, 0.98, marks=pytest.mark.matrix),
         # One that is not: using the others costs no more than the instants until they are ready.
-        (16, 1.0, 1.02),
+        pytest.param(16, 1.0, 1.02, marks=pytest.mark.matrix),
         # Engines that a batch fills all.
-        (4, 2.0, 1.01),
+        pytest.param(4, 2.0, 1.01, marks=pytest.mark.matrix),
     ],
 )
 def test_equal_workers_share_a_batch_though_they_install_it_one_after_the_other(
@@ -226,7 +213,7 @@ def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(speed: floa
     assert seconds({"fast": 100.0, "slow": speed}) <= 1.05 * seconds({"fast": 100.0})
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_with_equal_shares_it_does() -> None:
     alone = mean_step(FAST, by_speed=False, max_staleness=0, seed=3)
     both = mean_step(BOTH, by_speed=False, max_staleness=0, seed=3)

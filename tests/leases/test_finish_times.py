@@ -38,13 +38,6 @@ def test_the_rest_is_the_mean_of_what_is_longer(seen: list[int], num_tokens: flo
     assert lengths.mean == pytest.approx(statistics.fmean(seen[-MAX_LENGTHS:]))
 
 
-def test_the_rest_grows_with_a_heavy_tail() -> None:
-    lengths = LengthHistory(max_tokens=4096)
-    for length in [10] * 90 + [100] * 9 + [2000]:
-        lengths.add(length)
-    assert lengths.rest(0) < lengths.rest(10) < lengths.rest(100)
-
-
 def test_before_any_group_half_of_what_is_allowed_is_expected() -> None:
     assert LengthHistory(max_tokens=1000).mean == 500
     assert LengthHistory(max_tokens=1000).rest(2000) == 1
@@ -70,13 +63,6 @@ def test_a_speed_is_of_the_load_at_which_it_was_measured() -> None:
     assert forecast.of("w1").load == pytest.approx(4)
     forecast.made("w1", num_tokens=100, seconds=0.8, load=9.0, now=0.0)
     assert forecast.of("w1").load == pytest.approx(6.5)  # .8 s each, the older weighing less
-
-
-def test_a_length_says_nothing_about_the_speed() -> None:
-    forecast = make_forecast()
-    forecast.made("w1", num_tokens=10, seconds=0.1, now=0.0)
-    forecast.made("w2", num_tokens=1000, seconds=10.0, now=0.0)
-    assert forecast.speed("w1", now=0.0) == pytest.approx(forecast.speed("w2", now=0.0))
 
 
 def test_heartbeats_show_a_speed_before_the_first_group_is_done() -> None:

@@ -32,13 +32,6 @@ def test_the_last_groups_go_to_the_fastest() -> None:
     assert chosen(groups, *helpers) == [(3, "a"), (2, "a"), (1, "b")]
 
 
-def test_a_copy_must_be_expected_so_many_times_sooner() -> None:
-    groups = [running(0, done_at=10.0)]
-    assert chosen(groups, Helper("a", 2.0, 1)) == [(0, "a")]  # 5 s for 10 tokens
-    assert chosen(groups, Helper("a", 1.9, 1)) == []
-    assert chosen(groups, Helper("a", 1.9, 1), factor=1.5) == [(0, "a")]
-
-
 def test_nobody_copies_its_own_group() -> None:
     assert chosen([running(0, done_at=1e9)], Helper("slow", 1.0, 3)) == []
 
@@ -149,16 +142,3 @@ def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow(tmp_path: Path)
     for engine in hedged.engines.values():
         assert not engine.session.partials._unwanted
     assert hedged.figures()["wasted_share"] < 0.15
-
-
-def test_the_loser_is_told_to_stop_and_journalled(tmp_path: Path) -> None:
-    run = Unequal(tmp_path, tail=0.0, max_staleness=0, groups_per_step=12, lease_timeout_s=60.0)
-    run.start({"a": 100.0, "slow": 1.0}, hedge_factor=2.0)
-    run.world.run_until(lambda: run.num_cancelled > 0, within_s=100.0)
-    [*_, record] = [r for r in run.records if r["kind"] == "cancelled"]
-    accepted = next(r for r in run.records if r.get("group") == record["group"] and "place" in r)
-    assert accepted["worker"] != record["worker"]
-    run.world.run(run.world.now + 1.0)
-    engine = run.engines[record["worker"]]
-    assert all(key[0] != record["group"] for key in engine.session.partials.running)
-    assert engine.session.counters["cancelled"] >= 1

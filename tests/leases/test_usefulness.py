@@ -72,7 +72,7 @@ def test_it_gets_another_chance_and_is_judged_anew() -> None:
     assert play(counts, rates, lambda name, _: 0.3, num_groups=2000, seed=3) == []
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_honest_workers_are_never_set_aside_whatever_the_share_and_its_course(seed: int) -> None:
     counts = make()
     rates = {"fast": 10.0, "w1": 1.0, "w2": 0.5, "slow": 0.02}

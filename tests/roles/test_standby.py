@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from echo.core.rollout import PolicyVersion
 from echo.wire.messages import TopologyPlan
 from tests.roles.harness import LEARNER_ADDRESS, Process, Run, message_of
 
@@ -24,50 +23,6 @@ def start(tmp_path: Path, *, workers: int = 2) -> tuple[Run, Process, list[Proce
 
 def park(run: Run, learner: Process, *names: str) -> None:
     run.world.perform(learner, learner.session.set_standby(names, now=run.world.now))
-
-
-def num_granted(run: Run, worker: str) -> int:
-    return sum(r["kind"] == "granted" and r["worker"] == worker for r in run.records)
-
-
-def test_a_worker_on_standby_gets_no_leases_and_no_weights_and_stays_in_touch(
-    tmp_path: Path,
-) -> None:
-    run, learner, [w1, w2] = start(tmp_path)
-    park(run, learner, "w2")
-    run.world.run(15.0)
-    held, received = w2.session.installed_version, w2.session.stats().bytes_received
-    granted = num_granted(run, "w2")
-    run.world.run(40.0)
-    assert w2.session.standby_since == pytest.approx(10.0, abs=1.0)
-    assert w2.session.is_admitted
-    assert "w2" in learner.session.roster.nodes
-    assert w2.session.installed_version == held
-    assert w2.session.stats().bytes_received == received
-    assert w2.session.stats().parent == "-"
-    assert num_granted(run, "w2") == granted
-    assert not w2.session.lease_states()
-    newest = learner.session.broadcast.newest_complete
-    assert w1.session.installed_version is not None
-    assert newest is not None
-    assert newest.step - w1.session.installed_version.step <= 1
-    run.audit()
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_activated_again_catches_up_and_works(tmp_path: Path) -> None:
-    run, learner, [_, w2] = start(tmp_path)
-    park(run, learner, "w2")
-    run.world.run(30.0)
-    old = w2.session.installed_version
-    num_before = num_granted(run, "w2")
-    park(run, learner)
-    run.world.run(45.0)
-    assert w2.session.standby_since is None
-    assert isinstance(old, PolicyVersion)
-    assert w2.session.installed_version > old
-    assert num_granted(run, "w2") > num_before
-    run.audit()
 
 
 @pytest.mark.slow
