@@ -222,35 +222,6 @@ def test_a_lost_chunk_is_asked_for_again_and_the_second_silence_ends_the_parent(
     assert mesh.holds("b", V1)
 
 
-def test_a_chunk_in_time_clears_the_first_silence() -> None:
-    mesh = chain("a", "b", window_bytes=CHUNK_BYTES)
-    mesh.publish(1, 1)
-    for _ in range(60):
-        mesh.wait(0.2)
-        for way in [way for way, queue in mesh.queues.items() if queue]:
-            mesh.deliver(*way)
-    assert mesh.holds("b", V1)
-    assert not mesh.failed
-
-
-def test_a_parent_that_waits_itself_is_not_blamed() -> None:
-    mesh = Mesh("a", "b", "c")
-    mesh.attach("b", "a")
-    mesh.attach("c", "b")
-    mesh.publish(1, 1)
-    partial(mesh, "b", "a", 2)
-    mesh.settle()
-    mesh.attach("b", None)
-    for _ in range(10):
-        mesh.wait(0.5)
-        mesh.settle()
-    assert V1 in [message.version for message in mesh.sent(Waiting, "b")]
-    assert not mesh.failed
-    mesh.attach("b", "a")
-    mesh.settle()
-    assert mesh.holds("c", V1)
-
-
 def test_a_parent_that_does_not_answer_a_subscription_is_reported() -> None:
     mesh = Mesh("a", "b")
     mesh.attach("b", "a")

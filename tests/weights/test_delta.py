@@ -120,14 +120,6 @@ def test_an_unchanged_block_is_one_byte(word_bytes: WordBytes) -> None:
     assert decoded(bytes([UNCHANGED]), block, len(block)) == block
 
 
-def test_a_change_after_the_last_word_alone_costs_a_few_bytes() -> None:
-    base = bytes(4003)
-    new = bytes(4000) + b"abc"
-    delta = coded(base, new, 4)
-    assert decoded(delta, base, len(new)) == new
-    assert len(delta) < 50
-
-
 def test_a_block_of_several_pieces_with_a_rest_comes_back() -> None:
     generator = np.random.default_rng(0)
     base = np.zeros((3 << 20) + 11, np.uint8)
@@ -136,15 +128,6 @@ def test_a_block_of_several_pieces_with_a_rest_comes_back() -> None:
     for word_bytes in (1, 2, 4):
         delta = coded(base.tobytes(), new.tobytes(), word_bytes)
         assert decoded(delta, base.tobytes(), new.size) == new.tobytes()
-
-
-def test_few_changes_in_a_large_block_cost_little() -> None:
-    base = bf16(weights(1 << 20))
-    new = base.copy()
-    new[[0, 254, 255, 600_000, (1 << 20) - 1]] += 1
-    delta = coded(base.tobytes(), new.tobytes(), 2)
-    assert decoded(delta, base.tobytes(), new.nbytes) == new.tobytes()
-    assert len(delta) < 300
 
 
 def small_step(
@@ -158,17 +141,14 @@ def small_step(
     return bf16(old), bf16(old + step)
 
 
-def test_a_small_step_of_bf16_weights_is_sent_a_hundred_times_shorter() -> None:
-    base, new = small_step(1 << 20, 1e-6, 2)
-    assert 0.005 < np.mean(base != new) < 0.02
-    delta = coded(base.tobytes(), new.tobytes(), 2)
-    assert delta[0] == CHANGES
-    assert new.nbytes / len(delta) > 90
-
-
 @pytest.mark.parametrize(
     ("learning_rate", "word_bytes", "codec", "ratio"),
-    [(1e-5, 2, CHANGES, 20), (1e-3, 2, DIFFERENCE, 2), (1e-6, 4, DIFFERENCE, 2.6)],
+    [
+        (1e-6, 2, CHANGES, 90),
+        (1e-5, 2, CHANGES, 20),
+        (1e-3, 2, DIFFERENCE, 2),
+        (1e-6, 4, DIFFERENCE, 2.6),
+    ],
 )
 def test_the_codec_follows_the_share_and_the_size_of_steps(
     learning_rate: float, word_bytes: WordBytes, codec: int, ratio: float

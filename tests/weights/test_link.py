@@ -60,7 +60,7 @@ def pull(link: StripeLink, rate: float, *, num_chunks: int, at: float = 0.0) -> 
     return at, credit
 
 
-@pytest.mark.parametrize("rate", [1e6, 5e7, 3e8])
+@pytest.mark.parametrize("rate", [1e6, 3e8, 3e9])
 @pytest.mark.parametrize("rtt_s", [0.001, 0.1])
 def test_the_window_grows_to_one_and_a_half_products_and_two_chunks(
     rate: float, rtt_s: float
@@ -71,12 +71,6 @@ def test_the_window_grows_to_one_and_a_half_products_and_two_chunks(
     assert link.window == pytest.approx(wanted, rel=0.01)
     # All that has come and the window: nothing more is under way.
     assert credit + link.unspent_bytes == 1000 * CHUNK + link.window
-
-
-def test_the_window_is_bounded() -> None:
-    link = make(rtt_s=10.0)
-    pull(link, 1e9, num_chunks=2000)
-    assert link.window == MAX_WINDOW_BYTES
 
 
 def test_the_window_shrinks_with_the_rate() -> None:
@@ -316,15 +310,6 @@ def test_the_rate_is_that_of_busy_time_only() -> None:
     assert rate.bytes_per_s == pytest.approx(10 * MIB)
 
 
-def test_short_bursts_add_up() -> None:
-    rate = RateEstimate()
-    now = 0.0
-    for _ in range(10):
-        now = feed(rate, 3, every_s=0.03, start=now + 10)
-        rate.pause()
-    assert rate.bytes_per_s == pytest.approx(MIB / 0.03)
-
-
 def test_the_estimate_follows_a_change_within_seconds() -> None:
     rate = RateEstimate()
     now = feed(rate, 50, every_s=0.1)
@@ -502,14 +487,6 @@ def test_a_link_that_was_lost_is_not_waited_for() -> None:
     assert uplink.bytes_per_s is None
     probing.acknowledged("new", now=6.0)
     assert uplink.bytes_per_s == pytest.approx(FIRST_BYTES)
-
-
-def test_answers_that_nobody_awaits_tell_nothing() -> None:
-    probing, uplink = make_probing()
-    assert probing.acknowledged("up", now=0.0) == []
-    probing.begin("up", payload_bytes=GIB, now=0.0)
-    probing.acknowledged("x", now=0.1)
-    assert uplink.bytes_per_s is None
 
 
 def test_there_is_no_probe_where_it_would_not_pay() -> None:

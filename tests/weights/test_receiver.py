@@ -129,13 +129,6 @@ def test_what_several_parents_have_is_put_together() -> None:
     assert offers.next_step(None) is None
 
 
-def test_the_newest_that_can_be_reached_is_the_target() -> None:
-    offers = knowing(1)
-    announce(offers, (2, 1, 10), (9, 8, 10), (4, 3, 10))
-    assert offers.newest == v(9)
-    assert offers.next_step(None) == (v(2), form_on(1))
-
-
 @pytest.mark.parametrize(
     "encoded_versions",
     [
@@ -228,15 +221,6 @@ def test_and_not_where_going_on_is_cheaper() -> None:
     assert offers.next_step(current) == (v(2), FULL)
 
 
-def test_what_is_on_its_way_is_kept_while_there_is_nothing_newer() -> None:
-    offers = knowing()
-    current = begin_image(offers, 2, share=0.0)
-    assert offers.next_step(current) == current
-    announce(offers, full=2)
-    assert offers.next_step(current) == current
-    assert not offers.has_preempted
-
-
 def test_what_is_not_here_any_more_may_always_be_left() -> None:
     offers = knowing()
     announce(offers, full=2)
@@ -327,13 +311,6 @@ def test_no_more_than_a_window_waits_to_be_written() -> None:
     assert net.holds("b", 0)
     taken = sum(message.taken_bytes for message in net.messages("b", Credit))
     assert 0 < taken <= NET_BYTES
-
-
-def test_each_write_frees_its_part_of_the_window() -> None:
-    net = fetching()
-    net.decode(2)
-    (credit,) = net.messages("b", Credit)
-    assert credit.taken_bytes == credit.credit_bytes == CHUNK_BYTES
 
 
 def test_a_parent_that_does_not_heed_its_credit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,14 +514,6 @@ def test_the_time_for_which_the_disk_is_waited_for_shows_no_rate() -> None:
     assert net.holds("b", 0)
     assert net.nodes["b"].downlink_bytes_per_s is None
     assert net.stripe_link().rate.bytes_per_s is None
-
-
-def test_an_image_is_bit_for_bit_in_whatever_order_it_is_written() -> None:
-    net = fetching()
-    while net.writes:
-        net.decode(len(net.works) - 1)
-        net.deliver_all()
-    assert bytes(net.nodes["b"].store[v(0)].storage) == image_of(0)
 
 
 STALL_S = 0.5
@@ -1010,18 +979,6 @@ def test_after_it_was_found_everything_begins_anew() -> None:
     net.settle()
     assert len(net.notes) == 2
     assert [retry(net), retry(net)] == [1, 2]
-
-
-def test_a_release_is_no_reason_to_try_if_nothing_lacks_space() -> None:
-    net = Notes("a", "b")
-    net.attach("b", "a")
-    for step in range(3):  # of which the oldest is dropped
-        run(net.publish(step)[:1])
-        net.settle()
-    node = net.nodes["b"]
-    assert not net.holds("b", 0)
-    assert net.holds("b", 2)
-    assert node.deadline is None
 
 
 def test_it_is_tried_as_soon_as_an_image_is_dropped() -> None:

@@ -124,7 +124,7 @@ def crossings(found: Topology, sites: list[Site], home: str) -> list[tuple[str, 
 
 @pytest.mark.parametrize("num_mbit", [100, 400])
 @pytest.mark.parametrize("payload_bytes", [16 * 10**9, 143 * 10**6])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_region_is_entered_twice_though_the_learner_could_send_more(
     seed: int, payload_bytes: int, num_mbit: int
 ) -> None:
@@ -171,7 +171,7 @@ def test_of_equally_fast_plans_the_one_with_less_paid_egress_is_taken() -> None:
 @pytest.mark.parametrize(
     ("payload_bytes", "max_stripes"), [(16 * 10**9, 1), (16 * 10**9, 4), (143 * 10**6, 1)]
 )
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("place", [0, 5])
 def test_a_region_is_left_where_traffic_costs_least(
     place: int, payload_bytes: int, max_stripes: int
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_region_is_left_where_traffic_costs_least(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["log-normal", "80/20", "half NAT"])
-@pytest.mark.parametrize("num_nodes", [16, 64])
+@pytest.mark.parametrize("num_nodes", [16, pytest.param(64, marks=pytest.mark.matrix)])
 def test_unequal_uplinks_reach_the_fluid_optimum(kind: str, num_nodes: int) -> None:
     rng = random.Random(num_nodes)
     shares = []
