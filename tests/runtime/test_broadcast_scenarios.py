@@ -11,7 +11,7 @@ from tests.runtime.fleet import CHUNK_BYTES, IMAGE_BYTES, NUM_CHUNKS, Fleet, pla
 
 pytestmark = [
     pytest.mark.slow,
-    # What both transports do alike is a contract of their own (test_transport_contract.py).
+    # What both transports do alike is a contract of their own (tests/net/test_transport.py).
     pytest.mark.parametrize("kind", ["memory", pytest.param("zmq", marks=pytest.mark.matrix)]),
 ]
 
