@@ -119,6 +119,7 @@ class Net:
         """(link, receiver) -> what is under way."""
         self.works: list[tuple[str, Work]] = []
         self.failed: list[tuple[str, str]] = []
+        self.notes: list[str] = []
         self.arrived: list[tuple[str, PolicyVersion]] = []
         self.sent: list[tuple[str, str, Any]] = []
         self.num_refused = 0
@@ -219,7 +220,7 @@ class Net:
                     assert bytes(image.storage) == image_of(action.version.step)
                     self.arrived.append((name, action.version))
                 case Note():
-                    pass
+                    self.notes.append(action.text)
                 case Work():
                     self.works.append((name, action))
                 case _:

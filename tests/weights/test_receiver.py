@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -241,17 +240,15 @@ NUM_CHUNKS = -(-NET_BYTES // CHUNK_BYTES)
 
 
 class SlowNet(Net):
-    """A mesh with a node `b` whose chunks wait to be written; notes and failures are kept."""
+    """A mesh with a node `b` whose chunks wait to be written; failures are kept."""
 
     def __init__(self, *names: str, **overrides: Any) -> None:
-        self.notes: list[str] = []
         self.failures: list[ParentFailed] = []
         window = {"window_bytes": WINDOW_CHUNKS * CHUNK_BYTES}
         super().__init__(*names, slow=("b",), **(window | overrides))
 
     def perform(self, name: str, actions: Iterable[Any]) -> None:
         actions = list(actions)
-        self.notes += [action.text for action in actions if isinstance(action, Note)]
         self.failures += [action for action in actions if isinstance(action, ParentFailed)]
         super().perform(name, actions)
 
@@ -351,34 +348,6 @@ def test_what_is_being_written_takes_its_part_of_the_next_window_too() -> None:
 # --- holding -------------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_held_and_served_when_it_is_written() -> None:
-    net = fetching("c")
-    net.attach("c", "b")
-    net.deliver_all()
-    image = net.nodes["b"].store[v(0)]
-    assert image.num_held == 0
-    assert not net.messages("b", Chunk)
-    net.decode(1)
-    assert image.has_chunk[1] == 1
-    assert not net.messages("b", Chunk), "the first is not there yet"
-    net.decode(0)
-    assert [message.index for message in net.messages("b", Chunk)] == [0, 1]
-    net.settle()
-    assert net.holds("c", 0)
-
-
-def test_what_is_being_written_is_not_asked_for() -> None:
-    net = fetching()
-    net.decode()
-    net.attach("b", "a")
-    assert net.messages("b", Fetch)[-1].ranges == ((WINDOW_CHUNKS, NUM_CHUNKS),)
-    net.deliver_all()
-    actions = net.nodes["b"].receiver.request((v(0), FULL), net.stripe_link(), net.now)
-    assert said(actions, Fetch)[0].ranges == ((1 + len(net.writes), NUM_CHUNKS),)
-    net.settle()
-    assert net.holds("b", 0)
-
-
 def test_a_parent_that_takes_over_while_chunks_are_written_brings_none_of_them_again() -> None:
     net = fetching()
     net.attach("b", "a")
@@ -389,21 +358,6 @@ def test_a_parent_that_takes_over_while_chunks_are_written_brings_none_of_them_a
     # Copies would have used up its credit without ever giving any back.
     assert net.nodes["b"].num_duplicate_chunks == 0
     assert net.now == 0.0
-
-
-def test_a_chunk_of_a_version_that_was_dropped_changes_nothing() -> None:
-    net = fetching()
-    stale = list(net.writes)
-    net.works.clear()
-    net.publish_image(1)
-    net.deliver_all()
-    assert v(0) not in net.nodes["b"].store
-    old = stale[0].item
-    for work in stale:
-        net.perform("b", net.nodes["b"].worked(work, work.run(), now=net.now))
-    assert old.num_held == 0
-    net.settle()
-    assert net.holds("b", 1)
 
 
 # --- faults --------------------------------------------------------------------------------------
@@ -748,34 +702,6 @@ def left_behind(step: int, num_records: int | None = None) -> Any:
 # --- what is believed ----------------------------------------------------------------------------
 
 
-def test_what_was_verified_before_is_right_again_in_whatever_order_it_came() -> None:
-    records = records_of(1)
-    tables = [record for record in records if record[0] is None]
-    chunks = [record for record in records if record[0] is not None]
-    random.Random(3).shuffle(chunks)
-    encoded = make_trust().rebuild(v(1), [*tables, *chunks[:5]])
-    assert encoded.frames == [frame for _, frame in tables]
-    assert held_chunks(encoded) == sorted(index for index, _ in chunks[:5] if index is not None)
-    assert encoded.num_held == 5
-    for index in held_chunks(encoded):
-        assert bytes(encoded.chunk(index)) == dict(chunks)[index]
-
-
-def test_wrong_chunks_are_not_held_and_right_ones_behind_them_are() -> None:
-    (table, first, second, third, *_) = records_of(1, None)
-    assert first[0] is not None
-    wrong: list[SavedChunk] = [
-        (first[0], bytes(reversed(first[1]))),
-        (second[0], second[1][:-1]),
-        (10_000, second[1]),
-        (third[0], first[1]),
-    ]
-    encoded = make_trust().rebuild(v(1), [table, *wrong, third, third, first])
-    assert held_chunks(encoded) == [0, 2]
-    assert encoded.num_held == 2
-    assert [bytes(encoded.chunk(index)) for index in (0, 2)] == [first[1], third[1]]
-
-
 def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> None:
     records = records_of(1, None)
     where = [number for number, (index, _) in enumerate(records) if index is None]
@@ -799,44 +725,6 @@ def test_the_name_of_a_file_is_not_believed(step: int, base: int | None, run_id:
 # --- what becomes of it --------------------------------------------------------------------------
 
 
-def test_half_a_keyframe_is_decoded_and_the_rest_is_asked_for() -> None:
-    broadcast, _ = resumed_node()
-    encoded = left_behind(1, 8)
-    num_held = encoded.num_held
-    works = broadcast.resume(encoded, now=0.0)
-    assert works, "some blocks can be decoded already"
-    for work in works:
-        assert work.run() == ""
-        broadcast.worked(work, "", now=0.0)
-    assert broadcast.progress() == (v(1), num_held, encoded.num_chunks)
-    asked = [message_of(action.frames) for action in broadcast.set_parent("a", now=0.0)]
-    (fetch,) = [message for message in asked if isinstance(message, Fetch)]
-    assert fetch.form == form_on(None)
-    assert fetch.num_segments == encoded.num_segments
-    assert fetch.ranges[0][0] == num_held
-    # The rest comes, and is written down behind what was left_behind.
-    for index, data in records_of(1)[8:]:
-        if index is None:
-            table = broadcast.receiver.trust.segment(encoded, data)
-            broadcast.receiver.store.add_segment(encoded, table, data)
-        else:
-            encoded.hold(index, data)
-            for work in broadcast.receiver.store.decodable(encoded, index):
-                assert work.run() == ""
-                broadcast.worked(work, "", now=0.0)
-    assert encoded.journal.records == records_of(1)[8:]
-    assert broadcast.newest_complete == v(1)
-    assert bytes(broadcast.store[v(1)].storage) == weights(1)
-
-
-def test_a_whole_keyframe_whose_image_was_not_done_is_decoded_without_a_parent() -> None:
-    broadcast, _ = resumed_node(0)
-    for work in broadcast.resume(left_behind(1), now=0.0):
-        broadcast.worked(work, work.run(), now=0.0)
-    assert broadcast.newest_complete == v(1)
-    assert broadcast.fetching is None
-
-
 def test_whole_keyframes_of_versions_that_are_here_are_served_again() -> None:
     broadcast, _ = resumed_node(1, 2)
     for step in (2, 1):
@@ -847,47 +735,6 @@ def test_whole_keyframes_of_versions_that_are_here_are_served_again() -> None:
     (announce,) = [message_of(action.frames) for action in answers]
     assert isinstance(announce, Announce)
     assert {offer.version for offer in announce.offers} == {v(1), v(2)}
-
-
-@pytest.mark.parametrize(
-    ("num_records", "here"),
-    [
-        (0, []),  # without a table
-        (8, [1]),  # the version came in another form
-        (8, [2]),  # or was passed
-    ],
-)
-def test_what_is_of_no_use_is_removed(num_records: int, here: list[int]) -> None:
-    broadcast, rooms = resumed_node(*here)
-    encoded = left_behind(1, num_records)
-    (note,) = broadcast.resume(encoded, now=0.0)
-    assert isinstance(note, Note)
-    assert encoded.journal.is_removed
-    assert broadcast.encoded_versions == {}
-    assert rooms.live == {}
-
-
-def test_one_is_gone_on_with_the_newest() -> None:
-    broadcast, _ = resumed_node(1)
-    newer, older = left_behind(3, 8), left_behind(2, 8)
-    broadcast.resume(newer, now=0.0)
-    broadcast.resume(older, now=0.0)
-    assert list(broadcast.encoded_versions) == [(v(3), form_on(None))]
-    assert older.journal.is_removed
-    assert not newer.journal.is_removed
-
-
-def test_an_image_that_is_half_here_goes_on_in_full() -> None:
-    broadcast, rooms = resumed_node()
-    signed, manifest, _ = published(1)
-    broadcast.receiver.trust.manifests[v(1)] = signed, manifest
-    storage = rooms.create(v(1), b"", manifest.num_bytes)
-    frame = encode_signed(signed)
-    broadcast.recover(v(1), frame, storage, bytearray(manifest.num_chunks), now=0.0)
-    encoded = left_behind(1, 8)
-    broadcast.resume(encoded, now=0.0)
-    assert encoded.journal.is_removed
-    assert broadcast.receiver.store.get((v(1), FULL)) is not None
 
 
 def test_without_room_for_the_image_it_is_removed() -> None:
@@ -913,22 +760,9 @@ def test_an_image_is_taken_though_its_manifest_was_forgotten_while_it_was_hashed
     assert broadcast.receiver.store.get((v(1), FULL)) is not None
 
 
-class Notes(Net):
-    """A net that keeps what the operator reads."""
-
-    def __init__(self, *names: str) -> None:
-        super().__init__(*names)
-        self.notes: list[str] = []
-
-    def perform(self, name: str, actions: object) -> None:
-        kept = list(actions)  # type: ignore[call-overload]
-        self.notes += [action.text for action in kept if isinstance(action, Note)]
-        super().perform(name, kept)
-
-
-def full_node(*, base: int | None) -> Notes:
+def full_node(*, base: int | None) -> Net:
     """Return a net whose node b holds v0 and has no space for v1, published in full or as delta."""
-    net = Notes("a", "b")
+    net = Net("a", "b")
     net.attach("b", "a")
     run(net.publish(0)[:1])
     net.settle()
@@ -938,7 +772,7 @@ def full_node(*, base: int | None) -> Notes:
     return net
 
 
-def retry(net: Notes) -> float:
+def retry(net: Net) -> float:
     """Let node b try again; return how long it has paused before."""
     deadline = net.nodes["b"].deadline
     assert deadline is not None
