@@ -65,44 +65,6 @@ def book() -> LeaseBook:
     return LeaseBook(timeout_s=10.0)
 
 
-def test_a_lease_expires_without_progress_and_its_group_waits(book: LeaseBook) -> None:
-    record = book.grant(3, "w1", now=0.0)
-    assert book.deadline == 10.0
-    assert book.expire(now=9.9) == []
-    book.renew(record, num_tokens=5, now=9.9)
-    assert book.deadline == 19.9
-    assert book.expire(now=10.0) == []
-    assert book.expire(now=19.9) == [record]
-    assert book.num_running == 0
-    assert book.deadline is None
-    assert book.has_expired(3, 0, "w1")
-    assert not book.has_expired(3, 1, "w1")
-    assert not book.has_expired(3, 0, "w2")
-    assert book.next_returned() == 3
-    assert book.next_returned() is None
-    assert book.grant(3, "w2", now=20.0).attempt == 1
-
-
-def test_the_oldest_returned_group_goes_first(book: LeaseBook) -> None:
-    for group_id in (5, 2, 9):
-        book.grant(group_id, "w1", now=0.0)
-    assert [record.group_id for record in book.worker_leases("w1")] == [2, 5, 9]
-    assert len(book.drop_worker("w1")) == 3
-    assert book.drop_worker("w1") == []
-    assert [book.next_returned() for _ in range(4)] == [2, 5, 9, None]
-
-
-def test_a_lease_from_before_a_restart_is_taken_up(book: LeaseBook) -> None:
-    for group_id in (4, 5):
-        book.return_group(group_id)
-    record = book.adopt(4, 2, "w1", now=3.0)
-    assert (record.granted_at, record.attempt) == (3.0, 2)
-    assert len(book._returned) == 1
-    assert book.grant(4, "w2", now=4.0).attempt == 3
-    book.adopt(4, 0, "w3", now=5.0)
-    assert book.num_attempts(4) == 4
-
-
 def test_a_finished_group_leaves_nothing_behind(book: LeaseBook) -> None:
     first, second = book.grant(1, "w1", now=0.0), book.grant(1, "w2", now=0.0)
     assert book.finish(1) == [first, second]

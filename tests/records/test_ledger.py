@@ -239,16 +239,6 @@ def test_a_step_says_what_was_left_of_a_group_that_was_trimmed(tmp_path: Path) -
     assert staleness[2] == accepted.version_tokens[1]
 
 
-def test_a_step_is_recorded_with_the_staleness_of_its_trained_tokens(tmp_path: Path) -> None:
-    ledger = begin(tmp_path)
-    groups = [make_group(3, PolicyVersion(1, 5)), make_group(4, PolicyVersion(1, 7), num_tokens=3)]
-    # The first token of each rollout is masked: 2 * 4 tokens of v5 and 2 * 2 of v7.
-    assert ledger.trained(groups, lineage=1, consumed_at=7) == {2: 8, 0: 4}
-    record = json.loads(list(read_lines(tmp_path))[-1])
-    assert (record["step"], record["consumed_at"], record["groups"]) == (8, 7, [3, 4])
-    assert record["staleness"] == {"0": 4, "2": 8}
-
-
 def test_a_record_counts_once_it_is_committed(tmp_path: Path) -> None:
     ledger, wanted = begin(tmp_path), []
     ledger.on_append = lambda: wanted.append("commit")
