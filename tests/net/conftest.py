@@ -25,6 +25,15 @@ def run(request: pytest.FixtureRequest) -> Run:
     return go
 
 
+each_loop_with_all = pytest.mark.parametrize(
+    "run",
+    [uvloop.new_event_loop, pytest.param(asyncio.new_event_loop, marks=pytest.mark.matrix)],
+    ids=["uvloop", "asyncio"],
+    indirect=True,
+)
+"""For scenarios with a process of their own: on one loop, and with --all on both."""
+
+
 def num_open_files() -> int:
     """Return how many descriptors this process has."""
     return len(list(Path("/proc/self/fd").iterdir()))

@@ -23,7 +23,7 @@ from echo.net import zmq
 from echo.net.transport import Connected, Disconnected, Received, TransportOptions
 from echo.net.zmq import KernelFacts, ZmqTransport, advise
 from echo.runtime.node import read_kernel
-from tests.net.conftest import Run, num_open_files
+from tests.net.conftest import Run, each_loop_with_all, num_open_files
 
 OPTIONS = TransportOptions(
     max_message_bytes=1 << 20,
@@ -176,6 +176,7 @@ def test_an_oversized_frame_ends_the_senders_connection_only(run: Run) -> None:
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0") as listener:
@@ -204,6 +205,7 @@ def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> N
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_a_killed_dialler_is_reported_soon(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0") as listener:  # its kernel says so, no heartbeat
@@ -219,6 +221,7 @@ def test_a_killed_dialler_is_reported_soon(run: Run) -> None:
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_a_frozen_peer_lives_as_long_as_its_kernel_but_a_silent_one_does_not(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0", WATCHFUL) as listener:
@@ -236,6 +239,7 @@ def test_a_frozen_peer_lives_as_long_as_its_kernel_but_a_silent_one_does_not(run
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_a_busy_loop_does_not_make_a_node_look_dead(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0", WATCHFUL) as listener:
@@ -384,6 +388,7 @@ def test_large_frames_are_not_copied_and_arrive_intact(run: Run) -> None:
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_close_is_bounded_although_a_peer_never_reads(run: Run) -> None:
     async def scenario() -> None:
         listener = ZmqTransport("tcp://127.0.0.1:0", OPTIONS)

@@ -37,7 +37,6 @@ from echo.leases.scheduler import (
 from echo.records.ledger import read_state
 from echo.roles.joining import AdmissionSettings, Configure, NodeSettings
 from echo.roles.learner import Learner, LearnerSettings
-from echo.roles.node import DialingRole
 from echo.roles.relay import Relay
 from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
 from echo.sim.network import Link, Network
@@ -730,12 +729,6 @@ class SimEngine:
 def make_broadcast(node_id: str, **overrides: Any) -> Broadcast:
     settings: dict[str, Any] = {"window_bytes": 4096, "keep_versions": 2, "stall_s": 0.5}
     return Broadcast(node_id=node_id, **(settings | overrides))
-
-
-def state_of(process: Process) -> str:
-    session = process.session
-    assert isinstance(session, DialingRole)
-    return session.state
 
 
 def message_of(frames: Sequence[bytes]) -> Any:

@@ -111,18 +111,6 @@ def test_children_wait_no_more_when_something_has_come_for_them() -> None:
     assert serving.rate.is_measured
 
 
-def test_what_children_had_before_the_clock_began_does_not_count() -> None:
-    serving = make()
-    for peer in ("b", "c"):
-        fetch(serving, peer, now=100.0, credit_bytes=CHUNK_BYTES)
-    acknowledge(serving, "b", 10, 110.0)
-    acknowledge(serving, "c", 10, 110.001)
-    for second in range(111, 130):
-        for peer in ("b", "c"):
-            acknowledge(serving, peer, 1, float(second))
-    assert serving.rate.bytes_per_s == pytest.approx(2 * CHUNK_BYTES, rel=0.05)
-
-
 def test_all_counts_that_a_child_has_had_since_it_came() -> None:
     serving = make()
     fetch(serving, "b", now=100.0, credit_bytes=CHUNK_BYTES)

@@ -18,7 +18,6 @@ from echo.core.rollout import Lineage, PolicyVersion
 from echo.weights.delta import split_blocks
 from echo.weights.manifest import HASH_BYTES, encode_signed, sign
 from echo.weights.store import (
-    FINGERPRINT_BYTES,
     MAX_ENCODED_VERSIONS,
     DecodeBlock,
     EncodedVersion,
@@ -469,11 +468,6 @@ def test_whoever_signs_with_another_key_is_told_from_the_learner_by_the_fingerpr
 def test_a_key_that_is_none_is_a_fault_and_no_error(key: bytes) -> None:
     welcome = msgspec.structs.replace(WELCOME, public_key=key)
     assert welcome_fault(welcome, known=None) is not None
-
-
-def test_a_fingerprint_has_128_bits() -> None:
-    assert len(KNOWN) == FINGERPRINT_BYTES == 16
-    assert len(show_fingerprint(KNOWN)) == 22
 
 
 # --- through a relay that is anybody -------------------------------------------------------------
