@@ -128,6 +128,13 @@ def test_what_several_parents_have_is_put_together() -> None:
     assert offers.next_step(None) is None
 
 
+def test_the_newest_that_can_be_reached_is_the_target() -> None:
+    offers = knowing(1)
+    announce(offers, (2, 1, 10), (9, 8, 10), (4, 3, 10))
+    assert offers.newest == v(9)
+    assert offers.next_step(None) == (v(2), form_on(1))
+
+
 @pytest.mark.parametrize(
     "encoded_versions",
     [
@@ -702,6 +709,21 @@ def left_behind(step: int, num_records: int | None = None) -> Any:
 # --- what is believed ----------------------------------------------------------------------------
 
 
+def test_wrong_chunks_are_not_held_and_right_ones_behind_them_are() -> None:
+    (table, first, second, third, *_) = records_of(1, None)
+    assert first[0] is not None
+    wrong: list[SavedChunk] = [
+        (first[0], bytes(reversed(first[1]))),
+        (second[0], second[1][:-1]),
+        (10_000, second[1]),
+        (third[0], first[1]),
+    ]
+    encoded = make_trust().rebuild(v(1), [table, *wrong, third, third, first])
+    assert held_chunks(encoded) == [0, 2]
+    assert encoded.num_held == 2
+    assert [bytes(encoded.chunk(index)) for index in (0, 2)] == [first[1], third[1]]
+
+
 def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> None:
     records = records_of(1, None)
     where = [number for number, (index, _) in enumerate(records) if index is None]
@@ -735,6 +757,24 @@ def test_whole_keyframes_of_versions_that_are_here_are_served_again() -> None:
     (announce,) = [message_of(action.frames) for action in answers]
     assert isinstance(announce, Announce)
     assert {offer.version for offer in announce.offers} == {v(1), v(2)}
+
+
+@pytest.mark.parametrize(
+    ("num_records", "here"),
+    [
+        (0, []),  # without a table
+        (8, [1]),  # the version came in another form
+        (8, [2]),  # or was passed
+    ],
+)
+def test_what_is_of_no_use_is_removed(num_records: int, here: list[int]) -> None:
+    broadcast, rooms = resumed_node(*here)
+    encoded = left_behind(1, num_records)
+    (note,) = broadcast.resume(encoded, now=0.0)
+    assert isinstance(note, Note)
+    assert encoded.journal.is_removed
+    assert broadcast.encoded_versions == {}
+    assert rooms.live == {}
 
 
 def test_without_room_for_the_image_it_is_removed() -> None:

@@ -560,6 +560,8 @@ def test_a_run_plans_for_the_versions_that_it_has_published(tmp_path: Path) -> N
     assert payload is not None
     assert session.planning.payload_bytes == payload.num_bytes
     assert session.planning.chunk_bytes == payload.chunk_size(0) == CHUNK_BYTES
+    session.planning.expect(None)
+    assert session.planning.chunk_bytes == CHUNK_BYTES, "nothing is known before the first one"
 
 
 @pytest.mark.parametrize("payload_bytes", [1, 1000, 1 << 20, 1 << 44])
