@@ -61,13 +61,6 @@ def test_a_batch_of_which_no_step_was_made_is_taken_again_without_its_bad_groups
     assert ids(buffer.take(3, step=3)) == [1, 2, 3]
 
 
-def test_a_bound_of_zero_keeps_only_the_present_version() -> None:
-    buffer = StalenessBuffer(max_staleness=0, lineages=FIRST)
-    fill(buffer, make_group(0, (1, 3)), make_group(1, (1, 2)), make_group(2, (1, 3), (1, 2)))
-    assert [evicted.group.group_id for evicted in buffer.evict(step=3)] == [1, 2]
-    assert ids(buffer.take(1, step=3)) == [0]
-
-
 def test_a_continued_group_of_which_a_part_is_too_old_stays_without_it() -> None:
     buffer = StalenessBuffer(max_staleness=1, lineages=FIRST, trims_stale=True)
     fill(buffer, make_group(0, (1, 3), (1, 2), (1, 1)), make_group(1, (1, 1)))
@@ -145,12 +138,6 @@ def test_a_lower_bound_for_new_leases_leaves_what_is_here_valid() -> None:
     buffer.admission_staleness = 0
     assert buffer.evict(step=3) == []
     assert ids(buffer.take(1, step=3)) == [0]
-
-
-def test_clear_empties_it() -> None:
-    buffer = fill(StalenessBuffer(max_staleness=1, lineages=FIRST), make_group(4, (1, 0)))
-    assert ids(buffer.clear()) == [4]
-    assert buffer.clear() == []
 
 
 @pytest.mark.parametrize("seed", range(20))

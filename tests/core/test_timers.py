@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.core.timers import MANY_NODES, MAX_LINES, Deadlines, OncePerMinute, Paced, earliest
+from echo.core.timers import (
+    MANY_NODES,
+    MAX_LINES,
+    Deadlines,
+    OncePerMinute,
+    Paced,
+    RecentMap,
+    earliest,
+)
 
 
 def test_small_fleets_are_served_at_once() -> None:
@@ -89,3 +97,24 @@ def test_made_up_names_do_not_fill_the_log() -> None:
     said = [lines.say(f"w{i}", "stale", "x", now=i / 1000) for i in range(10 * MAX_LINES)]
     assert sum(line is not None for line in said) == MAX_LINES
     assert lines.say("w0", "stale", "x", now=60.5) is not None
+
+
+def test_the_entry_written_longest_ago_is_forgotten() -> None:
+    routes: RecentMap[str, str] = RecentMap(max_entries=2)
+    routes["a"] = "1"
+    routes["b"] = "2"
+    routes["a"] = "3"
+    routes["c"] = "4"
+    assert len(routes) == 2
+    assert "b" not in routes
+    assert [routes.get(key) for key in "abc"] == ["3", None, "4"]
+
+
+def test_entries_are_forgotten_by_key_and_by_value() -> None:
+    routes: RecentMap[str, str] = RecentMap(max_entries=9)
+    for key, value in zip("abcd", "1122", strict=True):
+        routes[key] = value
+    routes.discard_value("1")
+    routes.discard("c")
+    routes.discard("never there")
+    assert (len(routes), routes.get("d")) == (1, "2")

@@ -27,11 +27,6 @@ def test_the_worked_example() -> None:
     assert admissible(installed_step=5, step=6, num_buffered=3, num_running=2) == 3
 
 
-def test_without_staleness_there_is_room_for_one_batch() -> None:
-    assert admissible(max_staleness=0) == 4
-    assert admissible(max_staleness=0, installed_step=3, step=4) == 0
-
-
 def room_by_hand(
     *, max_staleness: int, installed_step: int, step: int, groups_per_step: int, promised: int
 ) -> int:
@@ -68,71 +63,6 @@ def test_the_rule_is_that_of_filling_batches_in_order(
 @pytest.fixture
 def book() -> LeaseBook:
     return LeaseBook(timeout_s=10.0)
-
-
-def test_attempts_are_counted_per_group(book: LeaseBook) -> None:
-    first, hedge = book.grant(7, "w1", now=0.0), book.grant(7, "w2", now=1.0)
-    assert (first.attempt, hedge.attempt) == (0, 1)
-    assert book.num_attempts(7) == 2
-    assert book.num_attempts(8) == 0
-    assert book.workers_of(7) == ["w1", "w2"]
-    assert book.num_running == 1
-    assert (book.num_leases("w1"), book.num_leases("w9")) == (1, 0)
-
-
-def test_a_lease_expires_without_progress_and_its_group_waits(book: LeaseBook) -> None:
-    record = book.grant(3, "w1", now=0.0)
-    assert book.deadline == 10.0
-    assert book.expire(now=9.9) == []
-    book.renew(record, num_tokens=5, now=9.9)
-    assert book.deadline == 19.9
-    assert book.expire(now=10.0) == []
-    assert book.expire(now=19.9) == [record]
-    assert book.num_running == 0
-    assert book.deadline is None
-    assert book.has_expired(3, 0, "w1")
-    assert not book.has_expired(3, 1, "w1")
-    assert not book.has_expired(3, 0, "w2")
-    assert book.next_returned() == 3
-    assert book.next_returned() is None
-    assert book.grant(3, "w2", now=20.0).attempt == 1
-
-
-def test_a_group_with_another_lease_does_not_wait(book: LeaseBook) -> None:
-    book.grant(3, "w1", now=0.0)
-    book.grant(3, "w2", now=5.0)
-    assert [record.worker_id for record in book.expire(now=10.0)] == ["w1"]
-    assert (book.num_running, len(book._returned)) == (1, 0)
-    assert [record.worker_id for record in book.expire(now=15.0)] == ["w2"]
-    assert (book.num_running, len(book._returned)) == (0, 1)
-
-
-def test_the_oldest_returned_group_goes_first(book: LeaseBook) -> None:
-    for group_id in (5, 2, 9):
-        book.grant(group_id, "w1", now=0.0)
-    assert [record.group_id for record in book.worker_leases("w1")] == [2, 5, 9]
-    assert len(book.drop_worker("w1")) == 3
-    assert book.drop_worker("w1") == []
-    assert [book.next_returned() for _ in range(4)] == [2, 5, 9, None]
-
-
-def test_a_group_waits_once_and_not_while_it_is_leased(book: LeaseBook) -> None:
-    book.return_group(4)
-    book.return_group(4)
-    book.grant(6, "w1", now=0.0)
-    book.return_group(6)
-    assert len(book._returned) == 1
-
-
-def test_a_lease_from_before_a_restart_is_taken_up(book: LeaseBook) -> None:
-    for group_id in (4, 5):
-        book.return_group(group_id)
-    record = book.adopt(4, 2, "w1", now=3.0)
-    assert (record.granted_at, record.attempt) == (3.0, 2)
-    assert len(book._returned) == 1
-    assert book.grant(4, "w2", now=4.0).attempt == 3
-    book.adopt(4, 0, "w3", now=5.0)
-    assert book.num_attempts(4) == 4
 
 
 def test_a_finished_group_leaves_nothing_behind(book: LeaseBook) -> None:

@@ -1,15 +1,37 @@
+"""What a worker could make, from what it makes of what it is given."""
+
 from __future__ import annotations
 
+import random
+import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.leases.dispatch import Load, by_finish
+from echo.leases.book import LeaseRecord
+from echo.leases.dispatch import (
+    ALONE_S,
+    AWAY_S,
+    MAX_LENGTHS,
+    FinishTimes,
+    Helper,
+    LengthHistory,
+    Load,
+    RunningGroup,
+    Throughput,
+    Usefulness,
+    by_finish,
+    hedges,
+)
+from echo.leases.scheduler import RecordGrant
+from echo.wire.messages import LeaseState
+from tests.leases.test_scheduler import make_granting, make_worker
 from tests.leases.unequal import Unequal
 
 
@@ -27,14 +49,6 @@ def granted(loads: list[Load], num_groups: int) -> Counter[str]:
     return Counter(by_finish(loads, num_promised=0))
 
 
-def test_groups_go_in_proportion_to_the_speeds() -> None:
-    loads = [load("a", speed=6.0, places=1), load("b", speed=3.0, places=1)]
-    loads += [load("c", speed=1.0, places=1)]
-    for each in loads:
-        each.capacity = 100
-    assert granted(loads, 50) == {"a": 30, "b": 15, "c": 5}
-
-
 def test_a_worker_gets_nothing_that_the_others_finish_sooner() -> None:
     assert granted([load("fast", speed=10.0), load("slow", speed=1.0)], 8) == {"fast": 4}
     # The other four wait for the fast one: it needs 0.4 s for all eight, the slow one 1 s for one.
@@ -42,11 +56,6 @@ def test_a_worker_gets_nothing_that_the_others_finish_sooner() -> None:
         "fast": 4,
         "slow": 2,
     }
-
-
-def test_what_a_worker_holds_counts() -> None:
-    loads = [load("a", speed=1.0, held=3), load("b", speed=1.0)]
-    assert by_finish(loads, num_promised=10**6 - 4) == ["b", "b", "b", "a"]
 
 
 def test_a_worker_with_older_weights_gets_only_what_fits_its_version() -> None:
@@ -179,7 +188,7 @@ def mean_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.matrix)])
 def test_a_worker_ten_times_slower_delays_no_batch(max_staleness: int) -> None:
     alone = mean_step(FAST, max_staleness=max_staleness, seed=3)
     both = mean_step(BOTH, max_staleness=max_staleness, seed=3)
@@ -193,11 +202,11 @@ def test_a_worker_ten_times_slower_delays_no_batch(max_staleness: int) -> None:
     [
         # Engines with places for a whole batch, slower the more is in them: a full one by 4 or 2.
         (16, 4.0, 0.95),
-        (16, 2.0, 0.98),
+        pytest.param(16, 2.0, 0.98, marks=pytest.mark.matrix),
         # One that is not: using the others costs no more than the instants until they are ready.
-        (16, 1.0, 1.02),
+        pytest.param(16, 1.0, 1.02, marks=pytest.mark.matrix),
         # Engines that a batch fills all.
-        (4, 2.0, 1.01),
+        pytest.param(4, 2.0, 1.01, marks=pytest.mark.matrix),
     ],
 )
 def test_equal_workers_share_a_batch_though_they_install_it_one_after_the_other(
@@ -226,8 +235,468 @@ def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(speed: floa
     assert seconds({"fast": 100.0, "slow": speed}) <= 1.05 * seconds({"fast": 100.0})
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_with_equal_shares_it_does() -> None:
     alone = mean_step(FAST, by_speed=False, max_staleness=0, seed=3)
     both = mean_step(BOTH, by_speed=False, max_staleness=0, seed=3)
     assert both > 2 * alone, "there is nothing to improve on: the test above shows nothing"
+
+
+def make_forecast() -> FinishTimes:
+    return FinishTimes(max_tokens=1000, group_size=4, heartbeat_s=1.0)
+
+
+def lease_record(worker: str = "w1", *, at: float = 0.0) -> LeaseRecord:
+    return LeaseRecord(1, 0, worker, at, at)
+
+
+def beat(
+    forecast: FinishTimes, record: LeaseRecord, *, now: float, tokens: int, ran: float
+) -> None:
+    state = LeaseState(group_id=1, attempt=0, num_tokens=tokens, running_s=ran)
+    forecast.heard(record, state, now=now)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=600), st.floats(0, 1100))
+def test_the_rest_is_the_mean_of_what_is_longer(seen: list[int], num_tokens: float) -> None:
+    lengths = LengthHistory(max_tokens=1000)
+    for length in seen:
+        lengths.add(length)
+    longer = [length for length in seen[-MAX_LENGTHS:] if length > num_tokens]
+    expected = statistics.fmean(longer) - num_tokens if longer else max(1.0, num_tokens)
+    assert lengths.rest(num_tokens) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert lengths.rest(num_tokens) > 0
+    assert lengths.mean == pytest.approx(statistics.fmean(seen[-MAX_LENGTHS:]))
+
+
+def test_before_any_group_half_of_what_is_allowed_is_expected() -> None:
+    assert LengthHistory(max_tokens=1000).mean == 500
+    assert LengthHistory(max_tokens=1000).rest(2000) == 1
+
+
+def test_speeds_come_from_groups_and_the_newest_count_most() -> None:
+    forecast = make_forecast()
+    for _ in range(30):
+        forecast.made("w1", num_tokens=100, seconds=1.0, now=0.0)
+    assert forecast.speed("w1", now=0.0) == pytest.approx(100)
+    forecast.refresh(["w1", "w2"])
+    assert not forecast.has_made_a_group("w2")
+    assert forecast.speed("w2", now=0.0) == pytest.approx(200), "it is to be tried"
+    for _ in range(5):
+        forecast.made("w1", num_tokens=100, seconds=10.0, now=0.0)
+    assert forecast.speed("w1", now=0.0) < 20
+
+
+def test_a_speed_is_of_the_load_at_which_it_was_measured() -> None:
+    forecast = make_forecast()
+    assert forecast.of("w1").load == 1
+    forecast.made("w1", num_tokens=100, seconds=1.0, load=4.0, now=0.0)
+    assert forecast.of("w1").load == pytest.approx(4)
+    forecast.made("w1", num_tokens=100, seconds=0.8, load=9.0, now=0.0)
+    assert forecast.of("w1").load == pytest.approx(6.5)  # .8 s each, the older weighing less
+
+
+def test_heartbeats_show_a_speed_before_the_first_group_is_done() -> None:
+    forecast, record = make_forecast(), lease_record()
+    beat(forecast, record, now=2.0, tokens=400, ran=2.0)
+    record.num_tokens = 400
+    forecast.seen("w1", [record], now=2.0)
+    assert forecast.speed("w1", now=2.0) == pytest.approx(50)  # 400 tokens of 4 in 2 s
+
+
+def test_an_idle_worker_grows_more_hopeful_up_to_the_fastest() -> None:
+    forecast = make_forecast()
+    forecast.made("slow", num_tokens=100, seconds=100.0, now=0.0)
+    forecast.made("fast", num_tokens=100, seconds=1.0, now=0.0)
+    forecast.refresh(["slow", "fast"])
+    assert forecast.speed("slow", now=0.0) == pytest.approx(1.0)
+    # Four groups' worth of its own time, which is 400 s, double it.
+    assert forecast.speed("slow", now=400.0) == pytest.approx(2.0)
+    assert forecast.speed("slow", now=1e6) == pytest.approx(100.0)
+    assert forecast.known_speed(forecast.of("slow")) == pytest.approx(1.0)
+    assert forecast.speed("fast", now=1e6) == pytest.approx(100.0)
+    forecast.seen("slow", [lease_record("slow")], now=1e6)
+    assert forecast.speed("slow", now=1e6) == pytest.approx(1.0), "it is working again"
+
+
+def known_finish(*lengths: int, speed: float = 10.0) -> FinishTimes:
+    forecast = make_forecast()
+    for length in lengths:
+        forecast.made("w1", num_tokens=length, seconds=length / speed, now=0.0)
+    return forecast
+
+
+def test_a_group_without_news_is_judged_by_its_worker() -> None:
+    forecast, record = known_finish(100, 300), lease_record()
+    assert forecast.outlook(record, is_running=False, now=5.0) == pytest.approx((200, 20.0))
+    # Started when it was granted: 50 tokens by now.
+    assert forecast.outlook(record, is_running=True, now=5.0) == pytest.approx((200, 15.0))
+    assert forecast.outlook(record, is_running=True, now=15.0) == pytest.approx((300, 15.0))
+
+
+def test_a_group_of_which_one_completion_runs_is_not_slow() -> None:
+    forecast, record = known_finish(100, 300), lease_record()
+    for second in range(1, 6):
+        # All four at first, then one alone.
+        beat(forecast, record, now=float(second), tokens=40 + 10 * (second - 1), ran=float(second))
+    assert record.longest == pytest.approx(50)
+    assert record.rate == pytest.approx(10)
+    assert forecast.outlook(record, is_running=True, now=5.5) == pytest.approx((200, 14.5))
+
+
+def test_a_group_that_has_stalled_shows() -> None:
+    forecast, record = known_finish(100, 300), lease_record()
+    beat(forecast, record, now=1.0, tokens=40, ran=1.0)
+    before = forecast.outlook(record, is_running=True, now=1.0)[1]
+    for second in range(2, 7):
+        beat(forecast, record, now=float(second), tokens=40, ran=float(second))
+    assert record.longest == pytest.approx(10)
+    assert forecast.outlook(record, is_running=True, now=6.0)[1] > 20 * before
+
+
+def test_a_heartbeat_out_of_turn_is_no_stall() -> None:
+    forecast, record = known_finish(100, 300), lease_record()
+    beat(forecast, record, now=1.0, tokens=40, ran=1.0)
+    beat(forecast, record, now=1.1, tokens=40, ran=1.1)
+    assert record.rate == pytest.approx(10)
+
+
+def running(group_id: int, *, done_at: float, num_tokens: float = 10.0) -> RunningGroup:
+    return RunningGroup(LeaseRecord(group_id, 0, "slow", 0.0, 0.0), done_at, num_tokens)
+
+
+def chosen(
+    groups: list[RunningGroup], *helpers: Helper, factor: float = 2.0
+) -> list[tuple[int, str]]:
+    return [
+        (record.group_id, name) for record, name in hedges(groups, helpers, factor=factor, now=0.0)
+    ]
+
+
+def test_the_last_groups_go_to_the_fastest() -> None:
+    groups = [running(n, done_at=float(10 + n)) for n in range(4)]
+    helpers = Helper("b", 5.0, 1), Helper("a", 10.0, 2)
+    assert chosen(groups, *helpers) == [(3, "a"), (2, "a"), (1, "b")]
+
+
+def test_nobody_copies_its_own_group() -> None:
+    assert chosen([running(0, done_at=1e9)], Helper("slow", 1.0, 3)) == []
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(1, 100)), max_size=8),
+    st.lists(st.tuples(st.floats(0.1, 100), st.integers(0, 3)), max_size=4),
+    st.floats(1, 5),
+)
+def test_copies_pay_and_fit(
+    groups: list[tuple[float, float]], helpers: list[tuple[float, int]], factor: float
+) -> None:
+    made = [running(n, done_at=at, num_tokens=t) for n, (at, t) in enumerate(groups)]
+    names = {f"h{n}": speed for n, (speed, _) in enumerate(helpers)}
+    picked = chosen(
+        made, *(Helper(f"h{n}", *each) for n, each in enumerate(helpers)), factor=factor
+    )
+    assert len({group for group, _ in picked}) == len(picked)
+    for group, name in picked:
+        done_at, num_tokens = groups[group]
+        assert done_at >= factor * num_tokens / names[name]
+    for n, (_, num_places) in enumerate(helpers):
+        assert sum(name == f"h{n}" for _, name in picked) <= num_places
+
+
+# --- in the learner's session ---------------------------------------------------------------------
+
+
+def test_a_copy_is_journalled_counts_once_and_has_the_seed_of_its_original() -> None:
+    granting = make_granting(of={"max_staleness": 0, "hedge_factor": 2.0})
+    slow, fast = make_worker("slow", (2, 3), 4), make_worker("fast", (2, 3), 4)
+    for name, seconds in (("slow", 100.0), ("fast", 1.0)):
+        granting.forecast.made(name, num_tokens=10, seconds=seconds, now=0.0)
+    granting.grant([slow], now=0.0)
+    assert granting.leases.num_running == 4
+    records, leases = granting.grant([slow, fast], now=1.0)
+    assert granting.leases.num_running == 4, "a group that two workers run counts once"
+    assert list(leases) == ["fast"]
+    grants = [record for record in records if isinstance(record, RecordGrant)]
+    assert [(g.lease.group_id, g.lease.attempt, g.copy_of) for g in grants] == [
+        (group_id, 1, 0) for group_id in (12, 13, 14, 15)
+    ]
+    for lease in leases["fast"]:
+        assert lease.seed == granting.make_lease(lease.group_id, 0).seed
+    assert granting.grant([slow, fast], now=2.0) == ([], {}), "each has one copy at most"
+    assert granting.counters["hedges/issued"] == 4
+
+
+@pytest.mark.parametrize(
+    "change", ["factor", "batch", "stale helper", "unmeasured helper", "helper in its first group"]
+)
+def test_nothing_is_copied_without_need(change: str) -> None:
+    factor = None if change == "factor" else 1.5
+    of: dict[str, Any] = {"max_staleness": 1, "hedge_factor": factor}
+    granting = make_granting(of=of)
+    old = change == "stale helper"
+    # All that admission allows is running, or, where the next batch is there, half of it.
+    num_running = 4 if change == "batch" else 8
+    slow = make_worker("slow", (2, 3), num_running)
+    fast = make_worker("fast", (1, 2) if old else (2, 3), 8)
+    granting.forecast.made("slow", num_tokens=10, seconds=100.0, now=0.0)
+    if change == "helper in its first group":
+        # Its sampling alone: how long its rewards take has not been seen.
+        sampled = LeaseRecord(99, 0, "fast", 0.0, 0.0, running_s=0.1, num_tokens=20)
+        granting.forecast.seen("fast", [sampled], now=0.0)
+        assert granting.forecast.speed("fast", now=0.0) == pytest.approx(100)
+    elif change != "unmeasured helper":
+        granting.forecast.made("fast", num_tokens=10, seconds=1.0, now=0.0)
+    granting.grant([slow], now=0.0)
+    if change == "batch":
+        granting.buffer.num_unspent = lambda *, step: 4  # type: ignore[method-assign]
+    _, leases = granting.grant([slow, fast], now=1.0)
+    assert leases == {}
+
+
+def hedged_run(tmp_path: Path, *, hedge_factor: float | None, seed: int = 1) -> Unequal:
+    run = Unequal(
+        tmp_path,
+        tail=1.0,
+        hiccups=0.03,
+        seed=seed,
+        max_staleness=0,
+        groups_per_step=16,
+        train_s=0.5,
+        lease_timeout_s=60.0,
+    )
+    run.start({"a": 100.0, "b": 100.0, "slow": 10.0}, hedge_factor=hedge_factor)
+    run.play(25, within_s=2000.0)
+    return run
+
+
+@pytest.mark.slow
+def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow(tmp_path: Path) -> None:
+    without, hedged = (
+        hedged_run(tmp_path, hedge_factor=None),
+        hedged_run(tmp_path, hedge_factor=2.0),
+    )
+    assert hedged.figures()["step_mean_s"] < 0.75 * without.figures()["step_mean_s"]
+    assert not without.copies
+    learner = hedged.learner
+    won = {(r["group"], r["attempt"]) for r in hedged.records if r["kind"] == "accepted"}
+    won &= hedged.copies
+    assert won
+    assert len(won) == learner.counters["hedges/won"]
+    assert len(hedged.copies) == learner.counters["hedges/issued"]
+    # Every copy makes one of the two a loser; all of them were told, and stopped.
+    assert hedged.num_cancelled == learner.counters["leases_cancelled"]
+    assert hedged.num_cancelled >= len(hedged.copies) - 1
+    assert sum(engine.tokens_cancelled for engine in hedged.engines.values()) > 0
+    for engine in hedged.engines.values():
+        assert not any(group.is_unwanted for group in engine.session.partials.running.values())
+    assert hedged.figures()["wasted_share"] < 0.15
+
+
+def look(capability: Throughput, *, load: float, rate: float, seconds: int, start: int = 0) -> int:
+    """Let time pass at so many tokens per second; return the instant."""
+    for second in range(start + 1, start + seconds + 1):
+        capability.look(load=load, tokens_sampled=round(rate * second), now=float(second))
+    return start + seconds
+
+
+def test_at_full_load_it_is_tokens_over_time() -> None:
+    capability = Throughput(tokens_sampled=0, now=0.0)
+    look(capability, load=1.0, rate=50.0, seconds=60)
+    assert capability.tokens_per_s == pytest.approx(50.0)
+
+
+def test_a_worker_that_waits_for_leases_is_not_slow() -> None:
+    capability = Throughput(tokens_sampled=0, now=0.0)
+    at = look(capability, load=1.0, rate=50.0, seconds=60)
+    for second in range(at, at + 600):
+        capability.look(load=0.0, tokens_sampled=3000, now=float(second))
+    assert capability.tokens_per_s == pytest.approx(50.0)
+
+
+def test_half_loaded_it_is_taken_for_twice_as_fast() -> None:
+    capability = Throughput(tokens_sampled=0, now=0.0)
+    look(capability, load=0.5, rate=25.0, seconds=100)
+    assert capability.tokens_per_s == pytest.approx(50.0)
+
+
+def test_nothing_is_known_before_some_tokens_have_come() -> None:
+    capability = Throughput(tokens_sampled=0, now=0.0)
+    assert capability.tokens_per_s is None
+    look(capability, load=1.0, rate=50.0, seconds=2)
+    assert capability.tokens_per_s is None
+    capability.look(load=1.0, tokens_sampled=150, now=3.0)
+    assert capability.tokens_per_s is not None
+
+
+def test_a_worker_that_has_become_slower_is_seen_so_after_a_while() -> None:
+    capability = Throughput(tokens_sampled=0, now=0.0)
+    look(capability, load=1.0, rate=100.0, seconds=600)
+    for second in range(601, 1801):
+        capability.look(load=1.0, tokens_sampled=60_000 + 10 * (second - 600), now=float(second))
+    assert capability.tokens_per_s == pytest.approx(10.0, rel=0.2)
+
+
+def test_what_was_sampled_before_the_first_report_is_no_rate() -> None:
+    # A worker that has long been at work joins a learner that has just come back.
+    capability = Throughput(tokens_sampled=None, now=0.0)
+    capability.look(load=0.0, tokens_sampled=None, now=1.0)
+    for second in range(2, 40):
+        capability.look(load=1.0, tokens_sampled=10**6 + 50 * second, now=float(second))
+    assert capability.tokens_per_s == pytest.approx(50.0)
+
+
+B = 4
+MAX_BARREN = 20 * B
+
+
+def make_usefulness() -> Usefulness:
+    return Usefulness(max_zero_signal_groups=MAX_BARREN, groups_per_step=B)
+
+
+def deliver_groups(
+    counts: Usefulness,
+    rates: Mapping[str, float],
+    share: Callable[[str, int], float],
+    *,
+    num_groups: int,
+    seed: int,
+) -> list[tuple[int, str]]:
+    """Deliver groups of workers with these speeds; return (group, text) of everything told.
+
+    Args:
+        counts: of whom.
+        rates: groups per second by worker.
+        share: (worker, group) -> probability that the group is useful.
+        num_groups: delivered by all together.
+        seed: of the chance.
+    """
+    chance, told = random.Random(seed), []
+    for number in range(num_groups):
+        present = {name: rate for name, rate in rates.items() if not counts.is_set_aside(name)}
+        [name] = chance.choices([*present], [*present.values()])
+        is_useful = chance.random() < share(name, number)
+        texts = counts.delivered(name, is_useful=is_useful, now=number / 100)
+        texts += counts.review(dict.fromkeys(rates, True), now=number / 100)
+        told += [(number, text) for text in texts]
+    return told
+
+
+@pytest.mark.parametrize("attacker_rate", [0.3, 1.0, 50.0])
+def test_a_worker_from_which_nothing_can_be_learned_is_set_aside(attacker_rate: float) -> None:
+    counts = make_usefulness()
+    rates = {"w1": 1.0, "w2": 0.5, "bad": attacker_rate}
+    told = deliver_groups(
+        counts, rates, lambda name, _: 0.0 if name == "bad" else 0.4, num_groups=4000, seed=1
+    )
+    texts = [text for _, text in told if "set aside for 10min" in text]
+    assert len(texts) == 1
+    assert texts[0].startswith("bad is set aside for 10min: something could be learned from 0 of")
+    assert counts.is_set_aside("bad")
+    assert not counts.is_set_aside("w1")
+    assert not counts.is_set_aside("w2")
+
+
+def test_it_gets_another_chance_and_is_judged_anew() -> None:
+    counts = make_usefulness()
+    rates = {"w1": 1.0, "bad": 9.0}
+    deliver_groups(counts, rates, lambda name, _: 0.3 * (name == "w1"), num_groups=2000, seed=2)
+    assert counts.is_set_aside("bad")
+    assert counts.review(dict.fromkeys(rates, True), now=20 + AWAY_S) == [
+        "bad is no longer set aside"
+    ]
+    assert not counts.is_set_aside("bad")
+    assert counts.is_calm
+    # It was mended meanwhile.
+    assert deliver_groups(counts, rates, lambda name, _: 0.3, num_groups=2000, seed=3) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_honest_workers_are_never_set_aside_whatever_the_share_and_its_course(seed: int) -> None:
+    counts = make_usefulness()
+    rates = {"fast": 10.0, "w1": 1.0, "w2": 0.5, "slow": 0.02}
+
+    def share(name: str, number: int) -> float:
+        if number < 300:
+            return 0.0  # nothing is right yet
+        return (0.01, 0.6, 0.1, 0.02)[number // 300 % 4]
+
+    told = deliver_groups(counts, rates, share, num_groups=3000, seed=seed)
+    # A second opinion may be asked for, which nobody is judged by.
+    assert not [text for _, text in told if "something could be learned" in text]
+
+
+def test_one_worker_does_not_end_the_run_between_useful_groups_of_others() -> None:
+    counts, able = make_usefulness(), {"bad": True, "honest": True}
+    for _ in range(MAX_BARREN):
+        assert counts.is_calm
+        counts.delivered("bad", is_useful=False, now=0.0)
+    [text] = counts.review(able, now=0.0)
+    assert text.startswith(f"bad is set aside until other workers have delivered {B} groups")
+    assert counts.is_set_aside("bad")
+    counts.delivered("bad", is_useful=False, now=0.0)  # it was under way
+    assert counts.num_discounted == MAX_BARREN + 1
+    for _ in range(B - 1):
+        counts.delivered("honest", is_useful=False, now=0.0)
+        assert counts.review(able, now=0.0) == []
+    counts.delivered("honest", is_useful=True, now=0.0)
+    assert not counts.is_set_aside("bad")
+    assert counts.num_discounted == 0
+    assert counts.is_calm
+
+
+def test_where_the_others_agree_the_run_is_zero_signal() -> None:
+    counts, able = make_usefulness(), {"fast": True, "slow": True}
+    for _ in range(MAX_BARREN):
+        counts.delivered("fast", is_useful=False, now=0.0)
+    counts.review(able, now=0.0)
+    assert counts.num_discounted == MAX_BARREN
+    for _ in range(B):
+        counts.delivered("slow", is_useful=False, now=0.0)
+        counts.review(able, now=0.0)
+    assert counts.num_discounted == 0
+    assert not counts.is_set_aside("fast")
+    assert counts.review(able, now=0.0) == []  # asked once
+    # Equal workers are heard at the same time.
+    counts = make_usefulness()
+    for number in range(MAX_BARREN):
+        counts.delivered([*able][number % 2], is_useful=False, now=0.0)
+        assert counts.review(able, now=0.0) == []
+    assert counts.num_discounted == 0
+
+
+@pytest.mark.parametrize("without", [{}, {"w2": False}], ids=["gone", "stuck"])
+def test_where_nobody_else_can_sample_a_worker_speaks_and_says_it_all_again(
+    without: dict[str, bool],
+) -> None:
+    counts = make_usefulness()
+    for _ in range(MAX_BARREN):
+        counts.delivered("w1", is_useful=False, now=0.0)
+    assert counts.review({"w1": True}, now=0.0) == []  # alone from the beginning
+    assert counts.num_discounted == 0
+    counts.review({"w1": True, "w2": True}, now=0.0)
+    assert counts.is_set_aside("w1")
+    counts.review({"w1": True} | without, now=1.0)
+    counts.review({"w1": True, "w2": True}, now=30.0)  # a moment's absence is none
+    counts.review({"w1": True} | without, now=31.0)
+    counts.review({"w1": True} | without, now=30.0 + ALONE_S)
+    assert counts.is_set_aside("w1")
+    counts.review({"w1": True} | without, now=31.0 + ALONE_S)
+    assert not counts.is_set_aside("w1")
+    assert counts.num_discounted == MAX_BARREN
+    for _ in range(MAX_BARREN):
+        counts.delivered("w1", is_useful=False, now=100.0)
+        assert counts.review({"w1": True} | without, now=100.0) == []
+    assert counts.num_discounted == MAX_BARREN  # and as many count now
+
+
+def test_who_was_set_aside_is_wanted_again_where_nobody_else_can_sample() -> None:
+    counts, rates = make_usefulness(), {"w1": 1.0, "bad": 9.0}
+    deliver_groups(counts, rates, lambda name, _: 0.3 * (name == "w1"), num_groups=2000, seed=2)
+    assert counts.is_set_aside("bad")
+    before = counts.num_discounted
+    counts.delivered("bad", is_useful=False, now=20.0)
+    assert counts.num_discounted == before + 1
+    assert counts.review({"bad": True}, now=20.0) == []
+    assert counts.review({"bad": True}, now=20.0 + ALONE_S) == ["bad is no longer set aside"]

@@ -37,18 +37,6 @@ def test_after_a_reconnection_everything_is_due() -> None:
     assert due(outbox, 1.1) == [1, 2]
 
 
-def test_it_is_full_at_its_bound_and_drops_nothing() -> None:
-    outbox = Outbox(max_deliveries=2, retry_s=5.0)
-    fill(outbox, 1)
-    assert not outbox.is_full
-    fill(outbox, 2, 3)
-    assert outbox.is_full
-    assert len(outbox) == 3
-    outbox.acknowledge((1, 0))
-    outbox.acknowledge((2, 0))
-    assert not outbox.is_full
-
-
 def test_an_encoded_with_the_same_key_is_replaced() -> None:
     outbox = Outbox(max_deliveries=2, retry_s=5.0)
     fill(outbox, 1, 1)

@@ -395,11 +395,10 @@ def test_nothing_is_lost_nothing_too_old_is_trained_and_every_lease_is_counted(
     assert set(ids) | life.open == set(range(life.next_id))
 
 
-@pytest.mark.slow
 def test_a_life_comes_to_something() -> None:
-    lives = [Life(seed, "keep") for seed in range(20)]
+    lives = [Life(seed, "keep") for seed in range(8)]
     for life in lives:
-        life.run(400)
+        life.run(300)
     groups = [group for life in lives for group in life.delivered]
-    assert sum(len(group.versions) > 1 for group in groups) > 20, "nothing was continued"
+    assert sum(len(group.versions) > 1 for group in groups) > 5, "nothing was continued"
     assert any(not r.completion_mask.all() for group in groups for r in group.rollouts)

@@ -23,7 +23,7 @@ from echo.leases.scheduler import (
 )
 from echo.wire.actions import Complaints, Note, Routes
 from echo.wire.messages import Heartbeat, Lease, LeaseState, NodeStats
-from tests.roles.harness import make_group, make_lease
+from tests.roles.harness import make_lease
 
 LINEAGES = (Lineage(1, 0), Lineage(2, 3))
 
@@ -75,14 +75,6 @@ def granted(granting: Scheduler, *workers: LeasedWorker, now: float = 0.0) -> di
         (name, lease.group_id) for name, given in leases.items() for lease in given
     )
     return {name: [lease.group_id for lease in given] for name, given in leases.items()}
-
-
-def test_admission_is_by_the_version_that_the_worker_holds() -> None:
-    # (S + w + 1) * B = 20 for w = 3; 12 are consumed, so 8 fit.
-    granting = make_granting()
-    assert granted(granting, make_worker("w1", (2, 3), 100)) == {"w1": list(range(12, 20))}
-    # A worker one step behind may still add to the batch that is next, and it is full.
-    assert granted(granting, make_worker("w2", (1, 2))) == {}
 
 
 def test_a_closed_admission_is_told_without_looking_at_anybody() -> None:
@@ -201,14 +193,6 @@ def test_a_lower_bound_gates_new_leases_only_and_the_hard_one_is_never_passed() 
     assert granted(granting, make_worker("w2", (2, 3), 100)) == {"w2": list(range(16, 20))}
 
 
-def test_the_worker_with_the_smaller_share_of_its_capacity_in_use_comes_first() -> None:
-    workers = make_worker("w1", (2, 3), 2), make_worker("w2", (2, 3), 4)
-    given = granted(make_granting(), *workers)
-    assert {name: len(groups) for name, groups in given.items()} == {"w1": 2, "w2": 4}
-    given = granted(make_granting(of={"groups_per_step": 2}, step=2, next_group_id=4), *workers)
-    assert {name: len(groups) for name, groups in given.items()} == {"w1": 2, "w2": 4}
-
-
 def with_places(name: str, installed: tuple[int, int], num_places: int) -> LeasedWorker:
     """Return a worker that holds eight groups and samples so many of them at one time."""
     worker = make_worker(name, installed)
@@ -250,22 +234,10 @@ def test_what_a_worker_can_do_once_it_has_newer_weights_is_left_to_it_if_that_is
     assert granted(granting, new, old, now=now) == expected
 
 
-def test_who_has_no_weights_or_abandoned_ones_gets_nothing() -> None:
-    workers = make_worker("w1", None), make_worker("w2", (1, 4)), make_worker("w3", (2, 3), 0)
-    assert granted(make_granting(), *workers) == {}
-
-
 def test_who_is_set_aside_gets_nothing() -> None:
     workers = make_worker("w1", (2, 3)), make_worker("w2", (2, 3))
     workers[0].is_set_aside = True
     assert [*granted(make_granting(), *workers)] == ["w2"]
-
-
-def test_groups_in_the_buffer_take_up_room() -> None:
-    granting = make_granting()
-    for group_id in range(6):
-        granting.buffer.put(make_group(group_id, PolicyVersion(2, 3)))  # type: ignore[attr-defined]
-    assert len(granted(granting, make_worker("w1", (2, 3)))["w1"]) == 2
 
 
 def test_returned_groups_are_granted_before_new_ones_and_settled_ones_never() -> None:
@@ -353,12 +325,3 @@ def test_settled_groups_are_a_set(first: list[int], second: list[int]) -> None:
         expected.add(group_id)
     assert {group_id for group_id in range(-3, 50) if group_id in finished} == expected
     assert len(finished._others) <= len(expected)
-
-
-def test_settled_groups_take_no_memory_once_they_are_contiguous() -> None:
-    finished = FinishedGroups([3, 1, 0])
-    assert finished._others == {3}
-    finished.add(2)
-    assert finished._others == set()
-    assert 3 in finished
-    assert 4 not in finished

@@ -8,23 +8,33 @@ from tests.promises.conftest import MakeWorld
 
 pytestmark = pytest.mark.slow
 
-KINDS = [
-    "Greet", "Greeted", "Hello", "Welcome", "AssetRequest", "Asset", "Ready", "Admitted",
-    "TopologyPlan", "Subscribe", "Announce", "Fetch", "Chunk", "Credit", "Grant", "Deliver", "Ack",
-    "Heartbeat", "Pulse",
-]  # fmt: skip
+KINDS = {
+    "greeting": ["Greet", "Greeted", "Hello", "Welcome"],
+    "joining": ["AssetRequest", "Asset", "Ready", "Admitted", "TopologyPlan"],
+    "weights": ["Subscribe", "Announce", "Fetch", "Chunk", "Credit"],
+    "groups": ["Grant", "Deliver", "Ack", "Heartbeat", "Pulse"],
+}
+ONE_BY_ONE = [
+    pytest.param([kind], id=kind, marks=pytest.mark.matrix)
+    for kinds in KINDS.values()
+    for kind in kinds
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_33_a_lost_message_of_any_kind_is_made_good(make_world: MakeWorld, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kinds", [*(pytest.param(kinds, id=name) for name, kinds in KINDS.items()), *ONE_BY_ONE]
+)
+def test_33_a_lost_message_of_any_kind_is_made_good(
+    make_world: MakeWorld, kinds: list[str]
+) -> None:
     world = make_world()
-    lost = world.drop(kind, times=3)
+    lost = [world.drop(kind, times=3) for kind in kinds]
     world.learner()
     world.relay()
     for name in ("w1", "w2"):
         world.worker(name, via=["r1", "learner"])
     world.run(35.0)
-    assert len(lost) == 3
+    assert [len(each) for each in lost] == [3] * len(kinds)
     for name in ("r1", "w1", "w2"):
         assert world.is_admitted(name), world.notes(name)
     for name in ("w1", "w2"):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("bound", [0, 3, 6])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_01_no_token_older_than_the_bound_is_trained(
     make_world: MakeWorld, bound: int, seed: int
 ) -> None:
@@ -67,8 +67,8 @@ def test_02_honest_workers_lose_nothing_to_age(make_world: MakeWorld, bound: int
     world.relay()
     for name in ("w1", "w2", "w3", "w4"):
         world.worker(name, via=["r1", "learner"])
-    world.run(90.0)
-    assert len(world.trained()) >= 100
+    world.run(45.0)
+    assert len(world.trained()) >= 50
     assert [record["reason"] for record in world.records("discarded")] == []
     world.audit()
 

@@ -39,7 +39,6 @@ from echo.leases.scheduler import (
 from echo.records.ledger import read_state
 from echo.roles.joining import AdmissionSettings, Configure, NodeSettings
 from echo.roles.learner import Learner, LearnerSettings
-from echo.roles.node import DialingRole
 from echo.roles.relay import Relay
 from echo.roles.worker import EngineCall, EngineFacts, Install, Recall, Sample, Score, Worker
 from echo.sim.network import Route
@@ -146,6 +145,18 @@ class Process:
     """Whether it is held as by SIGSTOP."""
     held: list[Callable[[], None]] = field(default_factory=list)
     """What has come while it was frozen."""
+    due_at: float | None = None
+    """Its session's deadline when it was last asked."""
+    is_touched: bool = True
+    """Whether that may have changed since."""
+
+    def deadline(self) -> float | None:
+        """Return when its session wants to act next, if it can."""
+        if not self.is_alive or self.is_frozen:
+            return None
+        if self.is_touched:
+            self.due_at, self.is_touched = self.session.deadline, False
+        return self.due_at
 
 
 @dataclass(slots=True, eq=False)
@@ -260,6 +271,7 @@ class World:
     # --- actions ---------------------------------------------------------------------------------
 
     def perform(self, process: Process, actions: Iterable[Action]) -> None:
+        process.is_touched = True
         if process.is_frozen:
             process.held.append(lambda: self.perform(process, actions))
             return
@@ -346,16 +358,13 @@ class World:
 
     def run(self, until: float) -> None:
         """Let time pass up to `until`."""
+        self._touch_all()
         while True:
             instants = [self._timers[0][0]] if self._timers else []
             due = {}
             for process in self.processes:
-                if (
-                    process.is_alive
-                    and not process.is_frozen
-                    and process.session.deadline is not None
-                ):
-                    due[process] = max(process.session.deadline, self.now + 0.001)
+                if (deadline := process.deadline()) is not None:
+                    due[process] = max(deadline, self.now + 0.001)
             instants += due.values()
             at = min(instants, default=until)
             if at >= until:
@@ -364,9 +373,15 @@ class World:
             self.now = max(at, self.now)
             while self._timers and self._timers[0][0] <= self.now:
                 heapq.heappop(self._timers)[2]()
+                self._touch_all()
             for process, instant in due.items():
                 if process.is_alive and not process.is_frozen and instant <= self.now:
                     self.perform(process, process.session.expire(now=self.now))
+
+    def _touch_all(self) -> None:
+        """Ask every session again: a scenario or an engine did something."""
+        for process in self.processes:
+            process.is_touched = True
 
     def run_until(self, is_done: Callable[[], bool], *, within_s: float) -> None:
         """Let time pass until `is_done`, looking every 50 ms; fail after `within_s`."""
@@ -764,12 +779,6 @@ def make_member(versions: Sequence[PolicyVersion]) -> PartialRollout:
 def make_broadcast(node_id: str, **overrides: Any) -> Broadcast:
     settings: dict[str, Any] = {"window_bytes": 4096, "keep_versions": 2, "stall_s": 0.5}
     return Broadcast(node_id=node_id, **(settings | overrides))
-
-
-def state_of(process: Process) -> str:
-    session = process.session
-    assert isinstance(session, DialingRole)
-    return session.state
 
 
 def message_of(frames: Sequence[bytes]) -> Any:

@@ -201,15 +201,6 @@ def test_a_header_is_bounded_at_both_ends() -> None:
         encode(message, source="learner", target="w1")
 
 
-def test_a_relay_drops_two_frames_that_are_too_large_together(fleet: Run) -> None:
-    relay = fleet.world.process("r1").session
-    frames = encode(Deliver(group_id=0, attempt=0), source="w1", target="learner")
-    half = bytes(40 << 20)
-    [note] = relay.receive("in1", [*frames, half, half], now=fleet.world.now)
-    assert isinstance(note, Note)
-    assert "a payload of 83886080 bytes" in note.text
-
-
 def test_a_group_that_no_message_holds_fails_with_its_reason(
     hung_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

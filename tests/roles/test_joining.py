@@ -1,11 +1,418 @@
+"""Both tables of joining: total, without dead ends, obeyed, and of one mind."""
+
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, get_args
+
+import msgspec
 import pytest
 from blake3 import blake3
 
-from echo.core.errors import RemoteProtocolError
-from echo.roles.joining import INHERITED_FILES, Assets, describe_assets, digest_mismatch
+from echo.core.errors import RefusedError, RemoteProtocolError
+from echo.core.metrics import Counters
+from echo.roles import joining
+from echo.roles.joining import (
+    IGNORED,
+    INHERITED_FILES,
+    Admission,
+    AdmissionCallbacks,
+    AdmissionSettings,
+    Assets,
+    Built,
+    Configure,
+    Joining,
+    NodeSettings,
+    NodeState,
+    describe_assets,
+    digest_mismatch,
+)
+from echo.roles.members import Member, Presence, Roster
 from echo.tasks.tokenization import CONFIG_FILES, TEMPLATE_FILE, TOKENIZER_FILES
+from echo.wire.actions import Action, Complaints, Routes, Send, Stop
+from echo.wire.codec import Frame
+from echo.wire.messages import (
+    ROUTED_MESSAGES,
+    Ack,
+    Admitted,
+    Asset,
+    AssetRequest,
+    Deliver,
+    Failed,
+    Finish,
+    Goodbye,
+    Grant,
+    Heartbeat,
+    Hello,
+    Message,
+    NodeStats,
+    Partial,
+    Pulse,
+    Ready,
+    Refuse,
+    Rehello,
+    TopologyPlan,
+    Welcome,
+)
+from tests.roles.harness import KEY, make_broadcast, message_of
+
+FILE = b"[1, 2]"
+DIGESTS = {"model": "aaaa"}
+HEARTBEAT = Heartbeat(installed=None, capacity=0, leases=(), stats=NodeStats())
+
+
+class Node:
+    """A worker's end, with what it has said."""
+
+    def __init__(self) -> None:
+        self.said: list[Message] = []
+        self.work: list[Message] = []
+        settings = NodeSettings(
+            node_id="w1",
+            role="worker",
+            incarnation="i1",
+            addresses=("tcp://learner:1",),
+            advertise=None,
+            echo_version="0",
+            reconnect_for_s=600.0,
+            max_image_bytes=1 << 30,
+            digests=DIGESTS,
+        )
+        self.joining = Joining(
+            settings,
+            make_broadcast("w1"),
+            send=self._send,
+            admitted=lambda now: self._send(HEARTBEAT),
+            work=self._on_work,
+        )
+
+    def _send(self, message: Message) -> list[Action]:
+        self.said.append(message)
+        return []
+
+    def _on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
+        self.work.append(message)
+        return []
+
+    def facts(self) -> dict[str, Any]:
+        """Return all that an ignored event must leave as it is."""
+        return vars(self.joining) | {"said": [*self.said], "work": [*self.work]}
+
+
+class LearnerEnd:
+    """The learner's end, with what has become of its nodes."""
+
+    def __init__(self) -> None:
+        self.work: list[Message] = []
+        self.roster = Roster(heartbeat_s=2.0, dead_after_s=10.0)
+        routes = Routes(Counters())
+        routes.learn("w1", "peer")
+        self.admission = Admission(
+            AdmissionSettings(
+                run_id="run",
+                key=KEY,
+                settings={"seed": 1},
+                assets={"tokenizer.json": FILE},
+                digests=DIGESTS,
+                heartbeat_s=2.0,
+                dead_after_s=10.0,
+            ),
+            lineages=(),
+            roster=self.roster,
+            counters=Counters(),
+            routes=routes,
+            complaints=Complaints(),
+            callbacks=AdmissionCallbacks(
+                admitted=lambda now: [], replaced=lambda member, now: [], work=self._on_work
+            ),
+        )
+
+    def _on_work(
+        self, member: Member, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
+        self.work.append(message)
+        return []
+
+    @property
+    def presence(self) -> Presence:
+        member = self.roster.nodes.get("w1")
+        return Presence.UNKNOWN if member is None else member.presence
+
+    def bring_to(self, presence: Presence) -> None:
+        """Let the node come as far as that."""
+        if presence is not Presence.UNKNOWN:
+            self.hear(HELLO)
+        if presence is Presence.ADMITTED:
+            self.hear(READY)
+
+    def hear(self, message: Message, *, now: float = 0.0) -> list[Action]:
+        """Handle a message of the node."""
+        return self.admission.receive("w1", message, [], now=now)
+
+
+def said_in(actions: list[Action]) -> list[Message]:
+    """Return the messages that are sent."""
+    return [message_of(action.frames) for action in actions if isinstance(action, Send)]
+
+
+HELLO = Hello(
+    node_id="w1",
+    role="worker",
+    incarnation="i1",
+    echo_version="0",
+    advertise=None,
+    digests=DIGESTS,
+)
+READY = Ready(incarnation="i1", digests=DIGESTS)
+[WELCOME] = said_in(LearnerEnd().hear(HELLO))
+OF_LEARNER: dict[type[Message], Message] = {
+    type(message): message
+    for message in (
+        WELCOME,
+        Asset(name="tokenizer.json"),
+        Admitted(incarnation="i1"),
+        Refuse(reason="digest_mismatch", detail="both values"),
+        Rehello(),
+        Finish(reason="all steps done"),
+        TopologyPlan(epoch=1, stripes=()),
+        Pulse(step=1, newest=None),
+        Grant(leases=()),
+        Ack(group_id=1, attempt=0, outcome="accepted"),
+    )
+}
+OF_NODE: dict[type[Message], Message] = {
+    type(message): message
+    for message in (
+        HELLO,
+        AssetRequest(name="tokenizer.json"),
+        READY,
+        HEARTBEAT,
+        Deliver(group_id=1, attempt=0),
+        Partial(group_id=1, attempt=0),
+        Failed(group_id=1, attempt=0, reason="reward_error", detail="it raised"),
+        Goodbye(reason="stopped by its operator"),
+    )
+}
+
+ALIVE = [state for state in NodeState if state is not NodeState.STOPPED]
+TABLES: list[Mapping[StrEnum, Mapping[type, Any]]] = [Joining.TABLE, Admission.TABLE]
+
+
+def messages_of(table: Mapping[Any, Mapping[type, Any]]) -> set[type]:
+    """Return the messages that a table knows."""
+    return {event for row in table.values() for event in row if issubclass(event, Message)}
+
+
+def reachable(table: Mapping[Any, Mapping[type, Any]], start: StrEnum) -> set[StrEnum]:
+    """Return the states to which a table leads from one, itself included."""
+    found, todo = {start}, [start]
+    while todo:
+        for step in table[todo.pop()].values():
+            if step.then is not None and step.then not in found:
+                found.add(step.then)
+                todo.append(step.then)
+    return found
+
+
+# --- the tables alone ----------------------------------------------------------------------------
+
+
+def test_every_state_has_an_entry_for_every_event() -> None:
+    for table, states in zip(TABLES, (NodeState, Presence), strict=True):
+        events = {event for row in table.values() for event in row}
+        assert set(table) == set(states)
+        assert {state: events - row.keys() for state, row in table.items()} == {
+            state: set() for state in table
+        }
+        assert all(
+            any(row[event] is not IGNORED for row in table.values())
+            for event in events - {joining.AnswerToAnother, joining.NameHeld}
+        )
+
+
+def test_every_routed_message_is_an_event_of_exactly_one_end() -> None:
+    of_node, of_learner = messages_of(Admission.TABLE), messages_of(Joining.TABLE)
+    assert of_node | of_learner == set(get_args(ROUTED_MESSAGES))
+    assert of_node & of_learner == set()
+    assert (of_node, of_learner) == (set(OF_NODE), set(OF_LEARNER))
+
+
+def test_every_state_is_reached_and_leads_to_admission_or_to_an_end() -> None:
+    assert reachable(Joining.TABLE, NodeState.DIALLING) == set(NodeState)
+    assert reachable(Admission.TABLE, Presence.UNKNOWN) == set(Presence)
+    for state in ALIVE:
+        assert {NodeState.ADMITTED, NodeState.STOPPED} <= reachable(Joining.TABLE, state)
+    assert set(Joining.TABLE[NodeState.STOPPED].values()) == {IGNORED}
+    for presence in Presence:
+        assert {Presence.ADMITTED, Presence.UNKNOWN} <= reachable(Admission.TABLE, presence)
+
+
+# --- each end obeys its table --------------------------------------------------------------------
+
+
+def feed(node: Joining, event: type) -> list[Action]:
+    """Let an event of the table happen to a node."""
+    match event:
+        case joining.Linked:
+            return node.linked(now=1.0)
+        case joining.Lost:
+            return node.lost(retry_at=5.0, now=1.0)
+        case joining.Built:
+            return node.configured({"task": "bbbb"}, now=1.0)
+        case joining.GaveUp:
+            return node.give_up("refused", RefusedError("another key"), now=1.0)
+        case joining.AnswerToAnother:
+            return node.receive(msgspec.structs.replace(WELCOME, incarnation="i0"), [], now=1.0)
+        case joining.UnfitWelcome:
+            return node.receive(msgspec.structs.replace(WELCOME, run_id="other"), [], now=1.0)
+    return node.receive(OF_LEARNER[event], [FILE] if event is Asset else [], now=1.0)
+
+
+WAY: dict[NodeState, list[type]] = {
+    NodeState.DIALLING: [],
+    NodeState.JOINING: [joining.Linked],
+    NodeState.CONFIGURING: [joining.Linked, Welcome],
+    NodeState.READYING: [joining.Linked, Welcome, Asset, Built],
+    NodeState.ADMITTED: [joining.Linked, Welcome, Asset, Built, Admitted],
+    NodeState.STOPPED: [joining.GaveUp],
+}
+
+
+def node_in(state: NodeState) -> Node:
+    """Return a node that has come as far as that."""
+    node = Node()
+    for event in WAY[state]:
+        feed(node.joining, event)
+    assert node.joining.state is state
+    return node
+
+
+@pytest.mark.parametrize("state", NodeState)
+def test_a_node_does_with_each_event_what_its_table_says(state: NodeState) -> None:
+    for event, step in Joining.TABLE[state].items():
+        node = node_in(state)
+        before = node.facts()
+        actions = feed(node.joining, event)
+        assert node.joining.state is (step.then or state), event
+        assert {type(message) for message in node.said} <= messages_of(Admission.TABLE)
+        if step is IGNORED:
+            assert (actions, node.facts()) == ([], before), event
+        has_stop = any(isinstance(action, Stop) for action in actions)
+        assert has_stop == (step.then is NodeState.STOPPED), event
+        assert bool(node.work) == (event in joining.WORK_OF_LEARNER and step is not IGNORED)
+
+
+@pytest.mark.parametrize("presence", Presence)
+def test_the_learner_does_with_each_message_what_its_table_says(presence: Presence) -> None:
+    for event, message in OF_NODE.items():
+        end = LearnerEnd()
+        end.bring_to(presence)
+        step = Admission.TABLE[presence][event]
+        actions = end.hear(message)
+        assert end.presence is (step.then or presence), event
+        assert {type(each) for each in said_in(actions)} <= messages_of(Joining.TABLE)
+        assert bool(end.work) != bool(said_in(actions)), "each is answered or passed on"
+
+
+@pytest.mark.parametrize("presence", [Presence.KNOWN, Presence.ADMITTED])
+@pytest.mark.parametrize(
+    ("message", "now", "event", "answers"),
+    [
+        (msgspec.structs.replace(HELLO, incarnation="i2"), 1.0, joining.NameHeld, []),
+        (msgspec.structs.replace(HELLO, incarnation="i2"), 4.0, joining.Restarted, [Welcome]),
+        (
+            msgspec.structs.replace(HELLO, digests={"model": "cccc"}),
+            1.0,
+            joining.HelloRefused,
+            [Refuse],
+        ),
+        (msgspec.structs.replace(READY, incarnation="i2"), 1.0, joining.ReadyOfAnother, [Rehello]),
+        (
+            msgspec.structs.replace(READY, digests={"model": "cccc"}),
+            1.0,
+            joining.ReadyRefused,
+            [Refuse],
+        ),
+    ],
+)
+def test_the_learner_judges_a_message_by_what_it_says(
+    presence: Presence, message: Message, now: float, event: type, answers: list[type]
+) -> None:
+    end = LearnerEnd()
+    end.bring_to(presence)
+    actions = end.hear(message, now=now)
+    assert end.presence is (Admission.TABLE[presence][event].then or presence)
+    assert [type(each) for each in said_in(actions)] == answers
+
+
+@pytest.mark.parametrize("presence", Presence)
+def test_the_learner_forgets_whoever_is_silent_or_expelled(presence: Presence) -> None:
+    is_known = presence is not Presence.UNKNOWN
+    end = LearnerEnd()
+    end.bring_to(presence)
+    assert end.admission.expel("w1", now=1.0) is is_known
+    assert end.presence is Presence.UNKNOWN
+    end = LearnerEnd()
+    end.bring_to(presence)
+    assert end.admission.take_silent(now=9.9) == []
+    assert [member.node_id for member in end.admission.take_silent(now=10.0)] == ["w1"] * is_known
+    assert end.presence is Presence.UNKNOWN
+
+
+def test_what_only_the_other_end_says_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="Pulse from w1 is not for the learner"):
+        LearnerEnd().hear(Pulse(step=1, newest=None))
+    with pytest.raises(RemoteProtocolError, match="Hello is not for a worker"):
+        Node().joining.receive(HELLO, [], now=0.0)
+
+
+# --- both together -------------------------------------------------------------------------------
+
+
+def converse(node: Node, end: LearnerEnd) -> None:
+    """Deliver what the node says, and each answer, until nobody has anything to say."""
+    heard = 0
+    while heard < len(node.said):
+        answers = end.hear(node.said[heard])
+        heard += 1
+        for answer in said_in(answers):
+            payload: list[Frame] = [FILE] if isinstance(answer, Asset) else []
+            for action in node.joining.receive(answer, payload, now=1.0):
+                if isinstance(action, Configure):
+                    node.joining.configured(DIGESTS, now=1.0)
+    node.said.clear()
+
+
+@pytest.mark.parametrize(
+    ("state", "presence"),
+    [(state, presence) for state in NodeState for presence in Presence if state in ALIVE],
+)
+def test_from_any_two_states_the_ends_come_to_agree(state: NodeState, presence: Presence) -> None:
+    node, end = node_in(state), LearnerEnd()
+    node.said.clear()
+    end.bring_to(presence)
+    for _ in range(4):
+        match node.joining.state:
+            case NodeState.DIALLING:
+                node.joining.linked(now=1.0)
+            case NodeState.ADMITTED:
+                node.said.append(HEARTBEAT)
+            case _:
+                node.joining.repeat(1.0)
+        converse(node, end)
+    assert (node.joining.state, end.presence) == (NodeState.ADMITTED, Presence.ADMITTED)
+    assert end.work
+
+
+def test_a_node_that_has_built_before_is_ready_at_once() -> None:
+    node = node_in(NodeState.ADMITTED)
+    feed(node.joining, joining.Lost)
+    feed(node.joining, joining.Linked)
+    assert feed(node.joining, Welcome) == []
+    assert node.joining.state is NodeState.READYING
+    assert isinstance(node.said[-1], Ready)
+
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1, 2]"}
 

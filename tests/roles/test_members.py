@@ -33,35 +33,6 @@ def beat(tokens: int = 0, num_bytes: int = 0) -> Heartbeat:
     return Heartbeat(installed=PolicyVersion(1, 4), capacity=3, leases=(), stats=stats)
 
 
-def test_a_node_is_known_then_admitted_then_silent(roster: Roster) -> None:
-    assert roster.deadline is None
-    assert hello(roster, "i1", now=0.0) == "new"
-    assert roster.members() == []
-    assert hello(roster, "i1", now=1.0) == "again"
-    member = roster.nodes["w1"]
-    member.heard_at = 1.0
-    roster.move(member, Presence.ADMITTED)
-    assert roster.members("worker") == [member]
-    assert roster.members("relay") == []
-    assert roster.deadline == 11.0
-    assert roster.take_silent(now=10.9) == []
-    assert roster.take_silent(now=11.0) == [member]
-    roster.move(member, Presence.UNKNOWN)
-    assert not roster.nodes
-    assert roster.take_silent(now=99.0) == []
-
-
-def test_a_restart_waits_until_the_old_process_is_silent_for_two_heartbeats(roster: Roster) -> None:
-    hello(roster, "i1", now=0.0)
-    roster.move(roster.nodes["w1"], Presence.ADMITTED)
-    assert hello(roster, "i2", now=3.9) == "wait"
-    assert roster.nodes["w1"].incarnation == "i1"
-    assert hello(roster, "i2", now=4.0) == "restarted"
-    assert roster.nodes["w1"].incarnation == "i2"
-    assert not roster.nodes["w1"].is_admitted
-    assert roster.take_silent(now=13.9) == []
-
-
 def test_two_processes_that_keep_speaking_share_a_name_and_the_second_is_told(
     roster: Roster,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo.core.errors import RefusedError, TransportError
+from echo.core.errors import RefusedError
 from echo.core.rollout import PolicyVersion
 from echo.weights.sender import SLOW_AFTER_S, WAITING_PERIOD_S
 from echo.wire import codec
@@ -21,11 +21,7 @@ from echo.wire.messages import (
     Deliver,
     Fetch,
     Finish,
-    Heartbeat,
-    Hello,
-    NodeStats,
-    Ready,
-    Rehello,
+    TopologyPlan,
     Waiting,
 )
 from tests.roles.harness import (
@@ -35,7 +31,6 @@ from tests.roles.harness import (
     make_group,
     make_image,
     message_of,
-    state_of,
 )
 
 RELAY = "tcp://r1:1"
@@ -53,19 +48,6 @@ def of_kind(run: Run, kind: str) -> list[dict[str, Any]]:
 
 
 # --- joining -------------------------------------------------------------------------------------
-
-
-def test_a_worker_joins_through_a_relay_and_its_groups_are_trained(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    _, relay, [worker] = start_all(run)
-    run.world.run(20.0)
-    assert worker.session.is_admitted
-    assert "configured with ['config.json', 'tokenizer.json']" in worker.notes
-    assert worker.session.stats().parent == "r1"
-    assert relay.session.stats().parent == "learner"
-    assert relay.session.counters["forwarded/up"] > 20
-    assert len(run.trained()) >= 20
-    run.audit()
 
 
 def test_weights_go_from_learner_to_relay_to_worker_to_worker(tmp_path: Path) -> None:
@@ -86,21 +68,6 @@ def test_weights_go_from_learner_to_relay_to_worker_to_worker(tmp_path: Path) ->
     assert learner.session.broadcast.bytes_sent <= (num_published + 2) * per_version
 
 
-def test_an_engine_that_takes_longer_to_build_than_the_silence_allowed_still_joins(
-    tmp_path: Path,
-) -> None:
-    run = Run(tmp_path, dead_after_s=4.0)
-    learner = run.start_learner()
-    worker = run.start_worker("w1", build_s=30.0)
-    run.world.run(20.0)
-    assert state_of(worker) == "configuring"
-    assert [view.state for view in learner.session.views(now=20.0)] == ["joining"]
-    run.world.run(40.0)
-    assert worker.session.is_admitted
-    assert sum("configured with" in note for note in worker.notes) == 1
-    assert run.trained()
-
-
 def test_the_learner_dies_while_an_engine_is_built_and_it_is_not_built_twice(
     tmp_path: Path,
 ) -> None:
@@ -114,30 +81,6 @@ def test_the_learner_dies_while_an_engine_is_built_and_it_is_not_built_twice(
     run.world.run(20.0)
     assert worker.session.is_admitted
     assert sum("configured with" in note for note in worker.notes) == 1
-
-
-def test_hashes_that_differ_at_hello_are_refused_with_both(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    learner = run.start_learner()
-    settings: dict[str, Any] = {"digests": {"model": "cccc"}}
-    session_settings = run.node_settings("w1", "worker", [LEARNER_ADDRESS], **settings)
-    worker = run.start_worker("w1")
-    worker.session.settings = worker.session._joining.settings = session_settings
-    run.world.run(3.0)
-    assert worker.stop is not None
-    assert isinstance(worker.stop.error, RefusedError)
-    assert "this node has cccc, the learner aaaa" in str(worker.stop.error)
-    assert learner.session.counters["refused/digest_mismatch"] == 1
-
-
-def test_hashes_that_differ_once_the_task_is_built_are_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.start_learner()
-    worker = run.start_worker("w1", digests={"tokenizer": "dddd", "model": ""})
-    run.world.run(3.0)
-    assert worker.stop is not None
-    assert worker.stop.reason == "digest_mismatch"
-    assert "tokenizer: this node has dddd, the learner bbbb" in str(worker.stop.error)
 
 
 @pytest.mark.parametrize("first", ["learner", "relay"])
@@ -188,39 +131,6 @@ def test_a_second_process_of_the_same_name_is_refused_and_the_first_goes_on(
     assert "worker.name" in str(second.stop.error)
     assert first.session.is_admitted
     run.audit()
-
-
-def test_a_quick_restart_takes_its_name_over_even_after_a_rival_asked_for_it_long_ago(
-    tmp_path: Path,
-) -> None:
-    run = Run(tmp_path, dead_after_s=4.0)
-    run.start_learner()
-    first = run.start_worker("w1")
-    run.world.run(5.0)
-    rival = run.start_worker("w1")
-    run.world.run(6.0)
-    run.world.kill(rival)
-    run.world.run(30.0)
-    run.world.kill(first)
-    again = run.start_worker("w1")
-    run.world.run(36.0)
-    assert again.stop is None
-    assert again.session.is_admitted
-    run.audit()
-
-
-def test_a_learner_that_is_nowhere_ends_the_node_with_a_remedy(tmp_path: Path) -> None:
-    run = Run(tmp_path, reconnect_for_s=20.0)
-    worker = run.start_worker("w1", connect=[RELAY, LEARNER_ADDRESS])
-    run.world.run(19.0)
-    assert worker.stop is None
-    assert any("giving up in" in note for note in worker.notes)
-    run.world.run(21.0)
-    assert worker.stop is not None
-    assert isinstance(worker.stop.error, TransportError)
-    text = f"{RELAY}, {LEARNER_ADDRESS} for 20 s, since this worker started"
-    assert text in str(worker.stop.error)
-    assert "[worker] connect" in str(worker.stop.error)
 
 
 def test_a_node_that_every_address_refuses_gives_up_after_three_tries(tmp_path: Path) -> None:
@@ -276,18 +186,6 @@ def test_the_time_without_the_learner_is_counted_from_when_it_was_lost(tmp_path:
         assert node.stop.reason == "learner_unreachable"
         assert address in str(node.stop.error)
         assert "for 20 s, since run run was last heard of" in str(node.stop.error)
-
-
-def test_another_run_at_the_learners_address_ends_the_node(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    learner = run.start_learner()
-    worker = run.start_worker("w1")
-    run.world.run(3.0)
-    run.world.kill(learner)
-    run.start_learner(run_id="another")
-    run.world.run(10.0)
-    assert worker.stop is not None
-    assert worker.stop.reason == "another_run"
 
 
 def test_settings_that_changed_with_a_resume_are_not_ignored(tmp_path: Path) -> None:
@@ -381,20 +279,6 @@ def test_workers_learn_the_learners_address_from_the_plan(tmp_path: Path) -> Non
     assert worker.session._control.address == LEARNER_ADDRESS
 
 
-@pytest.mark.slow
-def test_a_relay_that_comes_back_serves_its_workers_again(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    _, relay, workers = start_all(run, workers=2)
-    run.world.run(5.0)
-    run.world.kill(relay)
-    run.world.run(12.0)
-    relay = run.start_relay("r1")
-    run.world.run(25.0)
-    assert [worker.session.stats().parent for worker in workers] == ["r1", "r1"]
-    assert relay.session.broadcast.bytes_sent > 0
-    run.audit()
-
-
 def test_after_a_hiccup_of_the_planned_parent_a_node_returns_to_it(tmp_path: Path) -> None:
     run = Run(tmp_path, dead_after_s=4.0)
     _, _, [worker] = start_all(run)
@@ -405,23 +289,6 @@ def test_after_a_hiccup_of_the_planned_parent_a_node_returns_to_it(tmp_path: Pat
     assert worker.session.stats().parent == "learner"
     run.world.run(12.0)
     assert worker.session.stats().parent == "r1"
-
-
-def test_the_groups_of_a_dead_worker_are_granted_again(tmp_path: Path) -> None:
-    run = Run(tmp_path, sample_s=1.0)
-    learner, _, [doomed] = start_all(run)
-    run.world.run(4.0)
-    held = {r.group_id for r in learner.session.leases.worker_leases("w1")}
-    assert held
-    run.world.kill(doomed)
-    run.start_worker("w2")
-    run.world.run(20.0)
-    attempts = {(r["group"], r["attempt"]) for r in of_kind(run, "granted")}
-    again = {group_id for group_id in held if (group_id, 1) in attempts}
-    done = {r["group"] for r in of_kind(run, "accepted")}
-    assert held <= again | done
-    assert held <= done
-    run.audit()
 
 
 def test_a_worker_that_leaves_gives_its_groups_back_at_once(tmp_path: Path) -> None:
@@ -435,55 +302,6 @@ def test_a_worker_that_leaves_gives_its_groups_back_at_once(tmp_path: Path) -> N
     assert learner.session.leases.num_leases("w1") == 0
     assert len(learner.session.leases._returned) == 3
     assert not learner.session.roster.nodes
-
-
-@pytest.mark.slow
-def test_a_killed_learner_resumes_in_a_new_lineage_and_refuses_abandoned_versions(
-    tmp_path: Path,
-) -> None:
-    run = Run(tmp_path, checkpoint_interval=100, sample_s=0.5, max_staleness=4)
-    learner, _, workers = start_all(run, workers=2)
-    run.world.run(8.0)
-    assert learner.session.step >= 3
-    run.world.kill(learner)
-    starts = [worker.session.settings.incarnation for worker in workers]
-    run.world.run(12.0)
-    learner = run.start_learner()
-    assert learner.session.lineages[-1].fork_step == 0
-    run.world.run(40.0)
-    # Nobody was restarted, everybody is back, nobody holds weights that are gone.
-    assert [worker.session.settings.incarnation for worker in workers] == starts
-    for worker in workers:
-        assert worker.session.is_admitted
-        assert worker.session.installed_version.lineage == 2
-    # What was finished under the weights that are gone was refused, with that reason.
-    assert learner.session.counters["refused/abandoned_version"] >= 1
-    assert any(w.session.counters["refused/abandoned_version"] for w in workers)
-    # What was accepted under them was discarded, unless it is older than the fork.
-    for record in of_kind(run, "discarded"):
-        assert record["reason"] in ("abandoned_version", "stale")
-    assert learner.session.step > 5
-    run.audit()
-
-
-def test_a_group_that_cannot_be_rewarded_ends_with_its_reason_and_the_worker_lives(
-    tmp_path: Path,
-) -> None:
-    run = Run(tmp_path)
-    learner = run.start_learner()
-    worker = run.start_worker("w1")
-    engine = worker.on_action.__self__
-    engine.fail_with = "reward_error"
-    run.world.run(3.0)
-    engine.fail_with = None
-    run.world.run(10.0)
-    failed = [r for r in of_kind(run, "discarded") if r["reason"] == "reward_error"]
-    assert failed
-    assert learner.session.counters["discarded/reward_error"] == len(failed)
-    assert worker.session.is_admitted
-    assert not len(worker.session.outbox)
-    assert run.trained()
-    run.audit()
 
 
 def test_a_hung_engine_loses_its_leases_and_is_given_no_more(tmp_path: Path) -> None:
@@ -502,42 +320,6 @@ def test_a_hung_engine_loses_its_leases_and_is_given_no_more(tmp_path: Path) -> 
     assert lines == ["leases expired without progress: 3 on w1"]
     assert len(run.trained()) > 40
     run.audit()
-
-
-def test_leases_that_wait_behind_a_long_group_do_not_expire(tmp_path: Path) -> None:
-    run = Run(tmp_path, sample_s=10.0, lease_timeout_s=6.0)
-    learner = run.start_learner()
-    worker = run.start_worker("w1")
-
-    def report(num_tokens: int) -> None:
-        for partial in worker.session.partials.running.values():
-            partial.num_progress = num_tokens
-        run.world.later(0.5, lambda: report(num_tokens + 1))
-
-    report(1)
-    run.world.run(40.0)
-    assert learner.session.counters["leases_expired"] == 0
-    assert {r["attempt"] for r in of_kind(run, "granted")} == {0}
-
-
-def test_admission_counts_the_batch_that_is_being_trained(tmp_path: Path) -> None:
-    run = Run(tmp_path, max_staleness=0, groups_per_step=2, train_s=5.0, sample_s=0.1)
-    run.start_learner()
-    run.start_worker("w1")
-    run.world.run(30.0)
-    assert len(run.trained()) >= 8
-    # With S = 0 a group sampled while a step is made would be stale when it is done.
-    assert of_kind(run, "discarded") == []
-
-
-def test_one_place_is_not_given_to_two_workers_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, max_staleness=0, groups_per_step=1, sample_s=5.0)
-    learner = run.start_learner()
-    for name in ("w1", "w2", "w3"):
-        run.start_worker(name)
-    run.world.run(4.0)
-    assert learner.session.leases.num_running == 1
-    assert len(of_kind(run, "granted")) == 1
 
 
 # --- who may say what ----------------------------------------------------------------------------
@@ -663,18 +445,6 @@ def test_a_group_is_acknowledged_only_after_it_is_stored_and_once(hung_run: Run)
     assert learner.counters["accepted"] == 1
 
 
-def test_a_late_result_of_a_group_granted_again_wins_if_it_is_the_first(hung_run: Run) -> None:
-    learner = hung_run.world.process("learner")
-    record = learner.session.leases.worker_leases("w1")[0]
-    learner.session.leases.revoke(record)
-    assert len(learner.session.leases._returned) == 1
-    ack, actions = deliver(hung_run, 0)
-    assert ack is None
-    assert type(actions[0]).__name__ == "StoreGroup"
-    learner.session.stored(0, now=3.0)
-    assert len(learner.session.leases._returned) == 0
-
-
 def test_a_group_that_keeps_failing_to_arrive_is_given_up(hung_run: Run) -> None:
     learner = hung_run.learner
     for attempt in range(20):
@@ -693,20 +463,6 @@ def test_an_acknowledgement_takes_a_lease_from_the_queue(hung_run: Run) -> None:
     assert sorted(group_id for group_id, _ in worker.session.partials.queue) == [0, 2]
 
 
-def test_a_full_outbox_stops_leases_until_it_is_acknowledged(hung_run: Run) -> None:
-    worker = hung_run.world.process("w1")
-    session = worker.session
-    session.outbox.max_deliveries = 1
-    [partial] = session.partials.take(1, group_size=2, installed=PolicyVersion(1, 0))
-    session.finished(make_group(partial.lease.group_id, PolicyVersion(1, 0)), now=3.0)
-    assert session.outbox.is_full
-    assert session.capacity() == 0
-    ack = encode(Ack(group_id=0, attempt=0, outcome="accepted"), source="l", target="w1")
-    actions = session.receive(session._control.peer, ack, now=3.1)
-    assert isinstance(message_of(actions[-1].frames), Heartbeat)
-    assert session.capacity() == 3
-
-
 def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones(hung_run: Run) -> None:
     session = hung_run.world.process("w1").session
     held, v0 = session.partials, PolicyVersion(1, 0)
@@ -720,39 +476,6 @@ def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones(hung_run: Run)
         1,
         2,
     ]
-
-
-def test_a_node_that_is_not_known_is_told_to_say_hello(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    learner = run.start_learner()
-    beat = Heartbeat(installed=None, capacity=0, leases=(), stats=NodeStats())
-    frames = encode(beat, source="w7", target="learner")
-    [answer] = learner.session.receive("in0", frames, now=0.0)
-    assert type(message_of(answer.frames)).__name__ == "Rehello"
-
-
-def test_the_ready_of_a_process_that_was_replaced_does_not_admit_it(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    learner = run.start_learner()
-    run.start_worker("w1")
-    run.world.run(3.0)
-    ready = encode(Ready(incarnation="older", digests={}), source="w1", target="learner")
-    [answer] = learner.session.receive("in9", ready, now=3.0)
-    assert isinstance(message_of(answer.frames), Rehello)
-
-
-def test_a_node_that_was_forgotten_while_it_waited_says_hello_again(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.world.drop = lambda source, target, frames: isinstance(message_of(frames), Ready)
-    learner = run.start_learner()
-    worker = run.start_worker("w1")
-    run.world.run(2.0)
-    assert state_of(worker) == "readying"
-    learner.session.roster.nodes.clear()
-    rehello = encode(Rehello(), source="learner", target="w1")
-    [answer] = worker.session.receive(worker.session._control.peer, rehello, now=2.0)
-    assert isinstance(message_of(answer.frames), Hello)
-    assert state_of(worker) == "joining"
 
 
 # --- exactly once --------------------------------------------------------------------------------
@@ -779,3 +502,66 @@ def test_the_learner_looks_after_the_children_that_it_holds_back(tmp_path: Path)
 def chunks_to(peer: str, actions: list[Action]) -> list[bool]:
     sends = [action for action in actions if isinstance(action, Send) and action.peer == peer]
     return [isinstance(message_of(send.frames), Chunk) for send in sends]
+
+
+def start_workers(tmp_path: Path, *, workers: int = 2) -> tuple[Run, Process, list[Process]]:
+    run = Run(tmp_path)
+    learner = run.start_learner()
+    started = [
+        run.start_worker(f"w{i + 1}", connect=[LEARNER_ADDRESS], address=f"tcp://w{i + 1}:1")
+        for i in range(workers)
+    ]
+    run.world.run(10.0)
+    return run, learner, started
+
+
+def park(run: Run, learner: Process, *names: str) -> None:
+    run.world.perform(learner, learner.session.set_standby(names, now=run.world.now))
+
+
+@pytest.mark.slow
+def test_the_children_of_a_worker_that_is_put_on_standby_get_other_parents(tmp_path: Path) -> None:
+    run, learner, workers = start_workers(tmp_path, workers=3)
+    parents = {p.session.stats().parent for p in workers}
+    [serving] = [p for p in workers if p.name in parents][:1]
+    park(run, learner, serving.name)
+    run.world.run(30.0)
+    others = [p for p in workers if p is not serving]
+    assert all(p.session.stats().parent not in ("-", serving.name) for p in others)
+    newest = learner.session.broadcast.newest_complete
+    assert newest is not None
+    assert all(newest.step - p.session.installed_version.step <= 1 for p in others)
+
+
+@pytest.mark.slow
+def test_a_lost_plan_is_repeated_until_the_worker_stands_by(tmp_path: Path) -> None:
+    run, learner, [_, w2] = start_workers(tmp_path)
+    lost: list[TopologyPlan] = []
+
+    def drop(source: str, target: str, frames: list[bytes]) -> bool:
+        if source != "learner" or target != "w2" or len(lost) >= 3:
+            return False
+        message = message_of(frames)
+        if isinstance(message, TopologyPlan):
+            lost.append(message)
+        return isinstance(message, TopologyPlan)
+
+    run.world.drop = drop
+    park(run, learner, "w2")
+    run.world.run(20.0)
+    assert len(lost) == 3
+    assert all(plan.is_standby for plan in lost)
+    assert w2.session.standby_since is not None
+
+
+@pytest.mark.slow
+def test_a_learner_that_returns_finds_all_workers_active(tmp_path: Path) -> None:
+    run, learner, [_, w2] = start_workers(tmp_path)
+    park(run, learner, "w2")
+    run.world.run(20.0)
+    run.world.kill(learner)
+    run.world.run(21.0)
+    run.start_learner()
+    run.world.run(45.0)
+    assert w2.session.standby_since is None
+    run.audit()

@@ -72,15 +72,6 @@ def dialled(actions: list[Any]) -> list[str]:
     return [action.address for action in actions if isinstance(action, Dial)]
 
 
-def test_the_first_parent_of_the_plan_is_dialled_and_becomes_the_parent(link: WeightsLink) -> None:
-    assert link.parent == "-"
-    assert dialled(follow(link, R1, LEARNER)) == ["tcp://r1:1"]
-    answer(link, "r1")
-    assert link.parent == "r1"
-    assert link.broadcast.parent == "peer-r1"
-    assert link.has("peer-r1")
-
-
 def test_the_old_link_is_kept_until_the_new_one_has_answered(link: WeightsLink) -> None:
     follow(link, LEARNER)
     answer(link, "learner")

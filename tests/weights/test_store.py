@@ -2,73 +2,48 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
+import random
+from pathlib import Path
+from typing import Any
 
-from echo.core.errors import StorageError
-from echo.core.rollout import PolicyVersion
-from echo.weights.manifest import encode_signed
-from echo.weights.store import MAX_ENCODED_VERSIONS, EncodedVersion, ItemStore, Transfer
-from echo.wire.messages import FULL, EncodedVersionOffer
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.core.errors import RefusedError, RemoteProtocolError
+from echo.core.rollout import Lineage, PolicyVersion
+from echo.weights.delta import split_blocks
+from echo.weights.manifest import HASH_BYTES, encode_signed, sign
+from echo.weights.store import (
+    MAX_ENCODED_VERSIONS,
+    DecodeBlock,
+    EncodedVersion,
+    ItemStore,
+    Transfer,
+    allocate,
+    fingerprint,
+    show_fingerprint,
+    sign_welcome,
+    welcome_fault,
+)
+from echo.wire.codec import decode_envelope, decode_message, encode
+from echo.wire.messages import FULL, EncodedVersionOffer, Welcome
+from tests.roles.harness import CHUNK_BYTES, KEY, PUBLIC_KEY, Process, Run
 from tests.weights.encoded_versions import (
+    BLOCK_BYTES,
     IMAGE_BYTES,
     coded,
     described,
     encoded_of,
     form_on,
+    signed_frame,
     v,
     weights,
 )
-
-
-class Pages:
-    """The journal of an encoded version, as a list of records."""
-
-    def __init__(self) -> None:
-        self.records: list[tuple[int | None, bytes]] = []
-        self.is_removed = False
-
-    def table(self, frame: bytes) -> None:
-        self.records.append((None, frame))
-
-    def chunk(self, index: int, data: memoryview) -> None:
-        self.records.append((index, bytes(data)))
-
-    def remove(self) -> None:
-        self.is_removed = True
-
-
-class Rooms:
-    """Version stores that refuse to be asked twice, as those that survive a process do."""
-
-    def __init__(self) -> None:
-        self.live: dict[PolicyVersion, bytes | None] = {}
-        self.version_store: dict[PolicyVersion, memoryview] = {}
-        self.journals: dict[PolicyVersion, Pages] = {}
-        self.is_full = False
-        self.may_block = False
-
-    def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        if self.is_full:
-            raise StorageError("no space")
-        assert version not in self.live
-        self.live[version] = signed
-        storage = self.version_store[version] = memoryview(bytearray(num_bytes))
-        return storage
-
-    def journal(self, version: PolicyVersion) -> Pages:
-        assert version not in self.journals or self.journals[version].is_removed
-        self.journals[version] = Pages()
-        return self.journals[version]
-
-    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        assert self.live[version] is None
-        self.live[version] = signed
-
-    def write(self, place: memoryview, data: bytes | bytearray | memoryview) -> None:
-        place[:] = data
-
-    def drop(self, version: PolicyVersion) -> None:
-        self.live.pop(version, None)
+from tests.weights.net import Rooms
 
 
 def whole(store: ItemStore, *steps: int) -> ItemStore:
@@ -192,15 +167,6 @@ def test_an_image_that_comes_out_of_an_encoded_outlives_it() -> None:
     assert rooms.live == {}
 
 
-def test_without_room_nothing_is_begun() -> None:
-    rooms = Rooms()
-    rooms.is_full = True
-    store = ItemStore(keep_versions=1, version_store=rooms)
-    with pytest.raises(StorageError):
-        begun(store, 1)
-    assert store.images == {}
-
-
 def test_what_is_announced() -> None:
     store = ItemStore(keep_versions=1)
     assert store.announcement() is None
@@ -217,3 +183,362 @@ def test_the_size_of_chunks_is_a_usual_one_where_nothing_is_known() -> None:
     assert store.chunk_bytes(None) == store.chunk_bytes((v(9), FULL)) == 1 << 20
     store.begin_encoded((v(2), form_on(1)), expected_bytes=5)
     assert store.chunk_bytes((v(2), form_on(1))) == 1 << 20
+
+
+verified = functools.partial(
+    EncodedVersion.verify, public_key=PUBLIC_KEY, run_id="run", max_bytes=IMAGE_BYTES
+)
+
+
+def receiver(num_pieces: int, base: int | None = 0) -> EncodedVersion:
+    """Return v1 on its way, with its first tables and no chunk."""
+    encoded = EncodedVersion(v(1), form_on(base))
+    for _, frame, _ in coded(1, base)[:num_pieces]:
+        encoded.add(verified(encoded, frame), frame)
+    encoded.storage = allocate(IMAGE_BYTES)
+    return encoded
+
+
+def payloads(encoded: EncodedVersion, base: int | None = 0) -> list[memoryview]:
+    """Return all chunks of v1, in order."""
+    return [
+        payload[start : start + CHUNK_BYTES]
+        for _, _, payload in coded(1, base)
+        for start in range(0, len(payload), CHUNK_BYTES)
+    ]
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+FIRST, MIDDLE, LAST = range(3)
+HASH = b"x" * HASH_BYTES
+
+
+def sizes_of(place: int) -> tuple[int, ...]:
+    return coded(1, 0)[place][0].block_sizes
+
+
+@pytest.mark.parametrize(
+    ("place", "lie", "match"),
+    [
+        (FIRST, {"run_id": "other"}, "got"),
+        (FIRST, {"version": v(2)}, "got"),
+        (FIRST, {"base": v(3)}, "got"),
+        (FIRST, {"base": None}, "got"),
+        (FIRST, {"index": 1}, "got"),
+        (FIRST, {"index": -1}, "got"),
+        (MIDDLE, {"index": 2}, "got"),
+        (FIRST, {"chunk_bytes": 0}, "chunks of"),
+        (FIRST, {"chunk_bytes": 1 << 30}, "chunks of"),
+        (FIRST, {"image_chunk_bytes": 1}, "chunks of"),
+        (FIRST, {"image_chunk_bytes": 1 << 30}, "chunks of"),
+        (FIRST, {"image_bytes": 0}, "accepts at most"),
+        (FIRST, {"image_bytes": -5}, "accepts at most"),
+        (FIRST, {"image_bytes": IMAGE_BYTES + 1}, "accepts at most"),
+        (FIRST, {"image_bytes": 1 << 62}, "accepts at most"),
+        (FIRST, {"block_bytes": 0}, "blocks of 0"),
+        (FIRST, {"block_bytes": -CHUNK_BYTES}, "blocks of -"),
+        (FIRST, {"block_bytes": CHUNK_BYTES + 1}, "blocks of"),
+        (FIRST, {"first_block": 1}, "do not follow"),
+        (FIRST, {"block_sizes": ()}, "do not follow"),
+        (FIRST, {"block_sizes": (1,) * 12}, "do not follow"),
+        (FIRST, {"block_sizes": (1,) * 11}, "do not follow"),
+        (FIRST, {"manifest": encode_signed(described(1)[0])}, "do not follow"),
+        (LAST, {"manifest": None}, "do not follow"),
+        (FIRST, {"block_sizes": (0, *sizes_of(FIRST)[1:])}, "empty or longer"),
+        (FIRST, {"block_sizes": (-1, *sizes_of(FIRST)[1:])}, "empty or longer"),
+        (FIRST, {"block_sizes": (BLOCK_BYTES + 65, *sizes_of(FIRST)[1:])}, "empty or longer"),
+        (FIRST, {"result_hashes": HASH * 15}, "result hashes"),
+        (FIRST, {"result_hashes": HASH * 17}, "result hashes"),
+        (FIRST, {"chunk_hashes": HASH * 40}, "chunk hashes"),
+        (FIRST, {"chunk_hashes": b""}, "chunk hashes"),
+        (MIDDLE, {"image_bytes": IMAGE_BYTES - 1}, "layout"),
+        (MIDDLE, {"chunk_bytes": 2 * CHUNK_BYTES}, "layout"),
+        (MIDDLE, {"block_bytes": 2 * BLOCK_BYTES}, "layout"),
+        (MIDDLE, {"first_block": 0}, "do not follow"),
+        (LAST, {"result_hashes": HASH * 9}, "another image"),
+        (LAST, {"manifest": encode_signed(described(2)[0])}, "another image"),
+        (LAST, {"manifest": b"junk"}, "malformed manifest"),
+    ],
+)
+def test_every_lie_of_a_table_is_refused(place: int, lie: dict[str, Any], match: str) -> None:
+    table = coded(1, 0)[place][0]
+    encoded = receiver(place)
+    with pytest.raises(RemoteProtocolError, match=match):
+        verified(encoded, signed_frame(msgspec.structs.replace(table, **lie)))
+    assert encoded.num_segments == place
+    verified(encoded, signed_frame(table))
+
+
+def test_only_the_learner_is_believed() -> None:
+    table, frame, _ = coded(1, 0)[0]
+    encoded = receiver(0)
+    stranger = msgspec.msgpack.encode(sign(table, Ed25519PrivateKey.generate()))
+    with pytest.raises(RemoteProtocolError, match="did not sign"):
+        verified(encoded, stranger)
+    for place in range(0, len(frame), 7):
+        damaged = bytearray(frame)
+        damaged[place] ^= 1
+        with pytest.raises(RemoteProtocolError):
+            verified(encoded, damaged)
+    # A manifest is signed by the same key, and is no table.
+    with pytest.raises(RemoteProtocolError, match="malformed segment"):
+        verified(encoded, encode_signed(described(1)[0]))
+
+
+def test_what_is_taken_for_a_table_is_bounded_by_the_image() -> None:
+    """All that a table makes a node allocate is its payload and the image."""
+    overhead = 64 * len(split_blocks(IMAGE_BYTES, BLOCK_BYTES))
+    sizes = tuple(min(b - a, BLOCK_BYTES) + 64 for a, b in split_blocks(IMAGE_BYTES, BLOCK_BYTES))
+    num_chunks = -(-sum(sizes) // CHUNK_BYTES)
+    table = msgspec.structs.replace(
+        coded(1, 0)[LAST][0],
+        index=0,
+        first_block=0,
+        block_sizes=sizes,
+        chunk_hashes=HASH * num_chunks,
+        result_hashes=described(1)[1].chunk_hashes,
+    )
+    encoded = receiver(0)
+    assert verified(encoded, signed_frame(table)).num_bytes == IMAGE_BYTES + overhead
+
+
+# --- chunks and blocks ---------------------------------------------------------------------------
+
+
+def put(
+    encoded: EncodedVersion, index: int, data: bytes | memoryview, base: int | None
+) -> list[DecodeBlock]:
+    encoded.hold(index, data)
+    return encoded.decodable(index, None if base is None else memoryview(weights(base)))
+
+
+@pytest.mark.parametrize("base", [0, None])
+@given(seed=st.integers(0, 2**32))
+def test_each_block_is_decoded_once_in_any_order_of_chunks(base: int | None, seed: int) -> None:
+    chance = random.Random(seed)
+    encoded = receiver(0, base)
+    waiting, seen = [], []
+    found: Transfer | None = None
+    chunks = payloads(encoded, base)
+    order: list[int] = []
+    pieces = list(coded(1, base))
+    while pieces or order or waiting:
+        choice = chance.choice(["table", "chunk", "chunk", "decode"])
+        if choice == "table" and pieces:
+            _, frame, _ = pieces.pop(0)
+            first = encoded.num_chunks
+            encoded.add(verified(encoded, frame), frame)
+            order += range(first, encoded.num_chunks)
+            chance.shuffle(order)
+        elif choice == "chunk" and order:
+            index = order.pop()
+            works = put(encoded, index, chunks[index], base)
+            waiting += works
+            seen += [work.block for work in works]
+            assert encoded.decodable(index, None) == []
+        elif choice == "decode" and waiting:
+            work = waiting.pop(chance.randrange(len(waiting)))
+            assert work.run() == ""
+            assert found is None
+            found = encoded.decoded(work)
+    assert sorted(seen) == list(range(11))
+    assert found is not None
+    assert bytes(found.storage) == weights(1)
+    assert found.is_complete
+    assert found.manifest == described(1)[1]
+    assert encoded.storage is None
+    assert encoded.is_complete
+
+
+@pytest.mark.parametrize("base", [2, None])
+def test_a_wrong_base_is_found_out(base: int | None) -> None:
+    encoded = receiver(3)
+    faults = [
+        work.run()
+        for i, data in enumerate(payloads(encoded))
+        for work in put(encoded, i, data, base)
+    ]
+    wanted = "needs a base" if base is None else "does not have the hashes"
+    assert any(wanted in fault for fault in faults)
+
+
+def test_a_base_of_another_size_is_found_out() -> None:
+    encoded = receiver(3)
+    for index, data in enumerate(payloads(encoded)):
+        encoded.hold(index, data)
+    index = encoded.num_chunks - 1
+    [*_, last] = encoded.decodable(index, memoryview(weights(0)[:-1]))
+    assert "base of its own length" in last.run()
+
+
+def test_a_wrong_hash_of_what_comes_out_is_found_out() -> None:
+    pieces = coded(1, 0)
+    table = pieces[0][0]
+    hashes = HASH + table.result_hashes[HASH_BYTES:]
+    encoded = EncodedVersion(v(1), form_on(0))
+    frame = signed_frame(msgspec.structs.replace(table, result_hashes=hashes))
+    encoded.add(verified(encoded, frame), frame)
+    encoded.storage = allocate(IMAGE_BYTES)
+    chunks = payloads(encoded)
+    works = [work for i in range(encoded.num_chunks) for work in put(encoded, i, chunks[i], 0)]
+    assert [bool(work.run()) for work in works] == [True, False, False, False]
+
+
+def test_the_learners_encoded_is_whole_as_soon_as_it_is_coded() -> None:
+    encoded = EncodedVersion(v(1), form_on(0))
+    assert encoded.is_half
+    for number, (table, frame, payload) in enumerate(coded(1, 0)):
+        encoded.expected_bytes = 1 << 20
+        encoded.add(table, frame, payload)
+        assert not encoded.is_half
+        assert encoded.is_being_coded == encoded.is_open == (number < 2)
+        assert encoded.num_bytes == ((1 << 20) if number < 2 else sum(map(len, payloads(encoded))))
+    assert encoded.is_complete
+    assert [bytes(encoded.chunk(i)) for i in range(encoded.num_chunks)] == payloads(encoded)
+    assert encoded.chunk(0).readonly
+
+
+OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
+OTHER_PUBLIC_KEY = OTHER_KEY.public_key().public_bytes_raw()
+KNOWN = fingerprint(PUBLIC_KEY)
+RELAY = "tcp://r1:1"
+
+WELCOME = Welcome(
+    run_id="run",
+    incarnation="w1#1",
+    public_key=PUBLIC_KEY,
+    lineages=(Lineage(1, 0), Lineage(2, 3)),
+    settings={"sampling.temperature": 1, "task.options": {"reward": "exact", "sizes": (1, 2.5)}},
+    assets={"config.json": ("aa", 2)},
+    digests={"model": "bb"},
+    heartbeat_s=5,  # a whole number: it arrives as 5.0
+    dead_after_s=45.0,
+)
+
+OTHERWISE: dict[str, Any] = {
+    "run_id": "another",
+    "incarnation": "w1#2",
+    "lineages": (Lineage(1, 0),),
+    "settings": {"sampling.temperature": 1, "task.options": {"reward": "evil.py:f"}},
+    "assets": {"config.json": ("cc", 2)},
+    "digests": {},
+    "heartbeat_s": 6.0,
+    "dead_after_s": 1e9,
+}
+
+
+def arrived(welcome: Welcome) -> Welcome:
+    """Return a message as it is read at the other end."""
+    frames = encode(welcome, source="learner", target="w1")
+    read: Welcome = decode_message(decode_envelope(frames))
+    return read
+
+
+def test_what_the_learner_signed_is_believed_with_and_without_a_fingerprint() -> None:
+    signed = arrived(sign_welcome(WELCOME, KEY))
+    assert signed.signature
+    assert (signed.settings["sampling.temperature"], signed.heartbeat_s) == (1, 5.0)
+    for known in (KNOWN, None):
+        assert welcome_fault(signed, known=known) is None
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_no_field_can_be_changed_on_the_way(name: str) -> None:
+    assert OTHERWISE.keys() == {*Welcome.__struct_fields__} - {"public_key", "signature"}
+    changed = msgspec.structs.replace(sign_welcome(WELCOME, KEY), **{name: OTHERWISE[name]})
+    for known in (KNOWN, None):
+        fault = welcome_fault(arrived(changed), known=known)
+        assert fault is not None
+        assert fault[0] == "wrong_signature"
+
+
+def test_whoever_signs_with_another_key_is_told_from_the_learner_by_the_fingerprint() -> None:
+    posing = msgspec.structs.replace(WELCOME, public_key=OTHER_PUBLIC_KEY)
+    fault = welcome_fault(arrived(sign_welcome(posing, OTHER_KEY)), known=KNOWN)
+    assert fault is not None
+    assert fault[0] == "wrong_signing_key"
+    for text in (show_fingerprint(KNOWN), show_fingerprint(fingerprint(OTHER_PUBLIC_KEY))):
+        assert text in fault[1]
+    assert "runs/NAME/keys/join" in fault[1]
+
+
+@pytest.mark.parametrize("key", [b"", bytes(31), bytes(32)])
+def test_a_key_that_is_none_is_a_fault_and_no_error(key: bytes) -> None:
+    welcome = msgspec.structs.replace(WELCOME, public_key=key)
+    assert welcome_fault(welcome, known=None) is not None
+
+
+# --- through a relay that is anybody -------------------------------------------------------------
+
+
+def rewrite(relay: Process, **changes: Any) -> None:
+    """Have a relay change every Welcome that it forwards; with another key it signs it anew."""
+    forward = relay.session.forward
+
+    def forward_changed(peer: str, envelope: Any, frames: list[Any]) -> Any:
+        message = decode_message(envelope)
+        if isinstance(message, Welcome):
+            message = msgspec.structs.replace(message, **changes)
+            if message.public_key == OTHER_PUBLIC_KEY:
+                message = sign_welcome(message, OTHER_KEY)
+            frames = encode(message, source=envelope.source, target=envelope.target)
+            envelope = decode_envelope(frames)
+        return forward(peer, envelope, frames)
+
+    relay.session.forward = forward_changed
+
+
+@pytest.mark.parametrize("role", ["worker", "relay"])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"settings": {"task.options": {"reward": "evil.py:f"}}}, "wrong_signature"),
+        ({"assets": {"evil.py": ("00", 1)}}, "wrong_signature"),
+        ({"run_id": "another"}, "wrong_signature"),
+        ({"public_key": OTHER_PUBLIC_KEY}, "wrong_signing_key"),
+    ],
+)
+def test_a_relay_cannot_change_what_a_node_inherits(
+    tmp_path: Path, changes: dict[str, Any], reason: str, role: str
+) -> None:
+    run = Run(tmp_path)
+    run.start_learner()
+    rewrite(run.start_relay("r1"), **changes)
+    run.world.run(2.0)
+    if role == "worker":
+        node = run.start_worker("w1", connect=[RELAY], fingerprint=KNOWN)
+    else:
+        node = run.start_relay("r2", connect=[RELAY], fingerprint=KNOWN)
+    run.world.run(5.0)
+    assert node.stop is not None
+    assert node.stop.reason == reason
+    assert isinstance(node.stop.error, RefusedError)
+    assert f"over {RELAY} (r1): " in str(node.stop.error)
+    assert not any("configured" in note for note in node.notes), "nothing of it was used"
+    assert not node.session.broadcast.run_id
+
+
+def test_a_file_with_a_name_of_its_own_is_refused_whoever_signed_for_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.start_learner(assets={"config.json": b"{}", "evil.py": b"1"})
+    worker = run.start_worker("w1", fingerprint=KNOWN)
+    run.world.run(5.0)
+    assert worker.stop is not None
+    assert worker.stop.reason == "unknown_file"
+    assert "offers the files ['evil.py']" in str(worker.stop.error)
+    assert not any("configured" in note for note in worker.notes)
+
+
+def test_without_a_fingerprint_the_first_key_counts_and_no_other_after_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    learner = run.start_learner()
+    worker = run.start_worker("w1")
+    run.world.run(3.0)
+    assert worker.session.is_admitted
+    run.world.kill(learner)
+    run.start_learner(key=OTHER_KEY)
+    run.world.run(10.0)
+    assert worker.stop is not None
+    assert worker.stop.reason == "another_run"

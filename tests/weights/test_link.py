@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echo.weights.link import (
+    FIRST_BYTES,
     LOOP_S,
     MAX_PATIENCE_S,
+    MAX_PROBE_BYTES,
+    MAX_PROBES,
     MAX_PROMISE_S,
     MAX_WINDOW_BYTES,
     MIN_PATIENCE_S,
+    MOST_BYTES_PER_S,
+    UPLINK_SAMPLE_S,
+    RateEstimate,
     StripeLink,
+    UplinkEstimate,
+    UplinkProbe,
+    acknowledge,
     num_sockets,
+    window_bytes,
 )
 from echo.weights.receiver import StripeLinks
+from echo.wire.actions import Send
+from echo.wire.messages import Probe, ProbeAck
+from tests.roles.harness import message_of
 
 CHUNK = 1 << 20
 STALL_S = 2.0
@@ -44,7 +60,7 @@ def pull(link: StripeLink, rate: float, *, num_chunks: int, at: float = 0.0) -> 
     return at, credit
 
 
-@pytest.mark.parametrize("rate", [1e6, 5e7, 3e8])
+@pytest.mark.parametrize("rate", [1e6, 3e8, 3e9])
 @pytest.mark.parametrize("rtt_s", [0.001, 0.1])
 def test_the_window_grows_to_one_and_a_half_products_and_two_chunks(
     rate: float, rtt_s: float
@@ -55,12 +71,6 @@ def test_the_window_grows_to_one_and_a_half_products_and_two_chunks(
     assert link.window == pytest.approx(wanted, rel=0.01)
     # All that has come and the window: nothing more is under way.
     assert credit + link.unspent_bytes == 1000 * CHUNK + link.window
-
-
-def test_the_window_is_bounded() -> None:
-    link = make(rtt_s=10.0)
-    pull(link, 1e9, num_chunks=2000)
-    assert link.window == MAX_WINDOW_BYTES
 
 
 def test_the_window_shrinks_with_the_rate() -> None:
@@ -270,3 +280,224 @@ def test_a_connection_that_brings_something_speaks_for_all_to_the_same_parent() 
     links[2].progress_at = 4.0
     assert [link.index for link in links.silent(1024, now=6.0)] == [1, 3]
     assert [link.index for link in links.silent(1024, now=9.0)] == [0, 1, 2, 3]
+
+
+MIB = 1 << 20
+
+
+def feed(rate: RateEstimate, num_chunks: int, *, every_s: float, start: float = 0.0) -> float:
+    now = start
+    for _ in range(num_chunks):
+        rate.add(MIB, now=now)
+        now += every_s
+    return now
+
+
+def test_a_burst_of_one_chunk_is_no_estimate() -> None:
+    rate = RateEstimate()
+    for second in range(20):
+        rate.add(MIB, now=float(second))
+        rate.pause()
+    assert rate.bytes_per_s is None
+
+
+def test_the_rate_is_that_of_busy_time_only() -> None:
+    rate = RateEstimate()
+    now = feed(rate, 20, every_s=0.1)
+    for _ in range(5):
+        rate.pause()
+        now = feed(rate, 20, every_s=0.1, start=now + 100)
+    assert rate.bytes_per_s == pytest.approx(10 * MIB)
+
+
+def test_the_estimate_follows_a_change_within_seconds() -> None:
+    rate = RateEstimate()
+    now = feed(rate, 50, every_s=0.1)
+    feed(rate, 100, every_s=0.05, start=now)
+    assert rate.bytes_per_s == pytest.approx(20 * MIB, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(-1, 5), st.booleans())))
+def test_whatever_the_clock_does_the_estimate_is_bounded(
+    events: list[tuple[int, float, bool]],
+) -> None:
+    rate, now = RateEstimate(), 0.0
+    for num_bytes, step_s, does_pause in events:
+        now += step_s
+        rate.add(num_bytes, now=now)
+        if does_pause:
+            rate.pause()
+    assert rate.bytes_per_s is None or 0 <= rate.bytes_per_s <= MOST_BYTES_PER_S
+
+
+def send_for_20_s(rate: UplinkEstimate, per_s: float, *, is_limit: bool, start: float) -> float:
+    """Have a MiB acknowledged so often for 20 s; return when that ends."""
+    for count in range(int(20 * per_s)):
+        rate.add(MIB, now=start + count / per_s)
+        rate.wait(0.0 if is_limit else 1.0, now=start + count / per_s)
+    rate.pause()
+    return start + 20
+
+
+def test_what_an_uplink_has_shown_is_not_forgotten_while_it_could_send_more() -> None:
+    rate = UplinkEstimate()
+    now = send_for_20_s(rate, 10, is_limit=False, start=0.0)
+    assert rate.bytes_per_s == pytest.approx(10 * MIB)
+    now = send_for_20_s(rate, 5, is_limit=False, start=now)
+    assert rate.bytes_per_s == pytest.approx(10 * MIB)
+    now = send_for_20_s(rate, 20, is_limit=False, start=now)
+    assert rate.bytes_per_s == pytest.approx(20 * MIB, rel=0.02)
+    now = send_for_20_s(rate, 5, is_limit=True, start=now)
+    send_for_20_s(rate, 5, is_limit=True, start=now)
+    assert rate.bytes_per_s == pytest.approx(5 * MIB, rel=0.01)
+
+
+def limited(rate: UplinkEstimate, per_s: float, *, start: float) -> float:
+    """Have one sample come in which the uplink was the limit; return when that ends."""
+    for count in range(int(UPLINK_SAMPLE_S[1] * per_s) + 1):
+        rate.add(MIB, now=start + count / per_s)
+        rate.wait(0.0, now=start + count / per_s)
+    return start + UPLINK_SAMPLE_S[1]
+
+
+def test_only_several_low_samples_in_a_row_lower_an_uplink_and_to_the_best_of_them() -> None:
+    rate = UplinkEstimate()
+    now = limited(rate, 10, start=0.0)
+    for per_s in (4, 6, 5):
+        now = limited(rate, per_s, start=now)
+        assert rate.bytes_per_s == pytest.approx(10 * MIB, rel=0.01)
+    now = limited(rate, 10.1, start=now)
+    for per_s in (4, 6, 5):
+        now = limited(rate, per_s, start=now)
+        assert rate.bytes_per_s == pytest.approx(10 * MIB, rel=0.03)
+    limited(rate, 3, start=now)
+    assert rate.bytes_per_s == pytest.approx(6 * MIB, rel=0.05)
+
+
+def test_who_waited_in_a_pause_does_not_count() -> None:
+    rate = UplinkEstimate()
+    rate.add(MIB, now=0.0)
+    rate.wait(1.0, now=0.0)
+    rate.pause()
+    limited(rate, 10, start=100.0)
+    assert rate.bytes_per_s == pytest.approx(10 * MIB, rel=0.01)
+    assert rate.is_measured
+
+
+def test_what_was_sent_before_the_clock_began_does_not_count() -> None:
+    """Eight children say at nearly the same time what they have received since a second ago."""
+    rate = UplinkEstimate()
+    for child in range(8):
+        rate.add(MIB, now=1.0 + child * 0.001, since=0.0)
+    share = 8 * MIB / 8
+    for second in range(2, 30):
+        for child in range(8):
+            now = second + child * 0.001
+            rate.add(share, now=now, since=now - 1)
+    assert rate.bytes_per_s == pytest.approx(8 * MIB, rel=0.02)
+
+
+def test_an_uplink_shows_no_more_than_it_has_though_children_acknowledge_many_at_once() -> None:
+    """Seven children with a share each of 5 MB/s say so at times of their own."""
+    rate, rng = UplinkEstimate(), random.Random(3)
+    share, now = 5e6 / 7, 0.0
+    said = [(rng.random() * 0.7, 0) for _ in range(7)]
+    best = 0.0
+    while now < 120:
+        now, child = min((at, child) for child, (at, _) in enumerate(said))
+        lump = rng.choice((1, 2, 3)) * MIB // 4
+        rate.add(lump, now=now)
+        said[child] = (now + lump / share, lump)
+        best = max(best, rate.bytes_per_s or 0.0)
+    assert 4.7e6 < (rate.bytes_per_s or 0) < 5.4e6
+    assert best < 5.6e6
+
+
+def test_other_ways_of_sending_only_raise_it() -> None:
+    rate = UplinkEstimate()
+    rate.show(5.0)
+    rate.show(3.0)
+    assert rate.bytes_per_s == 5.0
+    rate.show(7.0)
+    assert rate.bytes_per_s == 7.0
+
+
+def test_the_window_holds_what_is_under_way_and_grows_from_its_own_limit() -> None:
+    bounds = {"first": 4 * MIB, "most": 64 * MIB}
+    assert window_bytes(125e6, 0.1, MIB, **bounds) == int(1.5 * 125e6 * (0.1 + LOOP_S)) + 2 * MIB
+    assert window_bytes(None, 0.1, MIB, **bounds) == 4 * MIB
+    assert window_bytes(1e3, 0.001, MIB, **bounds) == int(1.5e3 * (0.001 + LOOP_S)) + 2 * MIB
+    assert window_bytes(1e10, 1.0, MIB, **bounds) == 64 * MIB
+    # A link of 1 Gbit/s and 100 ms: what a window lets through decides the next one.
+    window = window_bytes(None, None, MIB, **bounds)
+    for _ in range(6):
+        window = window_bytes(min(window / 0.1, 125e6), 0.1, MIB, **bounds)
+    assert window >= 1.3 * 12.5e6 + 2 * MIB
+
+
+GIB = 1 << 30
+
+
+def make_probing() -> tuple[UplinkProbe, UplinkEstimate]:
+    uplink = UplinkEstimate()
+    return UplinkProbe(uplink, node_id="w1"), uplink
+
+
+def run_link(probing: UplinkProbe, rate: float, *, rtt_s: float = 0.04) -> list[tuple[int, float]]:
+    """Carry a probe over a link; return (bytes, seconds in its queue) of each message."""
+    sent, now = [], 0.0
+    actions = probing.begin("up", payload_bytes=GIB, now=now)
+    while actions:
+        (action,) = actions
+        assert isinstance(action, Send)
+        assert message_of(action.frames) == Probe()
+        assert action.peer == "up"
+        num_bytes = len(action.frames[1])
+        sent.append((num_bytes, num_bytes / rate))
+        now += num_bytes / rate + rtt_s
+        actions = probing.acknowledged("up", now=now)
+    return sent
+
+
+@pytest.mark.parametrize("rate", [2.5e5, 5e5, 2e6, 2.5e7, 1e8])
+def test_a_probe_tells_the_rate_and_does_not_block_the_link(rate: float) -> None:
+    probing, uplink = make_probing()
+    sent = run_link(probing, rate)
+    assert max(num_bytes for num_bytes, _ in sent) <= MAX_PROBE_BYTES
+    assert max(seconds for _, seconds in sent) <= max(1.1, FIRST_BYTES / rate)
+    assert uplink.bytes_per_s is not None
+    # It is too short to show all of a fast one; transfers raise it.
+    assert min(0.8 * rate, 2e7) <= uplink.bytes_per_s <= rate
+
+
+def test_it_is_repeated_a_few_times_one_after_the_other() -> None:
+    probing, _ = make_probing()
+    for _ in range(MAX_PROBES):
+        assert probing.begin("up", payload_bytes=GIB, now=0.0)
+        assert probing.begin("up", payload_bytes=GIB, now=1.0) == []
+        assert probing.acknowledged("up", now=2.0) == []
+    assert probing.begin("up", payload_bytes=GIB, now=9.0) == []
+
+
+def test_a_link_that_was_lost_is_not_waited_for() -> None:
+    probing, uplink = make_probing()
+    assert probing.begin("up", payload_bytes=GIB, now=0.0)
+    assert probing.begin("new", payload_bytes=GIB, now=5.0)
+    assert probing.acknowledged("up", now=5.001) == []
+    assert uplink.bytes_per_s is None
+    probing.acknowledged("new", now=6.0)
+    assert uplink.bytes_per_s == pytest.approx(FIRST_BYTES)
+
+
+def test_there_is_no_probe_where_it_would_not_pay() -> None:
+    probing, uplink = make_probing()
+    assert probing.begin("up", payload_bytes=1 << 20, now=0.0) == []
+    uplink.is_measured = True
+    assert probing.begin("up", payload_bytes=GIB, now=0.0) == []
+
+
+def test_a_probe_of_another_node_is_acknowledged() -> None:
+    [answer] = acknowledge("down", source="w1")
+    assert isinstance(answer, Send)
+    assert answer.peer == "down"
+    assert message_of(answer.frames) == ProbeAck()

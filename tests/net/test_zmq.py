@@ -13,16 +13,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from echo.core.errors import TransportError
 from echo.net import zmq
 from echo.net.transport import Connected, Disconnected, Received, TransportOptions
-from echo.net.zmq import ZmqTransport
+from echo.net.zmq import KernelFacts, ZmqTransport, advise
+from echo.runtime.node import read_kernel
+from tests.net.conftest import Run, each_loop_with_all, num_open_files
 
 OPTIONS = TransportOptions(
     max_message_bytes=1 << 20,
@@ -38,22 +39,6 @@ OPTIONS = TransportOptions(
 )
 
 WATCHFUL = dataclasses.replace(OPTIONS, heartbeat_s=0.2, dead_after_s=3.0)
-
-
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Awaitable[None]], None]:
-    async def bounded(scenario: Awaitable[None]) -> None:
-        async with asyncio.timeout(60):
-            await scenario
-
-    def go(scenario: Awaitable[None]) -> None:
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(bounded(scenario))
-
-    return go
-
-
-Run = Callable[[Awaitable[None]], None]
 
 
 @contextlib.asynccontextmanager
@@ -88,10 +73,6 @@ def resident_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def num_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def child_process(transport: ZmqTransport, then: str) -> subprocess.Popen[bytes]:
     """Start a process that dials, says hello, and then does something."""
     script = f"""
@@ -121,20 +102,6 @@ async def hello(transport: ZmqTransport) -> str:
     assert isinstance(connected, Connected)
     assert received == Received(connected.peer, [b"hello"])
     return connected.peer
-
-
-def test_a_port_in_use_is_named_with_the_remedy(run: Run) -> None:
-    async def scenario() -> None:
-        async with opened("tcp://127.0.0.1:0") as listener:
-            second = ZmqTransport(listener.listen_address, OPTIONS)
-            with pytest.raises(TransportError, match="another process listens there") as caught:
-                await second.start()
-            await second.close()
-            assert str(listener.listen_address) in str(caught.value)
-            assert "in use" in str(caught.value)
-            assert isinstance(caught.value.__cause__, OSError)
-
-    run(scenario())
 
 
 @pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://no.such.host.invalid:0"])
@@ -209,6 +176,7 @@ def test_an_oversized_frame_ends_the_senders_connection_only(run: Run) -> None:
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0") as listener:
@@ -237,6 +205,7 @@ def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> N
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_a_killed_dialler_is_reported_soon(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0") as listener:  # its kernel says so, no heartbeat
@@ -252,6 +221,7 @@ def test_a_killed_dialler_is_reported_soon(run: Run) -> None:
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_a_frozen_peer_lives_as_long_as_its_kernel_but_a_silent_one_does_not(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0", WATCHFUL) as listener:
@@ -269,6 +239,7 @@ def test_a_frozen_peer_lives_as_long_as_its_kernel_but_a_silent_one_does_not(run
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_a_busy_loop_does_not_make_a_node_look_dead(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0", WATCHFUL) as listener:
@@ -417,6 +388,7 @@ def test_large_frames_are_not_copied_and_arrive_intact(run: Run) -> None:
 
 
 @pytest.mark.slow
+@each_loop_with_all
 def test_close_is_bounded_although_a_peer_never_reads(run: Run) -> None:
     async def scenario() -> None:
         listener = ZmqTransport("tcp://127.0.0.1:0", OPTIONS)
@@ -461,3 +433,104 @@ def test_connections_that_come_and_go_leave_nothing_behind(run: Run) -> None:
             assert dialler._peers == {}
 
     run(scenario())
+
+
+MIB = 1 << 20
+REPOSITORY = Path(__file__).parents[2]
+
+
+def facts(send: int, receive: int, *, bbr: bool = True, after_idle: bool = True) -> KernelFacts:
+    return KernelFacts(
+        congestion_control="bbr" if bbr else "cubic",
+        can_use_bbr=bbr,
+        is_bbr_available=bbr,
+        max_send_buffer_bytes=send,
+        max_receive_buffer_bytes=receive,
+        slow_start_after_idle=after_idle,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "num_sockets"),
+    [
+        (facts(64 * MIB, 64 * MIB), 1),
+        (facts(64 * MIB, 64 * MIB, bbr=False), 4),
+        (facts(4 * MIB, 6 * MIB), 8),  # Linux as it is installed, with BBR
+        (facts(4 * MIB, 6 * MIB, bbr=False), 8),
+        (facts(16 * MIB, 32 * MIB), 2),
+        (facts(64 * MIB, 8 * MIB), 4),
+        (facts(4096, 4096), 8),
+        (facts(0, 0), 8),
+        (KernelFacts(), 4),
+    ],
+)
+def test_as_many_sockets_as_a_gigabit_at_100_ms_takes(given: KernelFacts, num_sockets: int) -> None:
+    assert advise(given).num_sockets_per_link == num_sockets
+
+
+def test_a_warning_names_the_sysctl_and_its_value() -> None:
+    given = facts(4 * MIB, 6 * MIB, bbr=False)
+    send, receive, bbr, idle = advise(given).warnings
+    assert "4194304 bytes, about 235 Mbit/s per connection" in send
+    assert 'sysctl -w net.ipv4.tcp_wmem="4096 16384 67108864"' in send
+    assert 'sysctl -w net.ipv4.tcp_rmem="4096 131072 67108864"' in receive
+    assert "weights go out by cubic" in bbr
+    assert 'modprobe tcp_bbr && sysctl -w net.ipv4.tcp_allowed_congestion_control="reno' in bbr
+    assert "sysctl -w net.ipv4.tcp_slow_start_after_idle=0" in idle
+
+
+@pytest.mark.parametrize("given", [facts(64 * MIB, 64 * MIB), KernelFacts()])
+def test_nothing_is_said_where_nothing_is_wrong_or_known(given: KernelFacts) -> None:
+    assert advise(given).warnings == ()
+
+
+def test_facts_come_from_files_and_missing_ones_are_unknown(tmp_path: Path) -> None:
+    assert read_kernel(tmp_path / "none") == KernelFacts()
+    (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
+    (tmp_path / "tcp_rmem").write_text("nonsense\n")
+    (tmp_path / "tcp_slow_start_after_idle").write_text("0\n")
+    (tmp_path / "tcp_congestion_control").write_text("cubic\n")
+    (tmp_path / "tcp_available_congestion_control").write_text("reno cubic\n")
+    found = read_kernel(tmp_path)
+    assert found.max_send_buffer_bytes == 4 * MIB
+    assert found.max_receive_buffer_bytes is None
+    assert found.slow_start_after_idle is False
+    assert (found.congestion_control, found.is_bbr_available) == ("cubic", False)
+    assert found.can_use_bbr is not None
+
+
+@pytest.mark.skipif(not Path("/proc/sys/net/ipv4/tcp_wmem").exists(), reason="no Linux /proc here")
+def test_this_kernel_can_be_read() -> None:
+    found = read_kernel()
+    assert found.max_send_buffer_bytes
+    assert advise(found).num_sockets_per_link >= 1
+
+
+def test_a_process_keeps_what_it_has_freed_once_told() -> None:
+    script = """
+import resource
+from echo.runtime.node import tune_malloc
+import sys, ctypes
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(200):
+        ctypes.memset(buffer := ctypes.create_string_buffer(1 << 20), 1, 1 << 20)
+        del buffer
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+if sys.argv[1] == "tuned" and not tune_malloc():
+    print(-1)
+else:
+    faults()
+    print(faults())
+"""
+    tuned = subprocess.run(
+        [sys.executable, "-c", script, "tuned"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    num_faults = int(tuned.stdout)
+    if num_faults < 0:
+        pytest.skip("another C library than glibc")
+    assert num_faults < 2000, "each of 200 buffers of a mebibyte has 256 pages"

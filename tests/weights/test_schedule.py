@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+from collections.abc import Sequence
+from typing import Literal
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.weights.schedule import (
     MAX_STEPS,
@@ -85,3 +92,71 @@ def test_deltas_that_spare_little_are_tried_again_from_time_to_time() -> None:
     for step in range(20, 30):
         learner.publish(step)
     assert learner.deltas[3:] == [25, 26, 27, 28, 29]
+
+
+def delta(base: int, step: int, num_bytes: int) -> EncodedOffer:
+    return EncodedOffer(v(step), v(base), "delta", num_bytes)
+
+
+VERSIONS = st.integers(0, 4).map(v)
+SIZES = st.integers(0, 6)
+OFFERS = st.lists(
+    st.one_of(
+        st.builds(EncodedOffer, VERSIONS, st.none(), st.sampled_from(["full", "keyframe"]), SIZES),
+        st.builds(EncodedOffer, VERSIONS, VERSIONS, st.just("delta"), SIZES),
+    ),
+    max_size=6,
+)
+
+
+def every_cost(
+    held: set[PolicyVersion], offers: Sequence[EncodedOffer], target: PolicyVersion
+) -> list[tuple[int, int]]:
+    """Return (bytes, steps) of all orders of all selections of offers that lead to the target."""
+    costs = []
+    for length in range(1, len(offers) + 1):
+        for path in itertools.permutations(offers, length):
+            is_first_possible = path[0].base is None or path[0].base in held
+            is_linked = all(b.base == a.version for a, b in itertools.pairwise(path))
+            if is_first_possible and is_linked and path[-1].version == target:
+                costs.append((path_bytes(path), length))
+    return costs
+
+
+@given(st.sets(VERSIONS, max_size=3), OFFERS, VERSIONS)
+def test_no_way_is_cheaper(
+    held: set[PolicyVersion], offers: list[EncodedOffer], target: PolicyVersion
+) -> None:
+    path = cheapest_path(held, offers, target)
+    costs = every_cost(held, offers, target)
+    if target in held:
+        assert path == []
+    elif path is None:
+        assert costs == []
+    else:
+        assert path[0].base is None or path[0].base in held
+        assert all(b.base == a.version for a, b in itertools.pairwise(path))
+        assert path[-1].version == target
+        assert (path_bytes(path), len(path)) == min(costs)
+
+
+def test_of_equal_bytes_the_fewest_steps_and_then_the_first_offer_win() -> None:
+    long = [delta(0, 1, 1), delta(1, 2, 1)]
+    short = [delta(0, 2, 2), EncodedOffer(v(2), v(0), "delta", 2)]
+    path = cheapest_path([v(0)], [*long, *short], v(2))
+    assert path is not None
+    assert len(path) == 1
+    assert path[0] is short[0]
+    detour = [delta(0, 1, 1), delta(1, 2, 0), delta(2, 9, 1)]
+    direct = [delta(0, 3, 2), delta(3, 9, 0)]
+    assert cheapest_path([v(0)], [*detour, *direct], v(9)) == direct
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "num_bytes"), [("full", v(1), 1), ("delta", None, 1), ("keyframe", None, -1)]
+)
+def test_an_impossible_offer_is_refused(
+    kind: Literal["full", "keyframe", "delta"], base: PolicyVersion | None, num_bytes: int
+) -> None:
+    with pytest.raises(RemoteProtocolError, match="impossible offer of v2"):
+        EncodedOffer(v(2), base, kind, num_bytes)

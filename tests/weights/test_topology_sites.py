@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from echo.weights.topology.sites import downlink_limits
+from echo.weights.topology.sites import ASSUMED_BYTES_PER_S, downlink_limits
+from tests.weights.fleets import MBIT, fleet_of, learner, site
+
+
+def test_unknown_uplinks_are_the_median_of_the_known_ones() -> None:
+    nodes = [site("a", 10), site("b", 30), site("c", None)]
+    assert fleet_of(nodes, learner(None)).uplinks == (
+        10 * MBIT,
+        10 * MBIT,
+        30 * MBIT,
+        10 * MBIT,
+    )
+    assert fleet_of([site("a", None)], learner(None)).uplinks == (ASSUMED_BYTES_PER_S,) * 2
+
+
+def test_an_unknown_downlink_is_no_limit() -> None:
+    fleet = fleet_of([site("a"), site("b", downlink_bytes_per_s=80 * MBIT)], learner(100))
+    assert fleet.downlinks[1:] == (math.inf, 80 * MBIT)
+    assert fleet.best_rate == 80 * MBIT
+
+
+def test_only_known_regions_are_crossed() -> None:
+    nodes = [site("a", region="eu"), site("b", region="eu"), site("c")]
+    fleet = fleet_of(nodes, learner(region="us"))
+    assert [fleet.is_crossing(0, i) for i in (1, 2, 3)] == [True, True, False]
+    assert not fleet.is_crossing(1, 2)
+
 
 CHAIN = {"a": ["learner"], "b": ["a"], "c": ["b"]}
 
@@ -45,15 +70,3 @@ def test_with_stripes_every_parent_must_have_had_more() -> None:
     received = {"a": 90.0, "b": 20.0}
     assert limits(received, {"learner": 300.0, "a": 100.0}, parents) == {"a": 90.0, "b": 20.0}
     assert limits(received, {"learner": 300.0, "a": 12.0}, parents) == {"a": 90.0}
-
-
-@given(
-    st.dictionaries(st.sampled_from("abcd"), st.lists(st.sampled_from("abcd-"), max_size=3)),
-    st.dictionaries(st.sampled_from("abcd"), st.floats(0, 1e9)),
-    st.dictionaries(st.sampled_from("abcd"), st.floats(0, 1e9)),
-)
-def test_a_limit_is_what_was_received(
-    parents: dict[str, list[str]], received: dict[str, float], uplinks: dict[str, float]
-) -> None:
-    found = limits(received, uplinks, parents)
-    assert found.items() <= received.items()

@@ -8,12 +8,11 @@ import logging
 import random
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from echo.core.errors import TransportError
 from echo.net.curve import CurveKeys, KeyPair
@@ -28,6 +27,7 @@ from echo.net.transport import (
     without_key,
 )
 from echo.net.zmq import ZmqTransport
+from tests.net.conftest import Run, num_open_files
 
 OPTIONS = TransportOptions(
     # Nobody is found dead because of a busy machine: no heartbeat is missed while a test may run.
@@ -42,21 +42,6 @@ ANY_PORT = "tcp://127.0.0.1:0"
 SECRET = b"s" * 16
 SERVER = KeyPair.of(b"k" * 32)
 LEARNER = CurveKeys.of_learner(SERVER, SECRET)
-
-Run = Callable[[Awaitable[None]], None]
-
-
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    async def bounded(scenario: Awaitable[None]) -> None:
-        async with asyncio.timeout(60):
-            await scenario
-
-    def go(scenario: Awaitable[None]) -> None:
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(bounded(scenario))
-
-    return go
 
 
 @contextlib.asynccontextmanager
@@ -265,10 +250,6 @@ def test_a_failed_start_leaves_no_thread_and_no_descriptor(run: Run) -> None:
                 await asyncio.sleep(0.01)
 
     run(scenario())
-
-
-def num_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def num_threads() -> int:

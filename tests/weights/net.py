@@ -1,0 +1,346 @@
+"""A mesh of broadcasts on queues: links by number, bytes checked at every send."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
+
+from blake3 import blake3
+
+from echo.core.errors import RemoteProtocolError, StorageError
+from echo.core.rollout import PolicyVersion
+from echo.weights.broadcast import Broadcast
+from echo.weights.link import ParentFailed
+from echo.weights.receiver import VersionArrived, WriteChunk
+from echo.wire.actions import Note, Send, Work
+from echo.wire.messages import FULL, Chunk, Fetch, Form
+from tests.roles.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
+from tests.weights.encoded_versions import Piece, coded, published, v, weights
+
+NET_BYTES = 13 * CHUNK_BYTES + 100
+KEEP = 2
+LEARNER = "a"
+MAX_DELIVERIES = 100_000
+"""Messages after which a mesh that should have come to rest is going round in circles."""
+
+
+class Pages:
+    """The journal of an encoded version, as a list of records."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[int | None, bytes]] = []
+        self.is_removed = False
+
+    def table(self, frame: bytes) -> None:
+        self.records.append((None, frame))
+
+    def chunk(self, index: int, data: memoryview) -> None:
+        self.records.append((index, bytes(data)))
+
+    def remove(self) -> None:
+        self.is_removed = True
+
+
+class Rooms:
+    """Version stores that refuse to be asked twice, as those that survive a process do."""
+
+    def __init__(self) -> None:
+        self.live: dict[PolicyVersion, bytes | None] = {}
+        self.version_store: dict[PolicyVersion, memoryview] = {}
+        self.journals: dict[PolicyVersion, Pages] = {}
+        self.is_full = False
+        self.may_block = False
+
+    def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
+        if self.is_full:
+            raise StorageError("no space")
+        assert version not in self.live
+        self.live[version] = signed
+        storage = self.version_store[version] = memoryview(bytearray(num_bytes))
+        return storage
+
+    def journal(self, version: PolicyVersion) -> Pages:
+        assert version not in self.journals or self.journals[version].is_removed
+        self.journals[version] = Pages()
+        return self.journals[version]
+
+    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
+        assert self.live[version] is None
+        self.live[version] = signed
+
+    def write(self, place: memoryview, data: bytes | bytearray | memoryview) -> None:
+        place[:] = data
+
+    def drop(self, version: PolicyVersion) -> None:
+        self.live.pop(version, None)
+
+
+def image_of(step: int) -> bytes:
+    return weights(step, NET_BYTES)
+
+
+def pieces_of(step: int, base: int | None) -> tuple[Piece, ...]:
+    """Return the segments of an encoded version, of one block each."""
+    return coded(step, base, blocks_per_segment=1, num_bytes=NET_BYTES)
+
+
+@functools.cache
+def right_chunks(version: PolicyVersion, form: Form) -> list[bytes]:
+    """Return what each chunk of an item must be."""
+    if form == FULL:
+        whole = [image_of(version.step)]
+    else:
+        base = None if form.base is None else form.base.step
+        whole = [bytes(payload) for _, _, payload in pieces_of(version.step, base)]
+    return [
+        part[start : start + CHUNK_BYTES]
+        for part in whole
+        for start in range(0, len(part), CHUNK_BYTES)
+    ]
+
+
+class Net:
+    """Nodes by name, and links by number; both ends call a link by the same name."""
+
+    def __init__(self, *names: str, slow: Iterable[str] = (), **overrides: Any) -> None:
+        """Start nodes; of those that are slow each chunk is written as late as it may be."""
+        self.now = 0.0
+        self.slow = frozenset(slow)
+        self.overrides = {"keep_versions": KEEP} | overrides
+        self.nodes: dict[str, Broadcast] = {}
+        self.rooms: dict[str, Rooms] = {}
+        self.links: dict[str, tuple[str, str, int]] = {}
+        """Link -> (child, parent, index)."""
+        self.queues: dict[tuple[str, str], deque[Any]] = {}
+        """(link, receiver) -> what is under way."""
+        self.works: list[tuple[str, Work]] = []
+        self.failed: list[tuple[str, str]] = []
+        self.notes: list[str] = []
+        self.arrived: list[tuple[str, PolicyVersion]] = []
+        self.sent: list[tuple[str, str, Any]] = []
+        self.num_refused = 0
+        self._serial = itertools.count()
+        for name in names:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        self.rooms[name] = Rooms()
+        self.rooms[name].may_block = name in self.slow
+        node = make_broadcast(name, version_store=self.rooms[name], **self.overrides)
+        node.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+        self.nodes[name] = node
+
+    def resume(self, name: str, left: Rooms, chance: random.Random) -> None:
+        """Let a node that was started anew find what its former process has left, torn a bit."""
+        node, rooms = self.nodes[name], self.rooms[name]
+        whole = [version for version, signed in left.live.items() if signed is not None]
+        for version in sorted(whole, reverse=True)[:KEEP]:
+            signed = left.live[version]
+            assert signed is not None
+            manifest = node.manifest(version, signed)
+            storage = left.version_store[version]
+            has_chunk = bytearray(
+                blake3(storage[slice(*manifest.chunk_range(index))]).digest()
+                == manifest.chunk_hash(index)
+                for index in range(manifest.num_chunks)
+            )
+            rooms.live[version], rooms.version_store[version] = signed, storage
+            self.perform(name, node.recover(version, signed, storage, has_chunk, now=self.now))
+        for version, journal in sorted(
+            left.journals.items(), reverse=True, key=lambda each: each[0]
+        ):
+            if journal.is_removed:
+                continue
+            records = journal.records
+            if chance.random() < 0.3:
+                del records[chance.randrange(len(records) + 1) :]
+            if records and chance.random() < 0.3:
+                place = chance.randrange(len(records))
+                records[place] = (records[place][0], bytes(reversed(records[place][1])))
+            encoded = node.rebuild(version, records)
+            encoded.journal = rooms.journals[version] = journal
+            self.perform(name, node.resume(encoded, now=self.now))
+
+    def stop(self, name: str) -> None:
+        """End a node; its parents and children learn of it."""
+        del self.nodes[name]
+        self.works = [(owner, work) for owner, work in self.works if owner != name]
+        for link, (child, parent, _) in list(self.links.items()):
+            if name in (child, parent):
+                self.close(link)
+                if parent == name and child in self.nodes:
+                    self.failed.append((child, link))
+
+    # --- links -----------------------------------------------------------------------------------
+
+    def link(self, child: str, index: int) -> str | None:
+        return self.nodes[child].receiver.links[index].peer
+
+    def attach(self, child: str, parent: str, index: int = 0, **fields: Any) -> None:
+        """Give a link of a node another parent."""
+        old = next((k for k, (c, _, n) in self.links.items() if (c, n) == (child, index)), None)
+        if old is not None:
+            self.close(old)
+        link = f"{child}{index}-{parent}#{next(self._serial)}"
+        self.links[link] = (child, parent, index)
+        self.queues[link, child], self.queues[link, parent] = deque(), deque()
+        node = self.nodes[child]
+        self.perform(child, node.set_parent(link, link=index, now=self.now, **fields))
+
+    def close(self, link: str) -> None:
+        child, parent, _ = self.links.pop(link)
+        del self.queues[link, child], self.queues[link, parent]
+        if parent in self.nodes:
+            self.perform(parent, self.nodes[parent].remove_child(link, now=self.now))
+
+    def set_num_links(self, child: str, parents: list[str]) -> None:
+        """Give a node as many links as it has parents now."""
+        self.perform(child, self.nodes[child].set_num_links(len(parents), now=self.now))
+        for link, (name, _, index) in list(self.links.items()):
+            if name == child and index >= len(parents):
+                self.close(link)
+        for index, parent in enumerate(parents):
+            self.attach(child, parent, index)
+
+    # --- actions ---------------------------------------------------------------------------------
+
+    def perform(self, name: str, actions: Iterable[Any]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(name, action)
+                case ParentFailed():
+                    self.failed.append((name, action.peer))
+                case VersionArrived():
+                    image = self.nodes[name].store[action.version]
+                    assert bytes(image.storage) == image_of(action.version.step)
+                    self.arrived.append((name, action.version))
+                case Note():
+                    self.notes.append(action.text)
+                case Work():
+                    self.works.append((name, action))
+                case _:
+                    raise AssertionError(action)
+
+    def _send(self, name: str, action: Send) -> None:
+        message = message_of(action.frames)
+        payload = [bytes(frame) for frame in action.frames[1:]]
+        if isinstance(message, Chunk):
+            right = right_chunks(message.version, message.form)[message.index]
+            assert payload == [right], f"{name} sent chunk {message.index} of {message.version}"
+        if isinstance(message, Fetch):
+            self._check_fetch(name, message)
+        self.sent.append((name, action.peer, message))
+        if action.peer in self.links:
+            child, parent, _ = self.links[action.peer]
+            other = parent if name == child else child
+            self.queues[action.peer, other].append((message, payload))
+
+    def _check_fetch(self, name: str, fetch: Fetch) -> None:
+        """What is held is not asked for again."""
+        node = self.nodes[name]
+        item = (
+            node.store[fetch.version]
+            if fetch.form == FULL
+            else node.encoded_versions[fetch.version, fetch.form]
+        )
+        held = item.has_chunk[fetch.link :: fetch.num_links]
+        assert all(not any(held[start:stop]) for start, stop in fetch.ranges)
+
+    def deliver(self, way: tuple[str, str], item: Any = None) -> None:
+        message, payload = self.queues[way].popleft() if item is None else item
+        link, name = way
+        try:
+            results = self.nodes[name].receive(link, message, list(payload), now=self.now)
+        except RemoteProtocolError:
+            self.num_refused += 1
+            return
+        self.perform(name, results)
+
+    def decode(self, index: int = 0) -> None:
+        name, work = self.works.pop(index)
+        self.perform(name, self.nodes[name].worked(work, work.run(), now=self.now))
+
+    def busy(self) -> list[tuple[str, str]]:
+        return [way for way, queue in self.queues.items() if queue]
+
+    def settle(self) -> None:
+        """Deliver and decode everything."""
+        num_delivered = 0
+        while (ways := self.busy()) or self.works:
+            for way in ways:
+                if self.queues.get(way):
+                    self.deliver(way)
+                    num_delivered += 1
+            while self.works:
+                self.decode()
+            assert num_delivered < MAX_DELIVERIES, "the mesh does not come to rest"
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for name, node in self.nodes.items():
+            self.perform(name, node.expire(now=self.now))
+
+    def publish(self, step: int, base: int | None = None) -> list[Callable[[], None]]:
+        """Return what publishes a version, one call after the other: full, then encoded."""
+
+        def whole() -> None:
+            if v(step) not in self.nodes[LEARNER].store:
+                actions = self.nodes[LEARNER].publish(*published(step, NET_BYTES), now=self.now)
+                self.perform(LEARNER, actions)
+
+        def piece(against: int | None, index: int) -> None:
+            segment = pieces_of(step, against)[index]
+            size = sum(table.num_bytes for table, _, _ in pieces_of(step, against))
+            node = self.nodes[LEARNER]
+            actions = node.publish_segment(*segment, expected_bytes=size, now=self.now)
+            self.perform(LEARNER, actions)
+
+        def pieces(against: int | None) -> list[Callable[[], None]]:
+            number = len(pieces_of(step, against))
+            return [functools.partial(piece, against, index) for index in range(number)]
+
+        if base is None:
+            return [whole, *pieces(None)]
+        first, *rest = pieces(base)
+        return [first, whole, *rest]
+
+    def holds(self, name: str, step: int) -> bool:
+        image = self.nodes[name].store.get(v(step))
+        return image is not None and image.is_complete and bytes(image.storage) == image_of(step)
+
+    def check(self) -> None:
+        """What must be so at any time."""
+        for name, node in self.nodes.items():
+            num_children = len(node.children)
+            assert len(node.store) <= KEEP + 2 + num_children, sorted(node.store)
+            halves = [item for item, encoded in node.encoded_versions.items() if encoded.is_half]
+            assert set(halves) <= {node.receiver.item}
+            live = set(self.rooms[name].live)
+            assert live <= {*node.store, *(version for version, _ in halves)}
+            if name != LEARNER:
+                journals = self.rooms[name].journals
+                kept = {version for version, each in journals.items() if not each.is_removed}
+                assert kept == {
+                    version for version, form in node.encoded_versions if form.base is None
+                }
+            item = node.receiver.item
+            assert item is None or node.receiver.store.get(item) is not None
+            writing = sum(link.writing_bytes for link in node.receiver.links)
+            late = [work.data for owner, work in self.works if owner == name and is_write(work)]
+            assert 0 <= writing <= sum(map(len, late))
+            for child in node.children.values():
+                assert child.fetching is None or node.receiver.store.get(child.fetching) is not None
+
+
+def is_write(work: Work) -> TypeGuard[WriteChunk]:
+    return isinstance(work, WriteChunk)
+
+
+def run(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

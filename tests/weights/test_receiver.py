@@ -1,0 +1,899 @@
+"""Which item is fetched next, and when a newer version pre-empts the one on its way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.weights import link as links
+from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed
+from echo.weights.manifest import encode_signed
+from echo.weights.receiver import (
+    FIRST_PAUSE_S,
+    MAX_OFFERS,
+    MAX_PAUSE_S,
+    MAX_REFUSED,
+    RELEASE_PAUSE_S,
+    WAIT_STALLS,
+    WRONG_HASH,
+    Offers,
+    WriteChunk,
+)
+from echo.weights.store import ItemStore, SavedChunk, Transfer, TrustedManifests
+from echo.wire.actions import Note, Send
+from echo.wire.messages import (
+    FULL,
+    Announce,
+    Chunk,
+    Credit,
+    EncodedVersionOffer,
+    Fetch,
+    Form,
+    ItemId,
+    Message,
+    Segment,
+    Subscribe,
+    Waiting,
+)
+from tests.roles.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
+from tests.weights.encoded_versions import (
+    IMAGE_BYTES,
+    coded,
+    described,
+    encoded_of,
+    form_on,
+    published,
+    v,
+    weights,
+)
+from tests.weights.net import NET_BYTES, Net, Pages, Rooms, image_of, pieces_of, right_chunks, run
+
+ANCHOR = Form("keyframe")
+
+
+def knowing(*held: int) -> Offers:
+    """Return what a node without offers knows, which holds some versions whole."""
+    store = ItemStore(keep_versions=9)
+    for step in held:
+        signed, manifest = described(step)
+        has_chunk = bytearray(b"\1") * manifest.num_chunks
+        image = memoryview(weights(step))
+        store.images[v(step)] = Transfer(signed, manifest, image, has_chunk, len(has_chunk))
+    return Offers(store)
+
+
+def announce(
+    offers: Offers,
+    *encoded_versions: tuple[int, int | None, int],
+    full: int | None = None,
+    peer: str = "p",
+) -> None:
+    """Announce encoded versions (step, step of the base, bytes), and one image."""
+    message = Announce(
+        version=v(max([full or 0, *(step for step, _, _ in encoded_versions)])),
+        offers=tuple(
+            EncodedVersionOffer(v(step), None if base is None else v(base), size)
+            for step, base, size in encoded_versions
+        ),
+    )
+    offers.hear(peer, message, None if full is None else described(full)[1])
+
+
+def begin_image(offers: Offers, step: int, *, share: float) -> ItemId:
+    """Let a share of an image be held; return it as what is being fetched."""
+    offers._store.begin_image(*described(step))
+    image = offers._store.images[v(step)]
+    for index in range(int(share * image.num_chunks)):
+        image.mark(index)
+    return v(step), FULL
+
+
+@pytest.mark.parametrize(
+    ("held", "encoded_versions", "full", "step"),
+    [
+        ((), [], 3, (v(3), FULL)),
+        ((), [(3, None, 100)], 3, (v(3), ANCHOR)),
+        ((2,), [(3, 2, 10), (3, None, 100)], 3, (v(3), form_on(2))),
+        ((1,), [(3, 2, 10), (2, 1, 10), (3, None, 100)], 3, (v(2), form_on(1))),
+        ((1,), [(3, 2, 10), (2, 1, 10), (3, 1, 15)], 3, (v(3), form_on(1))),
+        ((), [(3, 2, 10), (2, None, 80), (3, None, 100)], 3, (v(2), ANCHOR)),
+        ((1,), [(3, 2, 10)], 3, (v(3), FULL)),
+        ((3,), [(3, 2, 10)], 3, None),
+        ((4,), [(3, 2, 10)], 3, None),
+    ],
+)
+def test_the_first_step_of_the_cheapest_path(
+    held: tuple[int, ...], encoded_versions: Any, full: int | None, step: ItemId | None
+) -> None:
+    offers = knowing(*held)
+    announce(offers, *encoded_versions, full=full)
+    assert offers.next_step(None) == step
+
+
+def test_what_several_parents_have_is_put_together() -> None:
+    offers = knowing(1)
+    announce(offers, (2, 1, 10), peer="p")
+    announce(offers, (3, 2, 10), peer="q")
+    assert offers.next_step(None) == (v(2), form_on(1))
+    offers.forget("p")
+    assert offers.next_step(None) is None
+    announce(offers, (2, 1, 10), peer="r")
+    offers.withdraw("r", (v(2), form_on(1)))
+    offers.withdraw("nobody", (v(2), form_on(1)))
+    assert offers.next_step(None) is None
+
+
+def test_the_newest_that_can_be_reached_is_the_target() -> None:
+    offers = knowing(1)
+    announce(offers, (2, 1, 10), (9, 8, 10), (4, 3, 10))
+    assert offers.newest == v(9)
+    assert offers.next_step(None) == (v(2), form_on(1))
+
+
+@pytest.mark.parametrize(
+    "encoded_versions",
+    [
+        [(5, 5, 1)],
+        [(5, 6, 1), (6, 5, 1)],
+        [(5, 9, -3)],
+        [(0, None, 1)],
+        [(2, 1, 1), (4, 2, 1)],
+    ],
+)
+def test_circles_and_ways_back_lead_nowhere(encoded_versions: Any) -> None:
+    """A step below the newest version that is held would be taken again and again."""
+    offers = knowing(3)
+    announce(offers, *encoded_versions)
+    assert offers.next_step(None) is None
+    assert offers.next_step((v(3), ANCHOR)) == (v(3), ANCHOR)
+
+
+def test_no_way_leads_over_an_image_that_is_too_old() -> None:
+    """Its manifest has been forgotten."""
+    offers = knowing(3)
+    announce(offers, full=2, peer="p")
+    announce(offers, (5, 2, 10), peer="q")
+    assert offers.next_step(None) is None
+
+
+def test_a_negative_size_is_none() -> None:
+    offers = knowing(1)
+    announce(offers, (2, 1, -(1 << 60)))
+    assert offers.num_bytes((v(2), form_on(1))) == 0
+    assert offers.next_step(None) == (v(2), form_on(1))
+
+
+def test_too_many_offers_leave_everything_as_it_was() -> None:
+    offers = knowing(1)
+    announce(offers, (2, 1, 10))
+    with pytest.raises(RemoteProtocolError, match="1001 encoded versions"):
+        announce(offers, *((step, None, 1) for step in range(MAX_OFFERS + 1)))
+    assert offers.next_step(None) == (v(2), form_on(1))
+
+
+def test_what_was_refused_is_not_tried_again() -> None:
+    offers = knowing(1)
+    announce(offers, (2, 1, 10), full=2)
+    offers.refuse((v(2), form_on(1)))
+    assert offers.next_step(None) == (v(2), FULL)
+    for step in range(MAX_REFUSED):
+        offers.refuse((v(step), ANCHOR))
+    assert offers.next_step(None) == (v(2), form_on(1))
+
+
+def test_what_is_held_of_an_item_costs_nothing() -> None:
+    offers = knowing()
+    announce(offers, (1, None, IMAGE_BYTES // 2), full=1)
+    assert offers.next_step(None) == (v(1), ANCHOR)
+    begin_image(offers, 1, share=0.75)
+    assert offers.next_step(None) == (v(1), FULL)
+
+
+# --- pre-emption ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "is_left"), [(0.0, True), (0.45, True), (0.55, False)])
+def test_a_newer_image_pre_empts_one_of_which_less_than_half_has_come(
+    share: float, is_left: bool
+) -> None:
+    offers = knowing()
+    announce(offers, full=1)
+    current = begin_image(offers, 1, share=share)
+    announce(offers, full=2)
+    assert offers.next_step(current) == ((v(2), FULL) if is_left else current)
+    assert offers.has_preempted == is_left
+
+
+def test_but_not_twice_in_a_row() -> None:
+    offers = knowing()
+    current = begin_image(offers, 1, share=0.1)
+    announce(offers, full=2)
+    offers.has_preempted = True
+    assert offers.next_step(current) == current
+
+
+def test_and_not_where_going_on_is_cheaper() -> None:
+    offers = knowing()
+    current = begin_image(offers, 1, share=0.4)
+    announce(offers, (2, 1, IMAGE_BYTES // 10), full=2)
+    # 0.6 of an image and a tenth, against a whole one.
+    assert offers.next_step(current) == current
+    announce(offers, (2, 1, IMAGE_BYTES // 2), full=2)
+    assert offers.next_step(current) == (v(2), FULL)
+
+
+def test_what_is_not_here_any_more_may_always_be_left() -> None:
+    offers = knowing()
+    announce(offers, full=2)
+    offers.has_preempted = True
+    assert offers.next_step((v(1), FULL)) == (v(2), FULL)
+
+
+def test_an_encoded_that_is_half_here_is_finished() -> None:
+    offers = knowing(1)
+    encoded = offers._store.encoded_versions[v(2), form_on(1)] = encoded_of(2, 1, num_pieces=1)
+    encoded.expected_bytes = 10_000
+    announce(offers, (2, 1, 10_000), (3, 2, 10), (3, 1, 10))
+    assert offers.next_step((v(2), form_on(1))) == (v(2), form_on(1))
+
+
+WINDOW_CHUNKS = 4
+NUM_CHUNKS = -(-NET_BYTES // CHUNK_BYTES)
+
+
+class SlowNet(Net):
+    """A mesh with a node `b` whose chunks wait to be written; failures are kept."""
+
+    def __init__(self, *names: str, **overrides: Any) -> None:
+        self.failures: list[ParentFailed] = []
+        window = {"window_bytes": WINDOW_CHUNKS * CHUNK_BYTES}
+        super().__init__(*names, slow=("b",), **(window | overrides))
+
+    def perform(self, name: str, actions: Iterable[Any]) -> None:
+        actions = list(actions)
+        self.failures += [action for action in actions if isinstance(action, ParentFailed)]
+        super().perform(name, actions)
+
+    def deliver_all(self) -> None:
+        """Deliver everything, and write nothing."""
+        while ways := self.busy():
+            for way in ways:
+                if self.queues.get(way):
+                    self.deliver(way)
+
+    def publish_image(self, step: int) -> None:
+        self.publish(step)[0]()
+
+    def messages(self, name: str, kind: type) -> list[Any]:
+        return [
+            message for sender, _, message in self.sent if sender == name and type(message) is kind
+        ]
+
+    @property
+    def writes(self) -> list[WriteChunk]:
+        return [work for _, work in self.works if isinstance(work, WriteChunk)]
+
+    def stripe_link(self, index: int = 0) -> Any:
+        return self.nodes["b"].receiver.links[index]
+
+
+def fetching(*names: str, step: int = 0, **overrides: Any) -> SlowNet:
+    """Return a mesh in which `b` has taken a window of a version from `a`, and written nothing."""
+    net = SlowNet("a", "b", *names, **overrides)
+    net.attach("b", "a")
+    net.publish_image(step)
+    net.deliver_all()
+    return net
+
+
+def said(actions: Iterable[Any], kind: type) -> list[Any]:
+    messages = [message_of(action.frames) for action in actions if isinstance(action, Send)]
+    return [message for message in messages if type(message) is kind]
+
+
+# --- credit --------------------------------------------------------------------------------------
+
+
+def test_no_more_than_a_window_waits_to_be_written() -> None:
+    net = fetching()
+    for _ in range(3):
+        net.wait(0.01)
+        net.deliver_all()
+    assert [work.index for work in net.writes] == list(range(WINDOW_CHUNKS))
+    assert not net.messages("b", Credit)
+    num_most = 0
+    while net.writes:
+        net.decode()
+        net.deliver_all()
+        num_most = max(num_most, len(net.writes))
+    assert num_most <= WINDOW_CHUNKS
+    assert net.holds("b", 0)
+    taken = sum(message.taken_bytes for message in net.messages("b", Credit))
+    assert 0 < taken <= NET_BYTES
+
+
+def test_a_parent_that_does_not_heed_its_credit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MAX_WINDOW_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(links, "MAX_WRITING_WINDOWS", 2)
+    net = fetching()
+    node, link, image = net.nodes["b"], net.link("b", 0) or "", image_of(0)
+    limit = 2 * WINDOW_CHUNKS
+    for index in range(WINDOW_CHUNKS, limit + 1):
+        assert not net.failures, index
+        chunk = Chunk(version=v(0), form=FULL, index=index)
+        data = image[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        net.perform("b", node.receive(link, chunk, [data], now=net.now))
+    assert [(each.peer, each.is_corrupt) for each in net.failures] == [(link, False)]
+    assert "credit" in net.failures[0].reason
+    assert [work.index for work in net.writes] == list(range(limit))
+    net.attach("b", "a")
+    net.settle()
+    assert net.holds("b", 0)
+
+
+def test_what_is_being_written_takes_its_part_of_the_next_window_too() -> None:
+    net = fetching()
+    net.wait(0.6)
+    net.publish_image(1)
+    net.deliver_all()
+    assert net.nodes["b"].fetching == v(1), "less than half of v0 has come"
+    fetch = net.messages("b", Fetch)[-1]
+    assert (fetch.version, fetch.credit_bytes) == (v(1), 0)
+    assert not [work for work in net.writes if work.item_id == (v(1), FULL)]
+    net.decode()
+    net.deliver_all()
+    assert [work.item_id[0] for work in net.writes] == [v(0)] * 3 + [v(1)]
+    net.settle()
+    assert net.holds("b", 1)
+
+
+# --- holding -------------------------------------------------------------------------------------
+
+
+def test_a_parent_that_takes_over_while_chunks_are_written_brings_none_of_them_again() -> None:
+    net = fetching()
+    net.attach("b", "a")
+    net.deliver_all()
+    assert [work.index for work in net.writes] == list(range(2 * WINDOW_CHUNKS))
+    net.settle()
+    assert net.holds("b", 0)
+    # Copies would have used up its credit without ever giving any back.
+    assert net.nodes["b"].num_duplicate_chunks == 0
+    assert net.now == 0.0
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def test_wrong_chunks_are_never_written_and_end_their_parent() -> None:
+    net = SlowNet("a", "b", "c")
+    net.attach("b", "a")
+    net.publish_image(0)
+    while not net.queues[way := (net.link("b", 0) or "", "b")] or not isinstance(
+        net.queues[way][0][0], Chunk
+    ):
+        for each in net.busy():
+            net.deliver(each)
+    link = way[0]
+    net.queues[way] = type(net.queues[way])(
+        (message, [bytes(reversed(payload[0]))]) if payload else (message, payload)
+        for message, payload in net.queues[way]
+    )
+    net.deliver_all()
+    node, before = net.nodes["b"], bytes(net.nodes["b"].store[v(0)].storage)
+    for number in range(1, MAX_BAD_CHUNKS + 1):
+        work = net.writes[0]
+        assert work.run() == WRONG_HASH
+        net.decode()
+        assert node.num_bad_chunks == number
+    assert [(each.peer, each.is_corrupt) for each in net.failures] == [(link, True)]
+    assert bytes(node.store[v(0)].storage) == before
+    # The last of its chunks is found to be wrong when another parent has been asked already.
+    net.attach("b", "a")
+    while net.writes:
+        net.decode()
+    net.settle()
+    assert net.holds("b", 0)
+
+
+def test_a_chunk_found_wrong_after_the_links_were_divided_anew_is_asked_for_again() -> None:
+    net = SlowNet("a", "b")
+    net.set_num_links("b", ["a", "a"])
+    net.publish_image(0)
+    while not (ways := [way for way in net.busy() if isinstance(net.queues[way][0][0], Chunk)]):
+        for each in net.busy():
+            net.deliver(each)
+    message, [data] = net.queues[ways[0]][0]
+    net.queues[ways[0]][0] = message, [bytes(reversed(data))]
+    net.deliver_all()
+    bad = next(n for n, work in enumerate(net.writes) if work.index == message.index)
+    _, work = net.works.pop(bad)
+    net.set_num_links("b", ["a", "a", "a"])
+    net.settle()
+    assert not net.holds("b", 0)
+    assert not any(link.is_pulling for link in net.nodes["b"].receiver.links)
+    net.perform("b", net.nodes["b"].worked(work, work.run(), now=net.now))
+    net.settle()
+    assert net.holds("b", 0)
+
+
+def test_a_parent_is_not_blamed_for_the_disk() -> None:
+    net = fetching()
+    net.nodes["b"].set_spare(0, is_ready=True)
+    for _ in range(20):
+        net.wait(5.0)
+        net.deliver_all()
+    assert not net.failed
+    while net.writes:
+        net.decode()
+    net.queues.update({way: type(queue)() for way, queue in net.queues.items()})
+    net.wait(0.1)
+    assert not net.failed, "it has its patience from the last write on"
+    net.wait(5.0)
+    assert net.failed
+
+
+def test_a_disk_that_refuses_is_as_good_as_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = fetching()
+
+    def refuse(place: memoryview, data: bytes) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(net.rooms["b"], "write", refuse)
+    net.deliver_all()
+    work = net.writes[0]
+    failing = WriteChunk(work.item_id, work.item, work.index, work.peer, work.data, refuse)
+    net.works[0] = ("b", failing)
+    net.decode()
+    assert v(0) not in net.nodes["b"].store
+    assert "chunk 0 of v0 cannot be written: Input/output error" in net.notes[-1]
+    monkeypatch.undo()
+    net.works = [(name, work) for name, work in net.works if work is not failing]
+    net.settle()
+    net.wait(2.0)
+    net.settle()
+    assert net.holds("b", 0)
+    assert not net.failed
+
+
+# --- rates ---------------------------------------------------------------------------------------
+
+
+def test_the_time_for_which_the_disk_is_waited_for_shows_no_rate() -> None:
+    net = fetching()
+    while net.writes:
+        assert net.nodes["b"].receiver.rate.is_paused
+        assert net.stripe_link().rate.is_paused
+        net.now += 5.0
+        net.decode()
+        net.deliver_all()
+    assert net.holds("b", 0)
+    assert net.nodes["b"].downlink_bytes_per_s is None
+    assert net.stripe_link().rate.bytes_per_s is None
+
+
+STALL_S = 0.5
+BOUND_S = WAIT_STALLS * STALL_S + 1.0
+DELTA = Form("delta", v(0))
+
+
+class Liar:
+    """A parent that has the version before, and says that it has a delta of one byte."""
+
+    def __init__(self, net: Net, child: str, *, index: int = 0, step: int = 1) -> None:
+        self.net, self.child, self.index, self.step = net, child, index, step
+        net.attach(child, "liar", index, rtt_s=0.01)
+        self.link = net.link(child, index) or ""
+        self.announce()
+
+    def announce(self, step: int | None = None) -> None:
+        version = v(self.step if step is None else step)
+        self.say(Announce(version=version, offers=(EncodedVersionOffer(version, v(0), 1),)))
+
+    def wait(self) -> None:
+        self.say(Waiting(version=v(self.step), form=DELTA))
+
+    def say(self, message: Message, *payload: bytes) -> None:
+        if self.is_parent:
+            self.net.queues[self.link, self.child].append((message, list(payload)))
+
+    @property
+    def is_parent(self) -> bool:
+        return self.link in self.net.links
+
+
+def with_liar(*parents: str, step: int = 1) -> tuple[Net, Liar]:
+    """Return a child that holds v0, whose first parent is the liar, and the honest learner."""
+    net = Net("a", "b", "liar", stall_s=STALL_S)
+    net.attach("b", "a")
+    run(net.publish(0)[:1])
+    net.settle()
+    net.set_num_links("b", ["a", *parents])
+    net.settle()
+    net.sent.clear()
+    return net, Liar(net, "b", step=step)
+
+
+def heed(net: Net, to: str = "a") -> None:
+    """Give each link that has failed the learner as parent, as the session would its spare."""
+    for name, link in net.failed:
+        for index, each in enumerate(net.nodes[name].receiver.links):
+            if each.peer is None and f"{name}{index}-" in link:
+                net.attach(name, to, index, rtt_s=0.01)
+    net.failed.clear()
+
+
+def go_on(net: Net, liar: Liar, *, until_s: float, says: str = "waiting") -> None:
+    """Let time pass while the liar talks and everybody else is honest."""
+    number = 0
+    while net.now < until_s and not net.holds("b", 1):
+        number += 1
+        if says == "waiting" or (says == "both" and number % 2):
+            liar.wait()
+        elif says in ("announcements", "both"):
+            liar.announce()
+        elif says == "old tables":
+            liar.say(Segment(version=v(liar.step), form=DELTA, index=0), b"")
+        elif says == "new versions":
+            liar.announce(number)
+            liar.wait()
+        net.settle()
+        net.wait(0.2)
+        heed(net)
+        net.settle()
+
+
+@pytest.mark.parametrize(
+    "says", ["waiting", "both", "announcements", "old tables", "new versions", "nothing"]
+)
+@pytest.mark.parametrize("step", [1, 9])
+def test_a_version_that_a_liar_offers_cheaply_comes_from_others(says: str, step: int) -> None:
+    net, liar = with_liar(step=step)
+    run(net.publish(1)[:1])
+    net.settle()
+    assert net.nodes["b"].receiver.item == (v(step), DELTA)
+    go_on(net, liar, until_s=BOUND_S, says=says)
+    assert net.holds("b", 1)
+    assert not liar.is_parent
+    assert net.nodes["b"].receiver.item is None
+
+
+@pytest.mark.parametrize("step", [1, 9])
+def test_an_honest_parent_beside_a_liar_is_not_left(step: int) -> None:
+    net, liar = with_liar("a", step=step)
+    honest = net.link("b", 1)
+    run(net.publish(1)[:1])
+    go_on(net, liar, until_s=BOUND_S)
+    assert net.holds("b", 1)
+    assert net.link("b", 1) == honest
+    assert not liar.is_parent
+
+
+def test_a_liar_that_proves_its_offer_and_brings_no_chunk_is_left_too() -> None:
+    net, liar = with_liar()
+    run(net.publish(1, 0))
+    first = pieces_of(1, 0)[0]
+    net.settle()
+    liar.say(Segment(version=v(1), form=DELTA, index=0), first[1])
+    net.settle()
+    assert net.nodes["b"].encoded_versions[v(1), DELTA].num_segments == 1
+    go_on(net, liar, until_s=BOUND_S)
+    assert net.holds("b", 1)
+    asked = [m for name, link, m in net.sent if isinstance(m, Fetch) and "-a" in link]
+    assert [message.num_segments for message in asked] == [1], "the table is known already"
+
+
+def test_what_only_a_lost_parent_has_offered_is_not_waited_for() -> None:
+    """The learner has not come to that version, and would say that it waits."""
+    net, liar = with_liar(step=9)
+    net.settle()
+    assert net.nodes["b"].receiver.item == (v(9), DELTA)
+    net.attach("b", "a")
+    assert net.nodes["b"].receiver.item is None
+    net.settle()
+    run(net.publish(1, 0))
+    net.settle()
+    assert net.holds("b", 1)
+    assert net.now == 0.0
+    assert not liar.is_parent
+
+
+def test_all_are_forgotten_that_are_left_because_they_lack_a_version() -> None:
+    net, _ = with_liar()
+    net.settle()
+    net.nodes["b"].receiver.end()
+    for _ in range(2):
+        net.perform("b", net.nodes["b"].expect(v(5), now=net.now))
+        net.now += 10 * STALL_S
+    assert net.failed
+    net.wait(0.0)
+    assert net.nodes["b"].newest_known == v(0)
+
+
+def test_a_parent_behind_a_slow_link_is_given_more_time() -> None:
+    """Once it has brought something after a long pause, so it may again."""
+    net, liar = with_liar()
+    run(net.publish(1, 0))
+    pieces = pieces_of(1, 0)
+    net.settle()
+
+    def bring(index: int) -> None:
+        liar.say(Segment(version=v(1), form=DELTA, index=index), pieces[index][1])
+        net.settle()
+
+    def wait(seconds: float) -> None:
+        end = net.now + seconds
+        while net.now < end:
+            liar.wait()
+            net.settle()
+            net.wait(0.2)
+
+    bring(0)
+    wait(0.9 * WAIT_STALLS * STALL_S)
+    bring(1)
+    wait(3.0 * WAIT_STALLS * STALL_S)
+    assert liar.is_parent
+    assert not net.failed
+    bring(2)
+    chunk = right_chunks(v(1), DELTA)[0]
+    liar.say(Chunk(version=v(1), index=0, form=DELTA), chunk)
+    net.settle()
+    wait(13.0 * WAIT_STALLS * STALL_S)
+    assert net.failed
+
+
+def test_a_pause_before_an_item_does_not_count_for_it() -> None:
+    net, liar = with_liar()
+    net.settle()
+    liar.wait()
+    net.settle()
+    run(net.publish(1)[:1])
+    net.nodes["b"].receiver.offers.refuse((v(1), DELTA))
+    net.nodes["b"].receiver.end()
+    net.wait(100.0)
+    liar.say(Announce(version=v(2), offers=(EncodedVersionOffer(v(2), v(0), 1),)))
+    net.settle()
+    assert net.nodes["b"].receiver.item == (v(2), DELTA)
+    liar.say(Waiting(version=v(2), form=DELTA))
+    net.settle()
+    net.wait(0.1)
+    assert not net.failed
+
+
+def make_trust(run_id: str = "run") -> TrustedManifests:
+    made = TrustedManifests()
+    made.set(public_key=PUBLIC_KEY, run_id=run_id, max_image_bytes=1 << 20)
+    return made
+
+
+def records_of(step: int, base: int | None = None) -> list[SavedChunk]:
+    """Return the journal of an encoded version that came whole, segment by segment."""
+    records: list[SavedChunk] = []
+    num_chunks = 0
+    for table, frame, payload in coded(step, base):
+        records.append((None, frame))
+        for index in range(table.num_chunks):
+            start = index * table.chunk_bytes
+            chunk = bytes(payload[start : start + table.chunk_bytes])
+            records.append((num_chunks + index, chunk))
+        num_chunks += table.num_chunks
+    return records
+
+
+def held_chunks(encoded: Any) -> list[int]:
+    return [index for index, is_held in enumerate(encoded.has_chunk) if is_held]
+
+
+def resumed_node(*steps: int) -> tuple[Any, Rooms]:
+    """Return a resumed_node that holds versions whole, and its version stores."""
+    rooms = Rooms()
+    broadcast = make_broadcast("b", version_store=rooms)
+    broadcast.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+    for step in steps:
+        broadcast.publish(*published(step), now=0.0)
+    return broadcast, rooms
+
+
+def left_behind(step: int, num_records: int | None = None) -> Any:
+    """Return what is rebuilt of the first records of a journal."""
+    encoded = make_trust().rebuild(v(step), records_of(step)[:num_records])
+    encoded.journal = Pages()
+    return encoded
+
+
+# --- what is believed ----------------------------------------------------------------------------
+
+
+def test_wrong_chunks_are_not_held_and_right_ones_behind_them_are() -> None:
+    (table, first, second, third, *_) = records_of(1, None)
+    assert first[0] is not None
+    wrong: list[SavedChunk] = [
+        (first[0], bytes(reversed(first[1]))),
+        (second[0], second[1][:-1]),
+        (10_000, second[1]),
+        (third[0], first[1]),
+    ]
+    encoded = make_trust().rebuild(v(1), [table, *wrong, third, third, first])
+    assert held_chunks(encoded) == [0, 2]
+    assert encoded.num_held == 2
+    assert [bytes(encoded.chunk(index)) for index in (0, 2)] == [first[1], third[1]]
+
+
+def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> None:
+    records = records_of(1, None)
+    where = [number for number, (index, _) in enumerate(records) if index is None]
+    bad = [*records]
+    bad[where[1]] = (None, bytes(reversed(records[where[1]][1])))
+    remaining = iter(bad)
+    encoded = make_trust().rebuild(v(1), remaining)
+    assert encoded.num_segments == 1
+    assert held_chunks(encoded) == list(range(where[1] - 1))
+    assert len(list(remaining)) == len(records) - where[1] - 1
+
+
+@pytest.mark.parametrize(
+    ("step", "base", "run_id"), [(2, None, "run"), (1, 0, "run"), (1, None, "another")]
+)
+def test_the_name_of_a_file_is_not_believed(step: int, base: int | None, run_id: str) -> None:
+    encoded = make_trust(run_id).rebuild(v(step), records_of(1, base))
+    assert encoded.num_segments == 0
+
+
+# --- what becomes of it --------------------------------------------------------------------------
+
+
+def test_whole_keyframes_of_versions_that_are_here_are_served_again() -> None:
+    broadcast, _ = resumed_node(1, 2)
+    for step in (2, 1):
+        assert broadcast.resume(left_behind(step), now=0.0) == []
+    assert set(broadcast.encoded_versions) == {(v(2), form_on(None)), (v(1), form_on(None))}
+    assert broadcast.fetching is None
+    answers = broadcast.receive("c", Subscribe(newest=None), [], now=0.0)
+    (announce,) = [message_of(action.frames) for action in answers]
+    assert isinstance(announce, Announce)
+    assert {offer.version for offer in announce.offers} == {v(1), v(2)}
+
+
+@pytest.mark.parametrize(
+    ("num_records", "here"),
+    [
+        (0, []),  # without a table
+        (8, [1]),  # the version came in another form
+        (8, [2]),  # or was passed
+    ],
+)
+def test_what_is_of_no_use_is_removed(num_records: int, here: list[int]) -> None:
+    broadcast, rooms = resumed_node(*here)
+    encoded = left_behind(1, num_records)
+    (note,) = broadcast.resume(encoded, now=0.0)
+    assert isinstance(note, Note)
+    assert encoded.journal.is_removed
+    assert broadcast.encoded_versions == {}
+    assert rooms.live == {}
+
+
+def test_without_room_for_the_image_it_is_removed() -> None:
+    broadcast, rooms = resumed_node(0)
+    rooms.is_full = True
+    encoded = left_behind(1, 8)
+    (note,) = broadcast.resume(encoded, now=0.0)
+    assert isinstance(note, Note)
+    assert "no space" in note.text
+    assert encoded.journal.is_removed
+    assert broadcast.fetching is None
+
+
+def test_an_image_is_taken_though_its_manifest_was_forgotten_while_it_was_hashed() -> None:
+    broadcast, rooms = resumed_node()
+    signed, manifest, image = published(1)
+    frame = encode_signed(signed)
+    assert broadcast.manifest(v(1), frame) == manifest
+    broadcast.receiver.trust.retire(v(3))  # as newer versions do that have come meanwhile
+    storage = rooms.create(v(1), frame, manifest.num_bytes)
+    storage[:] = image
+    broadcast.recover(v(1), frame, storage, bytearray(b"\x01" * manifest.num_chunks), now=0.0)
+    assert broadcast.receiver.store.get((v(1), FULL)) is not None
+
+
+def full_node(*, base: int | None) -> Net:
+    """Return a net whose node b holds v0 and has no space for v1, published in full or as delta."""
+    net = Net("a", "b")
+    net.attach("b", "a")
+    run(net.publish(0)[:1])
+    net.settle()
+    net.rooms["b"].is_full = True
+    run(net.publish(1)[:1] if base is None else net.publish(1, base)[:1])
+    net.settle()
+    return net
+
+
+def retry(net: Net) -> float:
+    """Let node b try again; return how long it has paused before."""
+    deadline = net.nodes["b"].deadline
+    assert deadline is not None
+    pause_s, net.now = deadline - net.now, deadline
+    net.wait(0.0)
+    net.settle()
+    return pause_s
+
+
+@pytest.mark.parametrize("base", [None, 0])
+def test_it_is_tried_again_without_an_announcement(base: int | None) -> None:
+    net = full_node(base=base)
+    node = net.nodes["b"]
+    assert node.newest_complete == v(0)
+    assert [retry(net) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert (FIRST_PAUSE_S, MAX_PAUSE_S) == (1, 60)
+    [note] = net.notes
+    assert note.startswith("keeping the versions that are here, and trying again later: ")
+    net.rooms["b"].is_full = False
+    if base is not None:
+        run(net.publish(1, base)[2:])
+    net.settle()
+    assert not net.holds("b", 1)
+    retry(net)
+    assert net.holds("b", 1)
+    assert node.deadline is None
+    assert len(net.notes) == 1
+
+
+def test_after_it_was_found_everything_begins_anew() -> None:
+    net = full_node(base=None)
+    assert [retry(net), retry(net)] == [1, 2]
+    net.rooms["b"].is_full = False
+    assert retry(net) == 4
+    assert net.holds("b", 1)
+    net.rooms["b"].is_full = True
+    run(net.publish(2)[:1])
+    net.settle()
+    assert len(net.notes) == 2
+    assert [retry(net), retry(net)] == [1, 2]
+
+
+def test_it_is_tried_as_soon_as_an_image_is_dropped() -> None:
+    net = full_node(base=None)
+    for _ in range(5):
+        assert net.nodes["b"].deadline is not None
+        net.now = net.nodes["b"].deadline or 0.0
+        net.wait(0.0)
+    net.rooms["b"].is_full = False
+    node = net.nodes["b"]
+    # A third version that a child has pinned goes.
+    for version in (PolicyVersion(0, 7), PolicyVersion(0, 8)):
+        node.store[version] = node.store[v(0)]
+    net.wait(node.receiver._stall_s)
+    begun_at = net.now
+    assert sorted(node.store) == [PolicyVersion(0, 8), v(0)]
+    assert node.deadline == pytest.approx(begun_at + RELEASE_PAUSE_S)
+    net.wait(RELEASE_PAUSE_S)
+    net.settle()
+    assert net.holds("b", 1)
+
+
+def test_its_own_parent_is_not_blamed() -> None:
+    net = full_node(base=None)
+    for _ in itertools.repeat(None, 100):
+        net.perform("b", net.nodes["b"].expect(v(1), now=net.now))
+        net.settle()
+        net.wait(0.5)
+        net.settle()
+    assert not net.failed
+    assert len(net.notes) == 1
+
+
+def test_nothing_to_try_is_nothing_to_wait_for() -> None:
+    net = full_node(base=None)
+    node = net.nodes["b"]
+    link = net.link("b", 0) or ""
+    node.receiver.offers.forget(link)
+    net.wait(FIRST_PAUSE_S)
+    assert node.deadline is None
+    assert node.receiver.store.get((v(1), FULL)) is None
+    message = Announce(version=v(1), offers=(EncodedVersionOffer(v(1), v(0), 1),))
+    net.deliver((link, "b"), (message, []))
+    assert node.receiver.item == (v(1), Form("delta", v(0)))
