@@ -24,7 +24,6 @@ from echo.records.ledger import (
 from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
     Checkpoints,
-    drop_later,
     find_whole,
     list_checkpoints,
     save_checkpoint,
@@ -96,14 +95,6 @@ def test_a_checkpoint_of_an_abandoned_lineage_does_not_push_out_the_new_one(tmp_
     assert save(tmp_path, 20, lineage=2, keep_last=1) == 20
     assert latest(tmp_path)[0] == "2/20"
     assert list(list_checkpoints(tmp_path)) == [20]
-
-
-def test_going_back_drops_what_came_later(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        save(tmp_path, step, keep_last=3)
-    drop_later(tmp_path, 20)
-    assert list(list_checkpoints(tmp_path)) == [10, 20]
-    assert latest(tmp_path)[0] == "1/20"
 
 
 def test_a_kill_before_the_first_pointer_loses_nothing(tmp_path: Path) -> None:
