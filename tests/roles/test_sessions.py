@@ -203,6 +203,8 @@ def test_finish_reaches_the_workers_behind_a_relay_before_the_relay_stops(tmp_pa
         assert (node.stop.reason, node.stop.error) == ("done", None)
     assert learner.session.roster.nodes == {}  # each said goodbye, the workers through the relay
     assert not [note for note in learner.notes if "silent" in note]
+    for way in ("up", "down"):
+        assert relay.session.counters[f"forwarded/{way}"] > 4
 
 
 def test_a_relay_is_dismissed_at_the_last_call_though_its_worker_never_left(tmp_path: Path) -> None:
