@@ -89,19 +89,6 @@ def test_the_oldest_come_first_and_then_the_smallest_id() -> None:
     assert len(buffer) == 0
 
 
-def test_groups_of_an_abandoned_lineage_leave_with_that_reason() -> None:
-    buffer = StalenessBuffer(max_staleness=9, lineages=(Lineage(1, 0), Lineage(2, 3)))
-    fill(buffer, make_group(0, (1, 3)), make_group(1, (1, 4)), make_group(2, (2, 4)))
-    fill(buffer, make_group(3, (2, 6)), make_group(4, (2, 4), is_masked=True))
-    reasons = {evicted.group.group_id: evicted.reason for evicted in buffer.evict(step=5)}
-    assert reasons == {
-        1: "abandoned_version",
-        3: "version_from_the_future",
-        4: "no_trainable_token",
-    }
-    assert ids(buffer.take(2, step=5)) == [0, 2]
-
-
 def test_take_refuses_to_hand_out_what_was_not_evicted_and_changes_nothing() -> None:
     buffer = StalenessBuffer(max_staleness=1, lineages=FIRST)
     fill(buffer, make_group(0, (1, 1)), make_group(1, (1, 3)))

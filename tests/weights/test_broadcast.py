@@ -258,6 +258,7 @@ def test_a_parent_with_nothing_new_answers_and_is_left_in_peace() -> None:
         mesh.settle()
     assert not mesh.failed
     assert mesh.nodes["b"].deadline is None
+    assert mesh.nodes["b"].progress() == (None, 0, 0)
 
 
 # --- who may say what ----------------------------------------------------------------------------

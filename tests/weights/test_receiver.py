@@ -842,19 +842,6 @@ def test_it_is_tried_again_without_an_announcement(base: int | None) -> None:
     assert len(net.notes) == 1
 
 
-def test_after_it_was_found_everything_begins_anew() -> None:
-    net = full_node(base=None)
-    assert [retry(net), retry(net)] == [1, 2]
-    net.rooms["b"].is_full = False
-    assert retry(net) == 4
-    assert net.holds("b", 1)
-    net.rooms["b"].is_full = True
-    run(net.publish(2)[:1])
-    net.settle()
-    assert len(net.notes) == 2
-    assert [retry(net), retry(net)] == [1, 2]
-
-
 def test_it_is_tried_as_soon_as_an_image_is_dropped() -> None:
     net = full_node(base=None)
     for _ in range(5):
