@@ -34,6 +34,7 @@ from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Samplin
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
 from echo.runtime import relay
+from echo.runtime.event_log import EventLog
 from echo.runtime.learner import setup
 from echo.runtime.learner.setup import PromptSource
 from echo.runtime.node import Node
@@ -321,6 +322,7 @@ class NodeWorld:
         train_s: float = 0.3,
         noise: float = 0.0,
         image_bytes: int = 8 * CHUNK_BYTES,
+        log_events: bool = False,
         **sections: dict[str, Any],
     ) -> None:
         """Make an empty world.
@@ -332,6 +334,7 @@ class NodeWorld:
             sample_s, train_s: seconds of a call of an engine, and of an optimizer step.
             noise: standard deviation of these, as a share.
             image_bytes: size of a version.
+            log_events: whether each process records what its role is fed (`event_logs`).
             sections: the configuration of all nodes, by section.
         """
         self.directory = directory
@@ -342,6 +345,9 @@ class NodeWorld:
         self.refused_groups: set[int] = set()
         self.metrics_of: Callable[[int], dict[str, float]] = lambda step: {}
         self.snapshots: list[Snapshot] = []
+        self.event_logs: list[tuple[str, Path]] = []
+        """(name of the node, its event log), in the order of their starts."""
+        self._log_events = log_events
         self._noise = noise
         self._sample_s, self._train_s = sample_s, train_s
         self._slow_disks: dict[str, float] = {}
@@ -421,6 +427,13 @@ class NodeWorld:
         self._loop.run_until_complete(start())
         self._processes.append(process)
 
+    def _events(self, process: Process) -> EventLog:
+        if not self._log_events:
+            return EventLog()
+        path = self.directory / f"{len(self.event_logs)}.events"
+        self.event_logs.append((process.name, path))
+        return EventLog(path, log=process.log)
+
     def _config(self, role: str, sections: dict[str, Any], **own: Any) -> Config:
         table = {name: dict(section) for name, section in SETTINGS.items()}
         for more in (self.sections, sections):
@@ -476,6 +489,7 @@ class NodeWorld:
                     show=self.snapshots.append,
                     threads=process.threads,
                     log=process.log,
+                    events=self._events(process),
                 )
             except BaseException:
                 await transport.close()
@@ -486,7 +500,13 @@ class NodeWorld:
         own = {"name": process.name, "listen": address, "connect": [ADDRESS.format(via)]}
         config = self._config("relay", sections, **own)
         transport = await self._transport(process, config.relay.listen)
-        node = relay.assemble_relay(config, transport, threads=process.threads, log=process.log)
+        node = relay.assemble_relay(
+            config,
+            transport,
+            threads=process.threads,
+            log=process.log,
+            events=self._events(process),
+        )
         self._write_inline(node)
         return node
 
@@ -520,7 +540,11 @@ class NodeWorld:
         transport = await self._transport(process, config.worker.listen)
         with mock.patch.object(worker_setup, "build_parts", build_parts):
             node = worker_setup.assemble_worker(
-                config, transport, threads=process.threads, log=process.log
+                config,
+                transport,
+                threads=process.threads,
+                log=process.log,
+                events=self._events(process),
             )
         self._write_inline(node)
         return node
