@@ -107,4 +107,6 @@ def assemble_relay(
         node.make_broadcast(node_id, config.network, version_store, events=events),
         now=asyncio.get_running_loop().time(),
     )
-    return RelayNode(session, transport, version_store=version_store, threads=threads, log=log)
+    relay = RelayNode(session, transport, version_store=version_store, threads=threads, log=log)
+    relay.at_release.append(events.close)
+    return relay

@@ -670,7 +670,7 @@ def assemble_learner(
         threads=threads,
         log=log,
     )
-    node.at_release.append(data.host.close)
+    node.at_release += [data.host.close, events.close]
     return node
 
 

@@ -155,6 +155,7 @@ def assemble_worker(
         log=log,
     )
     node.version_store = version_store
+    node.at_release.append(events.close)
     return node
 
 
