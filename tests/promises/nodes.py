@@ -584,6 +584,19 @@ class NodeWorld:
         """Let each chunk take so long to be written at a node."""
         self._slow_disks[name] = seconds
 
+    def damage_chunks(self, name: str, *, number: int) -> None:
+        """Let the next chunks that a node sends arrive with other bytes."""
+        transport = self._process(name).node.transport
+        send, left = transport.send, [number]
+
+        def damage(peer: PeerId, frames: Sequence[Any]) -> bool:
+            if b"Chunk" in bytes(frames[0]) and left[0]:
+                left[0] -= 1
+                frames = [frames[0], bytes(len(frames[1]))]
+            return bool(send(peer, frames))
+
+        transport.send = damage
+
     def fill_disk(self, *, of: str) -> None:
         """Let the learner's disk take no more "records" or "checkpoints"; "": all again."""
         self._process(LEARNER).full_disk = of
@@ -653,6 +666,16 @@ class NodeWorld:
 
         self._loop.run_until_complete(wait())
         return self.now - began
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        """(node, line) of all that was logged."""
+        return list(self._told)
+
+    @property
+    def weights(self) -> Any:
+        """The present learner's weights."""
+        return self._process(LEARNER).node._trainer.tensors()["w"].numpy()
 
     # --- what happened ---------------------------------------------------------------------------
 
