@@ -49,7 +49,7 @@ from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState
 # Each segment has a seed of its own: with the old one the random choices would repeat themselves.
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PartialGroup:
     """A leased group while it is sampled; it keeps its lease, whoever else has held it before."""
 
@@ -65,6 +65,8 @@ class PartialGroup:
     """When the engine took it."""
     is_continued: bool = False
     """Whether it was begun before that, here or elsewhere."""
+    is_unwanted: bool = False
+    """Whether nobody waits for it any more, though an engine has it."""
 
     def seconds(self, now: float) -> float:
         """Return how long all of it took; 0 where that is not known."""
@@ -103,6 +105,19 @@ class PartialGroup:
             return self.lease.seed + member
         text = f"{self.lease.seed}/{member}/{num_segments}"
         return random.Random(text).getrandbits(48)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialRules:
+    """What becomes of unfinished rollouts."""
+
+    over_submission: float = 1.0
+    """Groups in the engine for each that is waited for, at least 1."""
+    stale_tokens: StaleTokens = "keep"
+    max_age: int = 1 << 30
+    """Steps that a token may be old when its rollout is continued."""
+    ship_s: float | None = 30.0
+    """Seconds between two shipments; None ships only where the worker pauses or leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +221,6 @@ class PartialGroups:
         """In the engine, or being scored."""
         self.interrupted: dict[LeaseKey, PartialGroup] = {}
         """Begun, and waiting to be continued."""
-        self._unwanted: set[LeaseKey] = set()
 
     def __contains__(self, key: LeaseKey) -> bool:
         return key in self.queue or key in self.running or key in self.interrupted
@@ -297,34 +311,25 @@ class PartialGroups:
 
     def park(self, partial: PartialGroup) -> bool:
         """Put a partial group aside until a place is free; return whether it is still wanted."""
-        if self.running.pop(partial.key, None) is None:
-            return False
-        if partial.key in self._unwanted:
-            self._unwanted.remove(partial.key)
+        if self.running.pop(partial.key, None) is None or partial.is_unwanted:
             return False
         self.interrupted[partial.key] = partial
         return True
 
     def end(self, key: LeaseKey) -> bool:
         """Forget a group that was in the engine; return whether its result is still wanted."""
-        was_running = self.running.pop(key, None) is not None
-        is_unwanted = key in self._unwanted
-        self._unwanted.discard(key)
-        return was_running and not is_unwanted
-
-    def is_unwanted(self, key: LeaseKey) -> bool:
-        """Return whether nobody waits any more for a partial group in the engine."""
-        return key in self._unwanted
+        partial = self.running.pop(key, None)
+        return partial is not None and not partial.is_unwanted
 
     def revoke(self, key: LeaseKey) -> int:
         """Give up a lease that is not wanted any more; return how many tokens were in vain.
 
         One that is in the engine is given up when it leaves it.
         """
-        if key in self.running:
-            is_news = key not in self._unwanted
-            self._unwanted.add(key)
-            return self.running[key].num_tokens if is_news else 0
+        running = self.running.get(key)
+        if running is not None:
+            is_news, running.is_unwanted = not running.is_unwanted, True
+            return running.num_tokens if is_news else 0
         self.queue.pop(key, None)
         partial = self.interrupted.pop(key, None)
         return 0 if partial is None else partial.num_tokens

@@ -110,7 +110,7 @@ class DialingRole:
 
     # --- what subclasses fill in -----------------------------------------------------------------
 
-    def installed(self) -> PolicyVersion | None:
+    def version_in_use(self) -> PolicyVersion | None:
         """Return the newest version in use; for a relay the newest held whole."""
         return self.broadcast.newest_complete
 
@@ -146,6 +146,10 @@ class DialingRole:
 
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle that the learner has (again) admitted this node."""
+        return []
+
+    def on_version(self, *, now: float) -> list[Action]:
+        """Handle that a version of the weights is here as a whole."""
         return []
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
@@ -328,7 +332,7 @@ class DialingRole:
                 rest.append(action)
                 if isinstance(action, VersionArrived):
                     self._heartbeat_at = now
-                    rest += self._probe(action.version, now)
+                    rest += [*self._probe(action.version, now), *self.on_version(now=now)]
         return rest
 
     def _probe(self, version: PolicyVersion, now: float) -> list[Action]:
@@ -399,13 +403,19 @@ class DialingRole:
     # --- time ------------------------------------------------------------------------------------
 
     @property
+    def _give_up_at(self) -> float:
+        """When a node without the learner ends; one that leaves already has a bound of its own."""
+        return self._lost_at + self.settings.reconnect_for_s
+
+    @property
     def deadline(self) -> float | None:
         """When `expire` must be called next."""
         own: tuple[float, ...] = ()
         if self.is_admitted:
             own = (self._heartbeat_at, self._heard_at + self._joining.dead_after_s)
         elif self.state is not NodeState.STOPPED:
-            own = (self._joining.retry_at, self._lost_at + self.settings.reconnect_for_s)
+            give_up_at = math.inf if self.is_leaving else self._give_up_at
+            own = (self._joining.retry_at, give_up_at)
         return earliest(*own, self.broadcast.deadline, self._weights.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
@@ -423,8 +433,8 @@ class DialingRole:
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
 
     def _expire_joining(self, now: float) -> list[Action]:
-        remaining_s = self._lost_at + self.settings.reconnect_for_s - now
-        if remaining_s <= 0:
+        remaining_s = self._give_up_at - now
+        if remaining_s <= 0 and not self.is_leaving:
             run_id = self._joining.run_id
             text = describe_failure(self.settings, self._addresses(), run_id=run_id)
             for fault in self._faults.values():
@@ -457,7 +467,7 @@ class DialingRole:
         """Tell the learner this node's state, now."""
         self._beat_at, self._heartbeat_at = now, now + self.heartbeat_s
         beat = Heartbeat(
-            installed=self.installed(),
+            installed=self.version_in_use(),
             capacity=0 if self.is_leaving else self.capacity(),
             leases=self.lease_states(),
             stats=self.stats(),

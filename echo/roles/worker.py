@@ -9,19 +9,50 @@ Admitted everything unacknowledged is sent again.
 What is parked is shipped to the learner now and then (`ship`), which leases it to others if this
 worker does not come back; a worker that does come back lists what it still has, and is told what is
 not wanted any more.
+
+The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carries out and reports:
+
+    Sample   ->  sampled, for each group as it grows; then returned, or refused
+    Recall       stop that call of the engine: it returns what it has
+    Offer    ->  finished, or failed; Withdraw -> dropped  (agents)
+    Score    ->  scored, or failed
+    Install  ->  installed, or install_failed
+    Save     ->  saved
+    Release  ->  released
+    Drained      nothing is left here that must not be lost
+
+An engine that takes requests at any time gets one call per group, as soon as there is room for it.
+Any other gets one batch of groups after another, and a batch lasts as long as its longest rollout,
+while fewer and fewer of its rows do anything. So with `over_submission` = f > 1 (active partial
+rollouts, APRIL) a batch of N groups is recalled when N / f of them are whole and others wait for
+the room: what is unfinished is parked with its tokens, log-probabilities and versions, and goes on
+in the next batch, before fresh groups, oldest first, under the newest weights. A continued group
+takes only the rows of its unfinished rollouts, and fresh groups take the others. A group that is
+whole is scored and delivered at once, whatever the others do. An engine that takes requests at any
+time has no batch to wait for: there f times as many groups as its memory holds are handed to it, so
+that its queue never runs dry while stragglers hold on to theirs.
+
+A call lasts `ship_s` at most: then what it has sampled is parked, saved in this worker's own file,
+shipped to the learner, and continued. So a worker that is killed loses no more than that.
+
+The newest complete version is installed in flight: no rollout has to end for it, and each token
+says which version sampled it. If the engine refuses it, the one before goes on sampling.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
+import numpy as np
 
 from echo.core.bounds import MAX_LEASES, MAX_PAYLOAD_BYTES
-from echo.core.errors import RemoteProtocolError
-from echo.core.rollout import Group, Lineage, PartialRollout, PolicyVersion
+from echo.core.errors import EngineError, RemoteProtocolError
+from echo.core.rollout import Group, Lineage, PartialRollout, PolicyVersion, Rollout
 from echo.core.timers import earliest
 from echo.core.units import format_duration
 from echo.leases.outbox import Outbox
@@ -29,20 +60,25 @@ from echo.leases.partials import (
     LeaseKey,
     PartialGroup,
     PartialGroups,
+    PartialRules,
+    apply_staleness_policy,
+    decode_groups,
     decode_members,
+    encode_groups,
     encode_members,
     key_of,
 )
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole
 from echo.weights.broadcast import Broadcast
-from echo.wire.actions import Action, Note
+from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, encode_group, payload_bytes
 from echo.wire.messages import (
     SUPERSEDED,
     Ack,
     Deliver,
     Failed,
+    Goodbye,
     Grant,
     Lease,
     LeaseState,
@@ -78,53 +114,217 @@ class VersionWait:
         return [keys[key] for key, since in self._since.items() if now >= since + self.max_s]
 
 
-@dataclass(frozen=True, slots=True)
-class LeasesChanged(Action):
-    """New leases wait in the worker's queue."""
+# --- The engine as the role sees it, and what is asked of the shell ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """Facts of a worker's engine and task that its decisions need."""
+
+    group_size: int
+    groups_per_batch: int
+    """Groups that the engine holds at one time."""
+    is_continuous: bool = False
+    """Whether groups may join those that it samples."""
+    sampler: Literal["engine", "episodes", "agents"] = "engine"
+    """Who samples: the engine alone, which can be stopped and continue; episodes of several turns,
+    which are played to their end, because no other worker has their environment; or agents, to whom
+    all leases are offered at once, as many as they ask for."""
+    max_prompt_tokens: int = 1 << 30
+    """Longest prompt that leaves room for a completion in the model's window."""
+    max_completion_tokens: int = 1 << 30
+    rules: PartialRules = field(default_factory=PartialRules)
+    """What becomes of unfinished rollouts."""
+    queue_share: float = 1.0
+    """Groups that wait here for each that the engine holds: so it never waits for the network."""
+
+    @property
+    def num_places(self) -> int:
+        """Groups that the engine has at one time, if each has all of its rollouts to sample."""
+        return self._num_over if self.is_continuous else self.groups_per_batch
+
+    @property
+    def max_groups(self) -> int:
+        """Groups to have here at one time; agents ask for theirs."""
+        if self.sampler == "agents":
+            return 0
+        return max(1, round(self._num_over + self.queue_share * self.groups_per_batch))
+
+    @property
+    def _num_over(self) -> int:
+        return math.ceil(self.groups_per_batch * self.rules.over_submission)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class EngineCall:
+    """Groups that are sampled together, and how far they are.
+
+    Whoever samples may count at any time and from its own thread, which is the only one that writes
+    what was `seen`; all else belongs to the role, which is told of it (`counted`).
+    """
+
+    groups: list[PartialGroup]
+    """At least one of each one's members is unfinished."""
+    num_awaited: int
+    """Whole groups after which it is recalled if others wait for the room."""
+    ends_at: float
+    exact_version: PolicyVersion | None
+    """The only version that may sample them. Such a call goes on to its end: newer weights wait for
+    it, and what it left unfinished they could not continue."""
+    num_whole: int = 0
+    num_tokens: int = 0
+    """Sampled so far."""
+    num_signs: int = 0
+    """Signs of life of every group in it, tokens among them."""
+    is_recalled: bool = False
+    """Whether it is to end soon, with what it has."""
+    seen_tokens: int = 0
+    seen_signs: int = 0
+
+    def on_tokens(self, number: int) -> None:
+        """Count tokens."""
+        self.seen_tokens += number
+        self.on_progress(number)
+
+    def on_progress(self, number: int) -> None:
+        """Note a sign of life of every group in the call."""
+        self.seen_signs += number
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseCancelled(Action):
-    """Nobody waits any more for a group that the worker has begun."""
+class Sample(Action):
+    """Sample these groups, unfinished members from where they stopped."""
 
-    group_id: int
-    attempt: int
+    call: EngineCall
+
+
+@dataclass(frozen=True, slots=True)
+class Recall(Action):
+    """Stop this call of the engine; it returns all the same."""
+
+    call: EngineCall
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Action):
+    """Offer these leases to agents."""
+
+    leases: Sequence[Lease]
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw(Action):
+    """Offer nothing more to agents; leases that none of them works on are `dropped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score(Action):
+    """Reward every member of a whole group; stop if it becomes unwanted meanwhile."""
+
+    group: PartialGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Install(Action):
+    """Load this version into the engine."""
+
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Save(Action):
+    """Write this worker's file of unfinished groups."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Drained(Action):
+    """A worker that leaves has handed over all that it could."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Action):
+    """Give this machine back, for this reason."""
+
+    reason: str
+
+
+DRAIN_S = 30.0
+"""Seconds that a stopping worker waits for its last rewards and its acknowledgements."""
+INSTALL_AGAIN_S = 30.0
+"""Seconds after which a version that could not be installed is tried again, if none is newer.
+
+If all workers refuse the newest version, and what they have is too old, no newer one ever comes.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseTerms:
+    """For how long a machine is kept; None is for ever."""
+
+    standby_s: float | None = None
+    learner_gone_s: float | None = None
 
 
 class Worker(DialingRole):
-    """A dialling role with a queue of leases and an outbox of results."""
+    """A dialling role with a queue of leases, an engine's calls, and an outbox of results."""
 
     def __init__(
-        self, settings: NodeSettings, broadcast: Broadcast, outbox: Outbox, *, now: float
+        self,
+        settings: NodeSettings,
+        broadcast: Broadcast,
+        outbox: Outbox,
+        *,
+        terms: ReleaseTerms | None = None,
+        version_wait_s: float = MAX_VERSION_WAIT_S,
+        now: float,
     ) -> None:
-        """Start without leases; set `max_groups` once the engine knows what it can hold."""
+        """Start without leases and without an engine; `built` brings it.
+
+        Args:
+            settings: of the node.
+            broadcast: its part of the weights plane.
+            outbox: for results.
+            terms: for how long its machine is kept; None for ever.
+            version_wait_s: for how long a lease may wait for its version.
+            now: the present.
+        """
         super().__init__(settings, broadcast, now=now)
         self.outbox = outbox
+        self.terms = terms or ReleaseTerms()
+        self.engine: EngineFacts | None = None
         self.max_groups = 0
         """Groups that may run and wait here at once."""
         self.installed_version: PolicyVersion | None = None
         self.standby_since: float | None = None
         """Since when the learner has had no work for this worker; None while it is active."""
-        self.activity = "starting"
         self.tokens_sampled = 0
         self.num_accepted = 0
         """Groups that the learner has taken since this process started."""
         self.partials = PartialGroups()
         self.partial_counts: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
-        self.version_wait = VersionWait()
+        self.version_wait = VersionWait(version_wait_s)
         """For leases that ask for newer weights."""
-        self.num_places = 0
-        """Groups that the engine samples at one time; set with `max_groups`."""
+        self._calls: list[EngineCall] = []
+        self._scoring: dict[LeaseKey, PartialGroup] = {}
+        self._installing: PolicyVersion | None = None
+        self._refused_version: PolicyVersion | None = None
+        self._install_again_at = math.inf
+        self._is_held = False
+        """Whether the engine is kept empty until newer weights are in it."""
+        self._saved = b""
+        self._saved_at = -math.inf
+        self._num_saving = 0
+        self._drain_until: float | None = None
+        self._is_drained = False
+        self._retiring = ""
+        """Why this worker gives its machine back; empty if it does not."""
 
-    @property
-    def learner_heard_at(self) -> float:
-        """When the learner was last heard of, or this worker began to look for it."""
-        return self._lost_at
+    # --- what the learner and the operator are told ----------------------------------------------
 
-    # --- what the learner is told ----------------------------------------------------------------
-
-    def installed(self) -> PolicyVersion | None:
+    def version_in_use(self) -> PolicyVersion | None:
         """Return the version that the engine samples from."""
         return self.installed_version
 
@@ -138,6 +338,27 @@ class Worker(DialingRole):
         """The learner's histories so far, oldest first."""
         return self._joining.lineages
 
+    @property
+    def activity(self) -> str:
+        """What this worker does, or what it waits for."""
+        if self._retiring and self._is_drained:
+            return "releasing"
+        if self.engine is None:
+            return "starting"
+        if self.engine.sampler == "agents":
+            return "serving agents"
+        if self._calls:
+            return "sampling"
+        if self._installing is not None:
+            return f"installing {self._installing}"
+        if self.standby_since is not None:
+            return "standing by"
+        if self.installed_version is None:
+            return "waiting for weights"
+        if self.partials.awaiting(self.installed_version):
+            return "waiting for newer weights"
+        return "waiting for acks" if self.outbox.is_full else "waiting for leases"
+
     def lease_states(self) -> tuple[LeaseState, ...]:
         """Return every lease here: waiting, running, or not yet acknowledged."""
         delivered = (
@@ -149,13 +370,24 @@ class Worker(DialingRole):
     def stats(self) -> NodeStats:
         """Return what to tell the learner about this worker."""
         stats = super().stats()
+        num_places = 0 if self.engine is None else self.engine.num_places
         return msgspec.structs.replace(
             stats,
             state=self.activity,
             tokens_sampled=self.tokens_sampled,
             partials=dict(self.partial_counts),
-            num_places=min(self.num_places, MAX_LEASES),
+            num_places=min(num_places, MAX_LEASES),
         )
+
+    def heartbeat(self, *, now: float) -> list[Action]:
+        """Tell the learner this node's state, now.
+
+        A group that is being rewarded lives: every call of a task's code is bounded, also one that
+        hangs or waits for a free thread. Its end, and not that of its lease, tells what was wrong.
+        """
+        for group in self._scoring.values():
+            group.num_progress += 1
+        return super().heartbeat(now=now)
 
     # --- from the learner ------------------------------------------------------------------------
 
@@ -168,18 +400,18 @@ class Worker(DialingRole):
             return actions
         self.standby_since = now if message.is_standby else None
         text = "not needed for now: standing by" if message.is_standby else "needed: active again"
-        return [*actions, Note("info", text), LeasesChanged()]
+        return [*actions, Note("info", text)]
 
     def on_routed(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
         """Handle leases and acknowledgements."""
         match message:
             case Grant():
-                return self._on_grant(message, payload)
+                return self._on_grant(message, payload, now)
             case Ack():
-                return self._on_ack(message, now)
+                return [*self._on_ack(message, now), *self._next(now)]
         return super().on_routed(message, payload, now=now)
 
-    def _on_grant(self, message: Grant, payload: list[Frame]) -> list[Action]:
+    def _on_grant(self, message: Grant, payload: list[Frame], now: float) -> list[Action]:
         members: list[PartialRollout] = []
         if payload:
             if len(message.leases) != 1:
@@ -188,7 +420,7 @@ class Worker(DialingRole):
         fresh = [lease for lease in message.leases if not self._is_known(key_of(lease))]
         for lease in fresh:
             self.partials.add(lease, members)
-        return [LeasesChanged()] if fresh else []
+        return self._next(now) if fresh else []
 
     def _is_known(self, key: LeaseKey) -> bool:
         return key in self.partials or key in self.outbox.keys
@@ -198,12 +430,14 @@ class Worker(DialingRole):
         was_full = self.outbox.is_full
         if not self.outbox.acknowledge(key):
             # A lease that is acknowledged before it is delivered is not wanted any more.
-            is_running = key in self.partials.running and not self.partials.is_unwanted(key)
+            group = self.partials.running.get(key)
+            is_news = group is not None and not group.is_unwanted
             self.partial_counts["wasted_tokens"] += self.partials.revoke(key)
-            if not is_running:
+            if not is_news:
                 return []
             self.counters.add("cancelled")
-            return [LeaseCancelled(*key)]
+            text = f"group {message.group_id} was finished by another worker"
+            return [Note("info", text, "superseded")]
         actions: list[Action] = []
         self.num_accepted += message.outcome == "accepted"
         if message.outcome == "refused":
@@ -212,7 +446,7 @@ class Worker(DialingRole):
             text = f"group {message.group_id} was refused: {reason}"
             actions.append(Note("warning", text, f"refused {reason}"))
         if was_full:
-            actions += [LeasesChanged(), *self.heartbeat(now=now)]
+            actions += self.heartbeat(now=now)
         return actions
 
     def on_admitted(self, *, now: float) -> list[Action]:
@@ -220,67 +454,229 @@ class Worker(DialingRole):
         self.outbox.resend_all()
         return [*self.heartbeat(now=now), *self._send_due(now)]
 
-    # --- from the engine -------------------------------------------------------------------------
+    def on_version(self, *, now: float) -> list[Action]:
+        """Handle that a version of the weights is here as a whole."""
+        return self._next(now)
 
-    def take(
-        self,
-        max_groups: int,
-        *,
-        group_size: int,
-        max_rollouts: int | None = None,
-        now: float | None = None,
-    ) -> list[PartialGroup]:
-        """Move groups into the engine, as far as there is room: begun ones first, oldest first."""
-        if self.outbox.is_full:
+    # --- into the engine -------------------------------------------------------------------------
+
+    def built(self, engine: EngineFacts, digests: dict[str, str], *, now: float) -> list[Action]:
+        """Note that task and engine are built, with these hashes, and what they can do."""
+        self.engine = engine
+        self.max_groups = engine.max_groups
+        return [*self.configured(digests, now=now), *self._next(now)]
+
+    def _next(self, now: float) -> list[Action]:
+        """Begin and stop what can be begun and what is to be stopped now."""
+        engine = self.engine
+        if engine is None:
+            return self._settle(now)
+        actions = [] if self.is_leaving else self._install_newest(engine, now)
+        actions += self._begin(engine, now)
+        if engine.sampler == "engine":
+            actions += self._recall(call for call in self._calls if self._has_enough(call, now))
+            if not self._calls:
+                # What is parked now is not continued soon.
+                actions += self.ship(interval_s=0.0, now=now)
+        return [*actions, *self._settle(now)]
+
+    def _begin(self, engine: EngineFacts, now: float) -> list[Action]:
+        """Take groups into the engine, as far as there is room: begun ones first, oldest first."""
+        room = self._room(engine)
+        if room <= 0:
             return []
-        return self.partials.take(
-            max_groups,
-            group_size=group_size,
-            max_rollouts=max_rollouts,
+        is_batch = engine.sampler == "engine" and not engine.is_continuous
+        taken = self.partials.take(
+            room,
+            group_size=engine.group_size,
+            max_rollouts=engine.groups_per_batch * engine.group_size if is_batch else None,
             now=now,
             installed=self.installed_version,
         )
-
-    def progress(self, lease: Lease, num_tokens: int) -> None:
-        """Note how many tokens have been sampled for a running lease."""
-        partial = self.partials.running.get(key_of(lease))
-        if partial is not None:
-            partial.num_progress = num_tokens
-
-    def park(self, partial: PartialGroup) -> None:
-        """Put a partial group aside that left the engine unfinished."""
-        self.partials.park(partial)
-
-    def ship(self, *, interval_s: float, now: float) -> list[Action]:
-        """Send the learner what has been sampled for parked partial groups, where it is news.
-
-        Args:
-            interval_s: seconds between two shipments of one partial group; 0 where this worker is
-                about to pause or to leave.
-            now: the present instant.
-        """
-        if not self.is_admitted:
-            return []
+        if engine.sampler == "agents":
+            return [Offer([group.lease for group in taken])] if taken else []
         actions: list[Action] = []
-        for partial in self.partials.take_due(interval_s=interval_s, now=now):
-            message = Partial(group_id=partial.lease.group_id, attempt=partial.lease.attempt)
-            frame = encode_members(partial.members)
-            if payload_bytes([frame]) > MAX_PAYLOAD_BYTES:
-                continue  # what a lost worker has of it is sampled anew
-            actions += self.to_learner(message, frame)
-            self.partial_counts["shipped"] += 1
+        groups = []
+        for group in taken:
+            if engine.sampler == "engine":
+                self._apply_staleness(group, engine.rules)
+            num_prompt = len(group.lease.prompt_ids)
+            if group.is_whole:
+                # By somebody else, or by this worker before it was stopped.
+                actions += self._score(group)
+            elif num_prompt > engine.max_prompt_tokens:
+                detail = (
+                    f"the prompt has {num_prompt} tokens, the model's window leaves "
+                    f"{engine.max_prompt_tokens} beside {engine.max_completion_tokens} sampled ones"
+                )
+                actions += self.failed(group.lease, "prompt_too_long", detail, now=now)
+            else:
+                groups.append(group)
+        size = 1 if engine.is_continuous else max(1, len(groups))
+        for start in range(0, len(groups), size):
+            self._calls.append(_make_call(groups[start : start + size], engine, now))
+            actions.append(Sample(self._calls[-1]))
         return actions
 
-    def is_cancelled(self, lease: Lease) -> bool:
-        """Return whether nobody waits any more for a group in the engine."""
-        return self.partials.is_unwanted(key_of(lease))
+    def _room(self, engine: EngineFacts) -> int:
+        """Return how many groups may go into the engine now."""
+        is_closed = self._is_held or self.is_leaving or self.outbox.is_full
+        if is_closed or self.installed_version is None:
+            return 0
+        if engine.sampler == "agents":
+            return MAX_LEASES
+        is_played = engine.sampler == "episodes"
+        if engine.is_continuous:
+            num_places = engine.groups_per_batch if is_played else engine.num_places
+            return num_places - sum(len(call.groups) for call in self._calls)
+        if self._calls:
+            return 0
+        return engine.groups_per_batch if is_played else engine.max_groups
+
+    def _apply_staleness(self, group: PartialGroup, rules: PartialRules) -> None:
+        """Decide what the tokens so far are worth under the present weights."""
+        installed, num_tokens = self.installed_version, group.num_tokens
+        assert installed is not None
+        if not num_tokens:
+            return
+        step = max(self.learner_step, installed.step)
+        oldest = group.oldest_step
+        result = apply_staleness_policy(
+            group.members,
+            stale_tokens=rules.stale_tokens,
+            max_age=rules.max_age,
+            step=step,
+            installed=installed,
+            lineages=self.lineages,
+            exact_version=group.lease.exact_version,
+        )
+        group.members = result.members
+        counts = self.partial_counts
+        counts["resumed"] += 1
+        counts["resumed_tokens"] += num_tokens
+        counts["masked_tokens"] += result.num_masked
+        counts["wasted_tokens"] += result.num_dropped
+        counts["age_sum"] += 0 if oldest is None else max(0, step - oldest)
+
+    # --- out of the engine -----------------------------------------------------------------------
+
+    def counted(self, call: EngineCall, *, num_tokens: int, num_signs: int) -> None:
+        """Note how many tokens and signs of life there were so far of a call under way."""
+        for group in call.groups:
+            group.num_progress += num_signs - call.num_signs
+        call.num_tokens, call.num_signs = num_tokens, num_signs
+
+    def sampled(
+        self,
+        call: EngineCall,
+        group: PartialGroup,
+        members: Sequence[PartialRollout],
+        *,
+        now: float,
+    ) -> list[Action]:
+        """Note how far the members of a group are, and have it scored once all have ended."""
+        group.members = list(members)
+        if not group.is_whole:
+            return []
+        call.num_whole += 1
+        return [*self._score(group), *self._next(now)]
+
+    def _score(self, group: PartialGroup) -> list[Action]:
+        if group.is_unwanted:
+            self.partials.end(group.key)
+            return []
+        self._scoring[group.key] = group
+        return [Score(group)]
+
+    def returned(self, call: EngineCall, *, num_tokens: int, now: float) -> list[Action]:
+        """Take back a call that has ended, and park what it has left unfinished.
+
+        Args:
+            call: it was sampled, or recalled.
+            num_tokens: what it has sampled in all.
+            now: the present.
+        """
+        self._calls.remove(call)
+        self.tokens_sampled += num_tokens
+        engine = self.engine
+        assert engine is not None
+        if engine.sampler != "engine":
+            return self._next(now)
+        for group in call.groups:
+            if not group.is_whole:
+                self.partials.park(group)
+                self.partial_counts["interrupted"] += 1
+        interval_s = engine.rules.ship_s
+        if interval_s is None:
+            return self._next(now)
+        actions = self.ship(interval_s=interval_s, now=now)
+        if now >= self._saved_at + interval_s:
+            actions += self._save(now)
+        return [*actions, *self._next(now)]
+
+    def refused(self, call: EngineCall, why: str, *, now: float) -> list[Action]:
+        """Give back groups whose version was replaced before the engine could begin them."""
+        self._calls.remove(call)
+        actions: list[Action] = []
+        for group in call.groups:
+            actions += self._refuse(group.lease, SUPERSEDED, why)
+        return [*actions, *self._send_due(now), *self._next(now)]
+
+    def _has_enough(self, call: EngineCall, now: float) -> bool:
+        """Return whether what is unfinished in a call goes on another time."""
+        if call.num_whole == len(call.groups):
+            return False  # it returns by itself
+        if all(group.is_unwanted for group in call.groups):
+            return True
+        if now >= call.ends_at:
+            # With something to show for it, or a slow start would be repeated for ever.
+            if call.num_tokens or call.num_whole:
+                return True
+            assert self.engine is not None
+            call.ends_at = now + (self.engine.rules.ship_s or 0.0)
+        has_others = bool(self.partials.queue or self.partials.interrupted)
+        return call.num_whole >= call.num_awaited and has_others
+
+    def _recall(self, calls: Iterable[EngineCall]) -> list[Action]:
+        """Have calls end soon that were not told so before."""
+        actions: list[Action] = []
+        for call in calls:
+            if not call.is_recalled:
+                call.is_recalled = True
+                actions.append(Recall(call))
+        return actions
+
+    # --- whole groups ----------------------------------------------------------------------------
+
+    def scored(self, group: PartialGroup, rewards: Sequence[float], *, now: float) -> list[Action]:
+        """Deliver a whole group with its rewards; they may be fewer where it became unwanted."""
+        if group.is_unwanted:
+            return self._end_unwanted(group.key, now)
+        assert self.engine is not None
+        stale_tokens = self.engine.rules.stale_tokens
+        rollouts = [
+            member.rollout(reward, stale_tokens=stale_tokens)
+            for member, reward in zip(group.members, rewards, strict=True)
+        ]
+        return self.played(group.lease, rollouts, now=now)
+
+    def played(self, lease: Lease, rollouts: Sequence[Rollout], *, now: float) -> list[Action]:
+        """Deliver the rollouts of a lease, rewarded."""
+        group = Group(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            worker_id=self.settings.node_id,
+            prompt_ids=np.array(lease.prompt_ids, dtype=np.int32),
+            rollouts=tuple(rollouts),
+        )
+        return self.finished(group, now=now)
 
     def finished(self, group: Group, *, now: float) -> list[Action]:
         """Deliver a finished group."""
         key = (group.group_id, group.attempt)
         partial = self.partials.running.get(key)
-        if not self.partials.end(key) or partial is None:
-            return []
+        if partial is None or partial.is_unwanted:
+            return self._end_unwanted(key, now)
         payload = encode_group(group)
         if (num_bytes := payload_bytes(payload)) > MAX_PAYLOAD_BYTES:
             detail = (
@@ -288,18 +684,32 @@ class Worker(DialingRole):
                 "rollout.group_size or sampling.max_completion_tokens"
             )
             return self.failed(partial.lease, "group_too_large", detail, now=now)
+        self._end(key)
         seconds = partial.seconds(now)
         message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
         self.outbox.put(key, message, *payload)
-        return self._send_due(now)
+        return [*self._send_due(now), *self._settle(now)]
 
     def failed(
         self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
     ) -> list[Action]:
         """Report a group that cannot be finished and that trying again will not mend."""
-        self.partials.end(key_of(lease))
+        key = key_of(lease)
+        running = self.partials.running.get(key)
+        if running is not None and running.is_unwanted:
+            return self._end_unwanted(key, now)
+        self._end(key)
         self.counters.add(f"failed/{reason}")
-        return [*self._report(lease, reason, detail, traceback=traceback), *self._send_due(now)]
+        report = self._report(lease, reason, detail, traceback=traceback)
+        return [*report, *self._send_due(now), *self._settle(now)]
+
+    def _end(self, key: LeaseKey) -> None:
+        self.partials.end(key)
+        self._scoring.pop(key, None)
+
+    def _end_unwanted(self, key: LeaseKey, now: float) -> list[Action]:
+        self._end(key)
+        return self._settle(now)
 
     def _report(
         self,
@@ -322,25 +732,74 @@ class Worker(DialingRole):
         level = "info" if reason == SUPERSEDED else "warning"
         return [Note(level, f"group {lease.group_id}: {reason}: {detail}", reason)]
 
-    # --- time ------------------------------------------------------------------------------------
+    def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
+        """Give a lease back whose version is not the one that samples here."""
+        key = key_of(lease)
+        if key in self.partials.running:
+            if not self.partials.end(key):
+                return []
+        else:
+            self.partials.revoke(key)
+        self.counters.add("engine/version_refused")
+        return self._report(lease, reason, detail, is_elsewhere=True)
 
-    def _send_due(self, now: float) -> list[Action]:
-        if not self.is_admitted:
+    # --- agents ----------------------------------------------------------------------------------
+
+    def demand(self, num_groups: int, *, now: float) -> list[Action]:
+        """Ask for as many groups as agents need, those that they have included."""
+        if num_groups == self.max_groups:
             return []
-        return [
-            action
-            for encoded in self.outbox.take_due(now=now)
-            for action in self.to_learner(encoded.message, *encoded.payload)
-        ]
+        self.max_groups = num_groups
+        return self.heartbeat(now=now) if self.is_admitted else []
 
-    @property
-    def deadline(self) -> float | None:
-        """When `expire` must be called next."""
-        return earliest(super().deadline, self.outbox.deadline if self.is_admitted else None)
+    def dropped(self, lease: Lease, *, now: float) -> list[Action]:
+        """Note that no agent works on a lease, nor will; the learner finds that out by itself."""
+        return self._end_unwanted(key_of(lease), now)
 
-    def expire(self, *, now: float) -> list[Action]:
-        """Do what has become due."""
-        return [*super().expire(now=now), *self._give_back(now), *self._send_due(now)]
+    def progress(self, lease: Lease, number: int) -> None:
+        """Note how many signs of life there were of a lease that agents have."""
+        partial = self.partials.running.get(key_of(lease))
+        if partial is not None:
+            partial.num_progress = number
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    def _install_newest(self, engine: EngineFacts, now: float) -> list[Action]:
+        """Install the newest version that is here, or the newest of several."""
+        if self._installing is not None:
+            return []
+        self._is_held = False
+        version, installed = self.broadcast.newest_complete, self.installed_version
+        if version is None or (installed is not None and version <= installed):
+            return []
+        if version == self._refused_version and now < self._install_again_at:
+            return []
+        # With "drop" nothing that older weights have begun goes on, in flight or not.
+        self._is_held = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"
+        if self._is_held and self._calls:
+            return self._recall(self._calls)
+        self._installing = version
+        self._install_again_at = math.inf
+        return [Install(version)]
+
+    def installed(self, version: PolicyVersion, *, now: float) -> list[Action]:
+        """Note which version samples from now on, tell the learner, and give back what it ends."""
+        self._installing = None
+        self.installed_version = version
+        beat = self.heartbeat(now=now) if self.is_admitted else []
+        return [*beat, *self._give_back(now), *self._send_due(now), *self._next(now)]
+
+    def install_failed(
+        self, version: PolicyVersion, error: EngineError, *, now: float
+    ) -> list[Action]:
+        """Keep the version before; there is no going on without any."""
+        self._installing = None
+        self._refused_version, self._install_again_at = version, now + INSTALL_AGAIN_S
+        self.counters.add("engine/installs_failed")
+        text = f"cannot install {version}, keeping {self.installed_version}: {error}"
+        if self.installed_version is None:
+            return [Note("warning", text), Stop("failed", error)]
+        return [Note("warning", text), *self._next(now)]
 
     def _give_back(self, now: float) -> list[Action]:
         """Give back the leases whose version has not come in time, or has been replaced."""
@@ -359,53 +818,161 @@ class Worker(DialingRole):
             actions += self._refuse(lease, SUPERSEDED, why)
         return actions
 
-    def superseded(self, lease: Lease, why: str, *, now: float) -> list[Action]:
-        """Give back a lease whose version was replaced before the engine could begin it."""
-        return [*self._refuse(lease, SUPERSEDED, why), *self._send_due(now)]
+    # --- unfinished groups: to the learner, and across a restart ---------------------------------
 
-    def on_installed(self, version: PolicyVersion, *, now: float) -> list[Action]:
-        """Note which version samples from now on, tell the learner, and give back what it ends."""
-        self.installed_version = version
-        beat = self.heartbeat(now=now) if self.is_admitted else []
-        return [*beat, *self._give_back(now), *self._send_due(now)]
-
-    def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
-        """Give a lease back whose version is not the one that samples here."""
-        key = key_of(lease)
-        if key in self.partials.running:
-            if not self.partials.end(key):
-                return []
-        else:
-            self.partials.revoke(key)
-        self.counters.add("engine/version_refused")
-        return self._report(lease, reason, detail, is_elsewhere=True)
-
-
-# --- Release of an idle machine ---
-
-
-RELEASE_CHECK_S = 0.25
-"""Seconds between two looks at whether it is time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseTerms:
-    """For how long a machine is kept; None is for ever."""
-
-    standby_s: float | None
-    learner_gone_s: float | None
-
-    def reason_to_leave(self, session: Worker, *, now: float) -> str | None:
-        """Return why the worker should leave now, or None.
+    def ship(self, *, interval_s: float, now: float) -> list[Action]:
+        """Send the learner what has been sampled for parked partial groups, where it is news.
 
         Args:
-            session: the worker's.
-            now: the present.
+            interval_s: seconds between two shipments of one partial group; 0 where this worker is
+                about to pause or to leave.
+            now: the present instant.
         """
-        since = session.standby_since
-        if self.standby_s is not None and since is not None and now - since >= self.standby_s:
-            return f"on standby for {format_duration(now - since)} (worker.release_after_s)"
-        gone_s = now - session.learner_heard_at
-        if self.learner_gone_s is not None and gone_s >= self.learner_gone_s:
-            return f"without the learner for {format_duration(gone_s)} (worker.release_after_s)"
-        return None
+        if not self.is_admitted:
+            return []
+        actions: list[Action] = []
+        for partial in self.partials.take_due(interval_s=interval_s, now=now):
+            message = Partial(group_id=partial.lease.group_id, attempt=partial.lease.attempt)
+            frame = encode_members(partial.members)
+            if payload_bytes([frame]) > MAX_PAYLOAD_BYTES:
+                continue  # what a lost worker has of it is sampled anew
+            actions += self.to_learner(message, frame)
+            self.partial_counts["shipped"] += 1
+        return actions
+
+    def restore(self, data: Frame) -> list[Action]:
+        """Take over what a former process of this worker has saved."""
+        try:
+            partials = decode_groups(data, run_id=self.broadcast.run_id)
+        except RemoteProtocolError as error:
+            return [Note("warning", f"dropped the unfinished groups that were left here: {error}")]
+        self._saved = bytes(data)
+        self.partials.restore(partials)
+        if not partials:
+            return []
+        num_tokens = sum(partial.num_tokens for partial in partials)
+        return [Note("info", f"found {len(partials)} unfinished groups of {num_tokens} tokens")]
+
+    def _save(self, now: float) -> list[Action]:
+        self._saved_at = now
+        partials = self.partials.begun()
+        data = encode_groups(self.broadcast.run_id, partials)
+        if data == self._saved or not (partials or self._saved):
+            return []
+        self._saved = data
+        self._num_saving += 1
+        return [Save(data)]
+
+    def saved(self, fault: str, *, now: float) -> list[Action]:
+        """Note that a Save has been carried out, or what was wrong: that is told and survived."""
+        self._num_saving -= 1
+        if not fault:
+            return self._settle(now)
+        self.counters.add("partials_unsaved")
+        text = f"cannot keep unfinished rollouts: {fault}; a restart would sample them anew"
+        return [Note("warning", text), *self._settle(now)]
+
+    # --- leaving ---------------------------------------------------------------------------------
+
+    def drain(self, *, now: float) -> list[Action]:
+        """Take no more leases, hand over what is unfinished, and await what is finished."""
+        if self.is_leaving:
+            return []
+        self.is_leaving = True
+        actions = self.heartbeat(now=now) if self.is_admitted else []
+        sampler = None if self.engine is None else self.engine.sampler
+        if sampler == "engine":
+            actions += self._recall(self._calls)
+        elif sampler == "agents":
+            actions.append(Withdraw())
+        return [*actions, *self._next(now)]
+
+    def _settle(self, now: float) -> list[Action]:
+        """Say so once a worker that leaves has nothing left to wait for, or has waited enough."""
+        if not self.is_leaving or self._is_drained:
+            return []
+        is_stoppable = self.engine is not None and self.engine.sampler == "engine"
+        if is_stoppable and self._calls:
+            return []
+        actions: list[Action] = []
+        if self._drain_until is None:
+            self._drain_until = now + DRAIN_S
+            actions = [*self.ship(interval_s=0.0, now=now), *self._save(now)]
+        is_busy = bool(self.partials.running or len(self.outbox) or self._num_saving)
+        if is_busy and now < self._drain_until:
+            return actions
+        self._is_drained = True
+        release: list[Action] = [Release(self._retiring)] if self._retiring else []
+        return [*actions, Drained(), *release]
+
+    def _retire(self, now: float) -> list[Action]:
+        """Leave, and give the machine back, once the terms say so."""
+        standby_at, gone_at = self._release_times()
+        if self.is_leaving or now < min(standby_at, gone_at):
+            return []
+        if now >= standby_at:
+            assert self.standby_since is not None
+            why = f"on standby for {format_duration(now - self.standby_since)}"
+        else:
+            why = f"without the learner for {format_duration(now - self._lost_at)}"
+        self._retiring = f"{why} (worker.release_after_s)"
+        return [Note("warning", f"leaving: {self._retiring}"), *self.drain(now=now)]
+
+    def _release_times(self) -> tuple[float, float]:
+        """Return when this worker will have been on standby, and without the learner, too long."""
+        since, terms = self.standby_since, self.terms
+        return (
+            math.inf if since is None or terms.standby_s is None else since + terms.standby_s,
+            math.inf if terms.learner_gone_s is None else self._lost_at + terms.learner_gone_s,
+        )
+
+    def released(self, is_released: bool) -> list[Action]:
+        """Say goodbye after a Release, with the news of how it went: if confirmed, costs end."""
+        goodbye: list[Action] = []
+        if self.is_admitted:
+            goodbye = self.to_learner(Goodbye(reason=self._retiring, is_released=is_released))
+        return [*goodbye, Stop(self._retiring)]
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def _send_due(self, now: float) -> list[Action]:
+        if not self.is_admitted:
+            return []
+        return [
+            action
+            for encoded in self.outbox.take_due(now=now)
+            for action in self.to_learner(encoded.message, *encoded.payload)
+        ]
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` must be called next."""
+        own = [call.ends_at for call in self._calls if not call.is_recalled]
+        own.append(self._install_again_at)
+        if not self.is_leaving:
+            own += self._release_times()
+        elif self._drain_until is not None and not self._is_drained:
+            own.append(self._drain_until)
+        outbox_at = self.outbox.deadline if self.is_admitted else None
+        first = min(own)
+        return earliest(super().deadline, outbox_at, None if first == math.inf else first)
+
+    def expire(self, *, now: float) -> list[Action]:
+        """Do what has become due."""
+        actions = self._retire(now)
+        actions += super().expire(now=now)
+        if now >= self._install_again_at:
+            self._refused_version, self._install_again_at = None, math.inf
+        return [*actions, *self._give_back(now), *self._send_due(now), *self._next(now)]
+
+
+def _make_call(groups: list[PartialGroup], engine: EngineFacts, now: float) -> EngineCall:
+    ship_s = engine.rules.ship_s
+    exact = next((v for group in groups if (v := group.lease.exact_version) is not None), None)
+    is_bounded = ship_s is not None and exact is None and engine.sampler == "engine"
+    return EngineCall(
+        groups,
+        num_awaited=math.ceil(len(groups) / engine.rules.over_submission),
+        ends_at=now + ship_s if is_bounded and ship_s is not None else math.inf,
+        exact_version=exact,
+    )

@@ -31,7 +31,6 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from echo import __version__
-from echo.core import errors
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import DataError, EchoError
 from echo.leases.book import LeaseBook
@@ -49,7 +48,7 @@ T = TypeVar("T")
 
 BUILT = (Learner, Worker, Relay, Broadcast, StalenessBuffer, LeaseBook, Outbox)
 """What a log may build."""
-PARTS = ("counters", "partials")
+PARTS = ("counters",)
 """Parts of a role that its shell calls directly."""
 READS = {"views", "obstacle", "progress", "rebuild", "manifest", "as_dict"}
 """Methods that change nothing and are called often, or in threads."""
@@ -158,15 +157,13 @@ class EventLog:
 
     def _answered(self, name: str, answer: Any) -> None:
         if self._is_inside and self._thread == threading.get_ident():
-            is_error = isinstance(answer, EchoError)
-            value = [type(answer).__name__, str(answer)] if is_error else answer
-            self._answers.append([name, is_error, self._pack({"": value})])
+            self._answers.append([name, self._pack({"": answer})])
 
     def _pack(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return what is written of values; one that cannot be read again ends the log."""
         try:
             return self._values.pack_fields(arguments)
-        except (TypeError, StopIteration) as error:
+        except (TypeError, KeyError) as error:
             self._end(f"{arguments} cannot be recorded: {error}")
             return {}
 
@@ -289,6 +286,7 @@ class _Replay:
     def __init__(self) -> None:
         self.num_calls = self.num_actions = 0
         self._values = Values()
+        self._values.keep()
         self._values.outside = functools.partial(_Answering, self)
         self._answers: Iterator[list[Any]] = iter(())
 
@@ -342,13 +340,12 @@ class _Replay:
 
     def answer(self, name: str) -> Any:
         """Return what was answered when the role asked this."""
-        recorded, is_error, packed = next(self._answers, ["nothing", False, None])
+        recorded, packed = next(self._answers, ["nothing", {}])
         if recorded != name:
             raise DifferenceError(f"it asks for {name}, then it asked for {recorded}")
         value = self._values.unpack(packed)[""]
-        if is_error:
-            kind, text = value
-            raise getattr(errors, kind)(text)
+        if isinstance(value, EchoError):
+            raise value
         return value
 
 

@@ -18,6 +18,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -25,8 +26,10 @@ import numpy.typing as npt
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from echo.core.errors import DataError, RemoteProtocolError
-from echo.leases.partials import decode_members, encode_members
+from echo.core import errors
+from echo.core.errors import DataError, EchoError, RemoteProtocolError
+from echo.leases.partials import PartialGroup, decode_members, encode_members
+from echo.roles.worker import EngineCall
 from echo.weights.manifest import SignedManifest, decode_table
 from echo.weights.store import EncodedVersion, allocate
 from echo.wire.actions import Action, Send, Work
@@ -37,6 +40,8 @@ SAMPLED = {"token_ids", "sampler_logprobs", "logprobs"}
 """Arrays of which only number and range matter."""
 BULK = {"image", "storage", "payload"}
 """Arguments whose bytes no role looks at."""
+GIVEN_OUT = (Work, EngineCall, PartialGroup)
+"""What a role hands out in its actions, and is told of again."""
 DIGEST_BYTES = 6
 
 
@@ -104,10 +109,15 @@ class Values:
         """Start without any."""
         self._ids: dict[int, str] = {}
         self._objects: dict[str, Any] = {}
-        self._works: dict[int, Work] = {}
-        self._num_works = 0
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._given_out: dict[int, Any] | None = None
+        self._num_given_out = 0
         self.outside: Callable[[bool | None], Any] = lambda may_block: None
         """Makes a stand-in for what a role asks, when a log is read."""
+
+    def keep(self) -> None:
+        """Keep what is handed out: there is no shell that does."""
+        self._given_out = {}
 
     def name(self, name: str, target: Any) -> None:
         """Give an object a name, by which it is packed from now on."""
@@ -119,20 +129,28 @@ class Values:
         first, *rest = name.split(".")
         return functools.reduce(getattr, rest, self._objects[first])
 
-    def gave_out(self, work: Work) -> None:
-        """Number a piece of work that will come back with its result."""
-        self._works[self._num_works] = work
-        self._num_works += 1
+    def give_out(self, action: Any) -> None:
+        """Number what an action hands out, and the role is told of again."""
+        parts = [action, *fields_of(action).values()] if isinstance(action, Action) else []
+        for part in [part for part in parts if isinstance(part, GIVEN_OUT)]:
+            for each in (part, *getattr(part, "groups", ())):
+                if each not in self._numbers:
+                    self._numbers[each] = self._num_given_out
+                    if self._given_out is not None:
+                        self._given_out[self._num_given_out] = each
+                    self._num_given_out += 1
 
-    def number_of(self, work: Work) -> int:
-        """Return the number of a piece of work, and forget it."""
-        number = next(number for number, each in self._works.items() if each is work)
-        del self._works[number]
-        return number
+    def number_of(self, target: Any) -> int:
+        """Return the number of what was handed out."""
+        return self._numbers[target]
 
-    def work(self, number: int) -> Work:
-        """Return the work of that number, and forget it."""
-        return self._works.pop(number)
+    def numbered(self, number: int) -> Any:
+        """Return what was handed out under a number; work comes back once."""
+        assert self._given_out is not None
+        target = self._given_out[number]
+        if isinstance(target, Work):
+            del self._given_out[number]
+        return target
 
     def pack_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Pack arguments of a call, or fields of a record, by name."""
@@ -255,7 +273,7 @@ CODECS = (
         lambda v, array: [array.dtype.str, array.shape, array.tobytes()],
         lambda v, packed: np.frombuffer(packed[2], packed[0]).reshape(packed[1]),
     ),
-    Codec(Work, lambda v, work: v.number_of(work), lambda v, number: v.work(number)),
+    Codec(GIVEN_OUT, lambda v, each: v.number_of(each), lambda v, number: v.numbered(number)),
     Codec(
         UnseenFrame,
         lambda v, frame: [frame.num_bytes, frame.digest],
@@ -266,6 +284,11 @@ CODECS = (
         Ed25519PublicKey,
         lambda v, key: key.public_bytes_raw(),
         lambda v, data: Ed25519PublicKey.from_public_bytes(data),
+    ),
+    Codec(
+        EchoError,
+        lambda v, error: [type(error).__name__, str(error)],
+        lambda v, packed: getattr(errors, packed[0])(packed[1]),
     ),
     Codec(EncodedVersion, _pack_encoded, _unpack_encoded),
     Codec(object, _pack_record, _unpack_record),
@@ -280,8 +303,7 @@ def outcome_of(result: Any, values: Values) -> list[list[Any]]:
     """Return [kind, hash of content] of each action, or of another result; number its work."""
     actions = result if isinstance(result, list) and _are_actions(result) else [result]
     for action in actions:
-        if isinstance(action, Work):
-            values.gave_out(action)
+        values.give_out(action)
     return [[kind_of(action), _digest(action)] for action in actions]
 
 

@@ -169,6 +169,9 @@ class Node:
         """Carry out an action that is the role's own affair."""
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
 
+    def before_expire(self) -> None:
+        """Bring up to date what the session is about to tell others."""
+
     async def work(self) -> None:
         """Do the role's work; when it returns the node goes on relaying until it is stopped."""
 
@@ -355,6 +358,7 @@ class Node:
             self._set_timer(self.now + CATCH_UP_S)
             return
         try:
+            self.before_expire()
             self.perform(self._session.expire(now=self.now))
         except EchoError as error:
             self.stop("failed", error)

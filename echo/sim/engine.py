@@ -106,6 +106,13 @@ class EngineModel:
             group.num_tokens += made
             self.tokens_made += made
 
+    def stop(self, lease: Lease, *, now: float) -> float:
+        """Take a group out that is not complete; return how many tokens it has."""
+        self.advance(now)
+        [stopped] = [group for group in self.groups if group.lease is lease]
+        self.groups.remove(stopped)
+        return stopped.num_tokens
+
     def finished(self, *, now: float) -> list[Running]:
         """Take out what is complete."""
         self.advance(now)

@@ -99,7 +99,7 @@ class Host:
                     self._note(action)
                 case Stop():
                     self.error = action.error
-                    self.end(is_silent=False)
+                    self.end(is_silent=False, is_orderly=action.error is None)
                 case Work():
                     self.clock.at(self.clock.now, self._work, action)
                 case _:

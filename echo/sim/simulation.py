@@ -14,9 +14,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.core.price import Price
 from echo.fleet.market import Offer
 from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
+from echo.leases.partials import PartialRules
 from echo.roles.joining import NodeSettings
 from echo.roles.relay import Relay
-from echo.roles.worker import Worker
+from echo.roles.worker import EngineFacts, ReleaseTerms, Worker
 from echo.sim.activating import make_activating, spent_before
 from echo.sim.clock import Clock
 from echo.sim.engine import EngineModel
@@ -32,7 +33,7 @@ from echo.sim.site import Site
 from echo.sim.version_store import SharedStore
 from echo.sim.versions import Versions
 from echo.sim.wires import Port, Wires
-from echo.sim.worker import SimWorker
+from echo.sim.worker import SimWorker, WorkerTimes
 from echo.weights.broadcast import Broadcast
 from echo.weights.schedule import PublishPace
 
@@ -208,7 +209,9 @@ class Simulation:
         outbox = Outbox(
             max_deliveries=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * settings.heartbeat_s)
         )
-        session = Worker(node_settings, self._broadcast(site.name), outbox, now=now)
+        terms = ReleaseTerms(standby_s=settings.release_after_s)
+        broadcast = self._broadcast(site.name)
+        session = Worker(node_settings, broadcast, outbox, terms=terms, now=now)
         engine = EngineModel(
             tokens_per_s=site.tokens_per_s,
             concurrency=offer.concurrency,
@@ -218,25 +221,32 @@ class Simulation:
         site.worker = SimWorker(
             session,
             site.port,
-            clock=self.clock,
             wires=self.wires,
             engine=engine,
             groups=self.groups,
-            group_size=job.group_size,
-            max_groups=max(1, round((1 + settings.queue_share) * engine.groups_per_batch)),
-            setup_s=settings.setup_s,
-            swap_s=settings.swap_s,
-            is_pausing=job.has_pausing_workers,
-            interrupted_for_s=settings.release_after_s,
-            on_end=lambda worker: self._ended(site, worker),
+            facts=EngineFacts(
+                group_size=job.group_size,
+                groups_per_batch=engine.groups_per_batch,
+                is_continuous=True,
+                rules=PartialRules(ship_s=None),
+                queue_share=settings.queue_share,
+            ),
+            times=WorkerTimes(
+                setup_s=settings.setup_s,
+                swap_s=settings.swap_s,
+                is_pausing=job.has_pausing_workers,
+            ),
+            stage=self,
         )
         if site.rental is None:
             site.rental = Rental(site.name, offer, offer.region, now)
             self.history.rentals.append(site.rental)
         site.worker.start()
 
-    def _ended(self, site: Site, worker: SimWorker) -> None:
+    def worker_ended(self, worker: SimWorker) -> None:
+        """Note what its engine has made; what it held is lost."""
         self.history.tokens_made += worker.engine.tokens_made
+        site = self.by_name[worker.port.name]
         if site.worker is not worker:
             return
         site.worker = None

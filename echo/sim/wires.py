@@ -159,7 +159,7 @@ class Wires:
             dead_after_s: until a stalled connection is given up.
             is_encrypted: whether a connection needs a handshake of its own.
         """
-        self._clock = clock
+        self.clock = clock
         self._seed = seed
         self.weight_scale = weight_scale
         self._group_bytes = group_bytes
@@ -212,7 +212,7 @@ class Wires:
         listener = self._listeners.get(address)
         region = dialler.port.region if listener is None else listener.port.region
         latency_s = self.path(dialler.port.region, region).latency_s
-        self._clock.after(self._num_trips * latency_s, self._connect, wire)
+        self.clock.after(self._num_trips * latency_s, self._connect, wire)
         return wire.peer_of_listener
 
     def _connect(self, wire: Wire) -> None:
@@ -222,7 +222,7 @@ class Wires:
             return
         listener = self._listeners.get(wire.address)
         if listener is None or not listener.is_alive or self._is_cut(dialler, listener):
-            self._clock.after(REDIAL_S, self._connect, wire)
+            self.clock.after(REDIAL_S, self._connect, wire)
             return
         wire.listener, wire.is_up, wire.is_stalled = listener, True, False
         self._wires[wire.peer_of_dialler] = wire
@@ -254,8 +254,8 @@ class Wires:
         if way is None or not wire.is_up:
             return
         # What was sent before it arrives before it.
-        at = max(self._clock.now + way.path.latency_s, way.arrived_at)
-        self._clock.at(at, self._end, wire, client, "the peer hung up")
+        at = max(self.clock.now + way.path.latency_s, way.arrived_at)
+        self.clock.at(at, self._end, wire, client, "the peer hung up")
 
     def vanish(self, client: Client, *, is_silent: bool, is_orderly: bool = False) -> None:
         """End all connections of a process that is gone, with its machine if nobody is told of it.
@@ -271,8 +271,8 @@ class Wires:
             elif wire.is_up:
                 way = wire.ways[id(client)]
                 soonest = way.arrived_at if is_orderly else 0.0
-                at = max(self._clock.now + way.path.latency_s, soonest)
-                self._clock.at(at, self._end, wire, client, "the peer's connection closed")
+                at = max(self.clock.now + way.path.latency_s, soonest)
+                self.clock.at(at, self._end, wire, client, "the peer's connection closed")
 
     def _end(self, wire: Wire, source: Client | None, reason: str) -> None:
         """Tell the ends of a connection, but not `source`, that it is over."""
@@ -307,7 +307,7 @@ class Wires:
         here.bytes_sent += num_bytes
         if wire.is_stalled:
             return True
-        clock = self._clock
+        clock = self.clock
         path = way.path
         leaves_at = clock.now
         if num_bytes >= BULK_BYTES:
@@ -346,7 +346,7 @@ class Wires:
         """Take a message through the receiver's downlink."""
         if wire.is_stalled or not wire.is_up:
             return
-        port, now = way.receiver.port, self._clock.now
+        port, now = way.receiver.port, self.clock.now
         if num_bytes >= BULK_BYTES:
             # Its first byte came so much earlier as the stages before took for all of it.
             first_at = now - num_bytes / way.stream_bytes_per_s
@@ -354,7 +354,7 @@ class Wires:
             port.down_idle_at = way.done_at = max(done_at, now)
         if way.done_at > now:
             # Or something before it on this connection is still coming through.
-            self._clock.at(way.done_at, self._deliver, wire, way, num_bytes, frames)
+            self.clock.at(way.done_at, self._deliver, wire, way, num_bytes, frames)
             return
         self._deliver(wire, way, num_bytes, frames)
 
@@ -395,5 +395,5 @@ class Wires:
         if wire.is_stalled or not wire.is_up:
             return
         wire.is_stalled = True
-        at = self._clock.now + self._dead_after_s
-        self._clock.at(at, self._end, wire, None, f"no answer for {self._dead_after_s:g} s")
+        at = self.clock.now + self._dead_after_s
+        self.clock.at(at, self._end, wire, None, f"no answer for {self._dead_after_s:g} s")

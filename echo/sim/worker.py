@@ -1,16 +1,28 @@
-"""A simulated worker: the real session, and an engine that takes time instead of thinking."""
+"""A simulated worker: the real role, and an engine that takes time instead of thinking."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from echo.core.errors import LocalProtocolError
-from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.core.rollout import PartialRollout, PolicyVersion
+from echo.leases.partials import LeaseKey, key_of
 from echo.roles.joining import Configure
-from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
-from echo.sim.clock import Clock
+from echo.roles.worker import (
+    Drained,
+    EngineCall,
+    EngineFacts,
+    Install,
+    Recall,
+    Release,
+    Sample,
+    Score,
+    Worker,
+)
 from echo.sim.engine import EngineModel, Running
 from echo.sim.groups import Groups
 from echo.sim.host import Host
@@ -18,63 +30,65 @@ from echo.sim.wires import Port, Wires
 from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
 from echo.wire.codec import Frame
-from echo.wire.messages import Goodbye, Lease
 
-RETRY_S = 5.0
-"""Between looks at whether a worker that is to leave has nothing in hand any more."""
+
+class Ending(Protocol):
+    """Who is told that a simulated process is over."""
+
+    def worker_ended(self, worker: SimWorker) -> None:
+        """Note what its engine has made; what it held is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTimes:
+    """How long a worker's work takes beside sampling."""
+
+    setup_s: float
+    """Until task and engine are built."""
+    swap_s: float
+    """Until new weights are in the engine."""
+    is_pausing: bool
+    """Whether the engine makes nothing while new weights arrive."""
 
 
 class SimWorker(Host):
-    """One start of one worker."""
+    """One start of one worker: what its role decides takes time here, and nothing else."""
 
     def __init__(
         self,
         session: Worker,
         port: Port,
         *,
-        clock: Clock,
         wires: Wires,
         engine: EngineModel,
         groups: Groups,
-        group_size: int,
-        max_groups: int,
-        setup_s: float,
-        swap_s: float,
-        is_pausing: bool,
-        interrupted_for_s: float | None,
-        on_end: Callable[[SimWorker], None],
+        facts: EngineFacts,
+        times: WorkerTimes,
+        stage: Ending,
     ) -> None:
         """Put a worker on the network; `start` begins.
 
         Args:
-            session: its conversation.
+            session: its role.
             port: its access to the network.
-            clock: the time.
             wires: the network.
             engine: how long sampling takes.
             groups: what every group consists of.
-            group_size: rollouts of a group.
-            max_groups: groups that it may hold, running and waiting.
-            setup_s: until task and engine are built.
-            swap_s: until new weights are in the engine.
-            is_pausing: whether it makes nothing while new weights arrive.
-            interrupted_for_s: on standby after which it gives its machine back; None for never.
-            on_end: called once the process is over.
+            facts: what its role is told of the engine.
+            times: how long the rest takes.
+            stage: told once the process is over.
         """
-        super().__init__(session, port, clock=clock, wires=wires)
+        super().__init__(session, port, clock=wires.clock, wires=wires)
         self.session = session
         self.engine = engine
         self._groups = groups
-        self._group_size = group_size
-        self._max_groups = max_groups
-        self._setup_s = setup_s
-        self._swap_s = swap_s
-        self._is_pausing = is_pausing
-        self._interrupted_for_s = interrupted_for_s
+        self._facts = facts
+        self._times = times
+        self._stage = stage
+        self._calls: dict[LeaseKey, EngineCall] = {}
         self.is_released = False
         """Whether it has given its machine back."""
-        self._on_end = on_end
-        self._is_installing = False
+        self._num_installing = 0
         self._done_at = -1.0
 
     def start(self) -> None:
@@ -96,87 +110,64 @@ class SimWorker(Host):
         self.session.dialled(address, purpose, peer)
 
     def on_action(self, action: Action) -> None:
-        """Carry out what concerns a worker."""
+        """Let what the role asks for take its time."""
         match action:
             case Configure():
-                self.clock.after(self._setup_s, self._configured)
-            case LeasesChanged():
-                self._await_retirement()
-                self._sample_more()
-            case VersionArrived():
-                self._install_newest()
-            case LeaseCancelled():
-                pass  # it is sampled to its end, and the session does not deliver it
+                self.clock.after(self._times.setup_s, self._built)
+            case Sample():
+                self._begin(action.call)
+            case Recall():
+                self._give_back(action.call)
+            case Score():
+                rewards = [0.0] * self._facts.group_size
+                self.perform(self.session.scored(action.group, rewards, now=self.clock.now))
+            case Install():
+                self._num_installing += 1
+                self.clock.after(self._times.swap_s, self._installed, action.version)
+            case Release():
+                self.is_released = True
+                self.perform(self.session.released(True))
+            case Drained() | VersionArrived():
+                pass
             case _:
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
     def on_message(self, peer: str, frames: list[Frame]) -> None:
         """Handle a message; a pausing worker pauses when it begins to fetch new weights."""
         super().on_message(peer, frames)
-        if self._is_pausing and self.is_alive:
+        if self._times.is_pausing and self.is_alive:
             self._pause()
 
     def before_expire(self) -> None:
         """Note the progress of what is running, for the heartbeat."""
         self.engine.advance(self.clock.now)
-        for group in self.engine.groups:
-            self.session.progress(group.lease, int(group.num_tokens))
+        for running in self.engine.groups:
+            for group in self._calls[key_of(running.lease)].groups:
+                group.num_progress = int(running.num_tokens)
 
     def ended(self) -> None:
         """Tell that the process is over; what its engine held is lost."""
         self.engine.advance(self.clock.now)
-        self._on_end(self)
-
-    # --- leaving ---------------------------------------------------------------------------------
-
-    def _await_retirement(self) -> None:
-        """Look again when it will have been on standby for long enough to leave."""
-        since = self.session.standby_since
-        if since is not None and self._interrupted_for_s is not None:
-            self.clock.at(since + self._interrupted_for_s, self._retire, since)
-
-    def _retire(self, since: float) -> None:
-        """Give the machine back, as `runtime/worker/release.py` does, once nothing is in hand."""
-        if not self.is_alive or self.session.is_leaving or self.session.standby_since != since:
-            return
-        if self.engine.groups or len(self.session.outbox) or not self.session.is_admitted:
-            self.clock.after(RETRY_S, self._retire, since)
-            return
-        self.session.is_leaving = self.is_released = True
-        self.perform(self.session.to_learner(Goodbye(reason="on standby", is_released=True)))
-        self.end(is_silent=False, is_orderly=True)
+        self._stage.worker_ended(self)
 
     # --- weights ---------------------------------------------------------------------------------
 
-    def _configured(self) -> None:
+    def _built(self) -> None:
         if self.is_alive:
-            self.session.num_places = self.engine.groups_per_batch
-            self.session.max_groups = self._max_groups
-            self.perform(self.session.configured({}, now=self.clock.now))
-
-    def _install_newest(self) -> None:
-        version, installed = self.session.broadcast.newest_complete, self.session.installed_version
-        if version is None or self._is_installing or (installed and version <= installed):
-            return
-        self._is_installing = True
-        self.clock.after(self._swap_s, self._installed, version)
+            self.perform(self.session.built(self._facts, {}, now=self.clock.now))
 
     def _installed(self, version: PolicyVersion) -> None:
-        self._is_installing = False
+        self._num_installing -= 1
         if not self.is_alive:
             return
-        session, now = self.session, self.clock.now
-        self.engine.install(version, now=now)
-        session.installed_version = version
+        self.engine.install(version, now=self.clock.now)
         self.before_expire()
-        self.perform(session.heartbeat(now=now) if session.is_admitted else [])
-        self._install_newest()
-        if self._is_pausing:
+        self.perform(self.session.installed(version, now=self.clock.now))
+        if self._times.is_pausing:
             self._pause()
-        self._sample_more()
 
     def _pause(self) -> None:
-        is_fetching = self.session.broadcast.fetching is not None or self._is_installing
+        is_fetching = self.session.broadcast.fetching is not None or self._num_installing > 0
         has_weights = self.engine.version is not None
         if has_weights and is_fetching != self.engine.is_paused:
             self.engine.pause(is_fetching, now=self.clock.now)
@@ -199,16 +190,20 @@ class SimWorker(Host):
         self.engine.set_rate(tokens_per_s, now=self.clock.now)
         self._await_next()
 
-    def _sample_more(self) -> None:
-        """Give the engine as many groups as it has room for."""
-        if self.engine.version is None or not self.is_alive:
-            return
-        size, now = self._group_size, self.clock.now
-        for partial in self.session.take(self.engine.space, group_size=size, now=now):
-            lease = partial.lease
-            self.engine.begin(lease, self._groups.length(lease.group_id), now=self.clock.now)
-        is_busy = bool(self.engine.groups)
-        self.session.activity = "sampling" if is_busy else "waiting for leases"
+    def _begin(self, call: EngineCall) -> None:
+        for group in call.groups:
+            self._calls[group.key] = call
+            length = self._groups.length(group.lease.group_id)
+            self.engine.begin(group.lease, length, now=self.clock.now)
+        self._await_next()
+
+    def _give_back(self, call: EngineCall) -> None:
+        """Stop a call; what it has made is lost, and begins anew wherever it is continued."""
+        num_tokens = 0.0
+        for group in call.groups:
+            del self._calls[group.key]
+            num_tokens += self.engine.stop(group.lease, now=self.clock.now)
+        self.perform(self.session.returned(call, num_tokens=round(num_tokens), now=self.clock.now))
         self._await_next()
 
     def _await_next(self) -> None:
@@ -223,40 +218,28 @@ class SimWorker(Host):
             return
         self._done_at = -1.0
         for running in self.engine.finished(now=self.clock.now):
-            self._deliver(running)
-        self._sample_more()
+            self._sampled(running)
+        self._await_next()
 
-    def _deliver(self, running: Running) -> None:
-        lease, session = running.lease, self.session
-        session.tokens_sampled += running.length.num_tokens
+    def _sampled(self, running: Running) -> None:
+        lease, session, now = running.lease, self.session, self.clock.now
+        call = self._calls.pop(key_of(lease))
         shares = running.shares()
         self._groups.sampled(lease, shares)
-        group = make_group(
-            lease,
-            [version for version, _ in shares],
-            worker_id=session.settings.node_id,
-            group_size=self._group_size,
-        )
-        self.perform(session.finished(group, now=self.clock.now))
+        member = stand_in([version for version, _ in shares])
+        for group in call.groups:
+            self.perform(session.sampled(call, group, [member] * len(group.members), now=now))
+        self.perform(session.returned(call, num_tokens=running.length.num_tokens, now=now))
 
 
-def make_group(
-    lease: Lease, versions: list[PolicyVersion], *, worker_id: str, group_size: int
-) -> Group:
-    """Return a group in which one token stands for all that were sampled by one version."""
+def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
+    """Return a rollout in which one token stands for all that were sampled by one version."""
     count = len(versions)
-    rollout = Rollout(
+    return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),
         sampler_logprobs=np.full(count, -0.5, dtype=np.float32),
         policy_versions=np.array([[v.lineage, v.step] for v in versions], dtype=np.int32),
         completion_mask=np.ones(count, dtype=np.bool_),
-        reward=0.0,
         finish_reason="stop",
-    )
-    return Group(
-        group_id=lease.group_id,
-        attempt=lease.attempt,
-        worker_id=worker_id,
-        prompt_ids=np.array(lease.prompt_ids, dtype=np.int32),
-        rollouts=(rollout,) * group_size,
+        num_segments=1,
     )

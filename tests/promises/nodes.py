@@ -31,6 +31,7 @@ from echo.core.errors import EchoError, EngineError
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
+from echo.leases.partials import PartialRules
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
 from echo.runtime import relay
@@ -41,7 +42,6 @@ from echo.runtime.node import Node
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker import setup as worker_setup
 from echo.runtime.worker.node import WorkerParts
-from echo.runtime.worker.sampling import PartialRules
 from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.network import Link, Network
 from echo.tasks.builtin import AdditionTask
@@ -532,6 +532,7 @@ class NodeWorld:
                 groups_per_batch=2,
                 rules=PartialRules(),
                 partials_path=self.run_dir / "workers" / process.name / "partials.bin",
+                installed_path=self.run_dir / "workers" / process.name / "installed.jsonl",
                 agents=None,
                 digests={"model": "m"},
                 read_local_image=lambda: None,
@@ -741,7 +742,7 @@ class NodeWorld:
 
     def installed(self, name: str) -> Version | None:
         """Return the version that a worker samples from, or a relay holds whole."""
-        version = self._process(name).node.session.installed()
+        version = self._process(name).node.session.version_in_use()
         return None if version is None else (version.lineage, version.step)
 
     def chunks_held(self, name: str) -> tuple[int, int]:

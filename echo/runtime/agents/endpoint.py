@@ -44,6 +44,7 @@ from echo.core.units import one_line
 from echo.engine.engine import VersionError
 from echo.records.files import write_file
 from echo.roles.joining import Configure
+from echo.roles.worker import Offer, Withdraw
 from echo.runtime.agents.sessions import (
     AgentParts,
     Agents,
@@ -58,9 +59,9 @@ from echo.runtime.agents.sessions import (
     Turn,
 )
 from echo.runtime.worker.node import WorkerNode
-from echo.runtime.worker.sampling import RolloutLoop
 from echo.tasks.environment import find_calls, without_calls
 from echo.tasks.rewards import RewardError
+from echo.wire.actions import Action
 from echo.wire.codec import DECODE_ERRORS
 
 # --- OpenAI's JSON, in and out: what a call may ask for, and what it is answered ---
@@ -668,23 +669,17 @@ class AgentWorkerNode(WorkerNode):
         endpoint = Endpoint(agents, token=token, log=self.log)
         await endpoint.serve(host.strip("[]"), int(port), announce)
 
-    def _sample_more(self, rollouts: RolloutLoop) -> None:
-        """Offer leases to agents where there are any to come, and else sample them here."""
-        parts = self._parts
-        if parts is None or parts.agents is None:
-            super()._sample_more(rollouts)
-        elif self._agents is not None:
-            num_leases = len(self.session.partials.queue)
-            size, now = parts.group_size, self.now
-            partials = self.session.take(num_leases, group_size=size, now=now)
-            self._agents.take(partial.lease for partial in partials)
-            self.session.activity = "serving agents"
-
-    async def finish_work(self) -> None:
-        """Begin no more episodes; those under way may end, as far as there is time."""
-        if self._agents is not None:
-            self._agents.close()
-        await super().finish_work()
+    def on_action(self, action: Action) -> None:
+        """Carry out what concerns a worker and its agents."""
+        match action:
+            case Offer():
+                assert self._agents is not None  # they ask for leases
+                self._agents.take(action.leases)
+            case Withdraw():
+                if self._agents is not None:
+                    self._agents.close()
+            case _:
+                super().on_action(action)
 
 
 def _is_loopback(host: str) -> bool:

@@ -608,7 +608,6 @@ class Agents:
         self._num_plain = 0
         self._has_news = asyncio.Event()
         self._is_over = False
-        session.max_groups = 0
 
     # --- leases ----------------------------------------------------------------------------------
 
@@ -635,7 +634,7 @@ class Agents:
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
-                self.session.partials.end((lease.group_id, lease.attempt))
+                self._perform(self.session.dropped(lease, now=self._clock()))
         self._has_news.set()
 
     def _demand(self) -> None:
@@ -643,10 +642,7 @@ class Agents:
         missing = max(0, self._num_waiting - self._episodes.num_free)
         held = len(self._episodes.leases) + len(self.session.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
-        if wanted != self.session.max_groups:
-            self.session.max_groups = wanted
-            if self.session.is_admitted:
-                self._perform(self.session.heartbeat(now=self._clock()))
+        self._perform(self.session.demand(wanted, now=self._clock()))
 
     def _give_up(self, lease: Lease, reason: str, why: str) -> None:
         self._perform(self.session.failed(lease, reason, why, now=self._clock()))

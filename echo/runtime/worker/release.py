@@ -1,9 +1,9 @@
 """Release of a rented worker machine: the drain and the command.
 
 A worker on standby still bills. So with `worker.release_after_s` a worker leaves by itself: after
-so long on standby, or without the learner. It then takes no more leases, finishes and delivers what
-it has in hand, runs the user's command that gives the machine back, and says goodbye with the news
-of how that went: only a release that is confirmed ends the learner's counting.
+so long on standby, or without the learner (`roles/worker.py`). It then takes no more leases,
+delivers what it has in hand, runs the user's command that gives the machine back, and says goodbye
+with the news of how that went: only a release that is confirmed ends the learner's counting.
 
 The command also runs when the learner says that the run is over. It does not run after Ctrl-C or an
 error: then somebody will want to look at the machine.
@@ -20,9 +20,9 @@ from contextlib import suppress
 from typing import Any
 
 from echo.config.schema import Config
-from echo.roles.worker import RELEASE_CHECK_S, ReleaseTerms
+from echo.roles.worker import Release, ReleaseTerms
 from echo.runtime.agents.endpoint import AgentWorkerNode
-from echo.wire.messages import Goodbye
+from echo.wire.actions import Action
 
 RELEASE_TIMEOUT_S = 60.0
 """That worker.on_release may take: a provider answers within seconds, its retries within this."""
@@ -38,7 +38,7 @@ def terms_of(config: Config) -> ReleaseTerms:
     """
     after_s, network = config.worker.release_after_s, config.network
     if after_s is None:
-        return ReleaseTerms(standby_s=None, learner_gone_s=None)
+        return ReleaseTerms()
     gone_s = min(max(after_s, network.dead_after_s), network.reconnect_for_s)
     return ReleaseTerms(standby_s=after_s, learner_gone_s=gone_s)
 
@@ -46,31 +46,24 @@ def terms_of(config: Config) -> ReleaseTerms:
 class RentedMachine(AgentWorkerNode):
     """A worker that leaves by itself, and gives its machine back."""
 
-    def __init__(
-        self,
-        *args: Any,
-        terms: ReleaseTerms,
-        on_release: str | None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, on_release: str | None, **kwargs: Any) -> None:
         """Join the parts.
 
         Args:
             *args: see `WorkerNode`.
-            terms: when to leave.
             on_release: shell command that gives the machine back; None for none.
             **kwargs: see `WorkerNode`.
         """
         super().__init__(*args, **kwargs)
-        self._terms = terms
         self._on_release = on_release
         self._releasing: asyncio.Task[bool] | None = None
 
-    async def work(self) -> None:
-        """Work until it is time to leave."""
-        if self._terms.standby_s is not None:
-            self.spawn(self._retire(), name="retirement")
-        await super().work()
+    def on_action(self, action: Action) -> None:
+        """Carry out what concerns a worker and its machine."""
+        if isinstance(action, Release):
+            self.spawn(self._give_back(action.reason), name="release")
+        else:
+            super().on_action(action)
 
     async def run(self) -> str:
         """Run until stopped; give the machine back if the run is over."""
@@ -80,19 +73,8 @@ class RentedMachine(AgentWorkerNode):
             await self._release(reason)
         return reason
 
-    async def _retire(self) -> None:
-        reason: str | None = None
-        while reason is None:
-            await asyncio.sleep(RELEASE_CHECK_S)
-            reason = self._terms.reason_to_leave(self.session, now=self.now)
-        self.log.warning("leaving: %s", reason)
-        await self.finish_work()
-        self.session.activity = "releasing"
-        is_released = await self._release(reason)
-        if self.session.is_admitted:
-            goodbye = Goodbye(reason=reason, is_released=is_released)
-            self.perform(self.session.to_learner(goodbye))
-        self.stop(reason)
+    async def _give_back(self, reason: str) -> None:
+        self.perform(self.session.released(await self._release(reason)))
 
     async def _release(self, reason: str) -> bool:
         """Run the command that gives the machine back, once; return whether it says that it has."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from echo.config.load import apply_inherited, check_inherited, keys_set_by_user
 from echo.config.memory import read_machine
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, StorageError
-from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, worker_lora
@@ -35,6 +33,7 @@ from echo.engine.model import (
 from echo.engine.vllm.arguments import Process
 from echo.engine.weights import publish_image
 from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
+from echo.leases.partials import PartialRules
 from echo.net.transport import Transport
 from echo.roles.worker import Worker
 from echo.runtime import node as wiring
@@ -46,7 +45,6 @@ from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.threads import Threads
 from echo.runtime.worker.node import WorkerNode, WorkerParts
 from echo.runtime.worker.release import RentedMachine, terms_of
-from echo.runtime.worker.sampling import PartialRules
 from echo.tasks import tokenization
 from echo.tasks.rewards import LaterHost, TaskHost
 from echo.tasks.task import load_task, task_digests
@@ -136,9 +134,10 @@ def assemble_worker(
         settings,
         wiring.make_broadcast(node_id, network, version_store, events=events),
         events.build("outbox", Outbox, max_deliveries=MAX_UNACKED_GROUPS, retry_s=retry_s),
+        terms=terms_of(config),
+        version_wait_s=config.engine.version_wait_s,
         now=now,
     )
-    session.version_wait.max_s = config.engine.version_wait_s
     node_dir = config.run_dir / "workers" / node_id
     try:
         node_dir.mkdir(parents=True, exist_ok=True)
@@ -147,10 +146,8 @@ def assemble_worker(
     node = RentedMachine(
         session,
         transport,
-        terms=terms_of(config),
         on_release=section.on_release,
         build=partial(build_parts, config, node_dir),
-        on_installed=partial(record_installed, node_dir / "installed.jsonl"),
         threads=threads,
         log=log,
     )
@@ -219,6 +216,7 @@ def build_parts(
         groups_per_batch=max(1, num_rollouts // config.batch.group_size),
         rules=make_rules(config),
         partials_path=node_dir / "partials.bin",
+        installed_path=node_dir / "installed.jsonl",
         read_local_image=lambda: read_local_image(config),
         agents=agents,
         digests=model_digests(config, model_dir, template) | task.digests,
@@ -320,16 +318,6 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
 def vocab_size(model_dir: Path) -> int:
     """Return the number of the model's token ids."""
     return int(fields_of_model(model_dir)["vocab_size"])
-
-
-def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
-    """Append which bytes are installed, so that anyone can compare them with the published ones."""
-    record = {"version": [version.lineage, version.step], "image_hash": image_hash}
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}; free some disk space") from error
 
 
 def read_local_image(config: Config) -> bytearray | None:
