@@ -25,6 +25,7 @@ from echo.core.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.engine.engine import Sampling
 from echo.leases.book import LeaseBook
 from echo.leases.outbox import Outbox
+from echo.leases.partials import PartialRules
 from echo.leases.scheduler import LeaseSettings, RecordEnd, RecordGrant, RunState, StoreGroup
 from echo.net.transport import TransportOptions
 from echo.roles.joining import AdmissionSettings
@@ -34,7 +35,6 @@ from echo.runtime import node
 from echo.runtime.node import Node
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.runtime.worker.node import WorkerNode, WorkerParts
-from echo.runtime.worker.sampling import PartialRules
 from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
 from echo.weights.manifest import TensorSpec, build_manifest, sign
@@ -240,11 +240,12 @@ async def make_worker(
             max_age=setting.max_staleness, ship_s=None,
         ),
         agents=None, partials_path=directory / f"{name}.bin", digests={},
+        installed_path=directory / f"{name}.jsonl",
         read_local_image=lambda: None,
     )  # fmt: skip
     return WorkerNode(
         session, transport, build=lambda settings, assets: parts,
-        on_installed=lambda version, digest: None, log=logging.getLogger(f"bench.{name}"),
+        log=logging.getLogger(f"bench.{name}"),
     )  # fmt: skip
 
 

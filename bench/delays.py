@@ -52,7 +52,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 if TYPE_CHECKING:
     from echo.core.buffer import StalenessBuffer
-    from echo.core.rollout import Group
+    from echo.core.rollout import Group, PolicyVersion
     from echo.runtime.learner.node import LearnerNode
     from echo.runtime.worker.node import WorkerNode
 
@@ -345,13 +345,20 @@ def delay_groups(learner: LearnerNode, delays: DelayInjector) -> None:
 
 def delay_installs(worker: WorkerNode, delays: DelayInjector) -> None:
     """Let a worker keep each version for its delay; the first is installed at once."""
-    install = worker._install
+    session: Any = worker.session
+    install, install_newest = worker._install, session._install_newest
+    is_kept = False
 
-    async def install_and_wait(*what: Any) -> None:
-        await install(*what)
-        await asyncio.sleep(delays.draw(worker.session.settings.node_id))
+    async def install_and_wait(version: PolicyVersion) -> None:
+        nonlocal is_kept
+        is_kept = True
+        await install(version)
+        await asyncio.sleep(delays.draw(session.settings.node_id))
+        is_kept = False
+        worker.perform(session.on_version(now=worker.now))
 
     worker._install = install_and_wait  # type: ignore[method-assign]
+    session._install_newest = lambda *state: [] if is_kept else install_newest(*state)
 
 
 # --- commands -------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def slow_down(token_s: float) -> None:
     """Let the engine take its time for each token."""
-    from echo.runtime.worker.sampling import EngineCall
+    from echo.roles.worker import EngineCall
 
     on_tokens = EngineCall.on_tokens
 

@@ -19,14 +19,21 @@ from typing import Any
 
 from echo.core.rollout import PolicyVersion
 from echo.leases.outbox import Outbox
-from echo.leases.partials import LeaseKey
+from echo.leases.partials import LeaseKey, PartialRules
 from echo.leases.scheduler import RecordCancel, RecordGrant
 from echo.roles.joining import Configure
-from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
+from echo.roles.worker import EngineCall, EngineFacts, Install, Recall, Sample, Score, Worker
 from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
 from echo.wire.messages import Lease
-from tests.roles.harness import LEARNER_ADDRESS, Process, Run, make_broadcast, make_group
+from tests.roles.harness import (
+    LEARNER_ADDRESS,
+    Process,
+    Run,
+    make_broadcast,
+    make_member,
+    sample,
+)
 
 MEDIAN_TOKENS, MAX_TOKENS = 60, 1200
 PROGRESS_S = 0.5
@@ -36,7 +43,7 @@ PROGRESS_S = 0.5
 class Sampling:
     """A group in an engine."""
 
-    lease: Lease
+    call: EngineCall
     version: PolicyVersion
     num_tokens: int
     slowdown: float
@@ -60,48 +67,49 @@ class RatedEngine:
         self._turn = 0
 
     def on_action(self, action: Action) -> None:
-        world = self.run.world
+        world, session = self.run.world, self.session
         match action:
             case Configure():
-                world.later(0.1, self._configured)
-            case VersionArrived():
+                world.later(0.1, self._built)
+            case Install():
                 delay_s = self.run.apart_s * list(self.run.engines).index(self.process.name)
-                world.later(delay_s, lambda: self._install(action.version))
-            case LeasesChanged():
-                self._sample()
-            case LeaseCancelled():
-                self._stop((action.group_id, action.attempt))
+                world.later(delay_s, lambda: self._installed(action.version))
+            case Sample():
+                self._begin(action.call)
+            case Recall():
+                self._stop(action.call)
+            case Score():
+                rewards = [float(member) for member in range(len(action.group.members))]
+                world.perform(self.process, session.scored(action.group, rewards, now=world.now))
+            case VersionArrived():
+                pass
             case _:
                 raise AssertionError(action)
 
-    def _install(self, version: PolicyVersion) -> None:
-        installed, world = self.session.installed_version, self.run.world
-        if installed is None or version > installed:
-            self.session.installed_version = version
-            world.perform(self.process, self.session.heartbeat(now=world.now))
-        self._sample()
+    def _installed(self, version: PolicyVersion) -> None:
+        world = self.run.world
+        world.perform(self.process, self.session.installed(version, now=world.now))
 
-    def _configured(self) -> None:
+    def _built(self) -> None:
         if self.process.is_alive:
-            self.session.num_places = self.num_places
-            self.session.max_groups = 2 * self.num_places
+            facts = EngineFacts(
+                group_size=self.run.numbers.group_size,
+                groups_per_batch=self.num_places,
+                is_continuous=True,
+                rules=PartialRules(ship_s=None),
+            )
             world = self.run.world
-            world.perform(self.process, self.session.configured({}, now=world.now))
+            world.perform(self.process, self.session.built(facts, {}, now=world.now))
             self._report()
 
-    def _sample(self) -> None:
-        version = self.session.installed_version
-        if version is None:
-            return
-        now = self.run.world.now
+    def _begin(self, call: EngineCall) -> None:
         self._advance()
-        room, size = self.num_places - len(self.sampling), self.run.numbers.group_size
-        for partial in self.session.take(room, group_size=size, now=now):
-            lease = partial.lease
-            num_tokens = self.run.length(lease)
-            slowdown = self.run.slowdown(self.process.name, lease)
-            sampling = Sampling(lease, version, num_tokens, slowdown, now)
-            self.sampling[lease.group_id, lease.attempt] = sampling
+        version, [group] = self.session.installed_version, call.groups
+        assert version is not None
+        num_tokens = self.run.length(group.lease)
+        slowdown = self.run.slowdown(self.process.name, group.lease)
+        now = self.run.world.now
+        self.sampling[group.key] = Sampling(call, version, num_tokens, slowdown, now)
         self._await_next()
 
     def _rate(self, sampling: Sampling) -> float:
@@ -129,12 +137,17 @@ class RatedEngine:
             self.busy_s += self.run.world.now - sampling.began_at
         return sampling
 
-    def _stop(self, key: LeaseKey) -> None:
-        sampling = self._end(key)
-        if sampling is not None:
-            self.tokens_cancelled += sampling.num_sampled
-            self.session.partials.end(key)
-            self._sample()
+    def _stop(self, call: EngineCall) -> None:
+        sampling = self._end(call.groups[0].key)
+        assert sampling is not None
+        self.tokens_cancelled += sampling.num_sampled
+        self._return(call, 0)
+
+    def _return(self, call: EngineCall, num_tokens: int) -> None:
+        world = self.run.world
+        actions = self.session.returned(call, num_tokens=num_tokens, now=world.now)
+        world.perform(self.process, actions)
+        self._await_next()
 
     def _look(self, turn: int) -> None:
         """Deliver what is complete."""
@@ -144,29 +157,21 @@ class RatedEngine:
         for key, sampling in list(self.sampling.items()):
             if sampling.num_sampled > sampling.num_tokens - 1e-6:
                 self._sampled(key)
-        self._sample()
+        self._await_next()
 
     def _sampled(self, key: LeaseKey) -> None:
         sampling = self._end(key)
         assert sampling is not None
-        lease, session, now = sampling.lease, self.session, self.run.world.now
-        group = make_group(
-            lease.group_id,
-            sampling.version,
-            attempt=lease.attempt,
-            worker=session.settings.node_id,
-            size=self.run.numbers.group_size,
-            num_tokens=sampling.num_tokens,
-        )
-        session.tokens_sampled += group.num_tokens
-        self.run.world.perform(self.process, session.finished(group, now=now))
+        call, num_tokens = sampling.call, sampling.num_tokens
+        sample(self.run.world, self.process, call, make_member([sampling.version] * num_tokens))
+        self._return(call, num_tokens * self.run.numbers.group_size)
 
     def _report(self) -> None:
         if self.process.is_alive:
             self._advance()
             for sampling in self.sampling.values():
                 num_tokens = int(sampling.num_sampled) * self.run.numbers.group_size
-                self.session.progress(sampling.lease, num_tokens)
+                sampling.call.groups[0].num_progress = num_tokens
             self.run.world.later(PROGRESS_S, self._report)
 
 

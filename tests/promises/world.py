@@ -210,7 +210,7 @@ class World:
             )
             for length in lengths
         ]
-        process.session.park(partial)
+        held.park(partial)
         now = self._world.now
         self._world.perform(process, process.session.ship(interval_s=0, now=now))
 
@@ -295,7 +295,7 @@ class World:
 
     def installed(self, worker: str) -> Version | None:
         """Return the version that a worker samples from, or a relay holds whole."""
-        version = self._process(worker).session.installed()
+        version = self._process(worker).session.version_in_use()
         return None if version is None else (version.lineage, version.step)
 
     def is_bit_exact(self, node: str) -> bool:

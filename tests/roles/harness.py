@@ -17,14 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.buffer import StalenessBuffer
-from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
+from echo.core.rollout import Group, Lineage, PartialRollout, PolicyVersion, Rollout
 from echo.leases.book import LeaseBook
 from echo.leases.outbox import Outbox
+from echo.leases.partials import PartialGroup, PartialRules
 from echo.leases.scheduler import (
     LeaseSettings,
     RecordCancel,
@@ -39,7 +41,7 @@ from echo.roles.joining import AdmissionSettings, Configure, NodeSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.roles.node import DialingRole
 from echo.roles.relay import Relay
-from echo.roles.worker import LeaseCancelled, LeasesChanged, Worker
+from echo.roles.worker import EngineCall, EngineFacts, Install, Recall, Sample, Score, Worker
 from echo.sim.network import Link, Network
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
@@ -48,7 +50,7 @@ from echo.weights.store import DecodeBlock
 from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop
 from echo.wire.codec import decode_envelope, decode_message
-from echo.wire.messages import LEARNER_ID, Lease
+from echo.wire.messages import LEARNER_ID, Lease, NodeStats
 from tests.records.rows import records_of
 
 if TYPE_CHECKING:
@@ -576,7 +578,7 @@ class Run:
     ) -> Process:
         overrides |= {"advertise": address, "digests": has or {}}
         settings = self.node_settings(name, "worker", connect, **overrides)
-        session = Worker(
+        session = ReticentWorker(
             settings,
             make_broadcast(name),
             Outbox(max_deliveries=8, retry_s=1.0),
@@ -627,6 +629,13 @@ class Run:
         return [g for r in self.records if r["kind"] == "trained" for g in r["groups"]]
 
 
+class ReticentWorker(Worker):
+    """A worker that does not say how many groups it samples at one time."""
+
+    def stats(self) -> NodeStats:
+        return msgspec.structs.replace(super().stats(), num_places=0)
+
+
 class SimEngine:
     """The worker's own work: build, install, sample one group after the other."""
 
@@ -644,71 +653,82 @@ class SimEngine:
         self.num_configured = 0
         self.fail_with: str | None = None
         self.is_hung = False
-        self._is_busy = False
 
     def on_action(self, action: Action) -> None:
-        world = self.run.world
+        world, session = self.run.world, self.session
         match action:
             case Configure():
                 self.num_configured += 1
                 self.process.notes.append(f"configured with {sorted(action.assets)}")
-                world.later(self.build_s, self._configured)
-            case VersionArrived():
-                self._install(action.version)
-            case LeasesChanged():
-                self._sample()
-            case LeaseCancelled():
+                world.later(self.build_s, self._built)
+            case Install():
+                item = session.broadcast.store[action.version]
+                assert item.storage == make_image(
+                    action.version, num_chunks=self.run.numbers.num_chunks
+                )
+                assert blake3(item.storage).digest() == item.manifest.image_hash
+                world.perform(self.process, session.installed(action.version, now=world.now))
+            case Sample():
+                if not self.is_hung:
+                    version = session.installed_version
+                    assert version is not None
+                    delay_s = self.run.numbers.sample_s
+                    world.later(delay_s, lambda: self._sampled(action.call, version))
+            case Score():
+                self._score(action.group)
+            case Recall() | VersionArrived():
                 pass  # it ends as it would have, and is not delivered
             case _:
                 raise AssertionError(action)
 
-    def _configured(self) -> None:
+    def _built(self) -> None:
         if self.process.is_alive:
-            self.session.max_groups = 3
-            actions = self.session.configured(self.digests, now=self.run.world.now)
+            facts = EngineFacts(
+                group_size=self.run.numbers.group_size,
+                groups_per_batch=1,
+                is_continuous=True,
+                rules=PartialRules(ship_s=None),
+                queue_share=2.0,
+            )
+            actions = self.session.built(facts, self.digests, now=self.run.world.now)
             self.run.world.perform(self.process, actions)
 
-    def _install(self, version: PolicyVersion) -> None:
-        item = self.session.broadcast.store[version]
-        assert item.storage == make_image(version, num_chunks=self.run.numbers.num_chunks)
-        assert blake3(item.storage).digest() == item.manifest.image_hash
-        if self.session.installed_version is None or version > self.session.installed_version:
-            self.session.installed_version = version
-            self.run.world.perform(self.process, self.session.heartbeat(now=self.run.world.now))
-        self._sample()
-
-    def _sample(self) -> None:
-        if self._is_busy or self.session.installed_version is None:
-            return
-        size, now = self.run.numbers.group_size, self.run.world.now
-        partials = self.session.take(1, group_size=size, now=now)
-        if partials:
-            self._is_busy = True
-            if self.is_hung:
-                return
-            version = self.session.installed_version
-            delay_s = self.run.numbers.sample_s
-            self.run.world.later(delay_s, lambda: self._sampled(partials[0].lease, version))
-
-    def _sampled(self, lease: Lease, version: PolicyVersion) -> None:
+    def _sampled(self, call: EngineCall, version: PolicyVersion) -> None:
         if not self.process.is_alive:
             return
-        self._is_busy = False
+        world, session = self.run.world, self.session
+        sample(world, self.process, call, make_member([version] * 3))
+        num_tokens = 3 * self.run.numbers.group_size * (self.fail_with is None)
+        actions = session.returned(call, num_tokens=num_tokens, now=world.now)
+        world.perform(self.process, actions)
+
+    def _score(self, group: PartialGroup) -> None:
         session, now = self.session, self.run.world.now
         if self.fail_with is not None:
-            actions = session.failed(lease, self.fail_with, "it raised", now=now)
+            actions = session.failed(group.lease, self.fail_with, "it raised", now=now)
         else:
-            group = make_group(
-                lease.group_id,
-                version,
-                attempt=lease.attempt,
-                worker=session.settings.node_id,
-                size=self.run.numbers.group_size,
-            )
-            session.tokens_sampled += group.num_tokens
-            actions = session.finished(group, now=now)
+            rewards = [float(member) for member in range(len(group.members))]
+            actions = session.scored(group, rewards, now=now)
         self.run.world.perform(self.process, actions)
-        self._sample()
+
+
+def sample(world: World, process: Process, call: EngineCall, member: PartialRollout) -> None:
+    """Let an engine finish all groups of a call, every member in the same way."""
+    for group in call.groups:
+        members = [member] * len(group.members)
+        actions = process.session.sampled(call, group, members, now=world.now)
+        world.perform(process, actions)
+
+
+def make_member(versions: Sequence[PolicyVersion]) -> PartialRollout:
+    """Return a finished member with one token per version."""
+    rollout = make_rollout(versions)
+    return PartialRollout().extended(
+        rollout.token_ids,
+        rollout.sampler_logprobs,
+        rollout.policy_versions,
+        finish_reason=rollout.finish_reason,
+    )
 
 
 def make_broadcast(node_id: str, **overrides: Any) -> Broadcast:

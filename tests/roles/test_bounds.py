@@ -215,7 +215,7 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
 ) -> None:
     monkeypatch.setattr(worker, "MAX_PAYLOAD_BYTES", 200)
     session = hung_run.world.process("w1").session
-    [partial] = session.take(1, group_size=2)
+    [partial] = session.partials.take(1, group_size=2, installed=PolicyVersion(1, 0))
     group = make_group(partial.lease.group_id, PolicyVersion(1, 0))
     [_, sent] = session.finished(group, now=3.0)
     failed = message_of(sent.frames)

@@ -36,7 +36,7 @@ def begin(process: Process, *members: PartialRollout, key: tuple[int, int] = (0,
         partials.running.update((d.key, d) for d in taken)
         partial_group = partials.running[key]
     partial_group.members = list(members)
-    process.session.park(partial_group)
+    partials.park(partial_group)
 
 
 def ship(run: Run, process: Process) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.leases.book import most_promised, oldest_step
-from echo.roles.worker import VersionWait
+from echo.roles.worker import VersionWait, Worker
 from echo.wire.messages import Lease
 from tests.roles.harness import Process, Run, make_lease
 
@@ -53,6 +53,12 @@ def worker(hung_run: Run) -> Process:
     return hung_run.world.process("w1")
 
 
+def taken(session: Worker, installed: PolicyVersion | None) -> list[int]:
+    """Return the groups that an engine with this version samples."""
+    groups = session.partials.take(9, group_size=2, installed=installed)
+    return [group.lease.group_id for group in groups]
+
+
 def test_leases_say_which_version_they_were_granted_for(worker: Process) -> None:
     queue = worker.session.partials.queue
     assert {lease.min_version for lease in queue.values()} == {PolicyVersion(1, 0)}
@@ -63,16 +69,11 @@ def test_older_weights_sample_nothing_of_it_and_newer_ones_do(worker: Process) -
     session.partials.queue = {
         (n, 0): asking(n, version) for n, version in enumerate([NEWER, None, PolicyVersion(1, 0)])
     }
-    assert session.installed_version == PolicyVersion(1, 0)
-    assert [partial.lease.group_id for partial in session.take(9, group_size=2)] == [1, 2]
-    session.installed_version = None
-    assert session.take(9, group_size=2) == []
-    session.installed_version = PolicyVersion(1, 8)
-    [partial] = session.take(9, group_size=2)
+    assert taken(session, PolicyVersion(1, 0)) == [1, 2]
+    assert taken(session, PolicyVersion(1, 8)) == [0]
     # One that was begun waits, too.
-    session.park(partial)
-    session.installed_version = PolicyVersion(1, 6)
-    assert session.take(9, group_size=2) == []
+    session.partials.park(session.partials.running[0, 0])
+    assert taken(session, PolicyVersion(1, 6)) == []
 
 
 def test_what_has_waited_in_vain_goes_to_another_worker(worker: Process) -> None:
@@ -107,13 +108,11 @@ def wanting(group_id: int, version: PolicyVersion) -> Lease:
 def test_an_exact_version_is_sampled_by_that_one_alone(worker: Process) -> None:
     session = worker.session
     session.partials.queue = {(n, 0): wanting(n, v) for n, v in enumerate([OLD, HERE, NEXT])}
-    session.installed_version = HERE
-    assert [partial.lease.group_id for partial in session.take(9, group_size=2)] == [1]
+    assert taken(session, HERE) == [1]
     assert [lease.group_id for lease in session.partials.awaiting(HERE)] == [2]
     assert [lease.group_id for lease in session.partials.superseded(HERE)] == [0]
     assert session.partials.superseded(None) == []
-    session.installed_version = None
-    assert session.take(9, group_size=2) == []
+    assert taken(session, None) == []
 
 
 def test_a_new_version_gives_back_at_once_what_wants_the_one_before(worker: Process) -> None:
@@ -121,9 +120,12 @@ def test_a_new_version_gives_back_at_once_what_wants_the_one_before(worker: Proc
     learner = run.world.process("learner").session
     session.partials.queue = {(n, 0): wanting(n, HERE) for n in range(3)}
     session.installed_version = HERE
-    [begun, interrupted] = session.take(2, group_size=2)
-    session.park(interrupted)
-    run.world.perform(worker, session.on_installed(NEXT, now=run.world.now))
+    [hung] = session._calls
+    [sample] = session.returned(hung, num_tokens=0, now=run.world.now)
+    [begun] = sample.call.groups
+    [interrupted] = session.partials.take(1, group_size=2, installed=HERE)
+    session.partials.park(interrupted)
+    run.world.perform(worker, session.installed(NEXT, now=run.world.now))
     # What is in the engine is its affair, which keeps the new version out meanwhile.
     assert list(session.partials.running) == [begun.key]
     assert not session.partials.queue
@@ -135,7 +137,7 @@ def test_a_new_version_gives_back_at_once_what_wants_the_one_before(worker: Proc
     assert learner.counters["leases_given_back"] == 2
     assert not any(name.startswith("discarded/") for name in learner.counters.as_dict())
     # Where the engine was faster than the word of it, that is found out when it refuses.
-    given_back = session.superseded(begun.lease, "v2 is installed", now=run.world.now)
+    given_back = session.refused(sample.call, "v2 is installed", now=run.world.now)
     run.world.perform(worker, given_back)
     assert not session.partials.running
     run.world.run(run.world.now + 2.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echo.core.errors import StorageError
-from echo.roles.worker import LeasesChanged
+from echo.roles.worker import Drained
 from echo.runtime.node import Node, Topics
 from echo.runtime.transport_memory import MemoryNetwork, MemoryTransport
 from echo.sim.clock import InlineThreads, run_virtual
@@ -221,8 +221,8 @@ def test_an_address_that_cannot_be_dialled_is_survived(caplog: pytest.LogCapture
 
 def test_an_action_of_another_role_is_a_bug() -> None:
     async def scenario(node: Node, script: Script, network: MemoryNetwork) -> None:
-        with pytest.raises(TypeError, match="LeasesChanged is not for Node"):
-            node.perform([LeasesChanged()])
+        with pytest.raises(TypeError, match="Drained is not for Node"):
+            node.perform([Drained()])
         await node.transport.close()
 
     play(scenario)

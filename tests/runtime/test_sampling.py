@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from echo.runtime.worker.sampling import EngineCall, PartialRules, RolloutLoop
 
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
 from echo.engine.engine import Completion, Request, Sampling, VersionError
 from echo.leases.partials import PartialGroup, PartialGroups, decode_groups
 from echo.runtime.threads import ThreadPools
-from echo.runtime.worker.sampling import EngineCall, PartialRules, RolloutLoop
 from echo.wire.messages import Lease
 from tests.e2e.audit import audit
 from tests.runtime.harness import Play, Run, ends, running

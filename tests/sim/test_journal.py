@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.sim.journal import Journal
-from echo.sim.worker import make_group
-from echo.wire.messages import Lease
+from echo.sim.worker import stand_in
 
 
 def group(group_id: int, step: int, *, lineage: int = 1) -> Group:
-    lease = Lease(group_id=group_id, attempt=0, seed=0, prompt_ids=(0,), example={})
-    return make_group(lease, [PolicyVersion(lineage, step)], worker_id="w", group_size=2)
+    rollout = stand_in([PolicyVersion(lineage, step)]).rollout(0.0, stale_tokens="keep")
+    return Group(
+        group_id=group_id,
+        attempt=0,
+        worker_id="w",
+        prompt_ids=np.zeros(1, np.int32),
+        rollouts=(rollout, rollout),
+    )
 
 
 def test_a_crash_undoes_the_steps_after_the_checkpoint_and_keeps_their_groups() -> None:
