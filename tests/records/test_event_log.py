@@ -35,21 +35,24 @@ def test_at_its_bound_a_log_ends_with_an_empty_frame_and_stays_below(tmp_path: P
 @pytest.mark.parametrize("damage", ["flip", "cut"])
 def test_damage_is_found_wherever_it_is(tmp_path: Path, damage: str) -> None:
     data = write(tmp_path / "log").read_bytes()
-    ends = set()
+    wholes = set()
     for place in range(len(MAGIC), len(data)):
         path = tmp_path / "damaged"
         flipped = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         path.write_bytes(flipped if damage == "flip" else data[:place])
+        fault, frames = "", []
         try:
-            whole = list(read_frames(path))
+            for frame in read_frames(path):
+                frames.append(frame)  # noqa: PERF402 - those before the damage
         except DataError as error:
-            assert "damaged: the frame at byte " in str(error)
+            fault = str(error)
+        assert frames == FRAMES[: len(frames)]
+        if fault:
+            assert f"{path}: the frame at byte " in fault
         else:
-            # Cut between two frames: nothing is missing that anybody could know of.
-            assert whole == FRAMES[: len(whole)]
-            assert damage == "cut"
-            ends.add(len(whole))
-    assert ends == ({0, 1, 2, 3} if damage == "cut" else set())
+            wholes.add(len(frames))
+    # Cut between two frames, nothing is missing that anybody could know of.
+    assert wholes == ({0, 1, 2, 3} if damage == "cut" else set())
 
 
 @pytest.mark.parametrize("content", [b"", b"echo event log 2\n", b"SQLite format 3\0" * 9])
