@@ -274,7 +274,7 @@ def _run_unseen(work: WriteChunk) -> str:
 def _unseen_chunks() -> Iterator[None]:
     run = WriteChunk.run
     try:
-        WriteChunk.run = _run_unseen  # type: ignore[method-assign]
+        WriteChunk.run = _run_unseen  # type: ignore[method-assign, assignment]
         yield
     finally:
         WriteChunk.run = run  # type: ignore[method-assign]
@@ -367,7 +367,8 @@ def _compare(expected: list[list[Any]], result: Any) -> str:
     """Say at which action two outcomes part."""
     actions = result if isinstance(result, list) else [result]
     got = outcome_of(result, Values())
-    pairs = itertools.zip_longest(expected, got, fillvalue=["nothing", b""])
+    nothing: list[Any] = ["nothing", b""]
+    pairs = itertools.zip_longest(expected, got, fillvalue=nothing)
     index, (was, is_now) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     shown = f"\n  {actions[index]!r}"[:MAX_SHOWN] if index < len(actions) else ""
     return (
