@@ -442,7 +442,8 @@ class DialingRole:
             return self._joining.give_up("learner_unreachable", TransportError(text), now=now)
         if now < self._joining.retry_at:
             return []
-        actions = [] if self.state is NodeState.CONFIGURING else self._tell_wait(remaining_s, now)
+        is_silent = self.is_leaving or self.state is NodeState.CONFIGURING
+        actions = [] if is_silent else self._tell_wait(remaining_s, now)
         if self.state is NodeState.DIALLING or now >= self._heard_at + self._joining.dead_after_s:
             return actions + self._next_address(now)
         return actions + self._joining.repeat(now)

@@ -20,7 +20,6 @@ from echo.core.rollout import Group
 from echo.leases.partials import PartialGroup
 from echo.runtime.learner.checkpoint import find_whole
 from echo.runtime.learner.node import LearnerNode
-from echo.runtime.worker.node import WorkerParts
 from echo.sim.network import Link
 from echo.tasks.rewards import TaskHost
 from echo.train.trainer import StepError
@@ -196,26 +195,26 @@ def test_a_fast_worker_with_equal_rewards_ends_no_run_that_others_work_for(
             batch={"keep_zero_variance": False, "max_zero_signal_batches": 3},
         )
         bad, honest = await run.worker("bad"), await run.worker("honest")
-        finished, at_once, deliver = bad.session.finished, bad._deliver, honest._deliver
+        finished, at_once, score = bad.session.finished, bad._score, honest._score
         members = learner.session.roster.nodes
 
-        async def once_both_are_here(parts: WorkerParts, partial: PartialGroup) -> None:
+        async def once_both_are_here(partial: PartialGroup) -> None:
             await learner.wait_until(
                 lambda: "honest" in members and members["honest"].worker.capacity > 0, within_s=60
             )
-            await at_once(parts, partial)
+            await at_once(partial)
 
         def equal(group: Group, *, now: float) -> list[Action]:
             rollouts = tuple(replace(rollout, reward=1.0) for rollout in group.rollouts)
             return finished(replace(group, rollouts=rollouts), now=now)
 
-        async def late(parts: WorkerParts, partial: PartialGroup) -> None:
+        async def late(partial: PartialGroup) -> None:
             await asyncio.sleep(0.5)
-            await deliver(parts, partial)
+            await score(partial)
 
         monkeypatch.setattr(bad.session, "finished", equal)
-        monkeypatch.setattr(bad, "_deliver", once_both_are_here)
-        monkeypatch.setattr(honest, "_deliver", late)
+        monkeypatch.setattr(bad, "_score", once_both_are_here)
+        monkeypatch.setattr(honest, "_score", late)
         async with running(learner, bad, honest) as (learning, *_):
             assert await learning == "finished"
         assert learner.session.step == 3

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,28 +55,6 @@ def test_what_a_command_leaves_in_the_background_is_not_waited_for() -> None:
     assert time.monotonic() - began < 30
 
 
-class Session:
-    standby_since: float | None = None
-    learner_heard_at = 100.0
-
-
-def reason(*, now: float, **facts: float) -> str | None:
-    session: Any = Session()
-    for name, value in facts.items():
-        setattr(session, name, value)
-    return ReleaseTerms(standby_s=60.0, learner_gone_s=30.0).reason_to_leave(session, now=now)
-
-
-def test_the_terms() -> None:
-    assert reason(now=120.0) is None
-    assert reason(now=120.0, standby_since=70.0) is None
-    assert "on standby for" in str(reason(now=130.0, standby_since=70.0))
-    assert "without the learner for" in str(reason(now=130.0))
-    session: Any = Session()
-    endless = ReleaseTerms(standby_s=None, learner_gone_s=None)
-    assert endless.reason_to_leave(session, now=1e6) is None
-
-
 @pytest.mark.parametrize(("after_s", "gone_s"), [(60, 60), (1, 10), (7200, 300)])
 def test_a_short_silence_is_no_reason_and_giving_up_comes_later(after_s: int, gone_s: int) -> None:
     config = parse_config({}, [f"worker.release_after_s={after_s}"])
@@ -112,7 +89,7 @@ def test_a_release_that_fails_goes_on_counting(play: Play) -> None:
         leaves = await run.worker("w2", worker={"price_per_h": 5.0, **terms})
         async with running(learner, stays, leaves) as (_, _, leaving):
             await until(lambda: run.rows and run.rows[-1][1].get("cost/per_hour") == 5.2)
-            leaves._terms = AT_ONCE
+            leaves.session.terms = AT_ONCE
             assert "without the learner" in await leaving
             await until(
                 lambda: run.rows and run.rows[-1][1].get("cost/unconfirmed_per_hour") == 5.0
@@ -131,19 +108,13 @@ def test_the_machine_is_given_back_once_though_the_run_ends_while_its_worker_lea
         command = f"echo begun >> {tmp_path}/released; sleep 0.5; echo done >> {tmp_path}/released"
         terms = {"release_after_s": 3600.0, "on_release": command}
         worker = await run.worker("w1", worker=terms)
-        is_leaving = asyncio.Event()
-
-        async def finish_work() -> None:
-            is_leaving.set()
-            if where == "before":
-                await asyncio.Event().wait()
-
-        worker.finish_work = finish_work  # type: ignore[method-assign]
+        if where == "before":
+            worker.session._settle = lambda now: []  # type: ignore[method-assign]
         learner.session.is_granting = False
         async with running(learner, worker) as (_, working):
             await until(lambda: worker.session.is_admitted)
-            worker._terms = AT_ONCE
-            await is_leaving.wait()
+            worker.session.terms = AT_ONCE
+            await until(lambda: worker.session.is_leaving)
             if where == "within":
                 await until((tmp_path / "released").exists)
             learner.perform(learner.session.finish("the run is finished"))
@@ -161,7 +132,7 @@ def test_a_release_that_has_begun_is_not_left_by_an_interrupt(play: Play, tmp_pa
         learner.session.is_granting = False
         async with running(learner, worker) as (_, working):
             await until(lambda: worker.session.is_admitted)
-            worker._terms = AT_ONCE
+            worker.session.terms = AT_ONCE
             await until((tmp_path / "released").exists)
             worker.interrupt()
             assert await working == "interrupted"

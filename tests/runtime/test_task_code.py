@@ -11,7 +11,7 @@ import pytest
 from echo.core.rollout import Group
 from echo.leases.scheduler import StoreGroup
 from echo.runtime.learner.setup import load_data
-from echo.runtime.worker import node, setup
+from echo.runtime.worker import setup
 from echo.tasks.rewards import RewardError
 from echo.tasks.tokenization import load_tokenizer
 from tests.runtime.harness import Play, Run, ends, running
@@ -158,11 +158,9 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(
 def test_a_hanging_reward_is_named_as_such_and_not_as_an_expired_lease(
     play: Play,
     write_task: Callable[[str, str], None],
-    monkeypatch: pytest.MonkeyPatch,
     where: str,
 ) -> None:
     write_task("broken_task", BROKEN)
-    monkeypatch.setattr(node, "TICK_S", 0.05)
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(

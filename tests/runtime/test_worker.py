@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED
 from echo.engine.hf.engine import TransformersEngine
 from echo.leases.scheduler import Scheduler
-from echo.wire.messages import Lease
 from tests.runtime.harness import Play, Run, ends, read_jsonl, running
 
 TASK = """
@@ -136,7 +134,7 @@ def test_a_version_that_all_workers_refuse_is_tried_again(
         load(engine, tensors, version)
 
     monkeypatch.setattr(TransformersEngine, "load", load_the_second_time)
-    monkeypatch.setattr("echo.runtime.worker.node.INSTALL_AGAIN_S", 0.1)
+    monkeypatch.setattr("echo.roles.worker.INSTALL_AGAIN_S", 0.1)
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(run={"max_steps": 4}, sync={"max_staleness": 0})
@@ -228,23 +226,6 @@ def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
     assert re.search(r"v99 or newer is wanted, v\d is installed", caplog.text)
 
 
-def test_a_worker_says_that_it_waits_for_newer_weights(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        worker = await run.worker("w1")
-        session = worker.session
-        assert worker._waiting_for() == "waiting for weights"
-        session.installed_version = PolicyVersion(1, 1)
-        assert worker._waiting_for() == "waiting for leases"
-        lease = Lease(group_id=0, attempt=0, seed=0, prompt_ids=(1,), example={})
-        session.partials.add(msgspec.structs.replace(lease, min_version=PolicyVersion(1, 2)))
-        assert worker._waiting_for() == "waiting for newer weights"
-        session.installed_version = PolicyVersion(1, 2)
-        assert worker._waiting_for() == "waiting for leases"
-        await worker.transport.close()
-
-    play(scenario)
-
-
 def test_what_an_engine_counts_is_told_though_no_group_is_finished(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner()
@@ -257,7 +238,6 @@ def test_what_an_engine_counts_is_told_though_no_group_is_finished(play: Play) -
             assert worker._parts is not None
             with pytest.raises(EngineError):
                 worker._parts.engine._concurrency.halve(1, why="", numbers="")  # type: ignore[attr-defined]
-            worker._wake.set()
             counters = worker.session.counters
             assert await worker.wait_until(
                 lambda: counters["engine/out_of_memory"] == 1, within_s=60

@@ -1,0 +1,567 @@
+"""What a worker's role decides, on plain time: an engine on paper samples what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from echo.core.errors import EngineError
+from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
+from echo.leases.outbox import Outbox
+from echo.leases.partials import PartialGroup, PartialRules, decode_groups
+from echo.roles.joining import NodeSettings
+from echo.roles.worker import (
+    DRAIN_S,
+    INSTALL_AGAIN_S,
+    Drained,
+    EngineCall,
+    EngineFacts,
+    Install,
+    Offer,
+    Recall,
+    Release,
+    ReleaseTerms,
+    Sample,
+    Save,
+    Score,
+    Withdraw,
+    Worker,
+)
+from echo.weights.broadcast import Broadcast
+from echo.wire.actions import Action, Note, Stop
+from echo.wire.messages import Ack, Failed, Lease
+
+V0, V1, V2 = (PolicyVersion(1, step) for step in range(3))
+LENGTHS = {0: (2, 50), 1: (2, 3), 2: (60, 2), 3: (3, 3), 4: (2, 2), 5: (4, 4)}
+"""Tokens of each member of each group."""
+
+
+class Weights(Broadcast):
+    """A weights plane to which versions come when a test says so."""
+
+    newest: PolicyVersion | None = None
+
+    @property
+    def newest_complete(self) -> PolicyVersion | None:
+        return self.newest
+
+
+class Role(Worker):
+    """A worker that the learner has admitted."""
+
+    is_admitted = True
+    lineages = (Lineage(1, 0),)
+    broadcast: Weights
+
+
+def lease(group_id: int, **fields: Any) -> Lease:
+    plain = Lease(group_id=group_id, attempt=0, seed=group_id, prompt_ids=(1,), example={})
+    return msgspec.structs.replace(plain, **fields)
+
+
+def make_role(terms: ReleaseTerms | None = None) -> Role:
+    settings = NodeSettings(
+        node_id="w1", role="worker", incarnation="1", addresses=("tcp://learner:1",),
+        advertise=None, echo_version="0", reconnect_for_s=300.0, max_image_bytes=1 << 20,
+        digests={}, heartbeat_s=5.0, dead_after_s=20.0,
+    )  # fmt: skip
+    weights = Weights(node_id="w1", window_bytes=4096, stall_s=0.5)
+    return Role(settings, weights, Outbox(max_deliveries=8, retry_s=1e9), terms=terms, now=0.0)
+
+
+class Paper:
+    """A role, and an engine that samples one token a second for everything in it."""
+
+    def __init__(
+        self,
+        lengths: dict[int, tuple[int, ...]] | None = None,
+        *,
+        groups_per_batch: int = 4,
+        is_continuous: bool = False,
+        sampler: Any = "engine",
+        version: PolicyVersion | None = V0,
+        terms: ReleaseTerms | None = None,
+        **rules: Any,
+    ) -> None:
+        self.lengths = lengths or {}
+        self.now = 0.0
+        self.role = make_role(terms)
+        self.sampled: list[list[str]] = []
+        """Names of the members that each call was asked for."""
+        self.num_before: dict[str, list[int]] = {}
+        self.seeds: dict[str, set[int]] = {}
+        self.engine: dict[EngineCall, dict[str, int]] = {}
+        """The tokens so far of what each call samples."""
+        self.others: list[Action] = []
+        """What is not the engine's affair, and not yet looked at."""
+        facts = EngineFacts(
+            group_size=2, groups_per_batch=groups_per_batch, is_continuous=is_continuous,
+            sampler=sampler, max_prompt_tokens=5, max_completion_tokens=64,
+            rules=PartialRules(**({"ship_s": None} | rules)),
+        )  # fmt: skip
+        self.do(self.role.built(facts, {}, now=0.0))
+        if version is not None:
+            self.do(self.role.installed(version, now=0.0))
+
+    def grant(self, *leases: Lease, members: Sequence[PartialRollout] = ()) -> None:
+        for each in leases or [lease(group_id) for group_id in sorted(self.lengths)]:
+            self.role.partials.add(each, members)
+        self.do(self.role._next(self.now))
+
+    def do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Sample(call):
+                    self._begin(call)
+                case Recall(call):
+                    self.give_back(call)
+                case Score(group) if len(self.lengths):
+                    self.do(self.role.scored(group, [0.0, 1.0], now=self.now))
+                case _:
+                    self.others.append(action)
+
+    def take(self, kind: type[Any]) -> list[Any]:
+        """Return what was asked for of this kind since it was last taken."""
+        found = [action for action in self.others if isinstance(action, kind)]
+        self.others = [action for action in self.others if not isinstance(action, kind)]
+        return found
+
+    def _begin(self, call: EngineCall) -> None:
+        names = self.engine[call] = {}
+        for group in call.groups:
+            for index, member in enumerate(group.members):
+                if not member.is_finished:
+                    name = f"{group.lease.group_id}.{index}"
+                    names[name] = 0
+                    self.num_before.setdefault(name, []).append(member.num_tokens)
+                    self.seeds.setdefault(name, set()).add(group.seed_of(index))
+        self.sampled.append(list(names))
+
+    def turn(self, seconds: float = 1.0) -> None:
+        """Sample one token of everything."""
+        self.now += seconds
+        for call in list(self.engine):
+            for group in call.groups:
+                for index, member in enumerate(group.members):
+                    if not member.is_finished:
+                        self.engine[call][f"{group.lease.group_id}.{index}"] += 1
+                        call.on_tokens(1)
+            for group in call.groups:
+                self._extend(call, group, is_over=False)
+            if call in self.engine and all(group.is_whole for group in call.groups):
+                self.give_back(call)
+
+    def _extend(self, call: EngineCall, group: PartialGroup, *, is_over: bool) -> None:
+        members, has_news = list(group.members), False
+        for index, member in enumerate(group.members):
+            name = f"{group.lease.group_id}.{index}"
+            count = self.engine.get(call, {}).get(name, 0)
+            length = self.lengths[group.lease.group_id][index]
+            is_ended = member.num_tokens + count >= length
+            if not member.is_finished and count and (is_ended or is_over):
+                start = member.num_tokens
+                members[index] = member.extended(
+                    np.arange(start, start + count, dtype=np.int32),
+                    np.full(count, -1, np.float32),
+                    np.full((count, 2), (1, self.version.step), np.int32),
+                    finish_reason="stop" if is_ended else "abort",
+                )
+                has_news = True
+        if has_news:
+            self.do(self.role.sampled(call, group, members, now=self.now))
+
+    @property
+    def version(self) -> PolicyVersion:
+        assert self.role.installed_version is not None
+        return self.role.installed_version
+
+    def give_back(self, call: EngineCall) -> None:
+        for group in call.groups:
+            self._extend(call, group, is_over=True)
+        num_tokens = sum(self.engine.pop(call).values())
+        self.do(self.role.returned(call, num_tokens=num_tokens, now=self.now))
+
+    def run(self, *, until: Callable[[], bool] | None = None) -> list[int]:
+        """Sample until all groups are delivered; return them in that order."""
+        is_done = until or (lambda: len(self.delivered()) == len(self.lengths))
+        for _ in range(500):
+            if is_done():
+                return self.delivered()
+            self.turn()
+            if self.now >= (self.role.deadline or np.inf):
+                self.do(self.role.expire(now=self.now))
+        raise AssertionError(f"not done after {self.now:g} s: {self.role.activity}")
+
+    def delivered(self) -> list[int]:
+        return [group_id for group_id, _ in self.role.outbox.keys]
+
+    def acknowledge(self, group_id: int) -> None:
+        ack = Ack(group_id=group_id, attempt=0, outcome="accepted")
+        self.do(self.role.on_routed(ack, [], now=self.now))
+
+    def arrive(self, version: PolicyVersion) -> list[PolicyVersion]:
+        """Let a version come; return those that are installed now."""
+        self.role.broadcast.newest = version
+        self.do(self.role.on_version(now=self.now))
+        return [action.version for action in self.take(Install)]
+
+
+# --- which groups go into the engine, and when it is stopped --------------------------------------
+
+
+def test_a_batch_is_recalled_at_its_target_and_the_rest_goes_on_first() -> None:
+    paper = Paper(LENGTHS, over_submission=2.0)
+    paper.grant()
+    paper.run()
+    first, second, *_ = paper.sampled
+    assert first == [f"{group}.{member}" for group in range(4) for member in range(2)]
+    # Groups 1 and 3 are whole; of the others only what is unfinished goes on, before 4 and 5.
+    assert second == ["0.1", "2.0", "4.0", "4.1", "5.0", "5.1"]
+    assert paper.num_before["0.1"][:2] == [0, 3]
+    assert len(paper.seeds["0.1"]) > 1, "the old seed would repeat its choices"
+    assert sum(len(members) for members in paper.num_before.values()) == sum(
+        map(len, paper.sampled)
+    )
+    counts = paper.role.partial_counts
+    assert counts["resumed"] >= 2
+    assert counts["wasted_tokens"] == 0
+    assert paper.role.tokens_sampled == sum(map(sum, LENGTHS.values())), "each token once"
+
+
+def test_without_over_submission_a_batch_is_waited_for() -> None:
+    paper = Paper(LENGTHS)
+    paper.grant()
+    # Whole groups do not wait for the others of their batch.
+    assert paper.run()[:2] == [1, 3]
+    assert len(paper.sampled) == 2
+    assert paper.role.partial_counts["interrupted"] == 0
+
+
+def test_a_batch_is_not_recalled_for_nothing() -> None:
+    """The target is reached, but no other group waits for the room: until one comes."""
+    for latecomer in (None, 5):
+        paper = Paper(LENGTHS, over_submission=2.0)
+        paper.grant(*map(lease, range(4)))
+        paper.run(until=lambda paper=paper: len(paper.delivered()) == 2)
+        if latecomer is not None:
+            paper.grant(lease(latecomer))
+        paper.run(until=lambda paper=paper: not paper.engine or len(paper.sampled) > 1)
+        assert len(paper.sampled) == (1 if latecomer is None else 2)
+
+
+def test_an_engine_that_takes_requests_at_any_time_gets_more_than_it_holds() -> None:
+    paper = Paper(LENGTHS, groups_per_batch=2, is_continuous=True, over_submission=1.5)
+    engine = paper.role.engine
+    assert engine is not None
+    assert (engine.num_places, paper.role.max_groups) == (3, 5), "and two that wait"
+    paper.grant()
+    assert len(paper.engine) == 3
+    paper.run()
+    assert len(paper.sampled) == len(LENGTHS), "one call for each, none stopped"
+
+
+def test_a_recalled_batch_is_filled_up_by_what_its_groups_have_left_to_do() -> None:
+    lengths = {0: (2, 50), 1: (50, 2), 2: (3, 3), 3: (2, 2), 4: (2, 2), 5: (2, 2)}
+    paper = Paper(lengths, groups_per_batch=3, over_submission=3.0)
+    paper.grant()
+    paper.run()
+    assert paper.sampled[1] == ["0.1", "1.0", "3.0", "3.1", "4.0", "4.1"], "six rows"
+
+
+def test_a_call_ends_after_a_while_and_what_it_has_is_shipped_and_saved() -> None:
+    paper = Paper({0: (999, 999)}, groups_per_batch=1, ship_s=10.0)
+    paper.grant()
+    call = next(iter(paper.engine))
+    paper.now = 10.0
+    paper.do(paper.role.expire(now=10.0))
+    assert not call.is_recalled, "a slow start would be repeated for ever"
+    paper.run(until=lambda: paper.role.partial_counts["shipped"] == 2)
+    assert paper.now == pytest.approx(30.0, abs=1.0)
+    assert paper.sampled == [["0.0", "0.1"]] * 3
+    [partial] = decode_groups(paper.take(Save)[-1].data, run_id="")
+    assert partial.members[0].token_ids.tolist() == list(range(partial.num_tokens // 2))
+
+
+@pytest.mark.parametrize("is_continuous", [False, True])
+def test_groups_of_an_exact_version_are_sampled_to_their_end(is_continuous: bool) -> None:
+    """Between two parts of one newer weights would get in."""
+    for version, num_calls in ((None, 8), (V0, 2)):
+        paper = Paper(
+            {0: (1, 30), 1: (1, 30)}, groups_per_batch=1, is_continuous=is_continuous, ship_s=8.0
+        )
+        paper.grant(*(lease(group_id, exact_version=version) for group_id in range(2)))
+        paper.run()
+        assert len(paper.sampled) == num_calls
+
+
+def test_an_engine_with_newer_weights_refuses_an_exact_version() -> None:
+    """The role may not know of them yet."""
+    paper = Paper(LENGTHS)
+    paper.grant(*(lease(group_id, exact_version=V0) for group_id in range(4)))
+    [call] = paper.engine
+    paper.do(paper.role.refused(call, "exactly v0 is wanted, v1 is installed", now=0.0))
+    assert not paper.role.partials
+    assert paper.role.counters["engine/version_refused"] == 4
+    assert "exactly v0 is wanted" in paper.take(Note)[-1].text
+
+
+def members(*steps: int, num_tokens: int = 3, reason: str = "abort") -> list[PartialRollout]:
+    return [
+        PartialRollout().extended(
+            np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, np.float32),
+            np.full((num_tokens, 2), (1, step), np.int32), finish_reason=reason,
+        )
+        for step in steps
+    ]  # fmt: skip
+
+
+def test_what_others_have_sampled_under_another_version_begins_anew() -> None:
+    paper = Paper({0: (9, 9)}, version=V1)
+    paper.grant(lease(0, exact_version=V1), members=members(0, 1))
+    assert paper.num_before == {"0.0": [0], "0.1": [3]}
+    assert paper.role.partial_counts["wasted_tokens"] == 3
+
+
+def test_what_came_whole_is_scored_and_a_prompt_beyond_the_window_fails() -> None:
+    paper = Paper({0: (3, 3), 1: (3, 3)})
+    paper.grant(lease(0), members=members(0, 0, reason="stop"))
+    paper.grant(lease(1, prompt_ids=(1,) * 6))
+    assert not paper.sampled
+    assert paper.delivered() == [0, 1]
+    failed = paper.role.outbox._deliveries[1, 0].message
+    assert isinstance(failed, Failed)
+    assert failed.reason == "prompt_too_long"
+    assert failed.detail == (
+        "the prompt has 6 tokens, the model's window leaves 5 beside 64 sampled ones"
+    )
+
+
+def test_nothing_is_sampled_while_the_outbox_is_full_or_there_are_no_weights() -> None:
+    paper = Paper({0: (1, 1), 1: (1, 1)}, groups_per_batch=1, version=None)
+    paper.grant()
+    assert paper.role.activity == "waiting for weights"
+    paper.role.outbox.max_deliveries = 1
+    paper.do(paper.role.installed(V0, now=0.0))
+    paper.run(until=lambda: paper.delivered() == [0])
+    assert len(paper.sampled) == 1
+    assert paper.role.activity == "waiting for acks"
+    paper.acknowledge(0)
+    assert paper.role.activity == "sampling"
+
+
+def test_a_worker_says_what_it_waits_for() -> None:
+    paper = Paper()
+    assert paper.role.activity == "waiting for leases"
+    paper.grant(lease(0, min_version=V1))
+    assert paper.role.activity == "waiting for newer weights"
+    assert paper.arrive(V1) == [V1]
+    assert paper.role.activity == "installing v1"
+    paper.role.standby_since = 0.0
+    paper.do(paper.role.install_failed(V1, EngineError("no"), now=0.0))
+    assert paper.role.activity == "standing by"
+    assert make_role().activity == "starting"
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_group_that_another_has_finished_is_recalled_and_not_delivered(is_whole: bool) -> None:
+    paper = Paper({0: (1, 1) if is_whole else (9, 9), 1: (9, 9)}, is_continuous=True)
+    paper.grant()
+    [first, _] = paper.engine
+    if is_whole:
+        paper.do, do = paper.others.extend, paper.do  # type: ignore[method-assign]
+        paper.turn()
+        [score] = paper.take(Score)
+        paper.do = do  # type: ignore[method-assign]
+    paper.acknowledge(0)
+    paper.acknowledge(0)
+    assert first.is_recalled != is_whole
+    assert paper.role.counters["cancelled"] == 1
+    if is_whole:
+        assert score.group.is_unwanted, "its rewards may stop"
+        paper.do(paper.role.scored(score.group, [1.0], now=1.0))
+    assert (0, 0) not in paper.role.partials
+    assert not paper.delivered()
+
+
+def test_a_group_that_is_scored_is_alive_at_every_heartbeat() -> None:
+    paper = Paper()
+    paper.lengths = {}
+    paper.grant(lease(0), members=members(0, 0, reason="stop"))
+    [score] = paper.take(Score)
+    for _ in range(3):
+        paper.role.heartbeat(now=0.0)
+    assert [state.num_tokens for state in paper.role.lease_states()] == [3]
+    paper.do(paper.role.failed(score.group.lease, "reward_error", "it raised", now=0.0))
+    assert paper.role.counters["failed/reward_error"] == 1
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def test_the_newest_of_several_versions_is_installed_while_groups_go_on() -> None:
+    paper = Paper({0: (9, 9)})
+    paper.grant()
+    assert paper.arrive(V1) == [V1]
+    assert paper.arrive(V2) == [], "one after the other"
+    paper.turn()
+    paper.do(paper.role.installed(V1, now=1.0))
+    assert [action.version for action in paper.take(Install)] == [V2]
+    assert len(paper.sampled) == 1, "in flight"
+    paper.do(paper.role.installed(V2, now=2.0))
+    assert paper.arrive(V1) == []
+
+
+def test_with_drop_the_engine_is_empty_before_newer_weights_are_installed() -> None:
+    paper = Paper({0: (9, 9)}, stale_tokens="drop")
+    paper.grant()
+    [call] = paper.engine
+    paper.turn()
+    give_back, paper.give_back = paper.give_back, lambda call: None  # type: ignore[method-assign]
+    assert paper.arrive(V1) == []
+    assert call.is_recalled
+    give_back(call)
+    paper.give_back = give_back  # type: ignore[method-assign]
+    assert [action.version for action in paper.take(Install)] == [V1]
+    assert len(paper.sampled) == 1, "nothing begins meanwhile"
+    paper.do(paper.role.installed(V1, now=2.0))
+    assert paper.num_before["0.0"] == [0, 0]
+    assert paper.role.partial_counts["wasted_tokens"] == 2
+
+
+def test_a_version_that_the_engine_refuses_is_tried_again_or_replaced() -> None:
+    paper = Paper()
+    assert paper.arrive(V1) == [V1]
+    paper.do(paper.role.install_failed(V1, EngineError("no memory just now"), now=0.0))
+    assert paper.take(Note)[-1].text == "cannot install v1, keeping v0: no memory just now"
+    assert paper.role.counters["engine/installs_failed"] == 1
+    assert paper.arrive(V1) == []
+    paper.role._heartbeat_at = paper.role._heard_at = 1e9
+    assert paper.role.deadline == INSTALL_AGAIN_S
+    paper.do(paper.role.expire(now=INSTALL_AGAIN_S))
+    assert [action.version for action in paper.take(Install)] == [V1]
+    paper.do(paper.role.install_failed(V1, EngineError("no"), now=INSTALL_AGAIN_S))
+    assert paper.arrive(V2) == [V2]
+
+
+def test_a_worker_that_has_no_version_at_all_ends_with_the_engines_words() -> None:
+    paper = Paper(version=None)
+    assert paper.arrive(V1) == [V1]
+    error = EngineError("it does not fit")
+    paper.do(paper.role.install_failed(V1, error, now=0.0))
+    assert paper.take(Stop) == [Stop("failed", error)]
+
+
+# --- episodes and agents --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_continuous", [False, True])
+def test_episodes_are_played_to_their_end(is_continuous: bool) -> None:
+    paper = Paper(
+        LENGTHS, groups_per_batch=2, is_continuous=is_continuous, sampler="episodes",
+        ship_s=1.0, stale_tokens="drop",
+    )  # fmt: skip
+    paper.grant()
+    assert sum(len(call.groups) for call in paper.engine) == 2
+    assert len(paper.engine) == (2 if is_continuous else 1)
+    assert paper.arrive(V1) == [V1], "they may go on under newer weights"
+    paper.do(paper.role.installed(V1, now=0.0))
+    paper.run()
+    assert paper.role.partial_counts["interrupted"] == 0
+    assert len(paper.sampled) == (6 if is_continuous else 3)
+
+
+def test_agents_are_offered_all_leases_at_once_and_ask_for_theirs() -> None:
+    paper = Paper(groups_per_batch=1, sampler="agents")
+    assert paper.role.max_groups == 0
+    paper.do(paper.role.demand(3, now=0.0))
+    assert paper.role.capacity() == 3
+    paper.grant(*map(lease, range(3)))
+    [offer] = paper.take(Offer)
+    assert [each.group_id for each in offer.leases] == [0, 1, 2]
+    assert paper.role.activity == "serving agents"
+    paper.do(paper.role.drain(now=0.0))
+    assert paper.take(Withdraw)
+    for each in offer.leases:
+        assert not paper.take(Drained)
+        paper.do(paper.role.dropped(each, now=1.0))
+    assert paper.take(Drained)
+
+
+# --- leaving --------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_rest() -> None:
+    paper = Paper({0: (1, 1), 1: (9, 9)})
+    paper.grant()
+    paper.turn()
+    paper.turn()
+    assert paper.delivered() == [0]
+    paper.do(paper.role.drain(now=2.0))
+    assert not paper.engine
+    assert paper.role.partial_counts["shipped"] == 1
+    [save] = paper.take(Save)
+    paper.grant(lease(2))
+    assert len(paper.sampled) == 1, "nothing begins any more"
+    assert paper.arrive(V1) == []
+    paper.acknowledge(0)
+    assert not paper.take(Drained), "the file is not written yet"
+    paper.do(paper.role.saved("", now=3.0))
+    assert paper.take(Drained)
+    again = make_role()
+    [note] = again.restore(save.data)
+    assert note.text == "found 1 unfinished groups of 4 tokens"
+    assert (1, 0) in again.partials
+
+
+def test_a_worker_that_leaves_does_not_wait_for_ever() -> None:
+    paper = Paper({0: (1, 1)})
+    paper.grant()
+    paper.turn()
+    paper.do(paper.role.drain(now=1.0))
+    paper.do(paper.role.expire(now=DRAIN_S))
+    assert not paper.take(Drained)
+    paper.do(paper.role.expire(now=1.0 + DRAIN_S))
+    assert paper.take(Drained)
+
+
+def test_a_damaged_file_is_dropped_and_a_full_disk_survived() -> None:
+    paper = Paper()
+    [note] = paper.role.restore(b"not a file of partial groups")
+    assert "dropped the unfinished groups" in note.text
+    paper.role._num_saving = 1
+    [note] = paper.role.saved("/run/partials.bin: no space left", now=0.0)
+    assert "cannot keep unfinished rollouts: /run/partials.bin: no space left" in note.text
+    assert paper.role.counters["partials_unsaved"] == 1
+
+
+@pytest.mark.parametrize("why", ["on standby for", "without the learner for"])
+def test_a_machine_is_given_back_after_so_long_for_nothing(why: str) -> None:
+    terms = ReleaseTerms(standby_s=60.0, learner_gone_s=90.0)
+    paper = Paper({0: (9, 9)}, terms=terms)
+    role, is_standby = paper.role, why.startswith("on")
+    if is_standby:
+        role.standby_since = 10.0
+    due_at = 70.0 if is_standby else 90.0
+    paper.grant()
+    paper.do(role.expire(now=due_at - 0.1))
+    assert not role.is_leaving
+    role._heartbeat_at = role._heard_at = 1e9
+    assert role.deadline == due_at
+    paper.do(role.expire(now=due_at))
+    assert why in paper.take(Note)[-1].text
+    assert not paper.engine
+    [release] = paper.take(Release)
+    assert why in release.reason
+    assert role.activity == "releasing"
+    assert not any(isinstance(action, Stop) for action in role._expire_joining(1e6)), "meanwhile"
+    assert [type(action) for action in role.released(True)] == [Stop]
+
+
+def test_without_terms_a_machine_is_kept() -> None:
+    role = make_role()
+    role.standby_since = 0.0
+    assert role._retire(1e9) == []
