@@ -17,7 +17,7 @@ from pathlib import Path
 from echo.core.errors import DataError, StorageError
 
 MAX_LOG_BYTES = 256 << 20
-"""Where a log ends: days of a relay or a worker, a thousand steps of a learner."""
+"""Where a log ends: it can still be sent to somebody, and replayed within minutes."""
 MAGIC = b"echo event log 1\n"
 DEFLATE_FROM = 512
 """Bytes from which a frame is worth deflating."""

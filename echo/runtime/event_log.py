@@ -163,8 +163,8 @@ class EventLog:
         """Return what is written of values; one that cannot be read again ends the log."""
         try:
             return self._values.pack_fields(arguments)
-        except (TypeError, KeyError) as error:
-            self._end(f"{arguments} cannot be recorded: {error}")
+        except (TypeError, ValueError, KeyError) as error:
+            self._end(f"a call with {', '.join(arguments)} cannot be recorded: {error!r}")
             return {}
 
     def _write(self, entry: list[Any]) -> None:
@@ -176,6 +176,8 @@ class EventLog:
             reason = "it has reached its bound"
         except OSError as error:
             reason = f"{error.strerror}"
+        except (TypeError, ValueError, OverflowError) as error:
+            reason = f"a value cannot be written: {error}"
         self._end(reason)
 
     def _end(self, reason: str) -> None:

@@ -171,8 +171,8 @@ class Values:
             return value
         if type(value) is list:
             return [self.pack(each) for each in value]
-        if type(value) is dict:
-            return {self.pack(key): self.pack(each) for key, each in value.items()}
+        if type(value) is dict and all(type(key) in (str, int) for key in value):
+            return {key: self.pack(each) for key, each in value.items()}
         name = self._ids.get(id(value))
         code, plain = 0, name
         if name is None:
@@ -185,7 +185,7 @@ class Values:
         if isinstance(packed, list):
             return [self.unpack(each) for each in packed]
         if isinstance(packed, dict):
-            return {self.unpack(key): self.unpack(each) for key, each in packed.items()}
+            return {key: self.unpack(each) for key, each in packed.items()}
         if isinstance(packed, msgspec.msgpack.Ext):
             return CODECS[packed.code].unpack(self, msgspec.msgpack.decode(packed.data))
         return packed
@@ -267,6 +267,11 @@ CODECS = (
         set | frozenset,
         lambda v, items: sorted(map(v.pack, items), key=repr),
         lambda v, items: set(v.unpack(items)),
+    ),
+    Codec(
+        dict,
+        lambda v, table: [v.pack([key, each]) for key, each in table.items()],
+        lambda v, pairs: {v.unpack(key): v.unpack(each) for key, each in pairs},
     ),
     Codec(
         np.ndarray,

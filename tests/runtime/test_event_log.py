@@ -18,6 +18,7 @@ from echo.core.errors import DataError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.leases.book import LeaseBook
 from echo.records.event_log import EventFile, read_frames
+from echo.roles.joining import NodeState
 from echo.roles.learner import Learner
 from echo.roles.relay import Relay
 from echo.roles.worker import Worker
@@ -25,8 +26,9 @@ from echo.runtime import event_log
 from echo.runtime.event_log import replay
 from echo.runtime.event_values import UnseenFrame, Values, class_at, thin_frames
 from echo.runtime.identity import load_or_create_identity
+from echo.weights.topology.sites import Site
 from echo.wire.codec import decode_group, encode, encode_group
-from echo.wire.messages import Chunk, Deliver
+from echo.wire.messages import Chunk, Deliver, Form
 from tests.promises.nodes import CHUNK_BYTES, NodeWorld
 
 pytestmark = pytest.mark.slow
@@ -302,6 +304,35 @@ def test_a_chunk_is_its_length_and_hash_and_what_is_malformed_stays() -> None:
     odd = encode(Deliver(group_id=4, attempt=0), [b"header", b"arrays"], source="w1")
     assert thin_frames(odd) == odd
     assert thin_frames([b"nothing"]) == [b"nothing"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {(1, 2): [{3, 4}], "x": (None, True)},
+        {PolicyVersion(1, 2): {"a": b"b"}},
+        Site("w1", "worker", "tcp://w1:1", price_per_gb=0.5),
+        [NodeState.ADMITTED, Form("delta", PolicyVersion(1, 2)), bytearray(b"ab"), 1.5],
+    ],
+    ids=["containers", "keys", "record", "list"],
+)
+def test_values_come_back_with_their_types(value: Any) -> None:
+    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(Values().pack(value)))
+    unpacked = Values().unpack(packed)
+    assert repr(unpacked) == repr(value)
+    assert type(unpacked) is type(value)
+
+
+def test_a_value_that_cannot_be_recorded_ends_the_log_and_not_the_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = event_log.EventLog(tmp_path / "log")
+    leases = log.build("leases", LeaseBook, timeout_s=1.0)
+    for worker in ("w1", object(), "w3"):
+        leases.adopt(0, 0, worker, now=0.0)  # type: ignore[arg-type]
+    assert len(leases.leases_of(0)) == 3
+    assert "a call with group_id, attempt, worker_id, now cannot be recorded" in caplog.text
+    assert (replay(tmp_path / "log").num_calls, len(caplog.messages)) == (2, 1)
 
 
 def test_only_records_of_echo_are_made() -> None:
