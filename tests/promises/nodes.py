@@ -572,6 +572,10 @@ class NodeWorld:
         self._loop.run_until_complete(kill())
         self.run(0.01)
 
+    def interrupt(self, name: str) -> None:
+        """Press Ctrl-C once."""
+        self._loop.call_soon(self._process(name).node.interrupt)
+
     def link(self, source: str, target: str, *, bytes_per_s: float, delay_s: float = 0.01) -> None:
         """Give one direction of a link its own rate."""
         link = Link(delay_s=delay_s, bytes_per_s=bytes_per_s)

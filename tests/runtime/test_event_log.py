@@ -29,7 +29,7 @@ from echo.runtime.identity import load_or_create_identity
 from echo.weights.topology.sites import Site
 from echo.wire.codec import decode_group, encode, encode_group
 from echo.wire.messages import Chunk, Deliver, Form
-from tests.promises.nodes import CHUNK_BYTES, NodeWorld
+from tests.promises.nodes import CHUNK_BYTES, NodeWorld, StubEngine
 
 pytestmark = pytest.mark.slow
 
@@ -52,23 +52,28 @@ def make_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeWorld]:
 
 @pytest.fixture(scope="module")
 def world(make_world: MakeWorld) -> NodeWorld:
-    """Return a run with deltas, in which a learner and a relay die and come back."""
+    """Return a whole run with deltas, in which a learner and a relay die and come back."""
     world = make_world(network={"codec": "delta"}, image_bytes=40 * CHUNK_BYTES, jitter_s=0.01)
-    world.learner(kill_at="trained", times=4)
-    world.relay("r1")
-    world.worker("w1", via="r1")
-    world.worker("w2", serves=True)
-    world.run(6.0)
-    world.learner()
-    world.refuse_group(20)
-    world.poison(24)
-    world.refuse_version("w2", 6)
-    world.run(6.0)
-    world.kill("r1")
-    world.run(4.0)
-    world.relay("r1")
-    world.run(4.0)
-    assert world.step >= 8
+    with mock.patch.object(StubEngine, "take_counts", return_value={"engine/looks": 1}):
+        world.learner(kill_at="trained", times=4)
+        world.relay("r1")
+        world.worker("w1", via="r1")
+        world.worker("w2", serves=True)
+        world.worker("w3")
+        world.run(6.0)
+        world.learner(run={"max_steps": 40})
+        world.refuse_group(20)
+        world.poison(24)
+        world.refuse_version("w2", 6)
+        world.run(3.0)
+        world.interrupt("w3")
+        world.run(3.0)
+        world.kill("r1")
+        world.run(2.0)
+        world.relay("r1")
+        world.run_until(lambda: not world.is_alive("learner"))
+    assert world.end("learner") == ("finished", "")
+    assert world.end("w3") == ("interrupted", "")
     return world
 
 
@@ -92,7 +97,7 @@ def calls_of(path: Path, method: str) -> list[tuple[int, float]]:
 
 def test_every_process_of_a_run_replays_to_the_same_actions(world: NodeWorld) -> None:
     assert [name for name, _ in world.event_logs] == [
-        "learner", "r1", "w1", "w2", "learner", "r1",
+        "learner", "r1", "w1", "w2", "w3", "learner", "r1",
     ]  # fmt: skip
     for name, path in world.event_logs:
         played = replay(path)
@@ -321,6 +326,15 @@ def test_values_come_back_with_their_types(value: Any) -> None:
     unpacked = Values().unpack(packed)
     assert repr(unpacked) == repr(value)
     assert type(unpacked) is type(value)
+
+
+def test_sampled_arrays_keep_their_shapes_and_ranges_and_the_others_all() -> None:
+    [rollout] = group_with([-1.0, -2.0, -4.0, -3.0]).rollouts
+    unpacked = Values().unpack(Values().pack(rollout))
+    assert unpacked.token_ids.tolist() == [7, 7, 7, 10]
+    assert unpacked.sampler_logprobs.tolist() == [-4.0, -4.0, -4.0, -1.0]
+    assert unpacked.policy_versions.tolist() == [[1, 1]] * 4
+    assert (unpacked.reward, unpacked.finish_reason) == (0.5, "stop")
 
 
 def test_a_value_that_cannot_be_recorded_ends_the_log_and_not_the_node(
