@@ -178,6 +178,16 @@ def test_a_fault_is_found_at_the_call_where_it_shows(
     assert re.fullmatch(r"\d+ calls, \d+ actions: the same\n", capsys.readouterr().out)
 
 
+def test_an_attribute_that_a_shell_sets_is_set_in_the_replay(tmp_path: Path) -> None:
+    log = event_log.EventLog(tmp_path / "log")
+    leases = log.build("leases", LeaseBook, timeout_s=1.0)
+    leases.timeout_s = 100.0
+    leases.adopt(0, 0, "w1", now=0.0)
+    assert leases.expire(now=50.0) == []
+    log.close()
+    assert replay(tmp_path / "log").difference == ""
+
+
 def test_an_exception_that_was_not_there_before_is_a_difference(world: NodeWorld) -> None:
     path = log_of(world, "r1")
 
