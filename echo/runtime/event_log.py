@@ -39,7 +39,7 @@ from echo.records.event_log import EventFile, read_frames
 from echo.roles.learner import Learner
 from echo.roles.relay import Relay
 from echo.roles.worker import Worker
-from echo.runtime.event_values import Outside, Values, class_at, outcome_of, path_of
+from echo.runtime.event_values import Outside, Values, class_at, digests_of, path_of
 from echo.weights.broadcast import Broadcast
 from echo.weights.receiver import WRONG_HASH, WriteChunk
 
@@ -152,7 +152,7 @@ class EventLog:
             raise
         finally:
             self._is_inside = False
-            self._write([*entry, self._answers, outcome_of(result, self._values)])
+            self._write([*entry, self._answers, digests_of(result, self._values)])
         return result
 
     def _answered(self, name: str, answer: Any) -> None:
@@ -230,7 +230,7 @@ class Replayed:
     """Whether the log had reached its bound."""
 
 
-def replay(path: Path) -> Replayed:
+def replay_log(path: Path) -> Replayed:
     """Feed a log to the role that it begins with, up to the first action that differs.
 
     Raises:
@@ -331,10 +331,10 @@ class _Replay:
             result = function(*bound.args, **bound.kwargs)
         except Exception as error:
             result = error
-            if outcome_of(error, self._values) != expected:
+            if digests_of(error, self._values) != expected:
                 raise DifferenceError(f"{where}: {_compare(expected, error)}") from error
             return None
-        got = outcome_of(result, self._values)
+        got = digests_of(result, self._values)
         if got != expected:
             raise DifferenceError(f"{where}: {_compare(expected, result)}")
         self.num_actions += len(got)
@@ -368,7 +368,7 @@ class _Answering(Outside):
 def _compare(expected: list[list[Any]], result: Any) -> str:
     """Say at which action two outcomes part."""
     actions = result if isinstance(result, list) else [result]
-    got = outcome_of(result, Values())
+    got = digests_of(result, Values())
     nothing: list[Any] = ["nothing", b""]
     pairs = itertools.zip_longest(expected, got, fillvalue=nothing)
     index, (was, is_now) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])

@@ -304,19 +304,19 @@ CODECS = (
 # --- outcomes -------------------------------------------------------------------------------------
 
 
-def outcome_of(result: Any, values: Values) -> list[list[Any]]:
+def digests_of(result: Any, values: Values) -> list[list[Any]]:
     """Return [kind, hash of content] of each action, or of another result; number its work."""
     actions = result if isinstance(result, list) and _are_actions(result) else [result]
     for action in actions:
         values.give_out(action)
-    return [[kind_of(action), _digest(action)] for action in actions]
+    return [[_kind_of(action), _digest(action)] for action in actions]
 
 
 def _are_actions(result: list[Any]) -> bool:
     return all(isinstance(each, Action) for each in result)
 
 
-def kind_of(result: Any) -> str:
+def _kind_of(result: Any) -> str:
     """Return what a reader calls an action: its class, with the message of a Send."""
     kind = type(result).__name__
     return f"{kind} {describe(result.frames)[2]}" if isinstance(result, Send) else kind

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.runtime.event_log import replay
+from echo.runtime.event_log import replay_log
 from echo.runtime.identity import ECHO_JOIN
 from tests.e2e.audit import read_ledger
 from tests.e2e.cluster import WITHIN_S, NodeProcess
@@ -213,5 +213,5 @@ def test_the_page_works_with_nothing_on_the_worker_but_checkout_and_join_string(
     check_directory(second)
     # Each in a process of its own, whose sets and hashes are in no order that this one has.
     for site in (first, between, second):
-        played = replay(site.events)
+        played = replay_log(site.events)
         assert (played.difference, played.num_actions > 20) == ("", True)

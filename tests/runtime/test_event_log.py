@@ -23,7 +23,7 @@ from echo.roles.learner import Learner
 from echo.roles.relay import Relay
 from echo.roles.worker import Worker
 from echo.runtime import event_log
-from echo.runtime.event_log import replay
+from echo.runtime.event_log import replay_log
 from echo.runtime.event_values import UnseenFrame, Values, class_at, thin_frames
 from echo.runtime.identity import load_or_create_identity
 from echo.weights.topology.sites import Site
@@ -100,7 +100,7 @@ def test_every_process_of_a_run_replays_to_the_same_actions(world: NodeWorld) ->
         "learner", "r1", "w1", "w2", "w3", "learner", "r1",
     ]  # fmt: skip
     for name, path in world.event_logs:
-        played = replay(path)
+        played = replay_log(path)
         assert played.difference == "", name
         assert not played.is_bounded
         assert played.num_calls > 100
@@ -134,7 +134,7 @@ def test_a_version_store_that_survives_and_has_no_space_left_replays(
     world.run_until(lambda: any("trying again later" in text for text in world.notes("r1")))
     world.run(5.0)
     logs = [path for name, path in world.event_logs if name == "r1"]
-    assert [replay(path).difference for path in logs] == ["", ""]
+    assert [replay_log(path).difference for path in logs] == ["", ""]
 
 
 def test_a_damaged_chunk_is_refused_in_the_replay_as_it_was(make_world: MakeWorld) -> None:
@@ -144,7 +144,7 @@ def test_a_damaged_chunk_is_refused_in_the_replay_as_it_was(make_world: MakeWorl
     world.relay("r1")
     world.run_until(lambda: world.installed("r1"))
     assert any("does not match its hash" in text for text in world.notes("r1"))
-    assert replay(log_of(world, "r1")).difference == ""
+    assert replay_log(log_of(world, "r1")).difference == ""
 
 
 # --- another --------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_an_attribute_that_a_shell_sets_is_set_in_the_replay(tmp_path: Path) -> 
     leases.adopt(0, 0, "w1", now=0.0)
     assert leases.expire(now=50.0) == []
     log.close()
-    assert replay(tmp_path / "log").difference == ""
+    assert replay_log(tmp_path / "log").difference == ""
 
 
 def test_an_exception_that_was_not_there_before_is_a_difference(world: NodeWorld) -> None:
@@ -195,7 +195,7 @@ def test_an_exception_that_was_not_there_before_is_a_difference(world: NodeWorld
         raise ValueError("planted")
 
     with mock.patch.object(Relay, "start", fail):
-        difference = replay(path).difference
+        difference = replay_log(path).difference
     assert "role.start" in difference
     assert "is now ValueError" in difference
     assert "planted" in difference
@@ -208,7 +208,7 @@ def test_a_log_that_is_cut_off_is_replayed_up_to_there(world: NodeWorld, tmp_pat
     cut = tmp_path / "cut"
     cut.write_bytes(log_of(world, "r1").read_bytes()[:-3])
     with pytest.raises(DataError, match=r"is cut off; the \d+ calls before it came out the same"):
-        replay(cut)
+        replay_log(cut)
     assert main([str(cut)]) == 3
 
 
@@ -217,7 +217,7 @@ def test_another_version_of_echo_is_named(tmp_path: Path) -> None:
     file.write(msgspec.msgpack.encode(["0.0.9"]))
     file.close()
     with pytest.raises(DataError, match=r"was recorded by echo-rl 0\.0\.9, this is"):
-        replay(tmp_path / "log")
+        replay_log(tmp_path / "log")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_log_calls_nothing_but_a_role(tmp_path: Path, entry: list[Any]) -> Non
         other.close()
         file.write((tmp_path / "other").read_bytes()[17:])
     with pytest.raises(DataError, match=r"no kind|unknown class"):
-        replay(tmp_path / "log")
+        replay_log(tmp_path / "log")
 
 
 @pytest.mark.parametrize("end", ["bound", "disk"])
@@ -261,7 +261,7 @@ def test_a_log_that_ends_early_says_so_and_the_node_goes_on(
         leases.adopt(group, 0, "w1", now=0.0)
     assert leases.num_running == 4
     assert caplog.messages == [f"the event log {tmp_path / 'log'} ends here: {why}"]
-    played = replay(tmp_path / "log")
+    played = replay_log(tmp_path / "log")
     assert (played.num_calls, played.difference) == (2, "")
     assert played.is_bounded == (end == "bound")
 
@@ -356,7 +356,7 @@ def test_a_value_that_cannot_be_recorded_ends_the_log_and_not_the_node(
         leases.adopt(0, 0, worker, now=0.0)  # type: ignore[arg-type]
     assert len(leases.leases_of(0)) == 3
     assert "a call with group_id, attempt, worker_id, now cannot be recorded" in caplog.text
-    assert (replay(tmp_path / "log").num_calls, len(caplog.messages)) == (2, 1)
+    assert (replay_log(tmp_path / "log").num_calls, len(caplog.messages)) == (2, 1)
 
 
 def test_only_records_of_echo_are_made() -> None:
