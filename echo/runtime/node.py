@@ -606,7 +606,7 @@ def make_broadcast(
     network: NetworkSection,
     version_store: VersionStore | None = None,
     *,
-    events: EventLog,
+    events: EventLog | None = None,
 ) -> Broadcast:
     """Return a node's part of the weights plane with the configuration's bounds.
 
@@ -614,8 +614,9 @@ def make_broadcast(
         node_id: name of the node.
         network: the bounds.
         version_store: where received versions lie; None at the learner, which receives none.
-        events: records what it is fed.
+        events: records what it is fed; None for nothing.
     """
+    events = events or EventLog()
     return events.build(
         "broadcast",
         Broadcast,
