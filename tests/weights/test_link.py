@@ -1,4 +1,4 @@
-"""Windows, patience and silence of a link, and how an item is divided among several."""
+"""Windows, patience and silence of a link, and what its rate is taken for."""
 
 from __future__ import annotations
 
@@ -218,6 +218,8 @@ def test_a_connection_that_brings_something_speaks_for_all_to_the_same_parent() 
     assert [link.index for link in links.silent(1024, now=9.0)] == [0, 1, 2, 3]
 
 
+# --- rates ----------------------------------------------------------------------------------------
+
 MIB = 1 << 20
 
 
@@ -370,6 +372,8 @@ def test_the_window_holds_what_is_under_way_and_grows_from_its_own_limit() -> No
         window = window_bytes(min(window / 0.1, 125e6), 0.1, MIB, **bounds)
     assert window >= 1.3 * 12.5e6 + 2 * MIB
 
+
+# --- probes ---------------------------------------------------------------------------------------
 
 GIB = 1 << 30
 

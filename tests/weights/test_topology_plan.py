@@ -1,4 +1,4 @@
-"""When a plans_of is made, what of the nodes goes into it, and how it is numbered."""
+"""Plans: which one is made, when, of what, how it is numbered, and who keeps its place."""
 
 from __future__ import annotations
 
@@ -376,6 +376,8 @@ def test_every_plan_is_a_tree_that_hangs_from_the_learner(kinds: list[tuple[str,
 
 
 MB = 1e6
+# --- the planner ----------------------------------------------------------------------------------
+
 ROOT = Site(LEARNER_ID, "learner", "tcp://l:1", region="here")
 
 
@@ -493,7 +495,7 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
 
     planning.plan = noting  # type: ignore[method-assign]
     assert session.make_way(now=now + 2 * REPLAN_S) == []
-    assert calls == [], "versions are small, and fast under any plans_of"
+    assert calls == [], "versions are small, and fast under any plan"
     planning.topology = dataclasses.replace(planning.topology, predicted_s=WORTHWHILE_S)
     session.make_way(now=now + 2 * REPLAN_S)
     assert calls == [True]
@@ -682,6 +684,6 @@ def test_a_list_that_still_serves_is_kept() -> None:
     learner = ("learner", "tcp://l:1")
     mine = ((hop["n3"], hop["n5"], learner),)
     assert with_backups(fleet, [SMALL_TREE], previous={**other, "n6": mine})["n6"] == mine
-    # Not one that parents_by_name a node as far from the learner as itself, or at an old address.
+    # Not one that names a node as far from the learner as itself, or at an old address.
     for bad in ((hop["n3"], hop["n7"], learner), (hop["n3"], ("n5", "tcp://old:1"), learner)):
         assert with_backups(fleet, [SMALL_TREE], previous={**other, "n6": (bad,)}) == other
