@@ -248,13 +248,6 @@ def test_the_rate_is_that_of_busy_time_only() -> None:
     assert rate.bytes_per_s == pytest.approx(10 * MIB)
 
 
-def test_the_estimate_follows_a_change_within_seconds() -> None:
-    rate = RateEstimate()
-    now = feed(rate, 50, every_s=0.1)
-    feed(rate, 100, every_s=0.05, start=now)
-    assert rate.bytes_per_s == pytest.approx(20 * MIB, rel=0.05)
-
-
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(-1, 5), st.booleans())))
 def test_whatever_the_clock_does_the_estimate_is_bounded(
     events: list[tuple[int, float, bool]],
@@ -310,16 +303,6 @@ def test_only_several_low_samples_in_a_row_lower_an_uplink_and_to_the_best_of_th
         assert rate.bytes_per_s == pytest.approx(10 * MIB, rel=0.03)
     limited(rate, 3, start=now)
     assert rate.bytes_per_s == pytest.approx(6 * MIB, rel=0.05)
-
-
-def test_who_waited_in_a_pause_does_not_count() -> None:
-    rate = UplinkEstimate()
-    rate.add(MIB, now=0.0)
-    rate.wait(1.0, now=0.0)
-    rate.pause()
-    limited(rate, 10, start=100.0)
-    assert rate.bytes_per_s == pytest.approx(10 * MIB, rel=0.01)
-    assert rate.is_measured
 
 
 def test_what_was_sent_before_the_clock_began_does_not_count() -> None:

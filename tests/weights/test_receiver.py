@@ -582,21 +582,6 @@ def test_a_liar_that_proves_its_offer_and_brings_no_chunk_is_left_too() -> None:
     assert [message.num_segments for message in asked] == [1], "the table is known already"
 
 
-def test_what_only_a_lost_parent_has_offered_is_not_waited_for() -> None:
-    """The learner has not come to that version, and would say that it waits."""
-    net, liar = with_liar(step=9)
-    net.settle()
-    assert net.nodes["b"].receiver.item == (v(9), DELTA)
-    net.attach("b", "a")
-    assert net.nodes["b"].receiver.item is None
-    net.settle()
-    run(net.publish(1, 0))
-    net.settle()
-    assert net.holds("b", 1)
-    assert net.now == 0.0
-    assert not liar.is_parent
-
-
 def test_all_are_forgotten_that_are_left_because_they_lack_a_version() -> None:
     net, _ = with_liar()
     net.settle()
