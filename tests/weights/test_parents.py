@@ -170,6 +170,18 @@ def test_the_preferred_parent_is_tried_again_when_the_plan_is_repeated_but_not_a
     assert dialled(follow(link, R1, LEARNER, now=133.0)) == ["tcp://r1:1"]
 
 
+def test_the_loss_of_the_parent_in_use_does_not_disturb_a_dial_under_way(
+    link: WeightsLink,
+) -> None:
+    follow(link, LEARNER)
+    answer(link, "learner")
+    follow(link, R1, LEARNER, epoch=2)
+    assert dialled(fail(link, "learner")) == []
+    assert link.next is not None
+    answer(link, "r1")
+    assert link.parent == "r1"
+
+
 # --- the spare -----------------------------------------------------------------------------------
 
 
