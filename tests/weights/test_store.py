@@ -1,4 +1,4 @@
-"""What a node keeps, what it drops, and what it says of it."""
+"""What a node keeps and drops, how encoded versions are put together, and whom it believes."""
 
 from __future__ import annotations
 
@@ -175,6 +175,8 @@ def test_the_size_of_chunks_is_a_usual_one_where_nothing_is_known() -> None:
     assert store.chunk_bytes((v(2), form_on(1))) == 1 << 20
 
 
+# --- encoded versions -----------------------------------------------------------------------------
+
 verified = functools.partial(
     EncodedVersion.verify, public_key=PUBLIC_KEY, run_id="run", max_bytes=IMAGE_BYTES
 )
@@ -196,9 +198,6 @@ def payloads(encoded: EncodedVersion, base: int | None = 0) -> list[memoryview]:
         for _, _, payload in coded(1, base)
         for start in range(0, len(payload), CHUNK_BYTES)
     ]
-
-
-# --- tables --------------------------------------------------------------------------------------
 
 
 FIRST, MIDDLE, LAST = range(3)
@@ -375,6 +374,8 @@ def test_a_wrong_hash_of_what_comes_out_is_found_out() -> None:
     works = [work for i in range(encoded.num_chunks) for work in put(encoded, i, chunks[i], 0)]
     assert [bool(work.run()) for work in works] == [True, False, False, False]
 
+
+# --- Welcome as the learner signed it -------------------------------------------------------------
 
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
 OTHER_PUBLIC_KEY = OTHER_KEY.public_key().public_bytes_raw()
