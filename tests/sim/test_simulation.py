@@ -13,10 +13,9 @@ import pytest
 
 from echo.fleet.market import Region
 from echo.fleet.overlap import predict
-from echo.sim.records import History
 from echo.sim.scenario import ActivationRule, Fault, PriceChange
 from echo.sim.simulation import Simulation
-from echo.sim.summary import Summary, summarise
+from echo.sim.summary import History, Summary, summarise
 from tests.roles.harness import note_ways
 from tests.sim.scenarios import MB, make_job, make_offer, make_scenario, simulate
 
