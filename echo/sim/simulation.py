@@ -49,6 +49,9 @@ GIVE_UP_STEPS = 30
 """A run in which nothing was trained for the time of so many steps has no future."""
 
 _log = logging.getLogger("echo.sim")
+# What nodes tell their operators, nobody reads here: it is in the history.
+_log.addHandler(logging.NullHandler())
+_log.propagate = False
 
 
 class Simulation:

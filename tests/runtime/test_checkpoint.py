@@ -222,7 +222,6 @@ def make(
         interval_s=interval_s,
         keep_last=2,
         min_free_bytes=min_free_bytes,
-        saved_step=None,
         now=0.0,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.sim.engine import EngineModel
+from echo.sim.timing import EngineModel
 from echo.sim.lengths import GroupLength, LogNormalLengths, RecordedLengths
 from echo.wire.messages import Lease
 
