@@ -117,6 +117,9 @@ class VersionWait:
 # --- The engine as the role sees it, and what is asked of the shell ---
 
 
+Sampler = Literal["engine", "episodes", "agents"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """Facts of a worker's engine and task that its decisions need."""
@@ -126,7 +129,7 @@ class EngineFacts:
     """Groups that the engine holds at one time."""
     is_continuous: bool = False
     """Whether groups may join those that it samples."""
-    sampler: Literal["engine", "episodes", "agents"] = "engine"
+    sampler: Sampler = "engine"
     """Who samples: the engine alone, which can be stopped and continue; episodes of several turns,
     which are played to their end, because no other worker has their environment; or agents, to whom
     all leases are offered at once, as many as they ask for."""
@@ -471,7 +474,7 @@ class Worker(DialingRole):
         engine = self.engine
         if engine is None:
             return self._settle(now)
-        actions = [] if self.is_leaving else self._install_newest(engine, now)
+        actions = [] if self.is_leaving else self._install_newest(engine)
         actions += self._begin(engine, now)
         if engine.sampler == "engine":
             actions += self._recall(call for call in self._calls if self._has_enough(call, now))
@@ -758,7 +761,7 @@ class Worker(DialingRole):
 
     # --- weights ---------------------------------------------------------------------------------
 
-    def _install_newest(self, engine: EngineFacts, now: float) -> list[Action]:
+    def _install_newest(self, engine: EngineFacts) -> list[Action]:
         """Install the newest version that is here, or the newest of several."""
         if self._installing is not None:
             return []
@@ -766,7 +769,7 @@ class Worker(DialingRole):
         version, installed = self.broadcast.newest_complete, self.installed_version
         if version is None or (installed is not None and version <= installed):
             return []
-        if version == self._refused_version and now < self._install_again_at:
+        if version == self._refused_version:
             return []
         # With "drop" nothing that older weights have begun goes on, in flight or not.
         self._is_held = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"

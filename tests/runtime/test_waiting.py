@@ -90,7 +90,7 @@ def test_what_keeps_groups_from_workers_is_told_once(
         assert waiting.look(now=float(second)) == "busy"
     assert caplog.messages == [
         "nothing can be granted for 4s: no worker takes a group; waiting for 2 of 2 groups; w1 has "
-        "0 (starting)"
+        "0 (waiting for leases)"
     ]
     member.worker.installed = None
     assert waiting.look(now=200.0) == "no_weights"

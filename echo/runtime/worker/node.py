@@ -35,6 +35,7 @@ from echo.roles.worker import (
     Install,
     Recall,
     Sample,
+    Sampler,
     Save,
     Score,
     Worker,
@@ -85,12 +86,12 @@ class WorkerParts:
     @property
     def facts(self) -> EngineFacts:
         """What the role needs to know of all this."""
-        played = "agents" if self.agents is not None else "episodes"
+        sampler: Sampler = "engine" if self.runner is None else "episodes"
         return EngineFacts(
             group_size=self.group_size,
             groups_per_batch=self.groups_per_batch,
             is_continuous=self.engine.is_continuous,
-            sampler="engine" if self.agents is None and self.runner is None else played,
+            sampler=sampler if self.agents is None else "agents",
             max_prompt_tokens=self.max_prompt_tokens,
             max_completion_tokens=self.sampling.max_completion_tokens,
             rules=self.rules,
@@ -241,13 +242,17 @@ class WorkerNode(DialingNode):
         }
         requests = [_request(name, *place) for name, place in members.items()]
         ended: asyncio.Queue[Completion | None] = asyncio.Queue()
+
+        def on_completion(completion: Completion) -> None:
+            loop.call_soon_threadsafe(ended.put_nowait, completion)
+
         generated = self._sample_pool.run(
             lambda: parts.engine.generate(
                 requests,
                 parts.sampling,
                 should_stop=lambda: call.is_recalled or self.has_ended,
                 on_tokens=call.on_tokens,
-                on_completion=lambda done: loop.call_soon_threadsafe(ended.put_nowait, done),
+                on_completion=on_completion,
                 exact_version=call.exact_version,
             )
         )
