@@ -71,6 +71,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """
 
     _ready: deque[asyncio.Handle]
+    _stopping: bool
 
     def __init__(self) -> None:
         """Start at 0."""
@@ -85,7 +86,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Return seconds since the start."""
         return self._now
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
         """Have something called at an instant."""
@@ -117,7 +118,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle.cancelled():
-                handle._run()
+                handle._run()  # noqa: SLF001 -- as its base class does
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Leave it among the timers until its time has come."""

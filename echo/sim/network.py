@@ -109,16 +109,16 @@ class Client(Protocol):
 
     port: Port
 
-    def on_connected(self, end: End) -> None:
+    def on_connected(self, end: LinkEnd) -> None:
         """Handle that a dialled connection stands."""
 
-    def on_refused(self, end: End, reason: str) -> None:
+    def on_refused(self, end: LinkEnd, reason: str) -> None:
         """Handle that dialling came to nothing."""
 
-    def on_disconnected(self, end: End, reason: str) -> None:
+    def on_disconnected(self, end: LinkEnd, reason: str) -> None:
         """Handle that a connection is over."""
 
-    def on_message(self, end: End, frames: list[Frame]) -> None:
+    def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
         """Handle a message; whoever was dialled learns of a connection by its first one."""
 
 
@@ -130,7 +130,7 @@ class GroupSizes(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class End:
+class LinkEnd:
     """One end of a connection, and the way from here to the other end."""
 
     client: Client
@@ -145,7 +145,7 @@ class End:
     is_open: bool = False
     is_over: bool = False
     is_stalled: bool = False
-    far: End = field(init=False)
+    far: LinkEnd = field(init=False)
     """Once the connection stands, as everything below."""
     route: Route = field(init=False)
     stream_bytes_per_s: float = field(init=False)
@@ -200,7 +200,7 @@ class Network:
         """Of pairs of regions, as they were told or came up."""
         self._listeners: dict[str, Client] = {}
         self._ports = itertools.count(FIRST_FREE_PORT)
-        self._ends: dict[Client, dict[End, None]] = {}
+        self._ends: dict[Client, dict[LinkEnd, None]] = {}
         self._num_dials = 0
         self._cuts: list[Groups] = []
         self.traffic: dict[tuple[str, str, str], float] = {}
@@ -259,7 +259,7 @@ class Network:
 
     # --- connections -----------------------------------------------------------------------------
 
-    def dial(self, client: Client, address: str, *, peer: str = "") -> End:
+    def dial(self, client: Client, address: str, *, peer: str = "") -> LinkEnd:
         """Begin to connect; the client hears whether it came to a connection.
 
         Args:
@@ -268,7 +268,7 @@ class Network:
             peer: what the client calls the other side.
         """
         self._num_dials += 1
-        end = End(client, address, self._num_dials, peer)
+        end = LinkEnd(client, address, self._num_dials, peer)
         self._ends.setdefault(client, {})[end] = None
         listener = self._listeners.get(address)
         region = client.port.region if listener is None else listener.port.region
@@ -276,7 +276,7 @@ class Network:
         self.clock.at(self.clock.now + self._num_trips * latency_s, self._connect, end)
         return end
 
-    def _connect(self, end: End) -> None:
+    def _connect(self, end: LinkEnd) -> None:
         if end.is_over:
             return
         client = end.client
@@ -286,7 +286,7 @@ class Network:
             self._leave(end)
             client.on_refused(end, "nothing gets through" if is_cut else "nobody listens there")
             return
-        far = End(listener, None, end.number)
+        far = LinkEnd(listener, None, end.number)
         self._ends.setdefault(listener, {})[far] = None
         end.far, far.far = far, end
         for each in (end, far):
@@ -294,7 +294,7 @@ class Network:
             each.is_open = True
         client.on_connected(end)
 
-    def _lay(self, end: End) -> None:
+    def _lay(self, end: LinkEnd) -> None:
         """Find the way from an end to the other."""
         port = end.client.port
         end.route = route = self.route(port.region, end.far.client.port.region)
@@ -303,7 +303,7 @@ class Network:
             end.chance = end.far.chance or random.Random(f"{self._seed}/o{end.number}")
 
     def hang_up(
-        self, end: End, *, linger_s: float = math.inf, reason: str = "the peer hung up"
+        self, end: LinkEnd, *, linger_s: float = math.inf, reason: str = "the peer hung up"
     ) -> None:
         """Close a connection, or stop dialling; the other side is told when the news arrives.
 
@@ -339,14 +339,14 @@ class Network:
         if address is not None and self._listeners.get(address) is client:
             del self._listeners[address]
 
-    def _leave(self, end: End) -> None:
+    def _leave(self, end: LinkEnd) -> None:
         end.is_open, end.is_over = False, True
         ends = self._ends.get(end.client, {})
         ends.pop(end, None)
         if not ends:
             self._ends.pop(end.client, None)
 
-    def _hear_end(self, end: End, reason: str) -> None:
+    def _hear_end(self, end: LinkEnd, reason: str) -> None:
         """Learn that the other side has left, once what it sent has come through."""
         if end.is_stalled or end.is_over:
             return
@@ -355,14 +355,14 @@ class Network:
             return
         self._lose(end, reason)
 
-    def _lose(self, end: End, reason: str) -> None:
+    def _lose(self, end: LinkEnd, reason: str) -> None:
         if not end.is_over:
             self._leave(end)
             end.client.on_disconnected(end, reason)
 
     # --- messages --------------------------------------------------------------------------------
 
-    def send(self, end: End, frames: list[Frame]) -> bool:
+    def send(self, end: LinkEnd, frames: list[Frame]) -> bool:
         """Put a message on its way; return False if there is no connection."""
         if not end.is_open:
             return False
@@ -401,7 +401,7 @@ class Network:
             return "weights", num_bytes + self.weight_scale * len(frames[1])
         return "control", num_bytes + sum(map(len, frames[1:]))
 
-    def _luck(self, end: End, chance: random.Random, *, is_bulk: bool) -> float:
+    def _luck(self, end: LinkEnd, chance: random.Random, *, is_bulk: bool) -> float:
         """Return by how much jitter and loss delay a message; bulk pays for loss by its rate."""
         route = end.route
         delay_s = chance.uniform(0.0, route.jitter_s)
@@ -409,7 +409,7 @@ class Network:
             delay_s += max(LEAST_RTO_S, 4 * route.latency_s)
         return delay_s
 
-    def _arrive(self, end: End, num_bytes: float, frames: list[Frame]) -> None:
+    def _arrive(self, end: LinkEnd, num_bytes: float, frames: list[Frame]) -> None:
         """Take a message from an end through the receiver's downlink."""
         far = end.far
         if far.is_stalled or not far.is_open:
@@ -426,7 +426,7 @@ class Network:
             return
         self._deliver(far, num_bytes, frames)
 
-    def _deliver(self, end: End, num_bytes: float, frames: list[Frame]) -> None:
+    def _deliver(self, end: LinkEnd, num_bytes: float, frames: list[Frame]) -> None:
         if end.is_open and not end.is_stalled:
             end.client.port.bytes_received += num_bytes
             end.client.on_message(end, frames)
@@ -453,11 +453,11 @@ class Network:
                 return True
         return False
 
-    def _standing(self) -> Iterator[End]:
+    def _standing(self) -> Iterator[LinkEnd]:
         """Yield every end that is open."""
         return (end for ends in list(self._ends.values()) for end in list(ends) if end.is_open)
 
-    def _stall(self, end: End) -> None:
+    def _stall(self, end: LinkEnd) -> None:
         """Let nothing pass any more; the ends find out as unanswered heartbeats tell them."""
         for each in (end, end.far) if end.address is not None else (end.far, end):
             if each.is_open and not each.is_stalled:

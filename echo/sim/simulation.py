@@ -86,7 +86,7 @@ class Simulation:
         self.sites = [self._make_site(name, offer) for name, offer in scenario.nodes()]
         self.by_name = {site.name: site for site in self.sites}
         self.learner: SimLearner
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._ended: asyncio.Future[str] = self.loop.create_future()
 
     # --- building --------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ class Simulation:
     def _start(self, node: Node) -> None:
         """Run a node beside the others, until it ends by itself or is killed."""
         task = self.loop.create_task(self._run(node))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     async def _run(self, node: Node) -> None:
         try:

@@ -260,6 +260,8 @@ class MemoryLedger(LedgerQueue):
         """Open it."""
         super().__init__(RUN_DIR, spool_bytes=float("inf"))
         self._disk = disk
+        self._stored: dict[int, Group] = {}
+        """In the queue."""
         self.num_records = disk.num_records
 
     def now(self) -> float:
@@ -269,7 +271,7 @@ class MemoryLedger(LedgerQueue):
     def store(self, group: Group, header: Any, arrays: Any) -> None:
         """Put an accepted group into the queue."""
         super().store(group, header, arrays)
-        self._queue[-1] = self._queue[-1][0], (group,)
+        self._stored[group.group_id] = group
 
     def records(self) -> Iterator[AnyRecord]:
         """Yield what is on record."""
@@ -280,12 +282,12 @@ class MemoryLedger(LedgerQueue):
         disk = self._disk
         disk.num_records += len(queue)
         self.num_records = disk.num_records
-        for record, parts in queue:
+        for record, _ in queue:
             if disk.is_kept:
                 disk.records.append(record)
             match record:
                 case Accepted():
-                    disk.accepted[record.group] = parts[0]
+                    disk.accepted[record.group] = self._stored.pop(record.group)
                 case Trained():
                     for group_id in record.groups:
                         if disk.is_kept:

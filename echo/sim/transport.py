@@ -33,14 +33,14 @@ from echo.net.transport import (
     parse_address,
     parse_dial_address,
 )
-from echo.sim.network import End, Network, Port
+from echo.sim.network import LinkEnd, Network, Port
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dial:
     """A dialled peer: the present attempt or connection, and the pause before the next."""
 
-    end: End
+    end: LinkEnd
     pause_s: float
 
 
@@ -64,9 +64,9 @@ class SimTransport(Transport):
         self._network = network
         self._ids = itertools.count(1)
         self._dials: dict[PeerId, _Dial] = {}
-        self._ends: dict[PeerId, End] = {}
+        self._ends: dict[PeerId, LinkEnd] = {}
         """Of peers that can be sent to."""
-        self._inbox: deque[tuple[TransportEvent, End, int]] = deque()
+        self._inbox: deque[tuple[TransportEvent, LinkEnd, int]] = deque()
         """Events, and what each has charged to its end."""
         self._stats = TransportStats()
         self._waiter: asyncio.Future[None] | None = None
@@ -145,25 +145,25 @@ class SimTransport(Transport):
 
     # --- what the network tells ------------------------------------------------------------------
 
-    def on_connected(self, end: End) -> None:
+    def on_connected(self, end: LinkEnd) -> None:
         """Handle that a dialled connection stands."""
         self._dials[end.peer].pause_s = self.options.min_redial_s
         self._ends[end.peer] = end
         self._put(Connected(end.peer, end.address), end)
 
-    def on_refused(self, end: End, reason: str) -> None:
+    def on_refused(self, end: LinkEnd, reason: str) -> None:
         """Dial again later."""
         if self.on_dial_failed is not None:
             self.on_dial_failed(end.peer, reason, False)
         self._redial(end.peer)
 
-    def on_disconnected(self, end: End, reason: str) -> None:
+    def on_disconnected(self, end: LinkEnd, reason: str) -> None:
         """Handle that a connection is over; one that was dialled is opened again later."""
         if self._ends.pop(end.peer, None) is not None:
             self._put(Disconnected(end.peer, reason), end)
         self._redial(end.peer)
 
-    def on_message(self, end: End, frames: list[Frame]) -> None:
+    def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
         """Take in a message; the first makes an inbound peer known."""
         charge = sum(map(len, frames)) + MESSAGE_OVERHEAD_BYTES
         if not end.peer:
@@ -203,7 +203,7 @@ class SimTransport(Transport):
         self._inbox.clear()
         self._wake()
 
-    def _put(self, event: TransportEvent, end: End, charge: int = 0) -> None:
+    def _put(self, event: TransportEvent, end: LinkEnd, charge: int = 0) -> None:
         self._inbox.append((event, end, charge))
         self._wake()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echo.sim.network import FRAMING_BYTES, End, Network, Port, Route
+from echo.sim.network import FRAMING_BYTES, LinkEnd, Network, Port, Route
 
 BULK = 1_000_000
 
@@ -44,16 +44,16 @@ class Node:
     clock: Clock
     heard: list[tuple[float, str, Any]] = field(default_factory=list)
 
-    def on_connected(self, end: End) -> None:
+    def on_connected(self, end: LinkEnd) -> None:
         self.heard.append((self.clock.now, "up", end))
 
-    def on_refused(self, end: End, reason: str) -> None:
+    def on_refused(self, end: LinkEnd, reason: str) -> None:
         self.heard.append((self.clock.now, "refused", reason))
 
-    def on_disconnected(self, end: End, reason: str) -> None:
+    def on_disconnected(self, end: LinkEnd, reason: str) -> None:
         self.heard.append((self.clock.now, "down", reason))
 
-    def on_message(self, end: End, frames: list[Any]) -> None:
+    def on_message(self, end: LinkEnd, frames: list[Any]) -> None:
         self.heard.append((self.clock.now, "message", frames[0]))
 
     def messages(self) -> list[tuple[float, Any]]:
@@ -82,7 +82,7 @@ class Net:
         self.network.listen(node)
         return node
 
-    def link(self, node: Node) -> End:
+    def link(self, node: Node) -> LinkEnd:
         end = self.network.dial(node, "tcp://learner:1")
         self.clock.run(self.clock.now + 1.0)
         return end
@@ -111,6 +111,29 @@ def test_children_share_an_uplink_and_parents_a_downlink() -> None:
     at = [round(at, 2) for at, _ in net.learner.messages()]
     # a's uplink takes .25 s for each; the learner's downlink takes .25 s for each of three.
     assert at == pytest.approx([2.25, 2.5, 2.75], abs=0.01)
+
+
+def test_a_parent_serves_its_children_one_after_the_other() -> None:
+    net = Net(bytes_per_s=1e9, latency_s=0.0)
+    nodes = [net.node(name) for name in "abc"]
+    ends = [net.link(node) for node in nodes]
+    net.learner.port.up_bytes_per_s = 4e6
+    for end in ends:
+        net.network.send(end.far, [b"x" * BULK])
+    net.clock.run(10.0)
+    at = [node.messages()[0][0] for node in nodes]
+    assert at == pytest.approx([3.25, 3.5, 3.75], abs=0.01)
+
+
+def test_small_messages_slip_in_between_the_bulk_of_others() -> None:
+    net = Net(bytes_per_s=1e9, latency_s=0.0)
+    nodes = [net.node(name) for name in "ab"]
+    ends = [net.link(node) for node in nodes]
+    net.learner.port.up_bytes_per_s = 4e6
+    net.network.send(ends[0].far, [b"x" * BULK])
+    net.network.send(ends[1].far, [b"small"])
+    net.clock.run(10.0)
+    assert nodes[1].messages() == [(2.0, b"small")]
 
 
 def test_true_sizes_are_counted_by_kind_and_link() -> None:
