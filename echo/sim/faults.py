@@ -18,7 +18,7 @@ from echo.sim.worker import SimWorker
 
 
 @dataclass(slots=True, eq=False)
-class Site:
+class SimulatedSite:
     """A rented place: a machine's access to the network, with or without a process."""
 
     name: str
@@ -45,9 +45,9 @@ class Stage(Protocol):
     loop: VirtualLoop
     network: Network
     history: History
-    sites: list[Site]
+    sites: list[SimulatedSite]
 
-    def start_worker(self, site: Site) -> None:
+    def start_worker(self, site: SimulatedSite) -> None:
         """Start a process at a site."""
 
     def kill_worker(self, worker: SimWorker, *, is_silent: bool) -> None:
@@ -98,7 +98,7 @@ class Faults:
             else:
                 self._take(site, is_silent=fault.kind == "preempt", for_s=fault.for_s)
 
-    def _targets(self, name: str) -> list[Site]:
+    def _targets(self, name: str) -> list[SimulatedSite]:
         return [site for site in self._stage.sites if name in (site.name, site.offer.name, "*")]
 
     # --- the learner -----------------------------------------------------------------------------
@@ -123,16 +123,16 @@ class Faults:
 
     # --- loss and return -------------------------------------------------------------------------
 
-    def _await_loss(self, site: Site, chance: random.Random) -> None:
+    def _await_loss(self, site: SimulatedSite, chance: random.Random) -> None:
         wait_s = chance.expovariate(site.offer.losses_per_h / 3600)
         self._stage.loop.call_later(wait_s, self._lose, site, chance)
 
-    def _lose(self, site: Site, chance: random.Random) -> None:
+    def _lose(self, site: SimulatedSite, chance: random.Random) -> None:
         """Take a spot machine away, and wait for the next loss from its return on."""
         self._take(site, is_silent=True, for_s=site.offer.restart_s)
         self._stage.loop.call_later(site.offer.restart_s, self._await_loss, site, chance)
 
-    def _take(self, site: Site, *, is_silent: bool, for_s: float | None) -> None:
+    def _take(self, site: SimulatedSite, *, is_silent: bool, for_s: float | None) -> None:
         stage, worker = self._stage, site.worker
         site.num_absences += 1
         if worker is not None:
@@ -144,19 +144,19 @@ class Faults:
         if for_s is not None:
             stage.loop.call_later(for_s, self._return, site)
 
-    def _return(self, site: Site) -> None:
+    def _return(self, site: SimulatedSite) -> None:
         site.num_absences -= 1
         if not site.num_absences and site.worker is None and not site.is_given_up:
             self._stage.start_worker(site)
 
     # --- stragglers ------------------------------------------------------------------------------
 
-    def _slow(self, site: Site, fault: Fault) -> None:
+    def _slow(self, site: SimulatedSite, fault: Fault) -> None:
         self._scale(site, fault.factor)
         if fault.for_s is not None:
             self._stage.loop.call_later(fault.for_s, self._scale, site, 1 / fault.factor)
 
-    def _scale(self, site: Site, factor: float) -> None:
+    def _scale(self, site: SimulatedSite, factor: float) -> None:
         site.tokens_per_s *= factor
         if site.worker is not None:
             site.worker.set_rate(site.tokens_per_s)

@@ -34,6 +34,8 @@ from echo.wire.messages import LEARNER_ID, Lease
 
 RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
+GIVE_UP_STEPS = 30
+"""A run in which nothing was trained for the time of so many steps has no future."""
 UNBOUNDED = 1 << 30
 """A bound on staleness that never holds a lease back."""
 

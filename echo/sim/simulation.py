@@ -31,8 +31,8 @@ from echo.runtime.identity import Identity
 from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode
 from echo.sim.clock import InlineThreads, VirtualLoop
-from echo.sim.faults import Faults, Site
-from echo.sim.learner import LEARNER_ADDRESS, RUN_ID, SimLearner
+from echo.sim.faults import Faults, SimulatedSite
+from echo.sim.learner import GIVE_UP_STEPS, LEARNER_ADDRESS, RUN_ID, SimLearner
 from echo.sim.lengths import Groups
 from echo.sim.network import Network, Port
 from echo.sim.scenario import LEARNER_REGION, Scenario
@@ -45,8 +45,6 @@ from echo.weights.broadcast import Broadcast
 
 WINDOW_BYTES = 8 << 20
 """What a child asks for ahead at first: chunks are coarse here."""
-GIVE_UP_STEPS = 30
-"""A run in which nothing was trained for the time of so many steps has no future."""
 
 _log = logging.getLogger("echo.sim")
 # What nodes tell their operators, nobody reads here: it is in the history.
@@ -178,13 +176,13 @@ class Simulation:
             price=price,
         )
 
-    def _make_site(self, name: str, offer: Offer) -> Site:
+    def _make_site(self, name: str, offer: Offer) -> SimulatedSite:
         address = f"tcp://{name}:7702" if offer.can_listen else None
         port = Port(name, offer.region, offer.up_bytes_per_s, offer.down_bytes_per_s, address)
         settings = self.scenario.settings
         chance = random.Random(f"{settings.seed}/speed/{name}")
         factor = max(0.1, chance.gauss(1.0, settings.speed_spread))
-        return Site(name, offer, port, offer.tokens_per_s * factor)
+        return SimulatedSite(name, offer, port, offer.tokens_per_s * factor)
 
     def _price(self, offer: Offer) -> Price:
         """Return what a node states now; of traffic per so many bytes as stand for a GB."""
@@ -194,7 +192,7 @@ class Simulation:
             losses_per_h=offer.losses_per_h,
         )
 
-    def start_worker(self, site: Site) -> None:
+    def start_worker(self, site: SimulatedSite) -> None:
         """Start a process at a site, the first or another one."""
         scenario, now = self.scenario, self.loop.time()
         job, settings, offer = scenario.job, scenario.settings, site.offer

@@ -161,7 +161,9 @@ def test_what_is_only_in_part_too_old_stays_without_that_part(run_dir: Path) -> 
         rollout = replace(group.rollouts[0], policy_versions=versions)
         store(ledger, replace(group, rollouts=(rollout, rollout)))
         for trims_stale in (False, True):
-            start = recover(ledger, saved(ledger), run_id="toy", max_staleness=0, trims_stale=trims_stale)
+            start = recover(
+                ledger, saved(ledger), run_id="toy", max_staleness=0, trims_stale=trims_stale
+            )
             assert start.ends.get(6) == (None if trims_stale else "stale")
     [group] = [group for group in start.buffered if group.group_id == 6]
     assert group.rollouts[0].completion_mask.tolist() == [False, True]
