@@ -668,8 +668,13 @@ class CostControl:
 
     # --- watching --------------------------------------------------------------------------------
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing need be looked at but the costs, until the next version goes out."""
+        return self._activation is None and not self._pace.is_awaited
+
     def look(self, *, now: float) -> list[Action]:
-        """Measure who holds which version; call it every LOOK_S."""
+        """Measure who holds which version; call it every LOOK_S, or every METER_S while calm."""
         if self._progress.activity:
             self._waiting_since = None
         elif self._waiting_since is None:

@@ -58,7 +58,7 @@ from echo.records.ledger import (
 )
 from echo.roles.learner import Learner
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import LOOK_S, CostControl, CostTerms
+from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import Progress, TaskMetrics, describe_wait
@@ -485,6 +485,7 @@ class LearnerNode(Node):
         # A group that comes when no more are taken is never acknowledged.
         self._takes_groups = True
         self._published_step, self._num_failed_steps = -1, 0
+        self._has_published = asyncio.Event()
         # Until then nodes of this run may be out there and dial, as after a crash.
         self._missing_until = -math.inf
         self._is_stopping = False
@@ -733,9 +734,16 @@ class LearnerNode(Node):
         """Measure the workers and what they cost, and decide which are needed, until the end."""
         costs, pool = self._costs, self.threads.pool("activation")
         while True:
+            if costs.is_calm:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(METER_S):
+                        await self._has_published.wait()
+            self._has_published.clear()
             await asyncio.sleep(LOOK_S)
-            self.perform(costs.look(now=self.now))
-            question = costs.review(now=self.now)
+            now = self.now
+            if actions := costs.look(now=now):
+                self.perform(actions)
+            question = costs.review(now=now)
             if costs.is_spent:
                 self.wake()
             if question is not None:
@@ -871,6 +879,7 @@ class LearnerNode(Node):
         await self._commit()
         self.pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
+        self._has_published.set()
         self.perform(session.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
         if self._evaluations is not None and await self._evaluations.is_due(version):
