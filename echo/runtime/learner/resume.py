@@ -165,7 +165,7 @@ def find_start(
         checkpoints,
         run_id=identity.run_id,
         max_staleness=config.sync.max_staleness,
-        trims_stale=trims_stale(config),
+        trims_stale=config.trims_stale,
     )
     log.info(
         "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
@@ -181,11 +181,3 @@ def find_start(
     for loss in start.losses:
         log.warning("lost: %s", loss)
     return start
-
-
-def trims_stale(config: Config) -> bool:
-    """Return whether a group with some tokens beyond the bound keeps the others.
-
-    On policy, and where old tokens are to be dropped, such a group is of no use.
-    """
-    return config.sync.max_staleness > 0 and config.rollout.stale_tokens != "drop"

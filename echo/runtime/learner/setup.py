@@ -69,7 +69,7 @@ from echo.runtime.learner.cost import CostTerms, activation_settings, spent_befo
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.publish import Publisher
-from echo.runtime.learner.resume import StartingPoint, enter, find_start, trims_stale
+from echo.runtime.learner.resume import StartingPoint, enter, find_start
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
@@ -446,7 +446,7 @@ def open_run(
         buffer = StalenessBuffer(
             max_staleness=config.sync.max_staleness,
             lineages=start.lineages,
-            trims_stale=trims_stale(config),
+            trims_stale=config.trims_stale,
         )
         for group in start.buffered:
             reason = trainer.refusal(group)
@@ -508,7 +508,7 @@ def build_session(
                 vocab_size=data.vocab_size,
                 heartbeat_s=network.heartbeat_s,
                 prompts_are_free=config.agent.listen is not None,
-                trims_stale=trims_stale(config),
+                trims_stale=config.trims_stale,
                 hedge_factor=config.leases.hedge_factor or None,
                 exact_version=config.rollout.exact_version,
             ),
