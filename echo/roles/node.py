@@ -140,10 +140,6 @@ class DialingRole:
             refused={name: int(n) for name, n in self.counters.as_dict().items()},
         )
 
-    def on_routed(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message from the learner that this class does not know."""
-        raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
-
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle that the learner has (again) admitted this node."""
         return []
@@ -371,7 +367,7 @@ class DialingRole:
             case Pulse():
                 self.learner_step = message.step
                 return self._perform(self.broadcast.expect(message.newest, now=now), now)
-        return self.on_routed(message, payload, now=now)
+        raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
 
     # --- joining ---------------------------------------------------------------------------------
 
