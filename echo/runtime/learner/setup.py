@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 from collections import OrderedDict
@@ -46,6 +45,7 @@ from echo.engine.model import (
     pick_device,
     resolve_model,
     set_num_threads,
+    vocab_size,
 )
 from echo.engine.weights import Weights, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
@@ -240,8 +240,7 @@ class Data:
     @property
     def vocab_size(self) -> int:
         """Rows of the model's embedding: token ids are below it."""
-        fields = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
-        return int({**fields, **fields.get("text_config", {})}["vocab_size"])
+        return vocab_size(self.model_dir)
 
     def read_assets(self) -> dict[str, bytes]:
         """Return the files that workers may inherit.
