@@ -19,7 +19,7 @@ it:
 * Welcome of another run or with other settings, another protocol version, or hashes that differ end
   the node: retrying cannot help.
 * So does a Welcome that the learner has not signed: whatever came with it is not used
-  (`weights/store.py`).
+  (`roles/joining.py`).
 * The weights link follows the newest Plan (`weights/parents.py`).
 """
 
