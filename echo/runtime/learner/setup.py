@@ -400,10 +400,6 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
 # All of it is opened before anything is written: a run that cannot begin leaves no trace.
 
 
-LOST_WORKER = "(before the restart)"
-"""Holder of leases that were out when the learner died, until their worker claims them."""
-
-
 def open_run(
     config: Config,
     data: Data,
@@ -484,8 +480,7 @@ def build_session(
     network, sync = config.network, config.sync
     leases = LeaseBook(timeout_s=network.lease_timeout_s)
     now = asyncio.get_running_loop().time()
-    for group_id, num_attempts in sorted(start.open_attempts.items()):
-        leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
+    start.enter_leases(leases, now=now)
     return Learner(
         LearnerSettings(
             admission=AdmissionSettings(
