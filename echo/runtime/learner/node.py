@@ -671,9 +671,9 @@ class LearnerNode(Node):
             if not member.is_standby
         }
         texts = self._usefulness.review(can_sample, now=self.now)
-        for member in members:
-            member.worker.is_set_aside = self._usefulness.is_set_aside(member.node_id)
-        self._has_set_aside = any(member.worker.is_set_aside for member in members)
+        names = {m.node_id for m in members if self._usefulness.is_set_aside(m.node_id)}
+        self.session.set_aside(names)
+        self._has_set_aside = bool(names)
         self.perform([Note("warning", text) for text in texts])
 
     async def _store_loop(self) -> None:
