@@ -1,4 +1,4 @@
-"""Windows, patience and silence of a link, and how an item is divided among several."""
+"""Windows, patience and silence of a link, and what its rate is taken for."""
 
 from __future__ import annotations
 
@@ -218,6 +218,8 @@ def test_a_connection_that_brings_something_speaks_for_all_to_the_same_parent() 
     assert [link.index for link in links.silent(1024, now=9.0)] == [0, 1, 2, 3]
 
 
+# --- rates ----------------------------------------------------------------------------------------
+
 MIB = 1 << 20
 
 
@@ -244,13 +246,6 @@ def test_the_rate_is_that_of_busy_time_only() -> None:
         rate.pause()
         now = feed(rate, 20, every_s=0.1, start=now + 100)
     assert rate.bytes_per_s == pytest.approx(10 * MIB)
-
-
-def test_the_estimate_follows_a_change_within_seconds() -> None:
-    rate = RateEstimate()
-    now = feed(rate, 50, every_s=0.1)
-    feed(rate, 100, every_s=0.05, start=now)
-    assert rate.bytes_per_s == pytest.approx(20 * MIB, rel=0.05)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(-1, 5), st.booleans())))
@@ -310,16 +305,6 @@ def test_only_several_low_samples_in_a_row_lower_an_uplink_and_to_the_best_of_th
     assert rate.bytes_per_s == pytest.approx(6 * MIB, rel=0.05)
 
 
-def test_who_waited_in_a_pause_does_not_count() -> None:
-    rate = UplinkEstimate()
-    rate.add(MIB, now=0.0)
-    rate.wait(1.0, now=0.0)
-    rate.pause()
-    limited(rate, 10, start=100.0)
-    assert rate.bytes_per_s == pytest.approx(10 * MIB, rel=0.01)
-    assert rate.is_measured
-
-
 def test_what_was_sent_before_the_clock_began_does_not_count() -> None:
     """Eight children say at nearly the same time what they have received since a second ago."""
     rate = UplinkEstimate()
@@ -370,6 +355,8 @@ def test_the_window_holds_what_is_under_way_and_grows_from_its_own_limit() -> No
         window = window_bytes(min(window / 0.1, 125e6), 0.1, MIB, **bounds)
     assert window >= 1.3 * 12.5e6 + 2 * MIB
 
+
+# --- probes ---------------------------------------------------------------------------------------
 
 GIB = 1 << 30
 

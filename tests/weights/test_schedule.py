@@ -1,4 +1,4 @@
-"""Keyframes and deltas are made where they spare bytes."""
+"""Keyframes and deltas are made where they spare bytes, and the cheapest way is taken."""
 
 from __future__ import annotations
 

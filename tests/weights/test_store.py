@@ -1,4 +1,4 @@
-"""What a node keeps, what it drops, and what it says of it."""
+"""What a node keeps and drops, and how encoded versions are put together."""
 
 from __future__ import annotations
 
@@ -169,6 +169,8 @@ def test_the_size_of_chunks_is_a_usual_one_where_nothing_is_known() -> None:
     assert store.chunk_bytes((v(2), form_on(1))) == 1 << 20
 
 
+# --- encoded versions -----------------------------------------------------------------------------
+
 verified = functools.partial(
     EncodedVersion.verify, public_key=PUBLIC_KEY, run_id="run", max_bytes=IMAGE_BYTES
 )
@@ -190,9 +192,6 @@ def payloads(encoded: EncodedVersion, base: int | None = 0) -> list[memoryview]:
         for _, _, payload in coded(1, base)
         for start in range(0, len(payload), CHUNK_BYTES)
     ]
-
-
-# --- tables --------------------------------------------------------------------------------------
 
 
 FIRST, MIDDLE, LAST = range(3)
