@@ -471,10 +471,7 @@ class LearnerNode(Node):
             session.broadcast,
             publisher.coder,
             codec=config.network.codec,
-            perform=self.perform,
-            spawn=partial(self.spawn, name="encoded_versions"),
-            pool=self.threads.pool("coder"),
-            now=lambda: self.now,
+            node=self,
         )
         self._export, self._write_metrics, self._show = export, write_metrics, show
         self._model_pool = self.threads.pool("trainer")
