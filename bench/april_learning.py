@@ -141,7 +141,7 @@ class Addition(Content):
         engine = TransformersEngine(self._data.model_dir, num_threads=1)
         return Answers(self.setting, engine, self.sampling)
 
-    def make_lease(self, group_id: int, attempt: int) -> Lease:
+    def lease(self, group_id: int, attempt: int) -> Lease:
         return self._data.prompts.lease(group_id, attempt)
 
     def decode(self, ids: Sequence[int]) -> str:

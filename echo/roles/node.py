@@ -84,13 +84,7 @@ class DialingRole:
         self.broadcast = broadcast
         self.counters = Counters()
         self.is_leaving = False
-        self._joining = Joining(
-            settings,
-            broadcast,
-            send=self.to_learner,
-            admitted=self._on_admitted,
-            work=self.on_work,
-        )
+        self._joining = Joining(settings, broadcast, self)
         self._probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
         self._control: Connection | None = None
         self._address_index = 0
@@ -143,10 +137,6 @@ class DialingRole:
     def on_routed(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
         """Handle a message from the learner that this class does not know."""
         raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
-
-    def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle that the learner has (again) admitted this node."""
-        return []
 
     def on_version(self, *, now: float) -> list[Action]:
         """Handle that a version of the weights is here as a whole."""
@@ -386,15 +376,13 @@ class DialingRole:
         """Note that task and engine are built, with these hashes."""
         return self._joining.configured(digests, now=now)
 
-    def _on_admitted(self, now: float) -> list[Action]:
+    def on_admitted(self, *, now: float) -> list[Action]:
+        """Handle that the learner has (again) admitted this node."""
         self._heartbeat_at = now
         self._weights.new_learner()
         assert self._control is not None
         where = f"{self._control.address} ({self._control.node_id})"
-        return [
-            Note("info", f"joined run {self._joining.run_id} through {where}"),
-            *self.on_admitted(now=now),
-        ]
+        return [Note("info", f"joined run {self._joining.run_id} through {where}")]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""

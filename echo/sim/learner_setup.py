@@ -64,7 +64,7 @@ def make_session(
         ),
         broadcast=broadcast,
         buffer=buffer,
-        make_lease=_make_lease,
+        prompts=BlankPrompts(),
     )
 
 
@@ -122,6 +122,9 @@ def make_times(scenario: Scenario) -> LearnerTimes:
     )
 
 
-def _make_lease(group_id: int, attempt: int) -> Lease:
-    """Return a lease whose prompt says nothing."""
-    return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})
+class BlankPrompts:
+    """Prompts that say nothing."""
+
+    def lease(self, group_id: int, attempt: int) -> Lease:
+        """Return the lease of a group."""
+        return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})

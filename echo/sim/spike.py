@@ -43,8 +43,8 @@ from echo.sim.learner_setup import (
     LOST_WORKER,
     RUN_ID,
     UNBOUNDED,
+    BlankPrompts,
     _egress_per_gb,
-    _make_lease,
 )
 from echo.sim.records import BillRecord, History, Rental, StepRecord
 from echo.sim.scenario import LEARNER_REGION, Scenario
@@ -462,7 +462,7 @@ class Spike:
             ),
             broadcast=self._broadcast("learner"),
             buffer=buffer,
-            make_lease=_make_lease,
+            prompts=BlankPrompts(),
         )
         enter(ledger, checkpoints, start)
         rule = scenario.activation

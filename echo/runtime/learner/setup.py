@@ -530,7 +530,7 @@ def build_session(
         ),
         broadcast=wiring.make_broadcast(LEARNER_ID, network),
         buffer=buffer,
-        make_lease=data.prompts.lease,
+        prompts=data.prompts,
     )
 
 
