@@ -12,7 +12,12 @@ import msgspec
 
 from echo.core.rollout import Group
 from echo.records.ledger import Accepted, AnyRecord, Discarded, LedgerQueue, Place, Trained
-from echo.runtime.learner.checkpoint import CheckpointInfo, Checkpoints, FoundCheckpoint
+from echo.runtime.learner.checkpoint import (
+    CheckpointInfo,
+    Checkpoints,
+    FoundCheckpoint,
+    SavedTrainer,
+)
 from echo.runtime.learner.node import LearnerNode
 from echo.sim.clock import InlineThreads
 from echo.sim.groups import Groups
@@ -193,10 +198,10 @@ class MemoryCheckpoints(Checkpoints):
         self._disk = disk
 
     def save(
-        self, *, lineage: int, step: int, write_state: Callable[[Path], None], now: float
+        self, trainer: SavedTrainer, *, lineage: int, step: int, now: float
     ) -> int:
         """Save; return the step of the oldest checkpoint kept."""
-        write_state(RUN_DIR)
+        trainer.save_state(RUN_DIR)
         self._disk.checkpoint = CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step)
         self.saved_step = step
         return step
