@@ -681,8 +681,9 @@ def legend(tree: Tree) -> str:
 def _excused(column: Column, tree: Tree) -> str:
     if column.head not in tree.reasons:
         return ""
-    found = column.count(tree)
-    return f" {len(found)} ({sum(bool(reason_of(column, place, tree)) for place in found)} with a reason)"
+    found = list(column.count(tree))
+    num_excused = sum(bool(reason_of(column, place, tree)) for place in found)
+    return f" {len(found)} ({num_excused} with a reason)"
 
 
 def reason_of(column: Column, place: Place, tree: Tree) -> str:
