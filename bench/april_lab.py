@@ -77,7 +77,7 @@ class Content:
         """Return what the rows of an engine sample."""
         return Lengths(self.setting)
 
-    def make_lease(self, group_id: int, attempt: int) -> Lease:
+    def lease(self, group_id: int, attempt: int) -> Lease:
         return Lease(
             group_id=group_id, attempt=attempt, seed=group_id,
             prompt_ids=(1,) * self.setting.prompt_tokens,
@@ -211,7 +211,7 @@ def make_session(content: Content, key: Ed25519PrivateKey) -> Learner:
         ),
         RunState(leases=LeaseBook(timeout_s=3600.0), lineages=lineages),
         broadcast=node.make_broadcast(LEARNER_ID, config.network),
-        buffer=buffer, make_lease=content.make_lease,
+        buffer=buffer, prompts=content,
     )  # fmt: skip
 
 

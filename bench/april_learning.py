@@ -125,7 +125,7 @@ class Addition(Content):
         self._config = load_config(CONFIG, [*own, *overrides], "learner")
         self._data = load_data(self._config)
         self.vocab_size = self._data.vocab_size
-        self.sampling = make_sampling(self._config, self._data.stop_ids)
+        self.sampling = make_sampling(self._config, self._data.text.stop_ids)
         start = StartingPoint(lineages=(Lineage(1, 0),))
         self._trainer = build_trainer(self._config, self._data.model_dir, start)
         evaluations = build_evaluations(self._config, self._data, log=logging.getLogger("bench"))
@@ -141,11 +141,11 @@ class Addition(Content):
         engine = TransformersEngine(self._data.model_dir, num_threads=1)
         return Answers(self.setting, engine, self.sampling)
 
-    def make_lease(self, group_id: int, attempt: int) -> Lease:
+    def lease(self, group_id: int, attempt: int) -> Lease:
         return self._data.prompts.lease(group_id, attempt)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._data.decode(ids)
+        return self._data.text.decode(ids)
 
     def train(self, groups: Sequence[Group]) -> dict[str, float]:
         result = self._trainer.step(groups)

@@ -237,7 +237,7 @@ class Sampler:
         # A task that is judged in this process needs no thread to watch over each call.
         is_inline = isinstance(data.host, InlineHost)
         self._reward = data.task.reward if is_inline else data.host.score
-        self._sampling: Sampling = make_sampling(config, data.stop_ids)
+        self._sampling: Sampling = make_sampling(config, data.text.stop_ids)
         self._engine = TransformersEngine(
             data.model_dir,
             device=pick_device(config.learner.device),
@@ -276,7 +276,7 @@ class Sampler:
         ]
 
     def _rollout(self, example: Example, completion: Completion) -> Rollout:
-        text = self._data.decode(completion.token_ids.tolist())
+        text = self._data.text.decode(completion.token_ids.tolist())
         return Rollout(
             token_ids=completion.token_ids,
             sampler_logprobs=completion.logprobs,

@@ -48,12 +48,15 @@ def publishing_session(config: Config, identity: Identity, advertise: str) -> Le
         RunState(leases=LeaseBook(timeout_s=config.network.lease_timeout_s), lineages=lineages),
         broadcast=node.make_broadcast(LEARNER_ID, config.network),
         buffer=StalenessBuffer(max_staleness=1, lineages=lineages),
-        make_lease=_no_lease,
+        prompts=NoPrompts(),
     )
 
 
-def _no_lease(group_id: int, attempt: int) -> Lease:
-    raise LocalProtocolError(f"lease {group_id}/{attempt} where there are no workers")
+class NoPrompts:
+    """The prompts of a learner without workers."""
+
+    def lease(self, group_id: int, attempt: int) -> Lease:
+        raise LocalProtocolError(f"lease {group_id}/{attempt} where there are no workers")
 
 
 class ForcedPlanning(Planner):

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 # --- bounded map ----------------------------------------------------------------------------------
 
@@ -130,6 +129,16 @@ class OncePerMinute:
         return f"{text} ({num_left_out} more of these before)" if num_left_out else text
 
 
+Item = TypeVar("Item", contravariant=True)
+
+
+class DeadlineOwner(Protocol[Item]):
+    """An owner of items, which knows when each is due."""
+
+    def deadline_of(self, item: Item) -> float | None:
+        """Return an item's true deadline; None for one that is over."""
+
+
 class Deadlines(Generic[Key]):
     """Items whose deadlines move to later instants, and the first of them.
 
@@ -137,19 +146,15 @@ class Deadlines(Generic[Key]):
     moved; one that has become earlier than it was would be missed.
     """
 
-    def __init__(self, deadline_of: Callable[[Key], float | None]) -> None:
-        """Start empty.
-
-        Args:
-            deadline_of: an item's true deadline; None for one that is over.
-        """
-        self._deadline_of = deadline_of
+    def __init__(self, owner: DeadlineOwner[Key]) -> None:
+        """Start empty."""
+        self._owner = owner
         self._heap: list[tuple[float, int, Key]] = []
         self._serial = 0
 
     def add(self, item: Key) -> None:
         """Watch an item until it is over or has been due."""
-        at = self._deadline_of(item)
+        at = self._owner.deadline_of(item)
         if at is not None:
             self._serial += 1
             heapq.heappush(self._heap, (at, self._serial, item))
@@ -160,7 +165,7 @@ class Deadlines(Generic[Key]):
         heap = self._heap
         while heap:
             at, serial, item = heap[0]
-            true_at = self._deadline_of(item)
+            true_at = self._owner.deadline_of(item)
             if true_at == at:
                 return at
             if true_at is None:

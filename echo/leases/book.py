@@ -139,7 +139,7 @@ class LeaseBook:
         self._attempts: dict[int, int] = {}
         self._returned: list[int] = []
         self._expired: dict[int, set[tuple[int, str]]] = {}
-        self._deadlines: Deadlines[LeaseRecord] = Deadlines(self._deadline_of)
+        self._deadlines: Deadlines[LeaseRecord] = Deadlines(self)
         self._changes: dict[str, int] = {}
 
     @property
@@ -152,7 +152,8 @@ class LeaseBook:
         """When the next lease expires."""
         return self._deadlines.first
 
-    def _deadline_of(self, record: LeaseRecord) -> float | None:
+    def deadline_of(self, record: LeaseRecord) -> float | None:
+        """Return when a lease expires; None if it is over."""
         is_watched = not record.is_over and not record.is_delivered
         return record.renewed_at + self.timeout_s if is_watched else None
 

@@ -11,7 +11,7 @@ and whether a late group is hedged on another worker, by `leases/dispatch.py`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -199,30 +199,15 @@ class AcceptedGroups(Protocol):
         """Return how many accepted groups are not yet part of a step that was made."""
 
 
-def first_usable(
-    candidate: Callable[[], int],
-    try_prompt: Callable[[int], object],
-    leave_out: Callable[[int, str], None],
-) -> int:
-    """Return the first candidate whose prompt can be had.
+class Prompts(Protocol):
+    """The prompts of a run, as leases."""
 
-    Args:
-        candidate: the next group that might be granted.
-        try_prompt: raises DataError where there is no prompt of a group.
-        leave_out: told of each such group, and why.
+    def lease(self, group_id: int, attempt: int) -> Lease:
+        """Return the lease of a group; the same id always has the same prompt.
 
-    Raises:
-        DataError: if there are too many in a row.
-    """
-    for _ in range(MAX_UNUSABLE):
-        group_id = candidate()
-        try:
-            try_prompt(group_id)
-        except DataError as error:
-            leave_out(group_id, str(error))
-        else:
-            return group_id
-    raise DataError(f"{MAX_UNUSABLE} prompts in a row cannot be used; the warnings above say why")
+        Raises:
+            DataError: if there is no prompt of this group.
+        """
 
 
 class Scheduler:
@@ -234,7 +219,7 @@ class Scheduler:
         run: RunState,
         *,
         buffer: AcceptedGroups,
-        make_lease: Callable[[int, int], Lease],
+        prompts: Prompts,
         counters: Counters,
         routes: Routes,
         complaints: Complaints,
@@ -245,7 +230,7 @@ class Scheduler:
             settings: see there.
             run: where it stands.
             buffer: groups accepted and not yet used.
-            make_lease: (group id, attempt) -> lease; the same id always has the same prompt.
+            prompts: of the groups.
             counters: of the role.
             routes: lead to the workers.
             complaints: what the operator is told of workers.
@@ -253,7 +238,7 @@ class Scheduler:
         self.settings = settings
         self.leases = run.leases
         self.buffer = buffer
-        self.make_lease = make_lease
+        self.prompts = prompts
         self.lineages = run.lineages
         self.step = run.step
         self.next_group_id = run.next_group_id
@@ -391,9 +376,9 @@ class Scheduler:
 
     def _lease_of(self, record: LeaseRecord, worker: LeasedWorker) -> Lease:
         """Return what the worker is sent; a copy has the seed of its original."""
-        lease = self.make_lease(record.group_id, record.attempt)
+        lease = self.prompts.lease(record.group_id, record.attempt)
         origin = record.attempt if record.copy_of is None else record.copy_of
-        seed = self.make_lease(record.group_id, origin).seed
+        seed = self.prompts.lease(record.group_id, origin).seed
         if self.settings.exact_version and record.exact_version is None:
             record.exact_version = worker.installed
         versions = {"min_version": record.min_version, "exact_version": record.exact_version}
@@ -545,14 +530,22 @@ class Scheduler:
         return hedges(groups, helpers, factor=self.settings.hedge_factor, now=now)
 
     def _next_group(self, records: list[Action]) -> int:
-        """Return the group to grant next, passing over those whose prompt cannot be had."""
+        """Return the group to grant next, passing over those whose prompt cannot be had.
 
-        def leave_out(group_id: int, why: str) -> None:
-            records.append(Note("warning", f"group {group_id} is left out: {why}"))
-            records.extend(self.end(group_id, "prompt_error"))
-
-        return first_usable(
-            lambda: self._candidate(records), lambda group: self.make_lease(group, 0), leave_out
+        Raises:
+            DataError: if there are too many of these in a row.
+        """
+        for _ in range(MAX_UNUSABLE):
+            group_id = self._candidate(records)
+            try:
+                self.prompts.lease(group_id, 0)
+            except DataError as error:
+                records.append(Note("warning", f"group {group_id} is left out: {error}"))
+                records += self.end(group_id, "prompt_error")
+            else:
+                return group_id
+        raise DataError(
+            f"{MAX_UNUSABLE} prompts in a row cannot be used; the warnings above say why"
         )
 
     def _candidate(self, records: list[Action]) -> int:
@@ -734,7 +727,7 @@ class Scheduler:
 
     def _find_content_fault(self, group: Group) -> str | None:
         """Return in what a group differs from what was asked for, or None."""
-        lease = self.make_lease(group.group_id, group.attempt)
+        lease = self.prompts.lease(group.group_id, group.attempt)
         if group.prompt_ids.tolist() != list(lease.prompt_ids):
             if not self.settings.prompts_are_free:
                 return "another_prompt"

@@ -37,7 +37,7 @@ import base64
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -359,26 +359,29 @@ class GaveUp:
     error: EchoError
 
 
+class JoiningRole(Protocol):
+    """The role of a node that joins."""
+
+    def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
+        """Return the Send of a message to the learner."""
+
+    def on_admitted(self, *, now: float) -> list[Action]:
+        """Handle that the learner has (again) admitted this node."""
+
+    def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
+        """Handle what the learner says beside joining."""
+
+
 class Joining:
     """A node's end of the admission."""
 
-    def __init__(
-        self,
-        settings: NodeSettings,
-        broadcast: Broadcast,
-        *,
-        send: Callable[[Message], list[Action]],
-        admitted: Callable[[float], list[Action]],
-        work: Callable[[Message, list[Frame], float], list[Action]],
-    ) -> None:
+    def __init__(self, settings: NodeSettings, broadcast: Broadcast, role: JoiningRole) -> None:
         """Start dialling.
 
         Args:
             settings: the node's own.
             broadcast: is told whose manifests to trust.
-            send: returns the Send of a message to the learner.
-            admitted: is called, with the present, each time that the learner has admitted the node.
-            work: is given what the learner says beside joining: message, payload, present.
+            role: sends, and goes on once the node is admitted.
         """
         self.settings = settings
         self.broadcast = broadcast
@@ -390,9 +393,7 @@ class Joining:
         self.lineages: tuple[Lineage, ...] = ()
         self.heartbeat_s = settings.heartbeat_s
         self.dead_after_s = settings.dead_after_s
-        self._send = send
-        self._admitted = admitted
-        self._work = work
+        self._role = role
         self._learner_key = b""
         self._assets = Assets()
         self._digests: dict[str, str] | None = None
@@ -451,17 +452,19 @@ class Joining:
         self.retry_at = now + self.settings.retry_s
         match self.state:
             case NodeState.JOINING:
-                return self._send(self._hello())
+                return self._role.to_learner(self._hello())
             case NodeState.CONFIGURING if self._assets.missing:
                 # One at a time, and not again soon: over a thin link a file takes a while.
                 self.retry_at = now + self.dead_after_s / 2
-                return self._send(AssetRequest(name=self._assets.missing[0]))
+                return self._role.to_learner(AssetRequest(name=self._assets.missing[0]))
             case NodeState.CONFIGURING:
                 self.retry_at = now + self.heartbeat_s
-                return self._send(self._hello())
+                return self._role.to_learner(self._hello())
             case NodeState.READYING:
                 incarnation = self.settings.incarnation
-                return self._send(Ready(incarnation=incarnation, digests=self._digests or {}))
+                return self._role.to_learner(
+                    Ready(incarnation=incarnation, digests=self._digests or {})
+                )
         return []
 
     def _hello(self) -> Hello:
@@ -565,10 +568,10 @@ class Joining:
         return self.repeat(now) if self.state is NodeState.READYING else []
 
     def _on_admitted(self, message: Admitted, payload: list[Frame], now: float) -> list[Action]:
-        return self._admitted(now)
+        return self._role.on_admitted(now=now)
 
     def _on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        return self._work(message, payload, now)
+        return self._role.on_work(message, payload, now)
 
     def _on_refuse(self, message: Refuse, payload: list[Frame], now: float) -> list[Action]:
         reason = one_line(message.reason)
@@ -577,7 +580,10 @@ class Joining:
 
     def _on_finish(self, message: Finish, payload: list[Frame], now: float) -> list[Action]:
         # The goodbye spares the learner from waiting for this node to fall silent.
-        return [*self._send(Goodbye(reason=message.reason)), Stop(one_line(message.reason))]
+        return [
+            *self._role.to_learner(Goodbye(reason=message.reason)),
+            Stop(one_line(message.reason)),
+        ]
 
     def _on_fault(
         self, event: GaveUp | UnfitWelcome, payload: list[Frame], now: float
@@ -694,16 +700,19 @@ class Expelled:
     """The handling of a node's message has failed by a fault of ours."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionCallbacks:
-    """What the learner's role does when a node comes, is replaced, or speaks of work."""
+class AdmittingRole(Protocol):
+    """The role of the learner, which admits."""
 
-    admitted: Callable[[float], list[Action]]
-    """Is given the present."""
-    replaced: Callable[[Member, float], list[Action]]
-    """Is given the member whose place a new process has taken, and the present."""
-    work: Callable[[Member, Message, list[Frame], float], list[Action]]
-    """Is given member, message, payload and present; the Goodbye of a member is work, too."""
+    def replan(self, now: float) -> list[Action]:
+        """Handle that a node was admitted."""
+
+    def drop(self, member: Member, *, now: float) -> list[Action]:
+        """Take back what a node was given whose place a new process has taken."""
+
+    def on_work(
+        self, member: Member, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
+        """Handle what a node says beside joining; its Goodbye is work, too."""
 
 
 class Admission:
@@ -718,7 +727,7 @@ class Admission:
         counters: Counters,
         routes: Routes,
         complaints: Complaints,
-        callbacks: AdmissionCallbacks,
+        role: AdmittingRole,
     ) -> None:
         """Start with the nodes of the roster, as a rule none.
 
@@ -729,7 +738,7 @@ class Admission:
             counters: see above.
             routes: see above.
             complaints: see above.
-            callbacks: into the role.
+            role: goes on once a node is admitted or gone.
         """
         self.settings = settings
         self.lineages = lineages
@@ -737,7 +746,7 @@ class Admission:
         self.counters = counters
         self._routes = routes
         self._complaints = complaints
-        self._callbacks = callbacks
+        self._role = role
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -839,7 +848,7 @@ class Admission:
         return [
             Note("warning", f"{source} was restarted; its leases are granted again"),
             *self._routes.to(source, self._welcome(event.hello)),
-            *self._callbacks.replaced(event.old, now),
+            *self._role.drop(event.old, now=now),
         ]
 
     def _welcome(self, message: Hello) -> Welcome:
@@ -881,7 +890,7 @@ class Admission:
         now: float,
     ) -> list[Action]:
         refusal = self._on_refused(source, member, event, payload, now)
-        return [*refusal, *self._callbacks.replaced(member, now)]
+        return [*refusal, *self._role.drop(member, now=now)]
 
     def _on_asset_request(
         self,
@@ -901,7 +910,7 @@ class Admission:
     ) -> list[Action]:
         note = Note("info", f"{member.role} {source} joined")
         answer = self._on_ready_again(source, member, message, payload, now)
-        return [*answer, note, *self._callbacks.admitted(now)]
+        return [*answer, note, *self._role.replan(now)]
 
     def _on_ready_again(
         self, source: str, member: Member, message: Ready, payload: list[Frame], now: float
@@ -917,7 +926,7 @@ class Admission:
     def _on_work(
         self, source: str, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        return self._callbacks.work(member, message, payload, now)
+        return self._role.on_work(member, message, payload, now)
 
     # --- the table ------------------------------------------------------------------------------
 

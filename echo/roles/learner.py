@@ -13,7 +13,7 @@ Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` grants leases 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,10 +27,11 @@ from echo.leases.scheduler import (
     AcceptedGroups,
     LeaseSettings,
     Obstacle,
+    Prompts,
     RunState,
     Scheduler,
 )
-from echo.roles.joining import Admission, AdmissionCallbacks, AdmissionSettings
+from echo.roles.joining import Admission, AdmissionSettings
 from echo.roles.members import Member, Roster, Shutdown
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed, acknowledge
@@ -93,7 +94,7 @@ class Learner:
         *,
         broadcast: Broadcast,
         buffer: AcceptedGroups,
-        make_lease: Callable[[int, int], Lease],
+        prompts: Prompts,
     ) -> None:
         """Start without nodes.
 
@@ -102,7 +103,7 @@ class Learner:
             run: where it stands.
             broadcast: this node's part of the weights plane.
             buffer: groups accepted and not yet used.
-            make_lease: (group id, attempt) -> lease; the same id always has the same prompt.
+            prompts: of the groups.
         """
         self.settings = settings
         self.broadcast = broadcast
@@ -122,15 +123,13 @@ class Learner:
             counters=self.counters,
             routes=self._routes,
             complaints=self._complaints,
-            callbacks=AdmissionCallbacks(
-                admitted=self.replan, replaced=self._drop, work=self._on_work
-            ),
+            role=self,
         )
         self._scheduler = Scheduler(
             settings.leases,
             run,
             buffer=buffer,
-            make_lease=make_lease,
+            prompts=prompts,
             counters=self.counters,
             routes=self._routes,
             complaints=self._complaints,
@@ -233,9 +232,10 @@ class Learner:
             return self._routes.to(source, Finish(reason=self.finish_reason))
         return self._admission.receive(source, message, payload, now=now)
 
-    def _on_work(
+    def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
+        """Handle what a node says beside joining; its Goodbye is work, too."""
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
@@ -247,7 +247,7 @@ class Learner:
                 if message.is_released:
                     self.roster.release(member)
                 note = Note("info", f"{member.node_id} left: {message.reason}")
-                return [note, *self._drop(member, now), *self._shutdown.tell()]
+                return [note, *self.drop(member, now=now), *self._shutdown.tell()]
         raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 
     # --- the plan --------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class Learner:
         is_due = self.planning.is_due(now=now, is_between=True)
         return self.replan(now, is_between=True) if is_due else []
 
-    def _drop(self, member: Member, now: float) -> list[Action]:
+    def drop(self, member: Member, *, now: float) -> list[Action]:
         """Take back everything a node was given; it is no longer in the roster or was replaced."""
         self.leases.drop_worker(member.node_id)
         return [*self.replan(now), *self.grant(now=now)]

@@ -168,14 +168,15 @@ class Roster:
         self.nodes: dict[str, Member] = {}
         self.released: RecentMap[str, str] = RecentMap(max_entries=MAX_RELEASED)
         """Node id -> incarnation of the machines that were given back, the last ones."""
-        self._deadlines: Deadlines[Member] = Deadlines(self._deadline_of)
+        self._deadlines: Deadlines[Member] = Deadlines(self)
 
     @property
     def deadline(self) -> float | None:
         """When the next node would count as gone."""
         return self._deadlines.first
 
-    def _deadline_of(self, member: Member) -> float | None:
+    def deadline_of(self, member: Member) -> float | None:
+        """Return when a node counts as gone; None if it is."""
         is_here = self.nodes.get(member.node_id) is member
         return member.heard_at + self.dead_after_s if is_here else None
 

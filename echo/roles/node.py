@@ -84,13 +84,7 @@ class DialingRole:
         self.broadcast = broadcast
         self.counters = Counters()
         self.is_leaving = False
-        self._joining = Joining(
-            settings,
-            broadcast,
-            send=self.to_learner,
-            admitted=self._on_admitted,
-            work=self.on_work,
-        )
+        self._joining = Joining(settings, broadcast, self)
         self._probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
         self._control: Connection | None = None
         self._address_index = 0
@@ -139,10 +133,6 @@ class DialingRole:
             num_chunks=num_chunks,
             refused={name: int(n) for name, n in self.counters.as_dict().items()},
         )
-
-    def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle that the learner has (again) admitted this node."""
-        return []
 
     def on_version(self, *, now: float) -> list[Action]:
         """Handle that a version of the weights is here as a whole."""
@@ -382,15 +372,13 @@ class DialingRole:
         """Note that task and engine are built, with these hashes."""
         return self._joining.configured(digests, now=now)
 
-    def _on_admitted(self, now: float) -> list[Action]:
+    def on_admitted(self, *, now: float) -> list[Action]:
+        """Handle that the learner has (again) admitted this node."""
         self._heartbeat_at = now
         self._weights.new_learner()
         assert self._control is not None
         where = f"{self._control.address} ({self._control.node_id})"
-        return [
-            Note("info", f"joined run {self._joining.run_id} through {where}"),
-            *self.on_admitted(now=now),
-        ]
+        return [Note("info", f"joined run {self._joining.run_id} through {where}")]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""

@@ -454,8 +454,9 @@ class Worker(DialingRole):
 
     def on_admitted(self, *, now: float) -> list[Action]:
         """Tell where this worker stands and send again what was not acknowledged."""
+        actions = super().on_admitted(now=now)
         self.outbox.resend_all()
-        return [*self.heartbeat(now=now), *self._send_due(now)]
+        return [*actions, *self.heartbeat(now=now), *self._send_due(now)]
 
     def on_version(self, *, now: float) -> list[Action]:
         """Handle that a version of the weights is here as a whole."""

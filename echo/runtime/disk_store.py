@@ -337,7 +337,7 @@ class KeyframeFile:
 
     def _give_up(self, fault: str) -> None:
         """Remove what cannot be written, in the thread; the loop goes on as if it were there."""
-        self._files.warn(f"{self.path.name} cannot be written: {fault}")
+        self._files.store.warn(f"{self.path.name} cannot be written: {fault}")
         self._unlink()
         self.num_bytes = 0
         self._is_closed = True
@@ -353,7 +353,7 @@ class KeyframeFile:
         try:
             self.path.unlink(missing_ok=True)
         except OSError as error:
-            self._files.warn(f"{self.path.name} cannot be removed: {error.strerror}")
+            self._files.store.warn(f"{self.path.name} cannot be removed: {error.strerror}")
 
     def close(self) -> None:
         """Write no more; what is there, or queued, stays."""
@@ -378,27 +378,16 @@ class KeyframeFiles:
     """All journals in a directory.
 
     Args:
-        directory: where.
-        has_space: whether so many bytes more would fit beside versions and journals.
-        warn: says something to the operator, once.
-        thread: where files are written and removed.
+        store: in whose directory, and beside whose versions.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        has_space: Callable[[int], bool],
-        warn: Callable[[str], None],
-        thread: DiskThread,
-    ) -> None:
-        self.directory = directory
-        self.warn = warn
-        self.thread = thread
+    def __init__(self, store: DiskStore) -> None:
+        self.store = store
+        self.directory = store.directory
+        self.thread = store.thread
         self.behind_bytes = 0
         """What is queued for all journals."""
         self._guard = threading.Lock()
-        self._has_space = has_space
         self._open: list[KeyframeFile] = []
         """Oldest first."""
 
@@ -427,7 +416,7 @@ class KeyframeFiles:
 
     def make_space(self, num_bytes: int, *, keep: KeyframeFile | None = None) -> bool:
         """Remove the oldest until `num_bytes` more fit; tell whether they do."""
-        while not self._has_space(num_bytes):
+        while not self.store.has_space(num_bytes):
             file = next((file for file in self._open if file is not keep), None)
             if file is None:
                 return False
@@ -455,7 +444,7 @@ class KeyframeFiles:
             saved.append(SavedKeyframe(version, journal))
         saved.sort(key=lambda each: each.version, reverse=True)
         for each in saved[:]:
-            if not self._has_space(each.journal.num_bytes):
+            if not self.store.has_space(each.journal.num_bytes):
                 each.journal.remove()
                 saved.remove(each)
             else:
@@ -827,10 +816,9 @@ class DiskStore(MappedStore):
             limit_bytes = max(1, int(DEFAULT_SHARE * self._available_bytes()))
         super().__init__(limit_bytes)
         self._run: str | None = None
-        self._thread = DiskThread()
-        self._encoded_versions = KeyframeFiles(
-            directory, has_space=self._has_space, warn=self._warn, thread=self._thread
-        )
+        self.thread = DiskThread()
+        """Where files are written and removed."""
+        self._encoded_versions = KeyframeFiles(self)
         self._ids = itertools.count(1)
         self._has_warned = False
 
@@ -845,7 +833,7 @@ class DiskStore(MappedStore):
         if path is None:
             return
         temporary = self._temporary()
-        self._thread.call(lambda: self._write_manifest(version, path, temporary, signed_manifest))
+        self.thread.call(lambda: self._write_manifest(version, path, temporary, signed_manifest))
 
     def _write_manifest(
         self, version: PolicyVersion, path: Path, temporary: Path, signed_manifest: bytes
@@ -855,7 +843,7 @@ class DiskStore(MappedStore):
             temporary.write_bytes(signed_manifest)
             temporary.rename(path.with_suffix(".manifest"))
         except OSError as error:
-            self._warn(f"the manifest of {version} cannot be written: {error.strerror}")
+            self.warn(f"the manifest of {version} cannot be written: {error.strerror}")
             _remove(temporary)
 
     def recover(self, run_id: str) -> list[Saved]:
@@ -895,14 +883,14 @@ class DiskStore(MappedStore):
         """
         super().close()
         self._encoded_versions.close()
-        self._thread.close()
+        self.thread.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def flush(self) -> None:
         """Wait until manifests and journals are written, and dropped files removed."""
-        self._thread.flush()
+        self.thread.flush()
 
     # --- making and taking back ------------------------------------------------------------------
 
@@ -925,7 +913,7 @@ class DiskStore(MappedStore):
             remedy = "free some, or point network.store_dir to a larger disk"
             if num_bytes > DEFAULT_SHARE * read_machine().host_bytes:
                 raise StorageError(f"{self.where}: {fault}; {remedy}") from error
-            self._warn(f"{fault}; it is kept in memory and lost with this process: {remedy}")
+            self.warn(f"{fault}; it is kept in memory and lost with this process: {remedy}")
             return self._map_memory(version, num_bytes, error)
 
     def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
@@ -933,7 +921,7 @@ class DiskStore(MappedStore):
         super()._make_space(version, num_bytes)
         self._encoded_versions.make_space(num_bytes)
 
-    def _has_space(self, num_bytes: int) -> bool:
+    def has_space(self, num_bytes: int) -> bool:
         """Let spares go until so much fits beside versions and journals; tell whether it does."""
         room = self.limit_bytes - self.bytes_held - self._encoded_versions.num_bytes - num_bytes
         while self._spares and sum(map(len, self._spares)) > room:
@@ -995,7 +983,7 @@ class DiskStore(MappedStore):
 
     def _remove_later(self, path: Path) -> None:
         """Remove a file behind everything that is still to be written to it."""
-        self._thread.call(lambda: _remove(path))
+        self.thread.call(lambda: _remove(path))
 
     # --- what a former process left --------------------------------------------------------------
 
@@ -1073,7 +1061,7 @@ class DiskStore(MappedStore):
         )
         return self._free_bytes() + sum(taken)
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Warn once: whoever has read it need not read it again with every version."""
         if not self._has_warned:
             self._has_warned = True

@@ -36,8 +36,7 @@ from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import PolicyVersion, Rollout
 from echo.engine.engine import NOBODY, Completion, Engine, Request, Sampling, Watcher
 from echo.roles.joining import CODE
-from echo.tasks import tokenization
-from echo.tasks.environment import Environment, Message
+from echo.tasks.environment import Environment
 from echo.tasks.rewards import (
     MAX_RETRIES,
     TICK_S,
@@ -49,6 +48,7 @@ from echo.tasks.rewards import (
     TaskHost,
 )
 from echo.tasks.task import Example, Task, check_code, code_of
+from echo.tasks.tokenization import TextCodec
 from echo.wire.messages import Lease
 
 MAX_THREADS = 64
@@ -90,9 +90,8 @@ class EpisodeRunner:
         self,
         engine: Engine,
         host: TaskHost,
+        text: TextCodec,
         *,
-        encode_turn: Callable[[Sequence[Message]], list[int]],
-        decode: Callable[[Sequence[int]], str],
         max_turns: int,
     ) -> None:
         """Join the parts.
@@ -100,14 +99,12 @@ class EpisodeRunner:
         Args:
             engine: samples.
             host: where the environment runs.
-            encode_turn: what the environment says -> token ids.
-            decode: token ids of a turn -> text.
+            text: of the model.
             max_turns: turns of the policy in one episode.
         """
         self._engine = engine
         self._host = host
-        self._encode_turn = encode_turn
-        self._decode = decode
+        self._text = text
         self._max_turns = max_turns
         self._threads = ThreadPoolExecutor(MAX_THREADS, "echo-episode")
 
@@ -226,7 +223,7 @@ class EpisodeRunner:
     def _reply(self, play: _Play, *, is_last: bool) -> None:
         """Tell the environment what was said, and take in what it answers."""
         assert play.episode is not None
-        messages = play.episode.reply(self._decode(play.turn_ids.tolist()))
+        messages = play.episode.reply(self._text.decode(play.turn_ids.tolist()))
         if messages is None and not play.is_cut:
             play.reason = "stop"
         elif messages is None or play.is_cut:
@@ -237,7 +234,7 @@ class EpisodeRunner:
             self._host.count("env/turn_limit")
         else:
             try:
-                ids = self._encode_turn(messages)
+                ids = self._text.encode_turn(messages)
             except DataError as error:
                 text = f"{self._host.name} on {play.opening.example}: {error}"
                 raise RewardError(text) from error
@@ -412,34 +409,19 @@ def turns_of(config: Config, task: Task) -> int | None:
 
 
 def make_runner(
-    config: Config,
     turns: int | None,
     host: TaskHost,
     engine: Engine,
-    tokenizer: Any,
-    stop_ids: Sequence[int],
+    text: TextCodec,
 ) -> EpisodeRunner | None:
     """Return what plays the episodes of an environment; None where answers are one turn.
 
     Args:
-        config: with the learner's settings in it.
         turns: most turns of an episode, or None.
         host: where it runs.
         engine: samples.
-        tokenizer: of the model.
-        stop_ids: what ends a turn.
+        text: of the model.
     """
     if turns is None:
         return None
-    return EpisodeRunner(
-        engine,
-        host,
-        encode_turn=partial(
-            tokenization.encode_turn,
-            tokenizer,
-            stop_ids=stop_ids,
-            chat_template_kwargs=config.model.chat_template_kwargs,
-        ),
-        decode=lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
-        max_turns=turns,
-    )
+    return EpisodeRunner(engine, host, text, max_turns=turns)

@@ -52,7 +52,7 @@ PARTS = ("counters",)
 """Parts of a role that its shell calls directly."""
 READS = {"views", "obstacle", "progress", "rebuild", "manifest", "as_dict"}
 """Methods that change nothing and are called often, or in threads."""
-ASKED = {"create", "journal", "sealed", "drop", "sign", "public_key"}
+ASKED = {"create", "journal", "sealed", "drop", "sign", "public_key", "lease"}
 """Methods of what lies outside that a role calls itself."""
 MAX_SHOWN = 500
 """Characters of an action that a difference shows."""
@@ -193,9 +193,6 @@ class _Asked(Outside):
         self._target = target
         self._answered = answered
         self.may_block = getattr(target, "may_block", None)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._ask("call", self._target, *args)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._target, name)
@@ -357,9 +354,6 @@ class _Answering(Outside):
     def __init__(self, player: _Replay, may_block: bool | None) -> None:
         self._player = player
         self.may_block = may_block
-
-    def __call__(self, *args: Any) -> Any:
-        return self._player.answer("call")
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self._player.answer(name)

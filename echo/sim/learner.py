@@ -22,7 +22,6 @@ from echo.runtime.identity import Identity
 from echo.runtime.learner.cost import ActivationSettings, CostTerms, spent_before
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
-from echo.runtime.learner.setup import LOST_WORKER
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import BillRecord, StepRecord
 from echo.sim.timing import Disk, LearnerThreads, MemoryCheckpoints, MemoryLedger, TimedTrainer
@@ -229,8 +228,7 @@ def make_session(
     """Return the learner's session with its leases as they were."""
     job, settings = scenario.job, scenario.settings
     leases = LeaseBook(timeout_s=settings.lease_timeout_s)
-    for group_id, num_attempts in sorted(start.open_attempts.items()):
-        leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
+    start.enter_leases(leases, now=now)
     return Learner(
         LearnerSettings(
             admission=AdmissionSettings(
@@ -269,7 +267,7 @@ def make_session(
         ),
         broadcast=broadcast,
         buffer=buffer,
-        make_lease=_make_lease,
+        prompts=NoPrompts(),
     )
 
 
@@ -296,6 +294,9 @@ def _egress_per_gb(scenario: Scenario) -> float:
     return fmean(prices) if prices else 0.0
 
 
-def _make_lease(group_id: int, attempt: int) -> Lease:
-    """Return a lease whose prompt says nothing."""
-    return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})
+class NoPrompts:
+    """The prompts of a simulation, which say nothing."""
+
+    def lease(self, group_id: int, attempt: int) -> Lease:
+        """Return the lease of a group."""
+        return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})

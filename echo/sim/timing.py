@@ -21,7 +21,12 @@ from typing import Any
 
 from echo.core.rollout import Group, PolicyVersion
 from echo.records.ledger import Accepted, AnyRecord, Discarded, LedgerQueue, Place, Trained
-from echo.runtime.learner.checkpoint import CheckpointInfo, Checkpoints, FoundCheckpoint
+from echo.runtime.learner.checkpoint import (
+    CheckpointInfo,
+    Checkpoints,
+    FoundCheckpoint,
+    SavedTrainer,
+)
 from echo.runtime.learner.node import LearnerNode
 from echo.sim.clock import InlineThreads
 from echo.sim.lengths import GroupLength, Groups
@@ -341,11 +346,9 @@ class MemoryCheckpoints(Checkpoints):
         self._run_id = run_id
         self._disk = disk
 
-    def save(
-        self, *, lineage: int, step: int, write_state: Callable[[Path], None], now: float
-    ) -> int:
+    def save(self, trainer: SavedTrainer, *, lineage: int, step: int, now: float) -> int:
         """Save; return the step of the oldest checkpoint kept."""
-        write_state(RUN_DIR)
+        trainer.save_state(RUN_DIR)
         self._disk.checkpoint = CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step)
         self.saved_step = step
         return step

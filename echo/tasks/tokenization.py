@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,50 +133,6 @@ TURN = "echo-turn-7f3a91"
 """Stands for what the policy said where a conversation is rendered around it."""
 
 
-def encode_turn(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    stop_ids: Iterable[int],
-    chat_template_kwargs: Mapping[str, Any],
-) -> list[int]:
-    """Turn what an environment says after a turn of the policy into token ids.
-
-    They follow the sampled tokens of that turn, which end with a stop token and are never encoded
-    again; the last of them open the policy's next turn. With a chat template they are what it
-    writes between the end of one assistant's turn and the beginning of the next. Without one they
-    are the messages' contents as they stand.
-
-    Args:
-        tokenizer: the model's.
-        messages: what the environment says.
-        stop_ids: the ids that end a completion.
-        chat_template_kwargs: arguments of the chat template.
-
-    Raises:
-        DataError: if the template fails, or leaves out or changes what the policy said.
-    """
-    if tokenizer.chat_template is None:
-        text = "".join(str(message["content"]) for message in messages)
-    else:
-        before: list[Mapping[str, Any]] = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": TURN},
-        ]
-        whole = render_messages(tokenizer, [*before, *messages], chat_template_kwargs)
-        _, found, text = whole.partition(TURN)
-        if not found:
-            raise DataError(
-                "the chat template leaves out what the assistant says; an environment of several "
-                "turns needs one that keeps it: set model.chat_template"
-            )
-        alone = render_messages(tokenizer, before, chat_template_kwargs, opens_turn=False)
-        closing = alone.partition(TURN)[2]
-        text = text[_end_of_turn(tokenizer, closing, stop_ids) :]
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return [int(token) for token in ids]
-
-
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
     """Return how many characters of a turn's closing the sampled stop token stands for."""
     stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in stop_ids]
@@ -220,6 +177,53 @@ def decode(
         kept.append(int(token))
     text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return str(text)
+
+
+@dataclass(frozen=True, slots=True)
+class TextCodec:
+    """Text to tokens and back, for the completions of one model."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: list[int]
+    """The ids that end a completion."""
+    chat_template_kwargs: Mapping[str, Any]
+    """Arguments of the chat template."""
+
+    def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Turn what an environment says after a turn of the policy into token ids.
+
+        They follow the sampled tokens of that turn, which end with a stop token and are never
+        encoded again; the last of them open the policy's next turn. With a chat template they are
+        what it writes between the end of one assistant's turn and the beginning of the next.
+        Without one they are the messages' contents as they stand.
+
+        Raises:
+            DataError: if the template fails, or leaves out or changes what the policy said.
+        """
+        tokenizer, kwargs = self.tokenizer, self.chat_template_kwargs
+        if tokenizer.chat_template is None:
+            text = "".join(str(message["content"]) for message in messages)
+        else:
+            before: list[Mapping[str, Any]] = [
+                {"role": "user", "content": "-"},
+                {"role": "assistant", "content": TURN},
+            ]
+            whole = render_messages(tokenizer, [*before, *messages], kwargs)
+            _, found, text = whole.partition(TURN)
+            if not found:
+                raise DataError(
+                    "the chat template leaves out what the assistant says; an environment of "
+                    "several turns needs one that keeps it: set model.chat_template"
+                )
+            alone = render_messages(tokenizer, before, kwargs, opens_turn=False)
+            closing = alone.partition(TURN)[2]
+            text = text[_end_of_turn(tokenizer, closing, self.stop_ids) :]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [int(token) for token in ids]
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Return the text of a completion up to its first stop token."""
+        return decode(self.tokenizer, token_ids, self.stop_ids)
 
 
 def tokenizer_digests(

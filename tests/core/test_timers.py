@@ -41,6 +41,11 @@ class Thing:
     at: float | None
 
 
+class Things:
+    def deadline_of(self, thing: Thing) -> float | None:
+        return thing.at
+
+
 @given(
     st.lists(
         st.tuples(
@@ -54,7 +59,7 @@ class Thing:
 def test_the_first_deadline_is_that_of_a_search_through_all(
     events: list[tuple[str, int, float]],
 ) -> None:
-    deadlines: Deadlines[Thing] = Deadlines(lambda thing: thing.at)
+    deadlines: Deadlines[Thing] = Deadlines(Things())
     watched: list[Thing] = []
     now = 0.0
     for kind, index, number in events:

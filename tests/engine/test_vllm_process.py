@@ -49,9 +49,8 @@ class TestProcess(Models):
         engine = VllmEngine(
             model_dirs[0],
             process="engine",
-            memory_budget_bytes=64 << 20,
+            arguments={"kv_cache_memory_bytes": 64 << 20},
             num_threads=1,
-            timeout_s=60,
         )
         yield engine
         engine.close()
@@ -113,10 +112,8 @@ def test_a_process_whose_memory_runs_out_is_started_anew_for_half_as_many(
     engine = VllmEngine(
         model_dir,
         process="engine",
-        memory_budget_bytes=96 << 20,
-        arguments={"max_num_seqs": 33},
+        arguments={"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 33},
         num_threads=1,
-        timeout_s=60,
     )
     try:
         engine.load(load_directory(model_dir, "float32"), V1)

@@ -3,6 +3,9 @@
     python tests/house/report.py --base 0f09e78               # before and after, by package
     python tests/house/report.py --base 0f09e78 --list exiles # where they are, after
 
+What a count finds may have a reason in tests/house/reasons.toml; then it counts, with how many of
+its kind have one.
+
 Every count is a pure function over a source tree (path -> text): nothing of echo/ is imported, so a
 commit that does not run can be counted, too. The report is scaffolding and goes with the last
 commit of the house.
@@ -36,6 +39,19 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
 BUDGET = "tests/budget.toml"
+REASONS = "tests/house/reasons.toml"
+"""A table for each count: "file: name" = why it stays."""
+RECORDS = {
+    "Enum",
+    "IntEnum",
+    "StrEnum",
+    "NamedTuple",
+    "TypedDict",
+    "Protocol",
+    "Struct",
+    "BaseModel",
+}
+"""Whoever derives from one of these has no life of its own, nor has a frozen dataclass."""
 MAX_PARAMETERS = 8
 SMALL_FILE_LINES = 120
 QUESTIONS = ("What", "Who", "Whose", "Whether", "Which", "How", "Where", "When", "Why")
@@ -122,6 +138,20 @@ class Tree:
             path: {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
             for path, module in self.modules.items()
         }
+
+    @cached_property
+    def classes_called(self) -> dict[str, list[ast.ClassDef]]:
+        """The classes at the top of modules of echo/, by name."""
+        found = defaultdict(list)
+        for classes in self.classes.values():
+            for name, node in classes.items():
+                found[name].append(node)
+        return found
+
+    @cached_property
+    def reasons(self) -> dict[str, dict[str, str]]:
+        """Why something that is counted stays, by the head of the count and by its place."""
+        return tomllib.loads(self.files.get(REASONS, ""))
 
 
 def tree_at(commit: str, repository: Path = REPOSITORY) -> Tree:
@@ -372,7 +402,7 @@ def exiles(tree: Tree) -> list[Place]:
 
 def exiles_of_objects(tree: Tree) -> list[Place]:
     """Those of them whose class is an object with a life of its own, and no record or contract."""
-    return [place for place, owner in _exiles(tree) if not _is_record(owner)]
+    return [place for place, owner in _exiles(tree) if not _is_record(owner, tree)]
 
 
 def _exiles(tree: Tree) -> Iterator[tuple[Place, ast.ClassDef]]:
@@ -393,9 +423,22 @@ def _exiles(tree: Tree) -> Iterator[tuple[Place, ast.ClassDef]]:
                     yield Place(path, function.lineno, text), foreign[name]
 
 
-def _is_record(node: ast.ClassDef) -> bool:
-    """Tell whether a class has fields and no `__init__` that makes its state, or is a contract."""
-    return not any(isinstance(item, Function) and item.name == "__init__" for item in node.body)
+def _is_record(node: ast.ClassDef, tree: Tree) -> bool:
+    """Tell whether a class is a frozen dataclass, or derives from what makes records."""
+    bases = {_last_name(base) for base in node.bases}
+    return (
+        any(map(_is_frozen, node.decorator_list))
+        or not bases.isdisjoint(RECORDS)
+        or any(_is_record(base, tree) for name in bases for base in tree.classes_called[name])
+    )
+
+
+def _is_frozen(decorator: ast.expr) -> bool:
+    return (
+        isinstance(decorator, ast.Call)
+        and _last_name(decorator.func) == "dataclass"
+        and any(each.arg == "frozen" for each in decorator.keywords)
+    )
 
 
 def re_exports(tree: Tree) -> list[Place]:
@@ -627,9 +670,40 @@ def aligned(rows: Iterable[list[str]]) -> str:
     )
 
 
-def legend() -> str:
-    """Return a line for each column: its head and what it counts."""
-    return "\n".join(f"{c.head}: {(c.count.__doc__ or '').partition(chr(10))[0]}" for c in COLUMNS)
+def legend(tree: Tree) -> str:
+    """Return a line for each column: its head, what it counts, how much of that has a reason."""
+    return "\n".join(
+        f"{c.head}: {(c.count.__doc__ or '').partition(chr(10))[0]}{_excused(c, tree)}"
+        for c in COLUMNS
+    )
+
+
+def _excused(column: Column, tree: Tree) -> str:
+    if column.head not in tree.reasons:
+        return ""
+    found = list(column.count(tree))
+    num_excused = sum(bool(reason_of(column, place, tree)) for place in found)
+    return f" {len(found)} ({num_excused} with a reason)"
+
+
+def reason_of(column: Column, place: Place, tree: Tree) -> str:
+    """Return why something stays; an empty text if that has not been said."""
+    return tree.reasons.get(column.head, {}).get(f"{place.path}: {place.name}", "")
+
+
+def idle_reasons(tree: Tree) -> list[str]:
+    """Return the reasons for what is not there any more."""
+    found = {
+        c.head: {f"{p.path}: {p.name}" for p in c.count(tree)}
+        for c in COLUMNS
+        if c.head in tree.reasons
+    }
+    return [
+        f"{head}: {place}"
+        for head, places in tree.reasons.items()
+        for place in places
+        if place not in found.get(head, ())
+    ]
 
 
 def main() -> int:
@@ -647,10 +721,14 @@ def main() -> int:
         if isinstance(found, Counter):
             print(aligned([[path, str(number)] for path, number in found.most_common()]))
         else:
-            print("\n".join(f"{place.path}:{place.line}: {place.name}" for place in found))
+            for place in found:
+                reason = reason_of(column, place, after)
+                print(f"{place.path}:{place.line}: {place.name}{reason and '  # '}{reason}")
         return 0
     print(table(tree_at(arguments.base), after))
-    print(f"\n{legend()}")
+    print(f"\n{legend(after)}")
+    for idle in idle_reasons(after):
+        print(f"{REASONS}: nothing has this reason any more: {idle}")
     return 0
 
 

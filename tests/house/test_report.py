@@ -129,22 +129,46 @@ def test_exiles_take_another_files_class_first() -> None:
         weights__receiver="""
         class Receiver:
             def __init__(self) -> None: ...
+        @dataclass(frozen=True)
         class Settings:
             bound: int
+        @dataclass
+        class Buffer:
+            held: int
         def inside(receiver: Receiver) -> None: ...
         """,
         weights__room="""
-        from echo.weights.receiver import Receiver, Settings
+        from echo.weights.receiver import Buffer, Receiver, Settings
+        from echo.wire.messages import Lease
+        def fill(buffer: Buffer) -> None: ...
         def make_room(receiver: Receiver) -> None: ...
         def read(settings: Settings) -> None: ...
         def second(count: int, receiver: Receiver) -> None: ...
         class C:
             def method(self, receiver: Receiver) -> None: ...
+        def ask(lease: Lease) -> None: ...
+        """,
+        wire__messages="""
+        class Message(msgspec.Struct): ...
+        class Lease(Message): ...
         """,
     )
-    exiles = ["make_room(receiver: Receiver)", "read(settings: Settings)"]
-    assert names(report.exiles(tree)) == exiles
-    assert names(report.exiles_of_objects(tree)) == exiles[:1]
+    exiles = ["fill(buffer: Buffer)", "make_room(receiver: Receiver)"]
+    records = ["read(settings: Settings)", "ask(lease: Lease)"]
+    assert names(report.exiles(tree)) == exiles + records
+    assert names(report.exiles_of_objects(tree)) == exiles
+
+
+def test_what_stays_has_a_reason_that_names_it() -> None:
+    tree = plant(
+        core__a="""
+        def f(now: Callable[[], float], then: Callable[[], None]): ...
+        """
+    )
+    reasons = '[callbacks]\n"echo/core/a.py: f(now)" = "a clock"\n"echo/core/a.py: g(x)" = "gone"'
+    tree.files[report.REASONS] = reasons
+    assert "2 (1 with a reason)" in report.legend(tree)
+    assert report.idle_reasons(tree) == ["callbacks: echo/core/a.py: g(x)"]
 
 
 def test_re_exports_are_found() -> None:

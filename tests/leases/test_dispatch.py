@@ -429,7 +429,7 @@ def test_a_copy_is_journalled_counts_once_and_has_the_seed_of_its_original() -> 
         (group_id, 1, 0) for group_id in (12, 13, 14, 15)
     ]
     for lease in leases["fast"]:
-        assert lease.seed == granting.make_lease(lease.group_id, 0).seed
+        assert lease.seed == granting.prompts.lease(lease.group_id, 0).seed
     assert granting.grant([slow, fast], now=2.0) == ([], {}), "each has one copy at most"
     assert granting.counters["hedges/issued"] == 4
 

@@ -23,7 +23,7 @@ from echo.leases.scheduler import (
 )
 from echo.wire.actions import Complaints, Note, Routes
 from echo.wire.messages import Heartbeat, Lease, LeaseState, NodeStats
-from tests.roles.harness import make_lease
+from tests.roles.harness import Prompts
 
 LINEAGES = (Lineage(1, 0), Lineage(2, 3))
 
@@ -46,7 +46,7 @@ def make_granting(*, of: Mapping[str, Any] = MappingProxyType({}), **changes: An
     run = RunState(leases=LeaseBook(timeout_s=10.0), lineages=LINEAGES, finished=range(12), **state)
     settings: dict[str, Any] = {
         "buffer": StalenessBuffer(max_staleness=1, lineages=LINEAGES),
-        "make_lease": make_lease,
+        "prompts": Prompts({}),
         "counters": (counters := Counters()),
         "routes": Routes(counters),
         "complaints": Complaints(),
@@ -139,12 +139,8 @@ def test_a_lease_names_the_exact_version_of_its_worker_where_groups_must_not_mix
 
 
 def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:
-    def make_or_fail(group_id: int, attempt: int) -> Lease:
-        if group_id in (12, 14):
-            raise DataError("example 12: no chat template")
-        return make_lease(group_id, attempt)
-
-    granting = make_granting(make_lease=make_or_fail)
+    fault = DataError("example 12: no chat template")
+    granting = make_granting(prompts=Prompts({12: fault, 14: fault}))
     records, leases = granting.grant([make_worker("w1", (2, 3), 3)], now=0.0)
     assert [lease.group_id for lease in leases["w1"]] == [13, 15, 16]
     ended = [(r.group_id, r.reason) for r in records if isinstance(r, RecordEnd)]
@@ -156,13 +152,7 @@ def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:
 
 def test_an_end_that_was_decided_before_granting_failed_is_journalled_by_the_next() -> None:
     faults: dict[int, Exception] = {12: DataError("no chat template"), 14: ZeroDivisionError()}
-
-    def make_or_fail(group_id: int, attempt: int) -> Lease:
-        if group_id in faults:
-            raise faults[group_id]
-        return make_lease(group_id, attempt)
-
-    granting, worker = make_granting(make_lease=make_or_fail), make_worker("w1", (2, 3), 3)
+    granting, worker = make_granting(prompts=Prompts(faults)), make_worker("w1", (2, 3), 3)
     with pytest.raises(ZeroDivisionError):
         granting.grant([worker], now=0.0)
     del faults[14]
@@ -174,11 +164,9 @@ def test_an_end_that_was_decided_before_granting_failed_is_journalled_by_the_nex
 
 
 def test_prompts_none_of_which_can_be_had_end_the_run() -> None:
-    def fail(group_id: int, attempt: int) -> Lease:
-        raise DataError("no chat template")
-
+    prompts = Prompts(dict.fromkeys(range(2000), DataError("no chat template")))
     with pytest.raises(DataError, match="1000 prompts in a row cannot be used"):
-        make_granting(make_lease=fail).grant([make_worker("w1", (2, 3), 3)], now=0.0)
+        make_granting(prompts=prompts).grant([make_worker("w1", (2, 3), 3)], now=0.0)
 
 
 def test_a_lower_bound_gates_new_leases_only_and_the_hard_one_is_never_passed() -> None:

@@ -461,7 +461,7 @@ class NodeWorld:
             task=task,
             host=LaterHost(),
             prompts=PromptSource(task, encode=lambda example: [1, 2, 3], seed=0, num_examples=None),
-            decode=str,
+            text=SimpleNamespace(decode=str),
             digests={"model": "m"},
             vocab_size=32,
             lora=None,

@@ -12,7 +12,7 @@ import dataclasses
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,18 @@ def make_lease(group_id: int, attempt: int) -> Lease:
         prompt_ids=(1, 2, 3 + group_id % 7),
         example={"index": group_id},
     )
+
+
+class Prompts:
+    """Leases by group id, but for those whose prompts have a fault."""
+
+    def __init__(self, faults: Mapping[int, Exception]) -> None:
+        self._faults = faults
+
+    def lease(self, group_id: int, attempt: int) -> Lease:
+        if group_id in self._faults:
+            raise self._faults[group_id]
+        return make_lease(group_id, attempt)
 
 
 def make_rollout(
@@ -486,7 +498,7 @@ class Run:
             ),
             broadcast=make_broadcast("learner"),
             buffer=buffer,
-            make_lease=make_lease,
+            prompts=Prompts({}),
         )
         process = self.world.add(Process("learner", session, LEARNER_ADDRESS))
         process.on_action = lambda action: self._on_learner_action(process, action)

@@ -20,7 +20,6 @@ from echo.roles.joining import (
     IGNORED,
     INHERITED_FILES,
     Admission,
-    AdmissionCallbacks,
     AdmissionSettings,
     Assets,
     Built,
@@ -86,19 +85,16 @@ class Node:
             max_image_bytes=1 << 30,
             digests=DIGESTS,
         )
-        self.joining = Joining(
-            settings,
-            make_broadcast("w1"),
-            send=self._send,
-            admitted=lambda now: self._send(HEARTBEAT),
-            work=self._on_work,
-        )
+        self.joining = Joining(settings, make_broadcast("w1"), self)
 
-    def _send(self, message: Message) -> list[Action]:
+    def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
         self.said.append(message)
         return []
 
-    def _on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
+    def on_admitted(self, *, now: float) -> list[Action]:
+        return self.to_learner(HEARTBEAT)
+
+    def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
         self.work.append(message)
         return []
 
@@ -130,12 +126,16 @@ class LearnerEnd:
             counters=Counters(),
             routes=routes,
             complaints=Complaints(),
-            callbacks=AdmissionCallbacks(
-                admitted=lambda now: [], replaced=lambda member, now: [], work=self._on_work
-            ),
+            role=self,
         )
 
-    def _on_work(
+    def replan(self, now: float) -> list[Action]:
+        return []
+
+    def drop(self, member: Member, *, now: float) -> list[Action]:
+        return []
+
+    def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
         self.work.append(message)

@@ -230,10 +230,7 @@ class Fleet:
             self.session.broadcast,
             self._coder,
             codec=self._codec,
-            perform=node.perform,
-            spawn=lambda work: node.spawn(work, name="coder"),
-            pool=node.threads.pool("coder"),
-            now=lambda: node.now,
+            node=node,
         )
         self._tasks.append(asyncio.create_task(node.run()))
 

@@ -458,13 +458,9 @@ async def ask_raw(port: int, text: bytes) -> bytes:
 
 @asynccontextmanager
 async def endpoint_of(agents: Any) -> AsyncIterator[int]:
-    port = asyncio.get_running_loop().create_future()
     endpoint = Endpoint(agents, token="t", log=logging.getLogger())
-    server = asyncio.create_task(endpoint.serve("127.0.0.1", 0, port.set_result))
-    async with asyncio.timeout(60):
-        yield await port
-    server.cancel()
-    await asyncio.gather(server, return_exceptions=True)
+    async with endpoint.listening("127.0.0.1", 0) as port, asyncio.timeout(60):
+        yield port
 
 
 def test_nobody_without_the_token_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,24 +509,21 @@ class CutShort:
         """Nothing is held."""
 
     async def call(self, *arguments: Any) -> None:
-        await arguments[-1](np.array([5], np.int32))
+        await arguments[-1].read(np.array([5], np.int32))
         raise StoppingError("the worker stops")
 
 
 def test_a_stream_that_breaks_off_ends_with_the_reason() -> None:
     async def main() -> None:
-        port = asyncio.get_running_loop().create_future()
-        endpoint = Endpoint(CutShort(), token="t", log=logging.getLogger())  # type: ignore[arg-type]
-        server = asyncio.create_task(endpoint.serve("127.0.0.1", 0, port.set_result))
-        url = f"http://127.0.0.1:{await port}/v1/completions"
-        headers = {"Authorization": "Bearer t"}
-        async with aiohttp.ClientSession(headers=headers) as http:
-            body = {"prompt": "1", "stream": True}
-            async with asyncio.timeout(60), http.post(url, json=body) as response:
-                first, last = (await response.text()).strip().split("\n\n")
+        headers, body = {"Authorization": "Bearer t"}, {"prompt": "1", "stream": True}
+        async with (
+            endpoint_of(CutShort()) as port,
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as response,
+        ):
+            first, last = (await response.text()).strip().split("\n\n")
         assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "1"
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error == {"message": "the worker stops", "type": "server_error", "code": None}
-        server.cancel()
 
     asyncio.run(main())

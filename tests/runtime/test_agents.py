@@ -46,16 +46,14 @@ from echo.wire.messages import Lease
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 
-def make_agents(clock: Any) -> Agents:
+def make_agents() -> Agents:
     """Return the agents of a worker on v1, which samples nothing."""
     session = SimpleNamespace(max_groups=0, installed_version=V1, counters=Counters())
     parts: Any = SimpleNamespace(group_size=1, session_timeout_s=60.0)
     sampler: Any = None
+    node: Any = SimpleNamespace(now=0.0, perform=lambda actions: None)
     pool = ThreadPools().pool("reward")
-    return Agents(
-        parts, session, sampler,  # type: ignore[arg-type]
-        reward_pool=pool, perform=lambda actions: None, clock=clock,
-    )  # fmt: skip
+    return Agents(parts, session, sampler, node=node, reward_pool=pool)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bounds", [CallBounds(min_version=V2), CallBounds(exact_version=V2)])
@@ -63,7 +61,7 @@ def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(
     bounds: CallBounds,
 ) -> None:
     async def main() -> None:
-        agents = make_agents(lambda: 0.0)  # its patience never ends
+        agents = make_agents()  # its patience never ends
         options = CallOptions(bounds=bounds, version_wait_s=60.0)
         call = asyncio.create_task(agents.call(None, "1+1=", options))
         await asyncio.sleep(0.01)

@@ -35,11 +35,25 @@ from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.wire.codec import encode_group
 
 
+class Trainer:
+    def __init__(self, state: str) -> None:
+        self._state = state
+
+    def save_state(self, directory: Path) -> None:
+        (directory / "state").write_text(self._state)
+
+
+class FailingTrainer:
+    def save_state(self, directory: Path) -> None:
+        (directory / "half").write_text("written")
+        raise OSError(28, "No space left on device")
+
+
 def save(directory: Path, step: int, *, lineage: int = 1, keep_last: int = 2) -> int:
     return save_checkpoint(
         directory,
+        Trainer(f"{lineage}/{step}"),
         CheckpointInfo(run_id="toy", lineage=lineage, step=step),
-        write_state=lambda path: (path / "state").write_text(f"{lineage}/{step}"),
         keep_last=keep_last,
         min_free_bytes=0,
     )
@@ -50,11 +64,6 @@ def latest(directory: Path) -> tuple[str, CheckpointInfo]:
     assert found is not None
     assert found.damage == ()
     return (found.path / "state").read_text(), found.info
-
-
-def fail(path: Path) -> None:
-    (path / "half").write_text("written")
-    raise OSError(28, "No space left on device")
 
 
 def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
@@ -69,8 +78,8 @@ def test_a_failure_leaves_the_old_one_and_no_rubbish(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"step 20.*No space left"):
         save_checkpoint(
             tmp_path,
+            FailingTrainer(),
             CheckpointInfo(run_id="toy", lineage=1, step=20),
-            write_state=fail,
             keep_last=2,
             min_free_bytes=0,
         )
@@ -82,8 +91,8 @@ def test_a_disk_that_is_nearly_full_is_not_filled(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"limits\.min_free_disk_bytes"):
         save_checkpoint(
             tmp_path,
+            FailingTrainer(),
             CheckpointInfo(run_id="toy", lineage=1, step=20),
-            write_state=fail,
             keep_last=2,
             min_free_bytes=1 << 62,
         )
@@ -212,8 +221,8 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     """Also that of the release before, which knew no hashes."""
     save_checkpoint(
         tmp_path,
+        Trainer("1/1"),
         CheckpointInfo(run_id="toy", lineage=1, step=1, format=1),
-        write_state=lambda path: None,
         keep_last=1,
         min_free_bytes=0,
     )
@@ -242,7 +251,7 @@ def test_one_is_due_by_steps_or_by_time(tmp_path: Path) -> None:
     assert checkpoints.is_due(10, now=1.0)
     assert not checkpoints.is_due(11, now=59.0)
     assert checkpoints.is_due(11, now=60.0)
-    checkpoints.save(lineage=1, step=11, write_state=lambda path: None, now=60.0)
+    checkpoints.save(Trainer("1/11"), lineage=1, step=11, now=60.0)
     assert checkpoints.saved_step == 11
     assert not checkpoints.is_due(12, now=119.0)
     assert not make(tmp_path).is_due(11, now=1e9)
@@ -251,7 +260,7 @@ def test_one_is_due_by_steps_or_by_time(tmp_path: Path) -> None:
 def test_a_failure_is_tried_again_an_interval_later(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, interval_s=60.0, min_free_bytes=1 << 62)
     with pytest.raises(StorageError):
-        checkpoints.save(lineage=1, step=11, write_state=fail, now=60.0)
+        checkpoints.save(FailingTrainer(), lineage=1, step=11, now=60.0)
     assert checkpoints.saved_step is None
     assert not checkpoints.is_due(12, now=61.0)
 
@@ -277,18 +286,19 @@ def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:
     )
 
 
-def write_state(directory: Path) -> None:
-    tensors = {"layer": torch.arange(4.0)}
-    trainer.save(
-        directory, weights=tensors, moments=tensors, counters={}, device=torch.device("cpu")
-    )
+class TorchTrainer:
+    def save_state(self, directory: Path) -> None:
+        tensors = {"layer": torch.arange(4.0)}
+        trainer.save(
+            directory, weights=tensors, moments=tensors, counters={}, device=torch.device("cpu")
+        )
 
 
 def checkpoint(run_dir: Path, step: int, *, lineage: int = 1, run_id: str = "toy") -> None:
     save_checkpoint(
         run_dir / "checkpoints",
+        TorchTrainer(),
         CheckpointInfo(run_id=run_id, lineage=lineage, step=step),
-        write_state=write_state,
         keep_last=9,
         min_free_bytes=0,
     )

@@ -98,6 +98,16 @@ class Counting(Environment):
         self.num_open -= 1
 
 
+class Characters:
+    """A token for each character."""
+
+    def encode_turn(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        return [ord(c) for m in messages for c in f"<{m['content']}>"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids if i != STOP)
+
+
 Play = Callable[..., tuple[list[list[Rollout] | RewardError], Script, Counting, InlineHost]]
 
 
@@ -117,8 +127,7 @@ def play() -> Iterator[Play]:
         runner = EpisodeRunner(
             engine,
             host,
-            encode_turn=lambda messages: [ord(c) for m in messages for c in f"<{m['content']}>"],
-            decode=lambda ids: "".join(chr(i) for i in ids if i != STOP),
+            Characters(),  # type: ignore[arg-type]
             max_turns=max_turns,
         )
         runners.append(runner)

@@ -27,6 +27,7 @@ from echo.runtime.learner.publish import (
     make_images,
     make_publication,
 )
+from echo.runtime.node import Node
 from echo.runtime.threads import ThreadPools
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import TensorSpec, build_manifest, sign, verify
@@ -68,6 +69,22 @@ def publication_of(step: int, image: bytearray) -> Publication:
     return Publication(sign(manifest, KEY), manifest, image)
 
 
+class LearnerEnd(Node):
+    """A learner's node without links, on a clock that stands."""
+
+    now = 0.0
+
+    def __init__(self, pair: Pair) -> None:
+        self.threads = ThreadPools()
+        self._pair = pair
+
+    def perform(self, actions: Any) -> None:
+        self._pair.perform("learner", actions)
+
+    def spawn(self, work: Any, *, name: str) -> asyncio.Task[None]:
+        return asyncio.create_task(work, name=name)
+
+
 class Pair:
     """A learner's broadcast and one child, joined directly."""
 
@@ -80,13 +97,7 @@ class Pair:
         self.arrived: list[PolicyVersion] = []
         self.coder = Coder(KEY, num_threads=2)
         self.encoded_versions = VersionEncoder(
-            self.learner,
-            self.coder,
-            codec=codec,
-            perform=lambda actions: self.perform("learner", actions),
-            spawn=asyncio.ensure_future,
-            pool=ThreadPools().pool("coder"),
-            now=lambda: 0.0,
+            self.learner, self.coder, codec=codec, node=LearnerEnd(self)
         )
 
     def perform(self, name: str, actions: Any) -> None:

@@ -290,13 +290,18 @@ class Same(Task):
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_completion_tokens=4, stop_ids=())
 
 
+class FirstId:
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(ids[0])
+
+
 def make_evaluator(prompts: Sequence[int] = range(4)) -> Evaluator:
     task = Same()
     return Evaluator(
         EchoEngine(),
         InlineHost(task, Limits(score_s=60.0, step_s=60.0)),
         prompts=[(task.example(i, split="heldout"), [0, i]) for i in prompts],
-        decode=lambda ids: str(ids[0]),
+        text=FirstId(),  # type: ignore[arg-type]
         sampling=SAMPLING,
         seed=0,
     )

@@ -9,10 +9,10 @@ import pytest
 from echo.core.errors import DataError
 from echo.engine.model import build_model, build_tokenizer, save_tiny_model
 from echo.tasks.tokenization import (
+    TextCodec,
     asset_files,
     decode,
     encode_prompt,
-    encode_turn,
     load_tokenizer,
     stop_ids,
     tokenizer_digests,
@@ -154,7 +154,7 @@ def test_a_turn_of_the_environment_continues_the_conversation(plain: Path) -> No
     prompt = encode_prompt(tokenizer, "1+1", chat_template_kwargs={})
     sampled = [*tokenizer("=3", add_special_tokens=False)["input_ids"], stops[0]]
     said = [{"role": "user", "content": "0"}, {"role": "tool", "content": "7"}]
-    ids = encode_turn(tokenizer, said, stop_ids=stops, chat_template_kwargs={})
+    ids = TextCodec(tokenizer, stops, {}).encode_turn(said)
     conversation = [
         {"role": "user", "content": "1+1"},
         {"role": "assistant", "content": "=3"},
@@ -167,14 +167,14 @@ def test_a_turn_of_the_environment_continues_the_conversation(plain: Path) -> No
 
 def test_a_turn_without_a_template_is_its_contents(plain: Path) -> None:
     said = [{"role": "user", "content": "1+"}, {"role": "user", "content": "2="}]
-    ids = encode_turn(load_tokenizer(plain), said, stop_ids=[0], chat_template_kwargs={})
+    ids = TextCodec(load_tokenizer(plain), [0], {}).encode_turn(said)
     assert text_of(ids) == "1+2="
 
 
 def test_a_template_that_closes_turns_without_a_stop_token_is_kept_whole(plain: Path) -> None:
     tokenizer = load_tokenizer(plain, chat_template=TEMPLATE)
     said = [{"role": "user", "content": "0"}]
-    ids = encode_turn(tokenizer, said, stop_ids=[2], chat_template_kwargs={})
+    ids = TextCodec(tokenizer, [2], {}).encode_turn(said)
     assert text_of(ids) == ";<bos>4:0;="
 
 
@@ -182,7 +182,7 @@ def test_a_template_that_drops_what_was_said_is_refused(plain: Path) -> None:
     tokenizer = load_tokenizer(plain, chat_template="{{ messages[-1].content }}")
     said = [{"role": "user", "content": "0"}]
     with pytest.raises(DataError, match=r"leaves out what the assistant says; .*chat_template"):
-        encode_turn(tokenizer, said, stop_ids=[2], chat_template_kwargs={})
+        TextCodec(tokenizer, [2], {}).encode_turn(said)
 
 
 def test_tools_reach_the_template(plain: Path) -> None:

@@ -68,7 +68,7 @@ OWN_ARGUMENTS = {
 
 
 MAX_CPU_KV_BYTES = 4 << 30
-"""Memory for keys and values on a CPU where no budget is given: at most this."""
+"""Memory for keys and values on a CPU: a quarter of what is free, and at most this."""
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Room for adapters, as vLLM knows it."""
@@ -156,36 +156,11 @@ def prepare_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> 
     register()
 
 
-def kv_cache_bytes(budget_bytes: int | None, weight_bytes: int, *, is_cpu: bool) -> int | None:
-    """Return the memory for keys and values; None for what vLLM takes of a GPU.
-
-    Args:
-        budget_bytes: for weights and KV cache together, if the user says so.
-        weight_bytes: what the weights take of it.
-        is_cpu: whether vLLM runs without a GPU.
-
-    Raises:
-        EngineError: if the weights alone exceed the budget.
-    """
-    if budget_bytes is None:
-        if not is_cpu:
-            return None
-        return min(free_bytes(torch.device("cpu")) // 4, MAX_CPU_KV_BYTES)
-    left = budget_bytes - weight_bytes
-    if left <= 0:
-        raise EngineError(
-            f"the memory budget of {budget_bytes} bytes does not hold the weights "
-            f"({weight_bytes}); raise it"
-        )
-    return left
-
-
 def make_arguments(
     model_dir: Path,
     *,
     is_cpu: bool,
     dtype: str,
-    kv_cache_bytes: int | None,
     process: Process,
     passed: Mapping[str, Any],
     lora_rank: int = 0,
@@ -197,7 +172,6 @@ def make_arguments(
         model_dir: directory with config.json.
         is_cpu: whether it runs without a GPU.
         dtype: to compute in.
-        kv_cache_bytes: memory for keys and values; None for what vLLM takes of a GPU.
         process: where vLLM runs.
         passed: the user's own, [engine.options].
         lora_rank: of the adapter that is swapped, over the directory's own weights; 0 for none.
@@ -238,8 +212,9 @@ def make_arguments(
             # prompt's log-probabilities, which the probe asks for, beside other requests.
             "lora_target_modules": list(lora_targets),
         }
-    if kv_cache_bytes is not None:
-        arguments.setdefault("kv_cache_memory_bytes", kv_cache_bytes)
+    if is_cpu:
+        num_bytes = min(free_bytes(torch.device("cpu")) // 4, MAX_CPU_KV_BYTES)
+        arguments.setdefault("kv_cache_memory_bytes", num_bytes)
     return arguments
 
 

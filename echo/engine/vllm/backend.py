@@ -48,6 +48,8 @@ from echo.engine.weights import save_safetensors
 
 START_TIMEOUT_S = 600.0
 """Seconds for vLLM to start: loading its code, compiling, profiling a GPU's memory."""
+TIMEOUT_S = 120.0
+"""Seconds that vLLM may take for one step, or one call of a swap."""
 
 
 class EngineDeadError(EngineError):
@@ -230,13 +232,12 @@ Job = Callable[[], None]
 class InlineBackend(Backend):
     """An LLMEngine and its thread."""
 
-    def __init__(self, arguments: Mapping[str, Any], *, num_threads: int, timeout_s: float) -> None:
+    def __init__(self, arguments: Mapping[str, Any], *, num_threads: int) -> None:
         """Start vLLM.
 
         Args:
             arguments: of vLLM's EngineArgs.
             num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
-            timeout_s: seconds that a job may take.
 
         Raises:
             EngineDeadError: if it does not start, with vLLM's reason.
@@ -247,7 +248,6 @@ class InlineBackend(Backend):
             )
         self._arguments = arguments
         self._num_threads = num_threads
-        self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._futures: dict[str, Future[BackendOutput]] = {}
         self._lock = threading.Lock()
@@ -379,50 +379,48 @@ class InlineBackend(Backend):
 
     def update(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
         """Swap weights between two steps."""
+        done: Future[None] = Future()
 
-        def swap() -> None:
-            engine = self._engine
-            core = engine.engine_core.engine_core
-            core.pause_scheduler("keep", clears_cache)
-            if "adapter" in update_info:
-                engine.add_lora(adapter_request(self._arguments, update_info["adapter"]))
+        def job() -> None:
+            if self.death is not None:
+                done.set_exception(EngineWasDeadError(self.death.reason))
+                return
+            try:
+                self._swap(update_info, tag, clears_cache=clears_cache)
+            except Exception as error:  # noqa: BLE001 -- belongs to the thread that asked
+                done.set_exception(error)
             else:
-                engine.collective_rpc("start_weight_update")
-                engine.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
-                engine.collective_rpc("finish_weight_update")
-            engine.set_weight_version(tag)
-            core.resume_scheduler()
+                done.set_result(None)
 
+        with self._lock:
+            if self.death is not None:
+                raise EngineWasDeadError(self.death.reason)
+            self._jobs.put(job)
         try:
-            self._call(swap)
+            done.result(timeout=TIMEOUT_S)
         except EngineDeadError:
             raise
         except TimeoutError as error:
-            reason = f"the update took longer than {self._timeout_s:g} s"
+            reason = f"the update took longer than {TIMEOUT_S:g} s"
             self.die(reason)
             raise EngineDeadError(reason) from error
         except Exception as error:  # vLLM's layers raise anything; the model is now half updated
             self.die(f"the update failed: {type(error).__name__}: {error}")
             raise EngineDeadError(f"{type(error).__name__}: {error}") from error
 
-    def _call(self, function: Callable[[], T]) -> T:
-        """Have the engine's thread do something and return what came of it."""
-        answer: Future[T] = Future()
-
-        def job() -> None:
-            if self.death is not None:
-                answer.set_exception(EngineWasDeadError(self.death.reason))
-                return
-            try:
-                answer.set_result(function())
-            except Exception as error:  # noqa: BLE001 -- belongs to the thread that asked
-                answer.set_exception(error)
-
-        with self._lock:
-            if self.death is not None:
-                raise EngineWasDeadError(self.death.reason)
-            self._jobs.put(job)
-        return answer.result(timeout=self._timeout_s)
+    def _swap(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
+        """Swap weights, in the engine's thread."""
+        engine = self._engine
+        core = engine.engine_core.engine_core
+        core.pause_scheduler("keep", clears_cache)
+        if "adapter" in update_info:
+            engine.add_lora(adapter_request(self._arguments, update_info["adapter"]))
+        else:
+            engine.collective_rpc("start_weight_update")
+            engine.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
+            engine.collective_rpc("finish_weight_update")
+        engine.set_weight_version(tag)
+        core.resume_scheduler()
 
     def die(self, reason: str) -> None:
         """Fail every request; the thread ends when it comes back from where it is."""
@@ -554,18 +552,16 @@ CLOSE_TIMEOUT_S = 20.0
 class ProcessBackend(Backend):
     """An AsyncLLM and the thread with its event loop."""
 
-    def __init__(self, arguments: Mapping[str, Any], *, timeout_s: float) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start vLLM.
 
         Args:
             arguments: of vLLM's AsyncEngineArgs.
-            timeout_s: seconds that one call to its processes may take.
 
         Raises:
             EngineDeadError: if it does not start, with vLLM's reason.
         """
         self._arguments = arguments
-        self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()
         self._crash_reason = CrashReason()
         self._loop = asyncio.new_event_loop()
@@ -654,7 +650,7 @@ class ProcessBackend(Backend):
 
     async def _bounded(self, call: Awaitable[T]) -> T:
         # A call that was under way when vLLM's process died would wait for ever.
-        return await asyncio.wait_for(call, self._timeout_s)
+        return await asyncio.wait_for(call, TIMEOUT_S)
 
     def _why(self, error: BaseException) -> str:
         """Return why vLLM died, from what it said in its own process if it did."""
@@ -692,10 +688,10 @@ class ProcessBackend(Backend):
     def update(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
         """Swap weights while generation is paused."""
         try:
-            self._post(self._update(update_info, tag, clears_cache)).result(6 * self._timeout_s)
+            self._post(self._update(update_info, tag, clears_cache)).result(6 * TIMEOUT_S)
         except Exception as error:  # vLLM's processes raise anything; they are half updated
             is_late = isinstance(error, TimeoutError)
-            why = f"no answer in {self._timeout_s:g} s" if is_late else self._why(error)
+            why = f"no answer in {TIMEOUT_S:g} s" if is_late else self._why(error)
             reason = f"the update failed: {why}"
             self.die(reason)
             raise EngineDeadError(reason) from error

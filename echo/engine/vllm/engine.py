@@ -49,8 +49,9 @@ from echo.engine.engine import (
 )
 from echo.engine.lora import Lora, build_adapted, target_names
 from echo.engine.model import build_meta_model, check_weights, free_bytes, set_num_threads
-from echo.engine.vllm.arguments import Process, import_vllm, kv_cache_bytes, make_arguments
+from echo.engine.vllm.arguments import Process, import_vllm, make_arguments
 from echo.engine.vllm.backend import (
+    TIMEOUT_S,
     Backend,
     BackendOutput,
     Death,
@@ -75,8 +76,6 @@ POLL_S = 0.05
 
 class Supervisor(Protocol):
     """What a call asks of the engine that it belongs to."""
-
-    timeout_s: float
 
     def current(self) -> tuple[Backend, str | None]:
         """Return the running vLLM and the salt of its prefix cache."""
@@ -220,10 +219,10 @@ class Call:
             self._watcher.on_tokens(num_new)
         if num_new or self._held or not self._running:
             self._progressed_at = now
-        elif now - self._progressed_at > self._engine.timeout_s:
+        elif now - self._progressed_at > TIMEOUT_S:
             self._progressed_at = now
             for running in self._running:
-                running.backend.die(f"no token in {self._engine.timeout_s:g} s")
+                running.backend.die(f"no token in {TIMEOUT_S:g} s")
 
     def _collect(self) -> None:
         futures = [running.future for running in self._running]
@@ -419,9 +418,6 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS = 3
 """Deaths in a row, without a swap that worked in between, after which vLLM is given up."""
 
-TIMEOUT_S = 120.0
-"""Seconds that vLLM may take for one step, or one call of a swap."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Installed:
@@ -442,10 +438,7 @@ class VllmEngine(Engine):
         process: "inline" runs vLLM in this process, "engine" in processes of its own.
         kv_cache: what becomes of keys and values when weights are swapped in flight.
         arguments: engine arguments of vLLM, passed through.
-        memory_budget_bytes: memory for weights and KV cache together; None for vLLM's own share of
-            a GPU, and on a CPU for a quarter of what is available, at most 4 GiB.
         num_threads: CPU threads of one operation; 0 for vLLM's choice.
-        timeout_s: seconds without an answer after which vLLM counts as dead.
         lora: the adapter that `load` takes, and its base in place of `model_dir`; None where it
             takes all weights.
 
@@ -464,9 +457,7 @@ class VllmEngine(Engine):
         process: Process = "inline",
         kv_cache: KvCache = "recompute",
         arguments: Mapping[str, Any] | None = None,
-        memory_budget_bytes: int | None = None,
         num_threads: int = 0,
-        timeout_s: float = TIMEOUT_S,
         lora: Lora | None = None,
     ) -> None:
         if device not in ("cpu", "cuda"):
@@ -477,7 +468,6 @@ class VllmEngine(Engine):
         passed = dict(arguments or {})
         is_cpu = device == "cpu"
         import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
-        self.timeout_s = timeout_s
         self._device = device
         self._process: Process = process
         self._num_threads = num_threads
@@ -488,9 +478,6 @@ class VllmEngine(Engine):
             Path(model_dir) if lora is None else lora.base_dir,
             is_cpu=is_cpu,
             dtype=dtype,
-            kv_cache_bytes=kv_cache_bytes(
-                memory_budget_bytes, self._probe.weight_bytes, is_cpu=is_cpu
-            ),
             process=process,
             passed=passed,
             lora_rank=0 if lora is None else lora.rank,
@@ -647,9 +634,9 @@ class VllmEngine(Engine):
         prompt = {"prompt_token_ids": self._probe.prompt_ids, "cache_salt": f"probe {tag}"}
         future = self._backend.submit(f"probe {tag}", prompt, params, -1)
         try:
-            sample = future.result(timeout=self.timeout_s)
+            sample = future.result(timeout=TIMEOUT_S)
         except FutureTimeoutError as error:
-            reason = f"the probe got no answer in {self.timeout_s:g} s"
+            reason = f"the probe got no answer in {TIMEOUT_S:g} s"
             self._backend.die(reason)
             raise EngineDeadError(reason) from error
         complaint = self._probe.complaint(sample.prompt_logprobs, weights.expected)
@@ -679,12 +666,10 @@ class VllmEngine(Engine):
         if self._process == "inline":
             from echo.engine.vllm.backend import InlineBackend
 
-            return InlineBackend(
-                self._arguments, num_threads=self._num_threads, timeout_s=self.timeout_s
-            )
+            return InlineBackend(self._arguments, num_threads=self._num_threads)
         from echo.engine.vllm.backend import ProcessBackend
 
-        return ProcessBackend(self._arguments, timeout_s=self.timeout_s)
+        return ProcessBackend(self._arguments)
 
     def _spare_blocks(self, facts: Facts) -> int:
         """Return blocks that no rollout gets: one is vLLM's own, some are the probe's."""

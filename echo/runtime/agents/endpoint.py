@@ -27,7 +27,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -367,6 +368,43 @@ class _Reward(msgspec.Struct, forbid_unknown_fields=True):
     reward: float | None = None
 
 
+class EventStream:
+    """An answer on its way to a client, piece by piece."""
+
+    def __init__(self, request: web.Request, answer: ChatAnswer, dialogue: Dialogue) -> None:
+        """Send nothing yet: until the first piece an error still has a status of its own."""
+        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self._request = request
+        self._answer = answer
+        self._dialogue = dialogue
+        self._sent = ""
+
+    async def send(self, event: dict[str, Any]) -> None:
+        """Send one event."""
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        await self.response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+    async def read(self, ids: npt.NDArray[np.int32]) -> None:
+        """Send what is new of the answer."""
+        text = self._dialogue.answer_of(ids.tolist())
+        # What ends in half a character waits for the other half.
+        is_whole = text.startswith(self._sent) and not text.endswith("\ufffd")
+        if is_whole and not self._answer.has_tools:
+            piece = text[len(self._sent) :]
+            await self.send(self._answer.piece(piece, is_first=not self.response.prepared))
+            self._sent = text
+
+    async def finish(self, turn: Turn) -> None:
+        """Send the rest of the answer, and that it is over."""
+        text = self._dialogue.answer_of(turn.completion.token_ids.tolist())
+        if text != self._sent and not self._answer.has_tools:
+            await self.send(self._answer.piece(text.removeprefix(self._sent)))
+        for event in self._answer.last(turn):
+            await self.send(event)
+        await self.response.write(b"data: [DONE]\n\n")
+
+
 class Endpoint:
     """Routes, and what they do."""
 
@@ -388,13 +426,13 @@ class Endpoint:
         add.add_post("/v1/echo/sessions/{session}/reward", self._reward)
         add.add_delete("/v1/echo/sessions/{session}", self._abandon)
 
-    async def serve(self, host: str, port: int, on_listening: Callable[[int], None]) -> None:
-        """Listen until cancelled.
+    @asynccontextmanager
+    async def listening(self, host: str, port: int) -> AsyncIterator[int]:
+        """Serve while the body runs; give it the port.
 
         Args:
             host: name or address to bind.
             port: 0 for any free one.
-            on_listening: told the port.
 
         Raises:
             TransportError: if it cannot listen there.
@@ -421,8 +459,7 @@ class Endpoint:
                     f"agent.listen: cannot listen on {host}:{port}: {error.strerror or error}; set "
                     "it to another address, or to port 0 for any free port"
                 ) from error
-            on_listening(int(listener.sockets[0].getsockname()[1]))
-            await asyncio.Event().wait()
+            yield int(listener.sockets[0].getsockname()[1])
         finally:
             self._agents.close()
             if listener is not None:
@@ -522,39 +559,17 @@ class Endpoint:
     async def _stream(
         self, request: web.Request, session: str | None, body: Body, answer: ChatAnswer
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        dialogue = self._agents.parts.dialogue
-        sent = ""
-
-        async def send(event: dict[str, Any]) -> None:
-            if not response.prepared:  # until then an error still has a status of its own
-                await response.prepare(request)
-            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-
-        async def on_progress(ids: npt.NDArray[np.int32]) -> None:
-            nonlocal sent
-            text = dialogue.answer_of(ids.tolist())
-            # What ends in half a character waits for the other half.
-            is_whole = text.startswith(sent) and not text.endswith("\ufffd")
-            if is_whole and not answer.has_tools:
-                await send(answer.piece(text[len(sent) :], is_first=not response.prepared))
-                sent = text
-
+        stream = EventStream(request, answer, self._agents.parts.dialogue)
         try:
-            turn = await self._agents.call(session, prompt_of(body), options_of(body), on_progress)
+            turn = await self._agents.call(session, prompt_of(body), options_of(body), stream)
         except EchoError as error:
-            if not response.prepared:
+            if not stream.response.prepared:
                 raise
             # Its status is out already: OpenAI's clients find the error in the stream.
-            await send(_describe_error(str(error), "server_error"))
-            return response
-        text = dialogue.answer_of(turn.completion.token_ids.tolist())
-        if text != sent and not answer.has_tools:
-            await send(answer.piece(text.removeprefix(sent)))
-        for event in answer.last(turn):
-            await send(event)
-        await response.write(b"data: [DONE]\n\n")
-        return response
+            await stream.send(_describe_error(str(error), "server_error"))
+        else:
+            await stream.finish(turn)
+        return stream.response
 
     # --- ours ------------------------------------------------------------------------------------
 
@@ -630,9 +645,8 @@ class AgentWorkerNode(WorkerNode):
             parts.agents,
             self.session,
             sampler,
+            node=self,
             reward_pool=self._reward_pool,
-            perform=self.perform,
-            clock=lambda: self.now,
         )
         self.spawn(sampler.run(), name="agent-calls")
         self.spawn(self._agents.watch(), name="agent-sessions")
@@ -649,7 +663,8 @@ class AgentWorkerNode(WorkerNode):
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         host, _, port = parts.listen.removeprefix("tcp://").rpartition(":")
 
-        def announce(bound_port: int) -> None:
+        endpoint = Endpoint(agents, token=token, log=self.log)
+        async with endpoint.listening(host.strip("[]"), int(port)) as bound_port:
             url = f"http://{host}:{bound_port}"
             where = parts.endpoint_path
             try:
@@ -663,9 +678,7 @@ class AgentWorkerNode(WorkerNode):
                     "it inside a network that you trust, or behind a proxy with TLS",
                     parts.listen,
                 )
-
-        endpoint = Endpoint(agents, token=token, log=self.log)
-        await endpoint.serve(host.strip("[]"), int(port), announce)
+            await asyncio.Event().wait()
 
     def on_action(self, action: Action) -> None:
         """Carry out what concerns a worker and its agents."""

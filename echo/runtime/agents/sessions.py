@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,10 +23,10 @@ from echo.core.errors import DataError, EchoError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError, Watcher
 from echo.roles.worker import Worker
+from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
 from echo.tasks.task import Example
 from echo.tasks.tokenization import decode, render_messages
-from echo.wire.actions import Action
 from echo.wire.messages import Lease
 
 # --- The engine as one caller after the other sees it: one request in, one completion out ---
@@ -572,6 +572,13 @@ class StoppingError(SessionError):
     """The worker stops, or has no weights yet."""
 
 
+class Reader(Protocol):
+    """A reader of an answer that is still being sampled."""
+
+    async def read(self, ids: npt.NDArray[np.int32]) -> None:
+        """Take all tokens that were sampled so far."""
+
+
 class Agents:
     """The worker's side of all outside agents."""
 
@@ -581,9 +588,8 @@ class Agents:
         session: Worker,
         sampler: CallSampler,
         *,
+        node: Node,
         reward_pool: Pool,
-        perform: Callable[[Iterable[Action]], None],
-        clock: Callable[[], float],
     ) -> None:
         """Join the parts; `watch` has to run beside.
 
@@ -591,16 +597,14 @@ class Agents:
             parts: what agents get.
             session: the worker's.
             sampler: of single requests.
+            node: the worker's; carries out what the session decides.
             reward_pool: where the task judges.
-            perform: carries out what the session decides.
-            clock: the loop's, seconds.
         """
         self.parts = parts
         self.session = session
         self._sampler = sampler
+        self._node = node
         self._reward_pool = reward_pool
-        self._perform = perform
-        self._clock = clock
         self._episodes = Episodes(group_size=parts.group_size, timeout_s=parts.session_timeout_s)
         self._num_waiting = 0
         self._num_plain = 0
@@ -612,7 +616,7 @@ class Agents:
     def take(self, leases: Iterable[Lease]) -> None:
         """Offer the episodes of leases."""
         for lease in leases:
-            self._episodes.add(lease, now=self._clock())
+            self._episodes.add(lease, now=self._node.now)
         self._has_news.set()
 
     async def watch(self) -> None:
@@ -621,7 +625,7 @@ class Agents:
         while True:
             await asyncio.sleep(self.session.heartbeat_s / 2)
             num_ticks += 1
-            for lease, why in self._episodes.expire(now=self._clock()):
+            for lease, why in self._episodes.expire(now=self._node.now):
                 self._give_up(lease, "agent_timeout", why)
             for lease in self._episodes.leases:
                 self.session.progress(lease, num_ticks)
@@ -632,7 +636,7 @@ class Agents:
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
-                self._perform(self.session.dropped(lease, now=self._clock()))
+                self._node.perform(self.session.dropped(lease, now=self._node.now))
         self._has_news.set()
 
     def _demand(self) -> None:
@@ -640,10 +644,10 @@ class Agents:
         missing = max(0, self._num_waiting - self._episodes.num_free)
         held = len(self._episodes.leases) + len(self.session.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
-        self._perform(self.session.demand(wanted, now=self._clock()))
+        self._node.perform(self.session.demand(wanted, now=self._node.now))
 
     def _give_up(self, lease: Lease, reason: str, why: str) -> None:
-        self._perform(self.session.failed(lease, reason, why, now=self._clock()))
+        self._node.perform(self.session.failed(lease, reason, why, now=self._node.now))
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -653,12 +657,12 @@ class Agents:
         Raises:
             StoppingError: if there will never be one.
         """
-        give_up_at = self._clock() + wait_s
+        give_up_at = self._node.now + wait_s
         self._num_waiting += 1
         try:
             while not self._is_over:
-                session = self._episodes.begin(now=self._clock())
-                left = give_up_at - self._clock()
+                session = self._episodes.begin(now=self._node.now)
+                left = give_up_at - self._node.now
                 if session is not None or left <= 0:
                     return session
                 self._demand()
@@ -679,7 +683,7 @@ class Agents:
             SessionError: if the session cannot be rewarded, or not so.
             RewardError: if the task fails.
         """
-        session = self._episodes.find(session_id, now=self._clock())
+        session = self._episodes.find(session_id, now=self._node.now)
         leaf = self._episodes.leaf_of(session)
         if reward is None:
             text = self.parts.dialogue.answer_of(leaf.completion.token_ids)
@@ -690,16 +694,16 @@ class Agents:
         bound = self.parts.max_abs_reward
         if abs(reward) > bound:
             raise SessionError(f"a reward of {reward:g} lies beyond task.max_reward = {bound:g}")
-        session = self._episodes.find(session_id, now=self._clock())  # it may be over by now
+        session = self._episodes.find(session_id, now=self._node.now)  # it may be over by now
         outcomes = self._episodes.finish(session, reward)
         if outcomes is not None:
-            lease, now = session.lease, self._clock()
+            lease, now = session.lease, self._node.now
             try:
                 group = group_of(lease, self.session.settings.node_id, outcomes)
             except SessionError as error:
                 self._give_up(lease, "agent_error", str(error))
             else:
-                self._perform(self.session.finished(group, now=now))
+                self._node.perform(self.session.finished(group, now=now))
         self._demand()
         return reward
 
@@ -709,7 +713,7 @@ class Agents:
         Raises:
             SessionError: if there is no such session.
         """
-        session = self._episodes.find(session_id, now=self._clock())
+        session = self._episodes.find(session_id, now=self._node.now)
         if not self._episodes.abandon(session):
             self._give_up(session.lease, "agent_failed", "its agents gave an episode up each time")
         self._has_news.set()
@@ -721,7 +725,7 @@ class Agents:
         session_id: str | None,
         prompt: Prompt,
         options: CallOptions,
-        on_progress: Callable[[npt.NDArray[np.int32]], Awaitable[None]] | None = None,
+        reader: Reader | None = None,
     ) -> Turn:
         """Sample one answer, recorded where it belongs to a session.
 
@@ -729,7 +733,7 @@ class Agents:
             session_id: None for a call that is not trained on.
             prompt: the whole context.
             options: see there.
-            on_progress: told, every few tokens, all that were sampled so far.
+            reader: is given what was sampled so far, every few tokens.
 
         Raises:
             SessionError: if the session is over, there is no space, or nothing can be sampled now.
@@ -742,7 +746,7 @@ class Agents:
             await self._await_version(options.bounds, options.version_wait_s)
         session = None
         if session_id is not None:
-            session = self._episodes.find(session_id, now=self._clock())
+            session = self._episodes.find(session_id, now=self._node.now)
         try:
             ids, parent, text = self._tokens(
                 prompt, options.tools, [] if session is None else session.turns
@@ -755,14 +759,14 @@ class Agents:
             session.num_running += 1
             session.num_calls += 1
         try:
-            completion = await self._sample(ids, sampling, seed, options.bounds, on_progress)
+            completion = await self._sample(ids, sampling, seed, options.bounds, reader)
         except VersionError:
             self.session.counters.add("engine/version_refused")
             raise
         finally:
             if session is not None:
                 session.num_running -= 1
-                session.touched_at = self._clock()
+                session.touched_at = self._node.now
         if completion.finish_reason == "abort":
             raise StoppingError("the worker stops; this answer was cut short")
         self.session.tokens_sampled += len(completion.token_ids)
@@ -778,10 +782,10 @@ class Agents:
         Raises:
             VersionError: if there is none in time, or it has been replaced.
         """
-        wanted, give_up_at = bounds.exact_version or bounds.min_version, self._clock() + wait_s
+        wanted, give_up_at = bounds.exact_version or bounds.min_version, self._node.now + wait_s
         assert wanted is not None
         while (installed := self.session.installed_version) is None or installed < wanted:
-            if self._clock() >= give_up_at or self._is_over:
+            if self._node.now >= give_up_at or self._is_over:
                 self.session.counters.add("engine/version_refused")
                 raise VersionError(
                     f"{wanted} is wanted, {installed} is installed, and no newer one has come "
@@ -844,12 +848,12 @@ class Agents:
         sampling: Sampling,
         seed: str,
         bounds: CallBounds,
-        on_progress: Callable[[npt.NDArray[np.int32]], Awaitable[None]] | None,
+        reader: Reader | None,
     ) -> Completion:
         """Sample in one go, or piece by piece where somebody watches."""
         limit = sampling.max_completion_tokens
         # Between two pieces another version could take over.
-        is_whole = on_progress is None or bounds.exact_version is not None
+        is_whole = reader is None or bounds.exact_version is not None
         step = limit if is_whole else SEGMENT_TOKENS
         whole: Completion | None = None
         while True:
@@ -863,8 +867,8 @@ class Agents:
                 request, replace(sampling, max_completion_tokens=until), bounds
             )
             whole = piece if whole is None else _join(whole, piece)
-            if on_progress is not None:
-                await on_progress(whole.token_ids)
+            if reader is not None:
+                await reader.read(whole.token_ids)
             if whole.finish_reason != "length" or len(whole.token_ids) >= limit:
                 return whole
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from echo.core.errors import StorageError
 from echo.records.files import hash_file, sync_path, write_file
@@ -50,6 +50,13 @@ class FoundCheckpoint:
     info: CheckpointInfo
     damage: tuple[str, ...] = ()
     """What is wrong with each newer one, the newest first."""
+
+
+class SavedTrainer(Protocol):
+    """A trainer as its checkpoints see it."""
+
+    def save_state(self, directory: Path) -> None:
+        """Fill a directory with the state."""
 
 
 class Checkpoints:
@@ -93,15 +100,13 @@ class Checkpoints:
         is_late = self._interval_s is not None and elapsed_s >= self._interval_s
         return step % self._interval_steps == 0 or is_late
 
-    def save(
-        self, *, lineage: int, step: int, write_state: Callable[[Path], None], now: float
-    ) -> int:
+    def save(self, trainer: SavedTrainer, *, lineage: int, step: int, now: float) -> int:
         """Save; return the step of the oldest checkpoint kept.
 
         Args:
+            trainer: whose state it is.
             lineage: the present lineage.
             step: optimizer steps done.
-            write_state: fills a directory with the trainer's state.
             now: the loop's clock, seconds. A save that fails is tried again an interval later.
 
         Raises:
@@ -110,8 +115,8 @@ class Checkpoints:
         self._tried_at = now
         oldest_step = save_checkpoint(
             self._directory,
+            trainer,
             CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step),
-            write_state=write_state,
             keep_last=self._keep_last,
             min_free_bytes=self._min_free_bytes,
         )
@@ -133,9 +138,9 @@ class Checkpoints:
 
 def save_checkpoint(
     directory: Path,
+    trainer: SavedTrainer,
     info: CheckpointInfo,
     *,
-    write_state: Callable[[Path], None],
     keep_last: int,
     min_free_bytes: int,
 ) -> int:
@@ -143,8 +148,8 @@ def save_checkpoint(
 
     Args:
         directory: the run's `checkpoints`.
+        trainer: whose state it is.
         info: what to call it.
-        write_state: fills a directory with the trainer's state.
         keep_last: checkpoints to keep, this one included; at least 1.
         min_free_bytes: free disk below which nothing is written.
 
@@ -158,7 +163,7 @@ def save_checkpoint(
         _check_space(directory, min_free_bytes)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        write_state(temporary)
+        trainer.save_state(temporary)
         (temporary / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
         sums = "".join(f"{hash_file(path)}  {path.name}\n" for path in sorted(temporary.iterdir()))
         (temporary / SUMS_FILE).write_text(sums, encoding="utf-8")

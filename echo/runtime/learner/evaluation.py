@@ -7,7 +7,7 @@ weights it was given.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from echo.engine.weights import Weights
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
+from echo.tasks.tokenization import TextCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class Evaluator:
         host: TaskHost,
         *,
         prompts: Sequence[tuple[Example, list[int]]],
-        decode: Callable[[Sequence[int]], str],
+        text: TextCodec,
         sampling: Sampling,
         seed: int,
         runner: EpisodeRunner | None = None,
@@ -81,7 +82,7 @@ class Evaluator:
         self._engine = engine
         self._host = host
         self._prompts = prompts
-        self._decode = decode
+        self._text = text
         self._sampling = sampling
         self._seed = seed
         self._runner = runner
@@ -130,7 +131,7 @@ class Evaluator:
         for (example, _), completion in zip(self._prompts, completions, strict=True):
             if watcher.should_stop():
                 return None
-            text = self._decode(completion.token_ids.tolist())
+            text = self._text.decode(completion.token_ids.tolist())
             try:
                 rewards.append(self._host.score(example, text))
             except RewardError as error:

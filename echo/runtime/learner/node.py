@@ -22,11 +22,12 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from echo.algo.corrections import BoundDecision, ControlSettings, Signals, StalenessController
 from echo.config.schema import Config
@@ -68,6 +69,7 @@ from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
+from echo.tasks.tokenization import TextCodec
 from echo.train.attribution import Attribution
 from echo.train.trainer import StepError, Trainer
 from echo.weights.schedule import PublishPace
@@ -210,20 +212,21 @@ def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
 # the reason, as it would have at a worker.
 
 
+class GroupExamples(Protocol):
+    """The examples of a run."""
+
+    def example(self, group_id: int) -> Example:
+        """Return the example of a group, with its answer."""
+
+
 class LearnerRewards:
     """Scores groups on their way into the ledger."""
 
-    def __init__(
-        self,
-        host: TaskHost,
-        *,
-        example_of: Callable[[int], Example],
-        decode: Callable[[Sequence[int]], str],
-    ) -> None:
-        """Take the reward processes, group id -> its example, and token ids -> text."""
+    def __init__(self, host: TaskHost, examples: GroupExamples, text: TextCodec) -> None:
+        """Take the reward processes, what groups are of, and the model's text."""
         self._host = host
-        self._example_of = example_of
-        self._decode = decode
+        self._examples = examples
+        self._text = text
         self._counts: Counter[str] = Counter()
 
     def counts(self) -> dict[str, int]:
@@ -237,8 +240,8 @@ class LearnerRewards:
         Raises:
             RewardError: if the task's code fails.
         """
-        texts = [self._decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
-        return list(self._host.score_all(self._example_of(group.group_id), texts))
+        texts = [self._text.decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
+        return list(self._host.score_all(self._examples.example(group.group_id), texts))
 
 
 # --- Waiting for a batch: ask again, say why, give up at last ---
@@ -471,10 +474,7 @@ class LearnerNode(Node):
             session.broadcast,
             publisher.coder,
             codec=config.network.codec,
-            perform=self.perform,
-            spawn=partial(self.spawn, name="encoded_versions"),
-            pool=self.threads.pool("coder"),
-            now=lambda: self.now,
+            node=self,
         )
         self._export, self._write_metrics, self._show = export, write_metrics, show
         self._model_pool = self.threads.pool("trainer")
@@ -938,16 +938,12 @@ class LearnerNode(Node):
             return
         self._progress.begin("saving a checkpoint", now=self.now)
 
-        def write_state(directory: Path) -> None:
+        def save() -> int:
             self._ledger.sync()
-            self._trainer.save_state(directory)
+            return checkpoints.save(self._trainer, lineage=lineage, step=step, now=now)
 
         try:
-            oldest_step = await self._model_pool.run(
-                lambda: checkpoints.save(
-                    lineage=lineage, step=step, write_state=write_state, now=now
-                ),
-            )
+            oldest_step = await self._model_pool.run(save)
         except StorageError as error:
             session.counters.add("checkpoints_failed")
             self.log.warning("%s; the checkpoint before stays the newest", error)

@@ -17,10 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -30,7 +29,7 @@ from echo.config.schema import Config
 from echo.core.rollout import PolicyVersion
 from echo.engine.weights import CodedDelta, VersionImages, Weights
 from echo.runtime.identity import Identity
-from echo.runtime.threads import Pool
+from echo.runtime.node import Node
 from echo.train.attribution import Attribution
 from echo.weights.broadcast import Broadcast
 from echo.weights.delta import block_bytes_of, encode_block, split_blocks, word_bytes_of
@@ -45,7 +44,6 @@ from echo.weights.manifest import (
 )
 from echo.weights.schedule import EncodedOffer, KeyframeSchedule
 from echo.weights.store import Transfer
-from echo.wire.actions import Action
 from echo.wire.messages import Form
 
 # --- From the trainer's weights to a signed version that can be sent ---
@@ -255,10 +253,7 @@ class VersionEncoder:
         coder: Coder,
         *,
         codec: str,
-        perform: Callable[[Sequence[Action]], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        pool: Pool,
-        now: Callable[[], float],
+        node: Node,
     ) -> None:
         """Publish through a broadcast.
 
@@ -266,18 +261,13 @@ class VersionEncoder:
             broadcast: the learner's.
             coder: codes; the caller closes it.
             codec: "auto", "full" (never an encoded version) or "delta" (always one, however large).
-            perform: carries out the broadcast's actions, on the loop.
-            spawn: runs a coroutine beside the others; its failure ends the node.
-            pool: waits for the coder.
-            now: the loop's clock.
+            node: the learner's; carries out the broadcast's actions.
         """
         self._broadcast = broadcast
         self._coder = coder
         self._codec = codec
-        self._perform = perform
-        self._spawn = spawn
-        self._pool = pool
-        self._now = now
+        self._node = node
+        self._pool = node.threads.pool("coder")
         self._plan: KeyframeSchedule | None = None
         self._last: asyncio.Task[None] | None = None
         self.coded_bytes: dict[PolicyVersion, int] = {}
@@ -307,7 +297,7 @@ class VersionEncoder:
         if base is None or (self._codec == "auto" and not self._plan.is_delta_due()):
             self._publish_image(publication)
             base = None
-        self._last = self._spawn(self._code(publication, base))
+        self._last = self._node.spawn(self._code(publication, base), name="encoded_versions")
         return self._last
 
     def _base(self, manifest: Manifest) -> Transfer | None:
@@ -323,9 +313,9 @@ class VersionEncoder:
         manifest = publication.manifest
         if manifest.version in self._broadcast.store:
             return
-        self._perform(
+        self._node.perform(
             self._broadcast.publish(
-                publication.signed, manifest, publication.image, now=self._now()
+                publication.signed, manifest, publication.image, now=self._node.now
             )
         )
         if self._plan is not None:
@@ -371,13 +361,13 @@ class VersionEncoder:
                 self._publish_image(publication)
                 return 0
             expected_bytes = total * manifest.num_bytes // image_bytes
-            self._perform(
+            self._node.perform(
                 self._broadcast.publish_segment(
                     table,
                     segment.frame,
                     segment.payload,
                     expected_bytes=expected_bytes,
-                    now=self._now(),
+                    now=self._node.now,
                 )
             )
             if is_fallback_due:

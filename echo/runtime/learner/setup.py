@@ -6,12 +6,11 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -231,9 +230,7 @@ class Data:
     host: TaskHost
     """Where its code runs."""
     prompts: PromptSource
-    tokenizer: Any
-    decode: Callable[[Sequence[int]], str]
-    stop_ids: list[int]
+    text: tokenization.TextCodec
     digests: dict[str, str]
     lora: Lora | None = None
     """The adapter that is trained in place of all weights."""
@@ -267,7 +264,9 @@ def load_data(config: Config) -> Data:
     settings = inherited_settings(config)
     template: str | None = settings["model.chat_template"]
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
-    stop_ids = tokenization.stop_ids(tokenizer, model_dir)
+    text = tokenization.TextCodec(
+        tokenizer, tokenization.stop_ids(tokenizer, model_dir), model.chat_template_kwargs
+    )
     task = load_task(config.task.kind, config.task.options)
 
     def encode(example: Example) -> list[int]:
@@ -292,9 +291,7 @@ def load_data(config: Config) -> Data:
         task,
         make_task_host(config, task),
         prompts,
-        tokenizer,
-        lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
-        stop_ids,
+        text,
         model_digests(config, model_dir, template) | task_digests(task),
         learner_lora(config, model_dir),
     )
@@ -535,7 +532,7 @@ def build_session(
         ),
         broadcast=wiring.make_broadcast(LEARNER_ID, network, events=events),
         buffer=buffer,
-        make_lease=events.outside(data.prompts.lease),
+        prompts=events.outside(data.prompts),
     )
 
 
@@ -648,7 +645,7 @@ def assemble_learner(
     run = open_run(config, data, identity, advertise, resume=resume, log=log, events=events)
     rewards = None
     if config.reward.where == "learner":
-        rewards = LearnerRewards(data.host, example_of=data.prompts.example, decode=data.decode)
+        rewards = LearnerRewards(data.host, data.prompts, data.text)
     node = LearnerNode(
         run,
         transport,
@@ -701,17 +698,10 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
         engine,
         data.host,
         prompts=prompts,
-        decode=data.decode,
-        sampling=make_sampling(config, data.stop_ids),
+        text=data.text,
+        sampling=make_sampling(config, data.text.stop_ids),
         seed=EVALUATION_SEED,
-        runner=make_runner(
-            config,
-            turns_of(config, data.task),
-            data.host,
-            engine,
-            data.tokenizer,
-            data.stop_ids,
-        ),
+        runner=make_runner(turns_of(config, data.task), data.host, engine, data.text),
     )
     return Evaluations(
         evaluator, interval_steps=section.interval_steps, max_steps=config.run.max_steps

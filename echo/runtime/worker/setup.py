@@ -183,6 +183,7 @@ def build_parts(
     template: str | None = settings.get("model.chat_template")
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
     stop_ids = tokenization.stop_ids(tokenizer, model_dir)
+    text = tokenization.TextCodec(tokenizer, stop_ids, config.model.chat_template_kwargs)
     task = make_worker_task(config)
     lora = worker_lora(config, settings)
     engine = make_engine(config, model_dir, lora)
@@ -208,8 +209,8 @@ def build_parts(
     return WorkerParts(
         engine=engine,
         host=task.host,
-        runner=make_runner(config, task.turns, task.host, engine, tokenizer, stop_ids),
-        decode=lambda ids: tokenization.decode(tokenizer, ids, stop_ids),
+        runner=make_runner(task.turns, task.host, engine, text),
+        decode=text.decode,
         sampling=make_sampling(config, stop_ids),
         group_size=config.batch.group_size,
         max_prompt_tokens=max(1, window - max_new),
