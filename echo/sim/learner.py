@@ -24,7 +24,14 @@ from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import BillRecord, StepRecord
-from echo.sim.timing import Disk, LearnerThreads, MemoryCheckpoints, MemoryLedger, TimedTrainer
+from echo.sim.timing import (
+    Disk,
+    LearnerThreads,
+    MemoryCheckpoints,
+    MemoryLedger,
+    TimedProgress,
+    TimedTrainer,
+)
 from echo.sim.transport import SimTransport
 from echo.sim.versions import CHUNK_BYTES, Versions
 from echo.weights.broadcast import Broadcast
@@ -102,8 +109,8 @@ class SimLearner(LearnerNode):
             OpenedRun(
                 ledger=ledger,
                 checkpoints=checkpoints,
-                start=start,
                 costs=CostTerms(spent, _activation_settings(scenario, scale=versions.scale)),
+                progress=TimedProgress(self.trainer, start, now=now),
                 trainer=trainer,
                 attribution=None,
                 buffer=buffer,
@@ -117,7 +124,6 @@ class SimLearner(LearnerNode):
             export=self._export_nothing,
             write_metrics=self._on_row,
             show=None,
-            earlier=None,
             threads=LearnerThreads(scenario, self.trainer),
             log=_log,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from echo.runtime.learner.checkpoint import (
     SavedTrainer,
 )
 from echo.runtime.learner.node import LearnerNode
+from echo.runtime.learner.report import Progress
+from echo.runtime.learner.resume import StartingPoint
 from echo.sim.clock import InlineThreads
 from echo.sim.lengths import GroupLength, Groups
 from echo.sim.scenario import Scenario
@@ -177,6 +179,8 @@ class TimedTrainer:
         self.staleness: dict[int, float] = {}
         """Tokens of the last step by staleness."""
         self.stepped_at = 0.0
+        self.mean_length = 0.0
+        """Tokens of a completion of the last step."""
 
     def step_s(self) -> float:
         """Return the seconds of the next step."""
@@ -191,7 +195,7 @@ class TimedTrainer:
         return None if self._groups.length(group.group_id).is_useful else "zero_variance"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Make a step; tell the true lengths, of which the groups have one token per version."""
+        """Make a step, and note what it was made of."""
         self.staleness = {}
         for group in groups:
             for version, tokens in self._groups.shares(group):
@@ -201,7 +205,8 @@ class TimedTrainer:
         self.stepped_at = asyncio.get_running_loop().time()
         num_completions = sum(len(group.rollouts) for group in groups)
         tokens = sum(self._groups.length(group.group_id).num_tokens for group in groups)
-        return StepResult(metrics={"completions/mean_length": tokens / num_completions})
+        self.mean_length = tokens / num_completions
+        return StepResult(metrics={})
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
         """Find none."""
@@ -215,6 +220,28 @@ class TimedTrainer:
 
     def save_state(self, directory: Path) -> None:
         """Save nothing: steps count themselves."""
+
+
+class TimedProgress(Progress):
+    """The learner's totals, with the true lengths: groups have one token for each version."""
+
+    def __init__(self, trainer: TimedTrainer, start: StartingPoint, *, now: float) -> None:
+        """Start counting."""
+        super().__init__(staleness_tokens=start.staleness_tokens, now=now, step=start.step)
+        self._trainer = trainer
+
+    def step_metrics(
+        self,
+        metrics: Mapping[str, float],
+        staleness: Mapping[int, int],
+        *,
+        bytes_sent: int,
+        now: float,
+    ) -> dict[str, float | Mapping[str, float]]:
+        """Return one row, as the activation reads it."""
+        row = super().step_metrics(metrics, staleness, bytes_sent=bytes_sent, now=now)
+        row["completions/mean_length"] = self._trainer.mean_length
+        return row
 
 
 # --- disk -----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from echo.algo.corrections import BoundDecision, ControlSettings, Signals, Stale
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError, StorageError, TransportError
-from echo.core.metrics import LearningCurve, Snapshot
+from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher
@@ -64,7 +64,6 @@ from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import Progress, TaskMetrics, describe_wait
-from echo.runtime.learner.resume import StartingPoint
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
@@ -375,8 +374,8 @@ class OpenedRun:
 
     ledger: LedgerQueue
     checkpoints: Checkpoints
-    start: StartingPoint
     costs: CostTerms
+    progress: Progress
     trainer: Trainer
     attribution: Attribution | None
     buffer: StalenessBuffer
@@ -410,7 +409,6 @@ class LearnerNode(Node):
         export: Callable[[Path, Weights], None],
         write_metrics: Callable[[int, Row], None],
         show: Callable[[Snapshot], None] | None,
-        earlier: LearningCurve | None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
@@ -426,11 +424,10 @@ class LearnerNode(Node):
             export: writes a Hugging Face directory.
             write_metrics: appends one row of metrics.
             show: draws a snapshot; None where nobody looks.
-            earlier: what the run had learned before it was resumed, for the display.
             threads: see `Node`.
             log: where to tell what happens.
         """
-        session, ledger, start = run.session, run.ledger, run.start
+        session, ledger = run.session, run.ledger
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Learner = session
         self._config = config
@@ -445,12 +442,7 @@ class LearnerNode(Node):
             max_staleness=config.sync.max_staleness,
         )
         self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
-        self._progress = Progress(
-            staleness_tokens=start.staleness_tokens,
-            now=self.now,
-            step=start.step,
-            earlier=earlier,
-        )
+        self._progress = run.progress
         self._costs = CostControl(
             session,
             config,
@@ -481,7 +473,7 @@ class LearnerNode(Node):
         self._disk_pool = self.threads.pool("disk")
         self._held: list[list[Action]] = []
         """Batches of actions that wait until their records are committed."""
-        self._has_records, self._has_news = asyncio.Event(), asyncio.Event()
+        self._has_records, self._has_news, self._has_published = (asyncio.Event() for _ in range(3))
         ledger.on_append = self._has_records.set
         self._eval_pool = self.threads.pool("evaluation")
         self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
@@ -498,7 +490,6 @@ class LearnerNode(Node):
         # A group that comes when no more are taken is never acknowledged.
         self._takes_groups, self.is_stopping = True, False
         self._published_step, self._num_failed_steps = -1, 0
-        self._has_published = asyncio.Event()
         # Until then nodes of this run may be out there and dial, as after a crash.
         self._missing_until = -math.inf
         # Why the run cannot go on, where it cannot.

@@ -69,6 +69,7 @@ from echo.runtime.learner.cost import CostTerms, activation_settings, spent_befo
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.publish import Publisher
+from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import StartingPoint, enter, find_start
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
@@ -405,6 +406,7 @@ def open_run(
     advertise: str,
     *,
     resume: bool,
+    earlier: LearningCurve | None,
     log: logging.Logger,
     events: EventLog,
 ) -> OpenedRun:
@@ -416,6 +418,7 @@ def open_run(
         identity: the run's.
         advertise: address that other nodes may dial; empty for none.
         resume: continue the run in the run directory.
+        earlier: what the run had learned before it was resumed, for the display.
         log: where to tell what happens.
         events: records what the role is fed.
 
@@ -436,6 +439,12 @@ def open_run(
         )
         start = find_start(config, ledger, checkpoints, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
+        progress = Progress(
+            staleness_tokens=start.staleness_tokens,
+            now=asyncio.get_running_loop().time(),
+            step=start.step,
+            earlier=earlier,
+        )
         trainer = build_trainer(config, data.model_dir, start, data.lora)
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
         buffer = events.build(
@@ -463,8 +472,8 @@ def open_run(
     return OpenedRun(
         ledger=ledger,
         checkpoints=checkpoints,
-        start=start,
         costs=CostTerms(spent, activation_settings(config)),
+        progress=progress,
         trainer=trainer,
         attribution=attribution,
         buffer=buffer,
@@ -642,7 +651,16 @@ def assemble_learner(
             "this learner through a relay cannot find it when the relay dies"
         )
     events = events or EventLog()
-    run = open_run(config, data, identity, advertise, resume=resume, log=log, events=events)
+    run = open_run(
+        config,
+        data,
+        identity,
+        advertise,
+        resume=resume,
+        earlier=earlier,
+        log=log,
+        events=events,
+    )
     rewards = None
     if config.reward.where == "learner":
         rewards = LearnerRewards(data.host, data.prompts, data.text)
@@ -658,7 +676,6 @@ def assemble_learner(
         export=partial(_export, config, data),
         write_metrics=write_metrics,
         show=show,
-        earlier=earlier,
         threads=threads,
         log=log,
     )
