@@ -21,7 +21,8 @@ from echo.cli.node import read_run_file, run_learner, run_role
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import NOBODY, Completion, Engine, Request, Sampling, Watcher
 from echo.runtime.worker import setup
-from echo.train.trainer import StepResult, Trainer
+from echo.train.step import StepResult
+from echo.train.trainer import Trainer
 
 TOKENS = 16
 """Of every completion."""

@@ -9,13 +9,16 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from echo.core.rollout import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # --- length bias ----------------------------------------------------------------------------------
 #

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
-from echo.engine.weights import Weights
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
@@ -37,6 +36,10 @@ from echo.sim.versions import CHUNK_BYTES, Versions
 from echo.weights.broadcast import Broadcast
 from echo.weights.topology.sites import ASSUMED_BYTES_PER_S, Site
 from echo.wire.messages import LEARNER_ID, Lease
+
+if TYPE_CHECKING:
+    from echo.engine.weights import Weights
+
 
 RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"

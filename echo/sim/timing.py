@@ -34,7 +34,7 @@ from echo.sim.clock import InlineThreads
 from echo.sim.lengths import GroupLength, Groups
 from echo.sim.scenario import Scenario
 from echo.sim.summary import History
-from echo.train.trainer import StepResult
+from echo.train.step import StepResult
 from echo.wire.messages import Lease
 
 # --- engine ---------------------------------------------------------------------------------------

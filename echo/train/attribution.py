@@ -41,7 +41,8 @@ from echo.engine.model import make_sampling
 from echo.engine.weights import tensors_from_image, torch_dtype
 from echo.tasks import tokenization
 from echo.train.policy import ModelSource, Policy, frozen_policy
-from echo.train.trainer import StepResult, Trainer
+from echo.train.step import StepResult
+from echo.train.trainer import Trainer
 from echo.weights.manifest import Manifest
 
 # --- variance by cause ----------------------------------------------------------------------------

@@ -51,6 +51,7 @@ from echo.core.rollout import Group
 from echo.engine.weights import write_tensors
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.policy import Compute, ModelSource, Policy
+from echo.train.step import StepError, StepResult
 
 # --- settings -------------------------------------------------------------------------------------
 
@@ -258,24 +259,6 @@ def restore_moments(
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """What no group is to blame for: settings, a machine that is too small, a device that failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one step reports."""
-
-    metrics: dict[str, float]
-    """Finite numbers under the field's names; a metric without meaning in this step is absent."""
-
-
-class StepError(DataError):
-    """A batch that no step can be made of; weights, optimizer and step count are as before."""
-
-    def __init__(self, text: str, *, reason: str) -> None:
-        """Say what happened, and name it for the ledger and the counters."""
-        super().__init__(text)
-        self.reason = reason
-        """bad_group, step_error (the computation raised) or nonfinite_gradient."""
 
 
 class Trainer:

@@ -46,7 +46,7 @@ from echo.sim.network import Network, Port, Route
 from echo.sim.transport import SimTransport
 from echo.tasks.builtin import AdditionTask
 from echo.tasks.rewards import LaterHost
-from echo.train.trainer import StepError, StepResult
+from echo.train.step import StepError, StepResult
 from echo.wire.messages import FULL, Fetch
 from tests.e2e.audit import audit, read_ledger
 from tests.roles.harness import message_of

@@ -18,7 +18,7 @@ from echo.core.rollout import Group
 from echo.leases.partials import PartialGroup
 from echo.runtime.learner.node import LearnerNode
 from echo.tasks.rewards import TaskHost
-from echo.train.trainer import StepError
+from echo.train.step import StepError
 from echo.wire.actions import Action
 from echo.wire.messages import Ack, Announce, Grant
 from tests.e2e.audit import read_ledger

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from echo.algo.corrections import ControlSettings
+from echo.algo.staleness import ControlSettings
 from echo.config.load import parse_config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import TransportError

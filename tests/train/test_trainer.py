@@ -19,7 +19,8 @@ from echo.algo.losses import GrpoLoss
 from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, Rollout
 from echo.train.batch import AdvantageSettings
-from echo.train.trainer import OptimizerSettings, StepError, Trainer
+from echo.train.step import StepError
+from echo.train.trainer import OptimizerSettings, Trainer
 from tests.train.trainers import trainer_of
 
 torch.set_num_threads(1)

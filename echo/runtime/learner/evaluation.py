@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import NOBODY, Engine, Request, Sampling, Watcher
-from echo.engine.weights import Weights
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
 from echo.tasks.tokenization import TextCodec
+
+if TYPE_CHECKING:
+    from echo.engine.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

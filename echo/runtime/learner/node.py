@@ -27,9 +27,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from echo.algo.corrections import BoundDecision, ControlSettings, Signals, StalenessController
+from echo.algo.staleness import BoundDecision, ControlSettings, Signals, StalenessController
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError, StorageError, TransportError
@@ -37,7 +37,6 @@ from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher
-from echo.engine.weights import Weights, tensors_from_image
 from echo.leases.dispatch import Usefulness
 from echo.leases.scheduler import (
     Obstacle,
@@ -69,11 +68,16 @@ from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
 from echo.tasks.tokenization import TextCodec
-from echo.train.attribution import Attribution
-from echo.train.trainer import StepError, Trainer
+from echo.train.step import StepError
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
 from echo.wire.codec import encode_group
+
+if TYPE_CHECKING:
+    from echo.engine.weights import Weights
+    from echo.train.attribution import Attribution
+    from echo.train.trainer import Trainer
+
 
 Row = Mapping[str, float | Mapping[str, float]]
 
@@ -895,8 +899,7 @@ class LearnerNode(Node):
 
     async def _evaluate(self, publication: Publication) -> None:
         assert self._evaluations is not None
-        version, image = publication.manifest.version, memoryview(publication.image).toreadonly()
-        tensors = tensors_from_image(publication.manifest.tensors, image)
+        version, tensors = publication.manifest.version, publication.tensors()
         evaluate = self._evaluations.evaluate
         result = await self._eval_pool.run(
             lambda: evaluate(version, tensors, EvaluationWatcher(self)),

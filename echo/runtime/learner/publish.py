@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 from blake3 import blake3
@@ -27,10 +28,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.schema import Config
 from echo.core.rollout import PolicyVersion
-from echo.engine.weights import CodedDelta, VersionImages, Weights
 from echo.runtime.identity import Identity
 from echo.runtime.node import Node
-from echo.train.attribution import Attribution
 from echo.weights.broadcast import Broadcast
 from echo.weights.delta import block_bytes_of, encode_block, split_blocks, word_bytes_of
 from echo.weights.manifest import (
@@ -46,6 +45,11 @@ from echo.weights.schedule import EncodedOffer, KeyframeSchedule
 from echo.weights.store import Transfer
 from echo.wire.messages import Form
 
+if TYPE_CHECKING:
+    from echo.engine.weights import CodedDelta, VersionImages, Weights
+    from echo.train.attribution import Attribution
+
+
 # --- From the trainer's weights to a signed version that can be sent ---
 
 
@@ -59,9 +63,18 @@ class Publication:
     coded: CodedDelta | None = None
     """Its delta against the version before, where making the image has made it too."""
 
+    def tensors(self) -> Weights:
+        """Return the weights, as views of the image."""
+        from echo.engine.weights import tensors_from_image
+
+        return tensors_from_image(self.manifest.tensors, memoryview(self.image).toreadonly())
+
 
 def make_images(config: Config) -> VersionImages:
     """Return what makes the images of a run; without deltas there is nothing to find on a GPU."""
+    # Only here, as below: a simulated learner has no torch.
+    from echo.engine.weights import VersionImages
+
     return VersionImages(
         config.model.dtype,
         block_bytes=block_bytes_of(config.network.chunk_bytes),

@@ -1,0 +1,149 @@
+"""Adaptive bound on staleness, by what each step reports.
+
+Each step reports three signals of how far sampler and learner are apart. They are smoothed; a
+bound that is too high shows in any of them, room for a higher one only in all:
+
+  too high        ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high
+  room for more   ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,
+                  and the rollouts were as old as the bound lets them be
+
+Too high lowers the bound by 1, by half of it where a signal is past twice its limit; room for
+more, `patience` steps in a row, raises it by 1. After each decision there are `patience` steps
+without one, for it acts on rollouts that are granted later. The bound stays between two limits,
+and never passes the hard one, which the buffer keeps whatever is decided here.
+
+Source: additive increase, and a decrease that may be multiplicative, as in TCP's congestion
+control; the signals are those that the field logs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlSettings:
+    """Limits of the signals and of the bound."""
+
+    least: int
+    """Smallest bound, >= 0."""
+    most: int
+    """Largest bound: at most the hard one."""
+    ess_low: float = 0.8
+    """Effective sample size, as a share, below which the bound is too high."""
+    kl_high: float = 0.05
+    """Nats per token above which it is."""
+    clip_high: float = 0.1
+    """Share of tokens clipped above which it is."""
+    patience: int = 5
+    """Steps between decisions, >= 1."""
+    smoothing: float = 0.7
+    """Weight of the past in the smoothed signals, 0..1."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most:
+            raise ValueError(
+                f"least = {self.least}, most = {self.most}: must be 0 or more, in order"
+            )
+        if self.patience < 1 or not 0.0 <= self.smoothing < 1.0:
+            raise ValueError(
+                f"patience = {self.patience} must be at least 1, smoothing = {self.smoothing} must "
+                "lie in 0..1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What one step reports; a signal that it lacks says nothing."""
+
+    ess: float | None
+    mismatch_kl: float | None
+    clip_ratio: float | None
+    staleness: int
+    """Of the oldest trained token."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundDecision:
+    """A change of the bound."""
+
+    step: int
+    before: int
+    bound: int
+    cause: str
+    """In words, with the numbers that decided."""
+
+
+class StalenessController:
+    """Proposes the bound; what is made of it is the caller's affair."""
+
+    def __init__(self, settings: ControlSettings) -> None:
+        """Start at the largest bound."""
+        self.settings = settings
+        self.bound = settings.most
+        self._smoothed: dict[str, float] = {}
+        self._num_good = 0
+        self._quiet_until = 0
+
+    def observe(self, step: int, signals: Signals) -> BoundDecision | None:
+        """Take the signals of a step; return the decision they lead to, if any.
+
+        Args:
+            step: optimizer steps done.
+            signals: of the last of them.
+        """
+        self._smooth("ess", signals.ess)
+        self._smooth("mismatch_kl", signals.mismatch_kl)
+        self._smooth("clip_ratio", signals.clip_ratio)
+        excess, cause = self._excess()
+        is_used = signals.staleness >= self.bound
+        self._num_good = self._num_good + 1 if is_used and self._has_space() else 0
+        if step < self._quiet_until or not self._smoothed:
+            return None
+        if excess > 1.0:
+            lower = self.bound - 1 if excess <= 2.0 else self.bound // 2
+            return self._decide(step, max(self.settings.least, lower), cause)
+        if self._num_good >= self.settings.patience:
+            values = ", ".join(f"{name} {value:.3g}" for name, value in self._smoothed.items())
+            return self._decide(step, min(self.settings.most, self.bound + 1), f"room: {values}")
+        return None
+
+    def _smooth(self, name: str, value: float | None) -> None:
+        if value is None or not math.isfinite(value):
+            return
+        weight = self.settings.smoothing if name in self._smoothed else 0.0
+        self._smoothed[name] = weight * self._smoothed.get(name, 0.0) + (1.0 - weight) * value
+
+    def _excess(self) -> tuple[float, str]:
+        """Return the worst signal as a multiple of its limit, and which one it is, in words."""
+        settings, smoothed = self.settings, self._smoothed
+        # A share that is lost: 0 at ess = 1, as the others are 0 where nothing is wrong.
+        loss = 1.0 - smoothed.get("ess", 1.0)
+        found = [
+            (_ratio(loss, 1.0 - settings.ess_low), "ess", "below", settings.ess_low),
+            (_ratio(smoothed.get("mismatch_kl", 0.0), settings.kl_high), "mismatch_kl", "above",
+             settings.kl_high),
+            (_ratio(smoothed.get("clip_ratio", 0.0), settings.clip_high), "clip_ratio", "above",
+             settings.clip_high),
+        ]  # fmt: skip
+        excess, name, side, limit = max(found)
+        return excess, f"{name} {smoothed.get(name, 0.0):.3g} {side} {limit:g}"
+
+    def _has_space(self) -> bool:
+        return self._excess()[0] < 0.5
+
+    def _decide(self, step: int, bound: int, cause: str) -> BoundDecision | None:
+        self._num_good = 0
+        if bound == self.bound:
+            return None
+        decision = BoundDecision(step, self.bound, bound, cause)
+        self.bound = bound
+        self._quiet_until = step + self.settings.patience
+        return decision
+
+
+def _ratio(value: float, limit: float) -> float:
+    if limit > 0.0:
+        return value / limit
+    return math.inf if value > 0.0 else 0.0

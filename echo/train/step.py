@@ -1,0 +1,25 @@
+"""Outcome of a training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo.core.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step reports."""
+
+    metrics: dict[str, float]
+    """Finite numbers under the field's names; a metric without meaning in this step is absent."""
+
+
+class StepError(DataError):
+    """A batch that no step can be made of; weights, optimizer and step count are as before."""
+
+    def __init__(self, text: str, *, reason: str) -> None:
+        """Say what happened, and name it for the ledger and the counters."""
+        super().__init__(text)
+        self.reason = reason
+        """bad_group, step_error (the computation raised) or nonfinite_gradient."""
