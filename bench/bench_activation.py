@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--most", type=int, default=8, help="workers of a small fleet at most")
-    arguments = parser.parse_args()
+    arguments = harness.parse(parser, cases=20, most=5)
     small = compare(arguments.cases, arguments.most)
     print(small, flush=True)
     large: list[dict[str, Any]] = []
