@@ -45,6 +45,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 from broadcast_figures import FIGURES, Bench, Figure
 from broadcast_lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
 from broadcast_machines import Distant, DistantStream, Machines, receive

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from harness import environment, parse, save
+
 from echo.net import zmq
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import Received, TransportOptions, parse_address, without_key
