@@ -56,6 +56,8 @@ class Setting:
     max_staleness: int = 5
     """The paper has no bound and sees tokens of up to five steps before."""
     train_s: float = 20.0
+    hedge_factor: float | None = None
+    """Copies of the last groups, as in the configuration; None for none."""
     prompt_tokens: int = 200
     max_tokens: int = 16384
     median_tokens: float = 3000.0
