@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import wan
 from broadcast_figures import FIGURES, Bench, Figure
 from broadcast_lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
 from broadcast_machines import Distant, DistantStream, Machines, receive
@@ -321,6 +322,8 @@ def print_verdict(figure: Figure, part: dict[str, Any]) -> None:
 def wan_fault() -> str | None:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux; --path proxy needs none"
+    if wan.compiler() is None:
+        return "there is no C compiler; --path proxy needs none"
     return None if Path("/dev/net/tun").exists() else "there is no /dev/net/tun; try --path proxy"
 
 

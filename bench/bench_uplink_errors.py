@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="draws of each error but 0")
     parser.add_argument("--joined", type=int, default=3, help="fleets that have just joined")
     parser.add_argument("--chunk", type=int, default=256 << 10)
-    arguments = harness.parse(parser, errors=[0.0, 0.1], repeats=1, joined=1)
+    arguments = harness.parse(parser, errors=[0.0, 0.1], repeats=1, joined=1, chunk=1 << 20)
     rows = []
     print(f"{'uplinks':>12} {'error':>6} {'promised':>9} {'got':>6} {'worst':>6}  plans")
     for draw, error in itertools.product(DRAWS, arguments.errors):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = KEPT = Path(__file__).resolve().parent / "results"
+NO_FIGURES = {"environment", "options", "settings"}
 PACKAGES = (
     "torch",
     "triton",
@@ -69,7 +70,8 @@ def figures(result: Any, name: str = "") -> Iterator[tuple[str, float]]:
     if isinstance(result, int | float) and not isinstance(result, bool):
         yield name, result
     elif isinstance(result, dict):
-        for key, value in result.items():
+        for key in result.keys() - NO_FIGURES:
+            value = result[key]
             yield from figures(value, f"{name}/{key}" if name else str(key))
     elif isinstance(result, list):
         texts = [_texts(each) or str(index) for index, each in enumerate(result)]
@@ -114,7 +116,7 @@ def result_path(what: str, suffix: str) -> Path:
 def save(what: str, result: dict[str, Any]) -> Path:
     """Write a result with its environment and return the file; print what a quick run shows."""
     if is_quick():
-        print(json.dumps({"figures": dict(figures(result))}), flush=True)
+        print(json.dumps({"figures": dict(sorted(figures(result)))}), flush=True)
     path = result_path(what, ".json")
     path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
     return path
