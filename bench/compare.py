@@ -93,7 +93,8 @@ def compare(name: str, trees: dict[str, Path], rounds: int, limit_s: float) -> d
             except RuntimeError as error:
                 return {"absent": f"{side}: {error}"}
     rows = {}
-    for figure in sorted(runs["old"][0].keys() & runs["new"][0].keys()):
+    common = runs["old"][0].keys() & runs["new"][0].keys()
+    for figure in sorted(each for each in common if "spread" not in each):
         values = {side: [each[figure] for each in own] for side, own in runs.items()}
         old, new = (statistics.median(values[side]) for side in ("old", "new"))
         spread = max(max(own) - min(own) for own in values.values())
