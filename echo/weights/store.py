@@ -286,7 +286,7 @@ class Transfer(Chunked):
 # --- encoded versions -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DecodeBlock(Work):
     """Work for a thread: decode one block and check what comes out; then call `decoded`."""
 

@@ -263,20 +263,6 @@ class TestTransactions(Models):
 
 
 @pytest.mark.matrix
-def test_each_death_is_counted(
-    make_tiny_model: Callable[..., Path],
-) -> None:
-    engine = VllmEngine(make_tiny_model(head_dim=32), **SMALL)
-    try:
-        for _ in range(MAX_RESTARTS):
-            engine.revive(engine.current()[0])
-        with pytest.raises(EngineError, match="vLLM died 4 times without a swap that worked"):
-            engine.revive(engine.current()[0])
-    finally:
-        engine.close()
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize("num_held", [3, 0])
 def test_out_of_memory_makes_it_start_anew_for_fewer_at_one_time(
     make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, num_held: int

@@ -150,6 +150,7 @@ class Paper:
                     if not member.is_finished:
                         self.engine[call][f"{group.lease.group_id}.{index}"] += 1
                         call.on_tokens(1)
+            self.role.counted(call, num_tokens=call.seen_tokens, num_signs=call.seen_signs)
             for group in call.groups:
                 self._extend(call, group, is_over=False)
             if call in self.engine and all(group.is_whole for group in call.groups):

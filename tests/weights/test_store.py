@@ -1,4 +1,4 @@
-"""What a node keeps, what it drops, and what it says of it."""
+"""What a node keeps and drops, how encoded versions are put together, and whom it believes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from echo.weights.store import (
     welcome_fault,
 )
 from echo.wire.codec import decode_envelope, decode_message, encode
-from echo.wire.messages import FULL, EncodedVersionOffer, Welcome
+from echo.wire.messages import FULL, Welcome
 from tests.roles.harness import CHUNK_BYTES, KEY, PUBLIC_KEY, Process, Run
 from tests.weights.encoded_versions import (
     BLOCK_BYTES,
@@ -167,16 +167,6 @@ def test_an_image_that_comes_out_of_an_encoded_outlives_it() -> None:
     assert rooms.live == {}
 
 
-def test_what_is_announced() -> None:
-    store = ItemStore(keep_versions=1)
-    assert store.announcement() is None
-    encoded = store.encoded_versions[v(2), form_on(1)] = encoded_of(2, 1)
-    offer = EncodedVersionOffer(v(2), v(1), encoded.num_bytes)
-    assert store.announcement() == (v(2), (offer,), None)
-    whole(store, 1)
-    assert store.announcement() == (v(1), (offer,), encode_signed(described(1)[0]))
-
-
 def test_the_size_of_chunks_is_a_usual_one_where_nothing_is_known() -> None:
     store = whole(ItemStore(keep_versions=1), 1)
     assert store.chunk_bytes((v(1), FULL)) == 1024
@@ -184,6 +174,8 @@ def test_the_size_of_chunks_is_a_usual_one_where_nothing_is_known() -> None:
     store.begin_encoded((v(2), form_on(1)), expected_bytes=5)
     assert store.chunk_bytes((v(2), form_on(1))) == 1 << 20
 
+
+# --- encoded versions -----------------------------------------------------------------------------
 
 verified = functools.partial(
     EncodedVersion.verify, public_key=PUBLIC_KEY, run_id="run", max_bytes=IMAGE_BYTES
@@ -206,9 +198,6 @@ def payloads(encoded: EncodedVersion, base: int | None = 0) -> list[memoryview]:
         for _, _, payload in coded(1, base)
         for start in range(0, len(payload), CHUNK_BYTES)
     ]
-
-
-# --- tables --------------------------------------------------------------------------------------
 
 
 FIRST, MIDDLE, LAST = range(3)
@@ -386,19 +375,7 @@ def test_a_wrong_hash_of_what_comes_out_is_found_out() -> None:
     assert [bool(work.run()) for work in works] == [True, False, False, False]
 
 
-def test_the_learners_encoded_is_whole_as_soon_as_it_is_coded() -> None:
-    encoded = EncodedVersion(v(1), form_on(0))
-    assert encoded.is_half
-    for number, (table, frame, payload) in enumerate(coded(1, 0)):
-        encoded.expected_bytes = 1 << 20
-        encoded.add(table, frame, payload)
-        assert not encoded.is_half
-        assert encoded.is_being_coded == encoded.is_open == (number < 2)
-        assert encoded.num_bytes == ((1 << 20) if number < 2 else sum(map(len, payloads(encoded))))
-    assert encoded.is_complete
-    assert [bytes(encoded.chunk(i)) for i in range(encoded.num_chunks)] == payloads(encoded)
-    assert encoded.chunk(0).readonly
-
+# --- Welcome as the learner signed it -------------------------------------------------------------
 
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
 OTHER_PUBLIC_KEY = OTHER_KEY.public_key().public_bytes_raw()

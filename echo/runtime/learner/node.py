@@ -59,7 +59,7 @@ from echo.records.ledger import (
 )
 from echo.roles.learner import Learner
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import LOOK_S, CostControl, CostTerms
+from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import Progress, TaskMetrics, describe_wait
@@ -496,11 +496,11 @@ class LearnerNode(Node):
         self._store_wanted = asyncio.Event()
         self._store_task: asyncio.Task[None] | None = None
         # A group that comes when no more are taken is never acknowledged.
-        self._takes_groups = True
+        self._takes_groups, self.is_stopping = True, False
         self._published_step, self._num_failed_steps = -1, 0
+        self._has_published = asyncio.Event()
         # Until then nodes of this run may be out there and dial, as after a crash.
         self._missing_until = -math.inf
-        self.is_stopping = False
         # Why the run cannot go on, where it cannot.
         self._failure: RewardError | None = None
         self._is_work_over = asyncio.Event()
@@ -671,9 +671,9 @@ class LearnerNode(Node):
             if not member.is_standby
         }
         texts = self._usefulness.review(can_sample, now=self.now)
-        for member in members:
-            member.worker.is_set_aside = self._usefulness.is_set_aside(member.node_id)
-        self._has_set_aside = any(member.worker.is_set_aside for member in members)
+        names = {m.node_id for m in members if self._usefulness.is_set_aside(m.node_id)}
+        self.session.set_aside(names)
+        self._has_set_aside = bool(names)
         self.perform([Note("warning", text) for text in texts])
 
     async def _store_loop(self) -> None:
@@ -746,9 +746,16 @@ class LearnerNode(Node):
         """Measure the workers and what they cost, and decide which are needed, until the end."""
         costs, pool = self._costs, self.threads.pool("activation")
         while True:
+            if costs.is_calm:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(METER_S):
+                        await self._has_published.wait()
+            self._has_published.clear()
             await asyncio.sleep(LOOK_S)
-            self.perform(costs.look(now=self.now))
-            question = costs.review(now=self.now)
+            now = self.now
+            if actions := costs.look(now=now):
+                self.perform(actions)
+            question = costs.review(now=now)
             if costs.is_spent:
                 self.wake()
             if question is not None:
@@ -884,6 +891,7 @@ class LearnerNode(Node):
         await self._commit()
         self.pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
+        self._has_published.set()
         self.perform(session.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
         if self._evaluations is not None and await self._evaluations.is_due(version):

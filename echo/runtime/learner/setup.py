@@ -57,6 +57,7 @@ from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime import node as wiring
 from echo.runtime.episodes import code_settings, make_runner, make_task_host, turns_of
+from echo.runtime.event_log import EventLog
 from echo.runtime.identity import (
     Identity,
     join_address,
@@ -413,6 +414,7 @@ def open_run(
     *,
     resume: bool,
     log: logging.Logger,
+    events: EventLog,
 ) -> OpenedRun:
     """Open the ledger, build trainer and session, and enter the new lineage.
 
@@ -423,6 +425,7 @@ def open_run(
         advertise: address that other nodes may dial; empty for none.
         resume: continue the run in the run directory.
         log: where to tell what happens.
+        events: records what the role is fed.
 
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.
@@ -443,7 +446,9 @@ def open_run(
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
         trainer = build_trainer(config, data.model_dir, start, data.lora)
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
-        buffer = StalenessBuffer(
+        buffer = events.build(
+            "buffer",
+            StalenessBuffer,
             max_staleness=config.sync.max_staleness,
             lineages=start.lineages,
             trims_stale=trims_stale(config),
@@ -455,7 +460,9 @@ def open_run(
             else:
                 # It was taken in for the loss of another configuration.
                 start.ends[group.group_id] = reason
-        session = build_session(config, identity, data, start, buffer, advertise)
+        session = build_session(
+            config, identity, data, start, buffer, advertise=advertise, events=events
+        )
         for reason in start.ends.values():
             session.counters.add(f"discarded/{reason}")
         save_resolved(config, config.run_dir / "config.json")
@@ -479,19 +486,23 @@ def build_session(
     data: Data,
     start: StartingPoint,
     buffer: StalenessBuffer,
+    *,
     advertise: str,
+    events: EventLog,
 ) -> Learner:
     """Return the learner's session with its leases as they were."""
     network, sync = config.network, config.sync
-    leases = LeaseBook(timeout_s=network.lease_timeout_s)
+    leases = events.build("leases", LeaseBook, timeout_s=network.lease_timeout_s)
     now = asyncio.get_running_loop().time()
     for group_id, num_attempts in sorted(start.open_attempts.items()):
         leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
-    return Learner(
+    return events.build(
+        "role",
+        Learner,
         LearnerSettings(
             admission=AdmissionSettings(
                 run_id=identity.run_id,
-                key=identity.key,
+                key=events.outside(identity.key),
                 settings=inherited_settings(config)
                 | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
                 | code_settings(config),
@@ -528,9 +539,9 @@ def build_session(
             next_group_id=start.next_group_id,
             finished=start.finished,
         ),
-        broadcast=wiring.make_broadcast(LEARNER_ID, network),
+        broadcast=wiring.make_broadcast(LEARNER_ID, network, events=events),
         buffer=buffer,
-        make_lease=data.prompts.lease,
+        make_lease=events.outside(data.prompts.lease),
     )
 
 
@@ -552,6 +563,7 @@ async def build_learner(
     show: Callable[[Snapshot], None],
     log: logging.Logger,
     earlier: LearningCurve | None = None,
+    events: EventLog | None = None,
 ) -> LearnerNode:
     """Return a learner that is ready to run, listening already.
 
@@ -562,6 +574,7 @@ async def build_learner(
         show: draws a snapshot.
         log: where to tell what happens.
         earlier: what the run had learned before it was resumed, for the display.
+        events: records what its role is fed; None for nothing.
 
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.
@@ -587,6 +600,7 @@ async def build_learner(
             show=show,
             log=log,
             earlier=earlier,
+            events=events,
         )
         # Not before its files are open, for which strangers could leave no descriptor.
         transport.listen()
@@ -624,6 +638,7 @@ def assemble_learner(
     log: logging.Logger,
     earlier: LearningCurve | None = None,
     threads: Threads | None = None,
+    events: EventLog | None = None,
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
     evaluations = build_evaluations(config, data, log=log)
@@ -635,7 +650,8 @@ def assemble_learner(
             "learner.listen is a wildcard and learner.advertise is not set: workers that reach "
             "this learner through a relay cannot find it when the relay dies"
         )
-    run = open_run(config, data, identity, advertise, resume=resume, log=log)
+    events = events or EventLog()
+    run = open_run(config, data, identity, advertise, resume=resume, log=log, events=events)
     rewards = None
     if config.reward.where == "learner":
         rewards = LearnerRewards(data.host, example_of=data.prompts.example, decode=data.decode)
@@ -655,7 +671,7 @@ def assemble_learner(
         threads=threads,
         log=log,
     )
-    node.at_release.append(data.host.close)
+    node.at_release += [data.host.close, events.close]
     return node
 
 
