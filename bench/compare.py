@@ -107,7 +107,7 @@ def compare(name: str, trees: dict[str, Path], rounds: int, limit_s: float) -> d
             better = is_gain(figure)
             verdict = "changed" if better is None else "better" if is_more is better else "WORSE"
             rows[figure]["verdict"] = verdict
-    return {"figures": rows}
+    return {"figures": rows, "unmatched": sorted(runs["old"][0].keys() ^ runs["new"][0].keys())}
 
 
 def is_gain(figure: str) -> bool | None:
@@ -162,7 +162,8 @@ def show(name: str, found: dict[str, Any]) -> None:
         return
     rows = found["figures"]
     marked = {figure: row for figure, row in rows.items() if "verdict" in row}
-    print(f"{name}: {len(rows)} figures, {len(marked)} differ", flush=True)
+    only = len(found["unmatched"])
+    print(f"{name}: {len(rows)} figures, {len(marked)} differ; {only} in one commit", flush=True)
     for figure, row in marked.items():
         print(f"  {row['verdict']:8} {row['old']:>11.5g} -> {row['new']:>11.5g}  {figure}")
 

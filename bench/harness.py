@@ -20,6 +20,8 @@ from typing import Any
 
 RESULTS = KEPT = Path(__file__).resolve().parent / "results"
 NO_FIGURES = {"environment", "options", "settings"}
+NO_NAMES = {"commit", "plan"}
+"""Texts that are no names of their rows, since another commit has others."""
 PACKAGES = (
     "torch",
     "triton",
@@ -81,8 +83,8 @@ def figures(result: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _texts(row: Any) -> str:
-    values = row.values() if isinstance(row, dict) else ()
-    return ", ".join(value for value in values if isinstance(value, str))
+    pairs = row.items() if isinstance(row, dict) else ()
+    return ", ".join(text for key, text in pairs if isinstance(text, str) and key not in NO_NAMES)
 
 
 def environment() -> dict[str, Any]:
