@@ -42,7 +42,7 @@ BEFORE = {  # the same for scripts that know no --quick
 }
 GAINS = ("per_s", "gb_s", "ratio", "promised", "got", "sampled", "greedy", "speed", "is_complete")
 """In names of figures of which more is better."""
-COSTS = ("_s", "_ms", "_mib", "bytes", "idle", "wasted", "stale", "worst", "_tokens")
+COSTS = ("_s", "_ms", "_mib", "bytes", "idle", "wasted", "stale", "worst", "_step", "_tokens")
 """At the end of names, or of what they begin with, of figures of which less is better."""
 
 
