@@ -570,6 +570,14 @@ class Config(Section):
         """The directory of this run."""
         return Path(self.run.dir) / self.run.name
 
+    @property
+    def trims_stale(self) -> bool:
+        """Whether a group with some tokens beyond the bound keeps the others.
+
+        On policy, and where old tokens are to be dropped, such a group is of no use.
+        """
+        return self.sync.max_staleness > 0 and self.rollout.stale_tokens != "drop"
+
 
 KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": ENGINES}
 """Sections with a class for each kind: what is no key of the chosen class is unknown."""

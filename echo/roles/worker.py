@@ -395,24 +395,24 @@ class Worker(DialingRole):
     # --- from the learner ------------------------------------------------------------------------
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle what the learner says beside joining; a plan may put this worker on standby."""
-        actions = super().on_work(message, payload, now)
-        if not isinstance(message, TopologyPlan) or message.is_standby == (
-            self.standby_since is not None
-        ):
-            return actions
-        self.standby_since = now if message.is_standby else None
-        text = "not needed for now: standing by" if message.is_standby else "needed: active again"
-        return [*actions, Note("info", text)]
-
-    def on_routed(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
-        """Handle leases and acknowledgements."""
+        """Handle what the learner says beside joining: leases and acknowledgements above all."""
         match message:
             case Grant():
                 return self._on_grant(message, payload, now)
             case Ack():
                 return [*self._on_ack(message, now), *self._next(now)]
-        return super().on_routed(message, payload, now=now)
+            case TopologyPlan():
+                actions = super().on_work(message, payload, now)
+                return [*actions, *self._stand_by(is_standby=message.is_standby, now=now)]
+        return super().on_work(message, payload, now)
+
+    def _stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
+        """Follow a plan that says whether this worker is needed."""
+        if is_standby == (self.standby_since is not None):
+            return []
+        self.standby_since = now if is_standby else None
+        text = "not needed for now: standing by" if is_standby else "needed: active again"
+        return [Note("info", text)]
 
     def _on_grant(self, message: Grant, payload: list[Frame], now: float) -> list[Action]:
         members: list[PartialRollout] = []

@@ -259,7 +259,7 @@ class Welcome(Message, frozen=True):
     heartbeat_s: Period
     dead_after_s: Period
     signature: Key = b""
-    """Of all other fields (`trust.sign_welcome`), so that no relay on the way can change one."""
+    """Of all other fields (`roles/joining.py`), so that no relay on the way can change one."""
 
 
 class AssetRequest(Message, frozen=True):

@@ -180,13 +180,8 @@ class TestTransactions(Models):
         engine.current()[0].die("killed by the test")
         assert self.check(engine, watched, models) == [400] * 4
 
-    @pytest.mark.parametrize(
-        "waits",
-        [
-            pytest.param(True, id="swap-waits"),
-            pytest.param(False, id="swap-follows", marks=pytest.mark.matrix),
-        ],
-    )
+    @pytest.mark.matrix
+    @pytest.mark.parametrize("waits", [True, False], ids=["swap-waits", "swap-follows"])
     def test_a_step_that_fails_is_no_fault_of_the_next_swap(
         self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights], waits: bool
     ) -> None:

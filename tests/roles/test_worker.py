@@ -202,7 +202,7 @@ class Paper:
 
     def acknowledge(self, group_id: int) -> None:
         ack = Ack(group_id=group_id, attempt=0, outcome="accepted")
-        self.do(self.role.on_routed(ack, [], now=self.now))
+        self.do(self.role.on_work(ack, [], self.now))
 
     def arrive(self, version: PolicyVersion) -> list[PolicyVersion]:
         """Let a version come; return those that are installed now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 from collections import OrderedDict
@@ -46,6 +45,7 @@ from echo.engine.model import (
     pick_device,
     resolve_model,
     set_num_threads,
+    vocab_size,
 )
 from echo.engine.weights import Weights, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
@@ -70,7 +70,7 @@ from echo.runtime.learner.cost import CostTerms, activation_settings, spent_befo
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.publish import Publisher
-from echo.runtime.learner.resume import StartingPoint, enter, find_start, trims_stale
+from echo.runtime.learner.resume import StartingPoint, enter, find_start
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
@@ -241,8 +241,7 @@ class Data:
     @property
     def vocab_size(self) -> int:
         """Rows of the model's embedding: token ids are below it."""
-        fields = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
-        return int({**fields, **fields.get("text_config", {})}["vocab_size"])
+        return vocab_size(self.model_dir)
 
     def read_assets(self) -> dict[str, bytes]:
         """Return the files that workers may inherit.
@@ -402,10 +401,6 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
 # All of it is opened before anything is written: a run that cannot begin leaves no trace.
 
 
-LOST_WORKER = "(before the restart)"
-"""Holder of leases that were out when the learner died, until their worker claims them."""
-
-
 def open_run(
     config: Config,
     data: Data,
@@ -451,7 +446,7 @@ def open_run(
             StalenessBuffer,
             max_staleness=config.sync.max_staleness,
             lineages=start.lineages,
-            trims_stale=trims_stale(config),
+            trims_stale=config.trims_stale,
         )
         for group in start.buffered:
             reason = trainer.refusal(group)
@@ -494,8 +489,7 @@ def build_session(
     network, sync = config.network, config.sync
     leases = events.build("leases", LeaseBook, timeout_s=network.lease_timeout_s)
     now = asyncio.get_running_loop().time()
-    for group_id, num_attempts in sorted(start.open_attempts.items()):
-        leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
+    start.enter_leases(leases, now=now)
     return events.build(
         "role",
         Learner,
@@ -519,7 +513,7 @@ def build_session(
                 vocab_size=data.vocab_size,
                 heartbeat_s=network.heartbeat_s,
                 prompts_are_free=config.agent.listen is not None,
-                trims_stale=trims_stale(config),
+                trims_stale=config.trims_stale,
                 hedge_factor=config.leases.hedge_factor or None,
                 exact_version=config.rollout.exact_version,
             ),

@@ -20,7 +20,6 @@ from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, worker_lora
 from echo.engine.model import (
     context_window,
-    fields_of_model,
     has_own_model,
     import_architecture,
     load_directory,
@@ -29,6 +28,7 @@ from echo.engine.model import (
     model_directory,
     own_model,
     pick_device,
+    vocab_size,
 )
 from echo.engine.vllm.arguments import Process
 from echo.engine.weights import publish_image
@@ -313,11 +313,6 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
         kv_cache=how.kv_cache,
         lora=lora,
     )
-
-
-def vocab_size(model_dir: Path) -> int:
-    """Return the number of the model's token ids."""
-    return int(fields_of_model(model_dir)["vocab_size"])
 
 
 def read_local_image(config: Config) -> bytearray | None:
