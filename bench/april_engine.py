@@ -35,9 +35,6 @@ from echo.engine.engine import (
     Watcher,
 )
 
-CHUNK_TOKENS = 128
-"""Tokens of each row between two looks at the clock."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -56,6 +53,12 @@ class Setting:
     max_staleness: int = 5
     """The paper has no bound and sees tokens of up to five steps before."""
     train_s: float = 20.0
+    install_s: float = 0.0
+    """Until an engine has new weights."""
+    chunk_tokens: int = 128
+    """Tokens of each row between two looks at the clock."""
+    hedge_factor: float | None = None
+    """Copies of the last groups, as in the configuration; None for none."""
     prompt_tokens: int = 200
     max_tokens: int = 16384
     median_tokens: float = 3000.0
@@ -97,6 +100,8 @@ class Use:
 
     num_tokens: int = 0
     num_prefilled: int = 0
+    num_stopped: int = 0
+    """Tokens of rollouts that were stopped."""
     busy_s: float = 0.0
     row_s: float = 0.0
     """Seconds summed over the rows that were sampling."""
@@ -212,6 +217,8 @@ class TimedEngine(Engine):
         return self._version if arrived is None else arrived[1]
 
     def load(self, tensors: Mapping[str, Any], version: PolicyVersion = UNVERSIONED) -> None:
+        if self.setting.install_s:
+            self.clock.sleep(self.setting.install_s)
         with self._lock:
             self._arrived = tensors, version
 
@@ -268,7 +275,7 @@ class TimedEngine(Engine):
         if not rows:
             return
         assert version is not None
-        step = min(CHUNK_TOKENS, *(row.left for row in rows))
+        step = min(setting.chunk_tokens, *(row.left for row in rows))
         seconds += setting.seconds(
             step, len(rows), sum([row.num_cached + row.done for row in rows])
         )
@@ -316,6 +323,7 @@ class TimedEngine(Engine):
         for row in call.rows:
             if row.completion is None:
                 row.completion = self._script.completion(row, is_whole=False)
+                self.use.num_stopped += row.done
         self._settle([call])
 
     def _settle(self, calls: Iterable[Call]) -> None:

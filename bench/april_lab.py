@@ -1,7 +1,8 @@
 """Real sessions in virtual time, with a timed engine and no model.
 
-Worker nodes, sessions, leases, buffer and transport are those of a run. The engine computes how
-long each token takes instead of computing tokens, and the learner waits instead of training.
+Learner and worker nodes, their sessions, the ledger and the buffer are those of a run, on the
+network of the simulator. The engine computes how long each token takes instead of computing tokens,
+and the trainer waits instead of training.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +21,41 @@ from april_engine import Lengths, Script, Setting, TimedEngine
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.load import parse_config
+from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Group, Lineage, PolicyVersion, find_fault
 from echo.engine.engine import Sampling
+from echo.engine.weights import Weights
 from echo.leases.book import LeaseBook
 from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules
-from echo.leases.scheduler import LeaseSettings, RecordEnd, RecordGrant, RunState, StoreGroup
+from echo.leases.scheduler import LeaseSettings, RunState
 from echo.net.transport import TransportOptions
+from echo.records.ledger import Ledger
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.roles.worker import Worker
 from echo.runtime import node
-from echo.runtime.node import Node
+from echo.runtime.learner.checkpoint import Checkpoints
+from echo.runtime.learner.cost import CostTerms
+from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
+from echo.runtime.learner.publish import Coder, Publication
+from echo.runtime.learner.resume import begin, enter
 from echo.runtime.worker.node import WorkerNode, WorkerParts
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
 from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
+from echo.train.trainer import StepResult
 from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.topology.sites import Site
-from echo.wire.actions import Action
 from echo.wire.messages import LEARNER_ID, Lease
 
 ADDRESS = "tcp://learner:7700"
 OPTIONS = TransportOptions(
     heartbeat_s=10, dead_after_s=60, min_redial_s=0.1, max_redial_s=1, linger_s=0.1
 )
+LINEAGES = (Lineage(1, 0),)
 NETWORK = {"heartbeat_s": 5.0, "dead_after_s": 60.0, "lease_timeout_s": 3600.0}
 
 
@@ -97,129 +106,159 @@ class Content:
         return [TensorSpec("w", "uint8", (len(image),), 0, len(image))], image
 
 
-class TimedLearner(Node):
-    """A learner that waits for its batches and takes `train_s` for each."""
+class TimedTrainer:
+    """A trainer whose steps take `train_s` and are the content's affair."""
 
-    session: Learner
+    def __init__(self, content: Content, clock: virtual_time.VirtualClock) -> None:
+        self.step_count = 0
+        self.noted: dict[str, float] = {}
+        """What the last step was made of."""
+        self._content = content
+        self._clock = clock
 
-    def __init__(self, session: Learner, transport: SimTransport, content: Content):
-        super().__init__(session, transport, log=logging.getLogger("bench.learner"))
-        self.session = session
-        self.setting = content.setting
-        self.content = content
-        self.steps: list[dict[str, float]] = []
-        self._key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
-        self._has_news = asyncio.Event()
+    def refusal(self, group: Group) -> str | None:
+        """Return None: whatever comes is trained on."""
 
-    def disconnected(self, peer: str, reason: str) -> list[Action]:
-        return self.session.disconnected(peer, now=self.now)
-
-    def on_action(self, action: Action) -> None:
-        match action:
-            case StoreGroup():
-                asyncio.get_running_loop().call_soon(self._stored, action.group)
-            case RecordGrant() | RecordEnd():
-                pass
-
-    def _stored(self, group: Group) -> None:
-        self._buffer.put(group)
-        self.perform(self.session.stored(group.group_id, now=self.now))
-        self._has_news.set()
-
-    @property
-    def _buffer(self) -> StalenessBuffer:
-        buffer = self.session.buffer
-        assert isinstance(buffer, StalenessBuffer)
-        return buffer
-
-    async def work(self) -> None:
-        setting, session = self.setting, self.session
-        self._publish()
-        while session.step < setting.num_steps:
-            waited_from = self.now
-            groups = None
-            while groups is None:
-                self._buffer.evict(step=session.step)
-                groups = self._buffer.take(setting.groups_per_step, step=session.step)
-                if groups is None:
-                    self._has_news.clear()
-                    await self._has_news.wait()
-            waited_s = self.now - waited_from
-            await asyncio.sleep(setting.train_s)
-            self._note(groups, waited_s, self.content.train(groups))
-            self.perform(session.advance(session.step + 1, now=self.now))
-            self._publish()
-        self.stop("finished")
-
-    def _note(self, groups: list[Group], waited_s: float, noted: dict[str, float]) -> None:
-        step = self.session.step
+    def step(self, groups: Sequence[Group]) -> StepResult:
+        """Train."""
+        setting, step = self._content.setting, self.step_count
+        self._clock.sleep(setting.train_s)
         ages, lengths = [], []
         for group in groups:
-            assert find_fault(
-                group, step=step, max_staleness=self.setting.max_staleness,
-                lineages=self.session.lineages,
-            ) is None  # fmt: skip
+            fault = find_fault(
+                group, step=step, max_staleness=setting.max_staleness, lineages=LINEAGES
+            )
+            assert fault is None, fault
             for rollout in group.rollouts:
                 lengths.append(rollout.num_tokens)
                 ages.append(step - rollout.policy_versions[rollout.completion_mask, 1])
         age = np.concatenate(ages)
-        self.steps.append(
-            {
-                "at": self.now,
-                "waited_s": waited_s,
-                "tokens": int(sum(lengths)),
-                "trained_tokens": len(age),
-                "mean_staleness": float(age.mean()),
-                "max_staleness": int(age.max()),
-                "mean_length": float(np.mean(lengths)),
-                **noted,
-            }
-        )
+        self.noted = {
+            "at": self._clock.now,
+            "tokens": int(sum(lengths)),
+            "trained_tokens": len(age),
+            "mean_staleness": float(age.mean()),
+            "max_staleness": int(age.max()),
+            "mean_length": float(np.mean(lengths)),
+            **self._content.train(groups),
+        }
+        self.step_count += 1
+        return StepResult(metrics={})
 
-    def _publish(self) -> None:
-        session = self.session
-        version = PolicyVersion(1, session.step)
-        tensors, image = self.content.image(version)
+    def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
+        """Find none."""
+        return {}
+
+    def tensors(self) -> dict[str, Any]:
+        """Return nothing: the content has the weights."""
+        return {}
+
+
+class ContentPublisher:
+    """Makes versions of the content's weights."""
+
+    def __init__(self, content: Content, key: Ed25519PrivateKey) -> None:
+        self.coder = Coder(key)
+        self._content = content
+        self._key = key
+
+    def make(self, weights: Weights, version: PolicyVersion) -> Publication:
+        """Return the present weights as a version."""
+        tensors, image = self._content.image(version)
         manifest = build_manifest(
             run_id="bench", version=version, model_digest="", image=image, chunk_bytes=1 << 16,
             tensors=tensors,
         )  # fmt: skip
-        signed = sign(manifest, self._key)
-        self.perform(session.broadcast.publish(signed, manifest, image, now=self.now))
+        return Publication(sign(manifest, self._key), manifest, image)
 
 
-def make_session(content: Content, key: Ed25519PrivateKey) -> Learner:
+def make_session(content: Content, config: Config, key: Ed25519PrivateKey) -> Learner:
     """Return the learner's session of a new run."""
-    setting, lineages = content.setting, (Lineage(1, 0),)
+    setting, network = content.setting, config.network
     buffer = StalenessBuffer(
-        max_staleness=setting.max_staleness, lineages=lineages, trims_stale=True
+        max_staleness=setting.max_staleness, lineages=LINEAGES, trims_stale=True
     )
-    config = parse_config({"network": NETWORK})
     return Learner(
         LearnerSettings(
             admission=AdmissionSettings(
                 run_id="bench", key=key, settings={}, assets={}, digests={},
-                heartbeat_s=5.0, dead_after_s=60.0,
+                heartbeat_s=network.heartbeat_s, dead_after_s=network.dead_after_s,
             ),
             leases=LeaseSettings(
                 max_staleness=setting.max_staleness, groups_per_step=setting.groups_per_step,
                 group_size=setting.group_size, vocab_size=content.vocab_size,
                 max_completion_tokens=content.sampling.max_completion_tokens, trims_stale=True,
-                heartbeat_s=5.0,
+                heartbeat_s=network.heartbeat_s, hedge_factor=setting.hedge_factor,
             ),
             site=Site(LEARNER_ID, "learner", ADDRESS),
         ),
-        RunState(leases=LeaseBook(timeout_s=3600.0), lineages=lineages),
-        broadcast=node.make_broadcast(LEARNER_ID, config.network),
+        RunState(leases=LeaseBook(timeout_s=network.lease_timeout_s), lineages=LINEAGES),
+        broadcast=node.make_broadcast(LEARNER_ID, network),
         buffer=buffer, prompts=content,
     )  # fmt: skip
+
+
+class Lab:
+    """A learner on virtual time, and what its steps have been made of."""
+
+    def __init__(
+        self,
+        content: Content,
+        clock: virtual_time.VirtualClock,
+        transport: SimTransport,
+        directory: Path,
+    ) -> None:
+        """Begin a run; its ledger is in the directory."""
+        setting = self.setting = content.setting
+        self.steps: list[dict[str, float]] = []
+        table = {
+            "run": {"max_steps": setting.num_steps, "dir": str(directory)},
+            "model": {"name": "none"},
+            "batch": {"groups_per_step": setting.groups_per_step, "group_size": setting.group_size},
+            "sync": {"max_staleness": setting.max_staleness, "publish_period": 1},
+            "network": {**NETWORK, "codec": "full"},
+            "security": {"curve": False},
+        }
+        config = parse_config(table, role="learner")
+        key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+        self._trainer = TimedTrainer(content, clock)
+        trainer: Any = self._trainer
+        publisher: Any = ContentPublisher(content, key)
+        session = make_session(content, config, key)
+        ledger = Ledger(directory, spool_bytes=config.limits.spool_bytes)
+        checkpoints = Checkpoints(
+            directory / "checkpoints", run_id="bench", interval_steps=1 << 30, interval_s=None,
+            keep_last=1, min_free_bytes=0, now=0.0,
+        )  # fmt: skip
+        start = begin(ledger)
+        enter(ledger, checkpoints, start)
+        buffer: Any = session.buffer
+        self.node = LearnerNode(
+            OpenedRun(
+                ledger=ledger, checkpoints=checkpoints, costs=CostTerms(0.0, None),
+                progress=Progress(start.staleness_tokens, now=now, step=start.step, earlier=None),
+                trainer=trainer, attribution=None, buffer=buffer, session=session,
+            ),
+            transport, config, publisher=publisher, rewards=None, evaluations=None,
+            export=lambda *_: None, write_metrics=self._on_row, show=None,
+            log=logging.getLogger("bench.learner"),
+        )  # fmt: skip
+
+    def _on_row(self, step: int, row: Row) -> None:
+        """Note a step; after the last one there is nothing to wait for."""
+        self.steps.append({"waited_s": row["time/wait_for_batch"], **self._trainer.noted})
+        if step == self.setting.num_steps:
+            self.node.stop("measured")
+
+
+Summary = Callable[[Lab, Sequence[TimedEngine]], dict[str, Any]]
 
 
 async def make_worker(
     name: str, content: Content, engine: TimedEngine, network: Network, directory: Path
 ) -> WorkerNode:
     """Return a worker that samples with the timed engine."""
-    setting = content.setting
+    setting = engine.setting
     table = {"network": NETWORK, "worker": {"connect": [ADDRESS]}, "security": {"curve": False}}
     config = parse_config(table)
     transport = SimTransport(network, Port(name), OPTIONS)
@@ -255,44 +294,56 @@ def measure(
 ) -> dict[str, Any]:
     """Run a setting to its end in virtual time and return what it has shown."""
     content = make_content(setting)
+    engines = {f"w{i}": (setting, content.make_script()) for i in range(setting.num_workers)}
+    return play(content, engines, summarise)
+
+
+def play(
+    content: Content,
+    workers: Mapping[str, tuple[Setting, Script]],
+    summarise: Summary,
+) -> dict[str, Any]:
+    """Run to the last step in virtual time; return the summary of what has been measured.
+
+    Args:
+        content: what is sampled and trained, and by which numbers.
+        workers: name -> the numbers of its engine, and what that samples.
+        summarise: (learner, engines) -> the result.
+    """
 
     async def main(clock: virtual_time.VirtualClock) -> dict[str, Any]:
         network = Network()
         transport = SimTransport(network, Port("learner", address=ADDRESS), OPTIONS)
         await transport.start()
-        key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
-        learner = TimedLearner(make_session(content, key), transport, content)
-        engines = [
-            TimedEngine(setting, clock, content.make_script()) for _ in range(setting.num_workers)
-        ]
         with tempfile.TemporaryDirectory() as scratch:
-            workers = [
-                await make_worker(f"w{i}", content, engine, network, Path(scratch))
-                for i, engine in enumerate(engines)
+            lab = Lab(content, clock, transport, Path(scratch))
+            engines = [TimedEngine(setting, clock, script) for setting, script in workers.values()]
+            nodes = [
+                await make_worker(name, content, engine, network, Path(scratch))
+                for name, engine in zip(workers, engines, strict=True)
             ]
-            tasks = [asyncio.create_task(worker.run()) for worker in workers]
-            await learner.run()
-            result = summarise(setting, learner, engines, clock.now)
-            for worker in workers:
-                worker.stop("measured")
+            tasks = [asyncio.create_task(each.run()) for each in nodes]
+            await lab.node.run()
+            result = summarise(lab, engines)
+            for each in nodes:
+                each.stop("measured")
             await asyncio.gather(*tasks)
         return result
 
     return virtual_time.run(main)
 
 
-def summarise(
-    setting: Setting, learner: TimedLearner, engines: Sequence[TimedEngine], now: float
-) -> dict[str, Any]:
+def summarise(lab: Lab, engines: Sequence[TimedEngine]) -> dict[str, Any]:
     """Return what a run has shown; its first steps, in which the pipeline fills, do not count."""
-    steps, uses = learner.steps, [engine.use for engine in engines]
+    setting, steps, uses = lab.setting, lab.steps, [engine.use for engine in engines]
+    now = steps[-1]["at"]
     first = min(2, len(steps) - 1)
     counted = steps[first + 1 :]
     seconds = steps[-1]["at"] - steps[first]["at"]
     # Without staleness nothing is sampled while the learner trains.
     rollout_s = seconds if setting.max_staleness else sum(step["waited_s"] for step in counted)
     num_tokens = sum(step["tokens"] for step in counted)
-    counts = learner.session.counters
+    counts = lab.node.session.counters
     num_sampled = sum(use.num_tokens for use in uses)
     return {
         "over_submission": setting.over_submission,

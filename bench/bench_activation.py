@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import harness
+from random_fleets import choose_by_brute_force, random_workers
 
 from echo.fleet import selection
 from echo.fleet.activation import Choice, choose
 from echo.fleet.selection import OutOfTimeError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.fleet.workers import choose_by_brute_force, random_workers
 
 SIZES = (10, 30, 100, 300)
 PER_SIZE = 5
@@ -111,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--most", type=int, default=8, help="workers of a small fleet at most")
-    arguments = parser.parse_args()
+    arguments = harness.parse(parser, cases=20, most=5)
     small = compare(arguments.cases, arguments.most)
     print(small, flush=True)
     large: list[dict[str, Any]] = []

@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--medians", type=float, nargs="+", default=[6000, 12000])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    arguments = parser.parse_args()
+    arguments = harness.parse(parser, seeds=[0], steps=4, medians=[6000])
     runs: Runs = {}
     with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
         for median in arguments.medians:

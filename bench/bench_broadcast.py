@@ -16,7 +16,7 @@ all of it, every chunk verified; the hash of the whole is compared afterwards.
     python bench/bench_broadcast.py                              loopback
     python bench/bench_broadcast.py --path wan --rate-mbit 100 200 --loss 0 0.001 --curve on off
     python bench/bench_broadcast.py --topologies chain:5 star:5 tree:6:2 stripes:6:2
-    python bench/bench_broadcast.py --smoke                      some seconds, writes nothing
+    python bench/bench_broadcast.py --quick                      some seconds, writes nothing
 
 The figures that the project has to reach, exactly as its README quotes them, into one file that
 grows figure by figure; --resume skips what this commit has measured today:
@@ -45,6 +45,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
+import wan
 from broadcast_figures import FIGURES, Bench, Figure
 from broadcast_lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
 from broadcast_machines import Distant, DistantStream, Machines, receive
@@ -82,13 +84,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="skip what this commit has measured today")
     add("--listen", help="tcp://host:port: be the learner (or with --connect a link of the chain)")
     add("--connect", help="address that the learner has printed: be one receiver")
-    add("--smoke", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.smoke:
-        arguments.sizes, arguments.chunks, arguments.repeats = [4 << 20], [1 << 18], 1
-        smoke = [Topology("chain", 2), Topology("star", 2)]
-        if arguments.topologies is DEFAULT_TOPOLOGIES or not arguments.listen:
-            arguments.topologies = smoke
+    few = [Topology("chain", 2), Topology("star", 2)]
+    arguments = harness.parse(parser, sizes=[16 << 20], chunks=[1 << 18], repeats=3, topologies=few)
     counts = {topology.num_receivers for topology in arguments.topologies}
     if arguments.listen and not arguments.connect and (len(counts), len(arguments.curve)) != (1, 1):
         parser.error("--listen: all --topologies need the same receivers, and --curve is on or off")
@@ -227,7 +224,7 @@ def cases_between(
 
 def run_matrix(arguments: argparse.Namespace) -> None:
     kind = "machines" if arguments.listen else arguments.path
-    store = Store(f"broadcast_{kind}", is_kept=not arguments.smoke)
+    store = Store(f"broadcast_{kind}")
     for path, topologies in paths(arguments):
         if arguments.resume and store.has(path.name):
             continue
@@ -249,12 +246,11 @@ def run_matrix(arguments: argparse.Namespace) -> None:
         show_work(work)
         for what, why in absent.items():
             print(f"ABSENT: {what}: {why}")
-    if not arguments.smoke:
-        rows = [row for part in store.parts.values() for row in part["rows"]]
-        bars = [(label(row), row["median_s"], row.get("theory_s")) for row in rows]
-        picture = store.path.with_suffix(".png")
-        plot("one version to the last receiver", bars, picture, "seconds, median")
-        print(f"wrote {store.path} and {picture.name}")
+    rows = [row for part in store.parts.values() for row in part["rows"]]
+    bars = [(label(row), row["median_s"], row.get("theory_s")) for row in rows]
+    picture = store.path.with_suffix(".png")
+    plot("one version to the last receiver", bars, picture, "seconds, median")
+    print(f"wrote {store.path} and {picture.name}")
 
 
 def label(row: dict[str, Any]) -> str:
@@ -326,6 +322,8 @@ def print_verdict(figure: Figure, part: dict[str, Any]) -> None:
 def wan_fault() -> str | None:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux; --path proxy needs none"
+    if wan.compiler() is None:
+        return "there is no C compiler; --path proxy needs none"
     return None if Path("/dev/net/tun").exists() else "there is no /dev/net/tun; try --path proxy"
 
 

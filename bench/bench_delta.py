@@ -17,7 +17,7 @@ process CPU, on one thread; the image is coded block by block as the learner doe
 decoded is compared with it.
 
     python bench/bench_delta.py
-    python bench/bench_delta.py --smoke          some seconds, writes nothing
+    python bench/bench_delta.py --quick          some seconds, writes nothing
 """
 
 from __future__ import annotations
@@ -71,11 +71,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--image", type=parse_size, default=256 << 20, help="bytes that are coded: 256MiB")
     add("--block", type=parse_size, default=BLOCK_BYTES)
     add("--repeats", type=int, default=7)
-    add("--smoke", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.smoke:
-        arguments.weights, arguments.steps, arguments.repeats = 1 << 18, 6, 1
-        arguments.image = arguments.block = 1 << 19
+    arguments = harness.parse(
+        parser, weights=1 << 20, steps=6, image=1 << 24, block=1 << 20, repeats=3
+    )
     if arguments.steps < 5:
         parser.error("--steps must be at least 5: one delta is over four of them")
     return arguments
@@ -289,8 +287,6 @@ def main() -> None:
     for case in cases(arguments):
         rows.append(measure(case, arguments))
         show(rows[-1])
-    if arguments.smoke:
-        return
     settings = {
         name: getattr(arguments, name) for name in ("weights", "steps", "image", "block", "repeats")
     }

@@ -33,7 +33,7 @@ Provider = Callable[[Tensor, Tensor, Tensor, bool], Scores]
 def main() -> None:
     arguments = parse_arguments()
     torch.manual_seed(0)
-    device = "cpu" if arguments.smoke else "cuda"
+    device = "cpu" if arguments.quick else "cuda"
     problem = Problem(arguments.tokens, arguments.width, arguments.vocab, arguments.live, device)
     found, absent = providers(arguments)
     results: dict[str, dict[str, Any]] = {}
@@ -42,7 +42,7 @@ def main() -> None:
         last: dict[str, Any] = {}
         try:
             # The first compile; the last two are compared bit by bit.
-            for _ in range(2 if arguments.smoke else 3):
+            for _ in range(2 if arguments.quick else 3):
                 before, last = last, problem.measure(provider, arguments.entropy)
             results[name] = problem.errors(last, with_entropy=arguments.entropy)
             results[name]["same_bits"] = all(
@@ -77,12 +77,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--path", type=Path, nargs="+", default=[], help="packages not installed")
     parser.add_argument("--verl", type=Path, help="a checkout of verl, of which two files are run")
     parser.add_argument("--out", type=Path, help="file for the result, instead of bench/results")
-    parser.add_argument("--smoke", action="store_true", help="a tiny shape on the CPU")
+    parser.add_argument("--quick", action="store_true", help="a tiny shape on the CPU")
     arguments = parser.parse_args()
-    if arguments.smoke:
+    if arguments.quick:
         arguments.tokens, arguments.width, arguments.vocab, arguments.repeats = 40, 64, 500, 2
     elif not torch.cuda.is_available():
-        parser.error("there is no GPU; --smoke tries this program on the CPU")
+        parser.error("there is no GPU; --quick tries this program on the CPU")
     sys.path[:0] = map(str, arguments.path)
     return arguments
 
@@ -327,7 +327,7 @@ def report(
     }
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    elif not arguments.smoke:
+    elif not arguments.quick:
         slug = device.lower().replace(" ", "-")
         print(harness.save(f"kernel_{slug}_{arguments.tokens}x{arguments.width}", result))
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import harness
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -212,11 +213,10 @@ def written_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
 
 
-def run_turn(kind: str, size: str, load: str, directory: Path, before: Path) -> dict[str, Any]:
+def run_turn(kind: str, size: str, load: str, directory: Path, checkout: Path) -> dict[str, Any]:
     """Take a turn in a process of its own."""
     with tempfile.TemporaryDirectory(dir=directory) as run_dir:
         code = "import sys; sys.path[:0] = sys.argv[1:3]; import bench_ledger as b; b.turn()"
-        checkout = before if kind == "before" else ROOT
         done = subprocess.run(
             [sys.executable, "-c", code, str(checkout), str(ROOT / "bench"), kind, size, load,
              run_dir],
@@ -249,23 +249,21 @@ def summarise(turns: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--before", type=Path, required=True, help="checkout with ledger.jsonl")
+    parser.add_argument("--before", type=Path, help="checkout with ledger.jsonl, to compare with")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=ROOT, help="on the disk in question")
-    arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    from bench.harness import environment, save
-
-    began_in = environment()
+    arguments = harness.parse(parser, sizes=["20 kB"], rounds=1)
+    began_in = harness.environment()
     rows = []
-    for size in SIZES:
+    kinds = ("now",) if arguments.before is None else ("before", "now")
+    for size in arguments.sizes:
         for load in LOADS:
-            turns: dict[str, list[dict[str, Any]]] = {"before": [], "now": []}
+            turns: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
             for _ in range(arguments.rounds):
                 for kind, done in turns.items():
-                    done.append(
-                        run_turn(kind, size, load, arguments.directory, arguments.before.resolve())
-                    )
+                    checkout = ROOT if kind == "now" else arguments.before.resolve()
+                    done.append(run_turn(kind, size, load, arguments.directory, checkout))
             for kind, done in turns.items():
                 rounds = [summarise([each]) for each in done]
                 row = {"size": size, "load": load, "ledger": kind, **summarise(done)}
@@ -278,7 +276,7 @@ def main() -> None:
                     "a group",
                     flush=True,
                 )
-    print(save("ledger", {"load_average_before": began_in["load_average"], "rows": rows}))
+    print(harness.save("ledger", {"load_average_before": began_in["load_average"], "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.8, 1.0, 1.2])
     parser.add_argument("--real", type=Path, metavar="RUN")
-    arguments = parser.parse_args()
+    arguments = harness.parse(parser, steps=8, rates=[1.0])
     rows = []
     for share in arguments.rates:
         with tempfile.TemporaryDirectory() as scratch:

@@ -35,7 +35,8 @@ def main() -> None:
     )
     parser.add_argument("--timeout-s", type=float, default=300, help="for one run")
     parser.add_argument("--keep", type=Path, help="directory for the runs, kept afterwards")
-    arguments = parser.parse_args()
+    quick = {"seeds": [0], "set": ["run.max_steps=10", "eval.num_prompts=64"]}
+    arguments = harness.parse(parser, **quick)
     with tempfile.TemporaryDirectory() as scratch:
         where = arguments.keep or Path(scratch)
         runs = [run(where, seed, arguments) for seed in arguments.seeds]

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from harness import environment, result_path, save
+from harness import environment, parse, result_path, save
 
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
@@ -178,7 +178,7 @@ def judge_again(path: Path) -> dict[str, Any]:
     return found | judge(found["cells"])
 
 
-def measure_rule(seeds: int, steps: int, *, is_resumed: bool) -> dict[str, Any]:
+def measure_rule(seeds: int, steps: int, *, every: int, is_resumed: bool) -> dict[str, Any]:
     """Measure the whole grid, printing cells as they come; a resumed one keeps those of today."""
     path = result_path("rule", ".json")
     before = json.loads(path.read_text()) if is_resumed and path.exists() else {"cells": []}
@@ -186,7 +186,7 @@ def measure_rule(seeds: int, steps: int, *, is_resumed: bool) -> dict[str, Any]:
     measured = {"measured": before["measured"]} if "measured" in before else {}
     done = {tuple(cell[key] for key in CELL) for cell in cells}
     grid = itertools.product(BOUNDS, RATIOS, SPREADS, (False, True))
-    for (bound, period), ratio, spread, is_pausing in grid:
+    for (bound, period), ratio, spread, is_pausing in itertools.islice(grid, 0, None, every):
         if (bound, period, ratio, spread, is_pausing) in done:
             continue
         cell = measure_cell(
@@ -309,10 +309,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--every", type=int, default=1, help="so manieth cell of the grid only")
     parser.add_argument("--pacing", action="store_true")
     parser.add_argument("--resume", action="store_true", help="keep the cells measured today")
     parser.add_argument("--judge", type=Path, metavar="RESULT", help="predict a measured grid anew")
-    arguments = parser.parse_args()
+    arguments = parse(parser, seeds=1, steps=10, every=15)
     if arguments.judge is not None:
         result = judge_again(arguments.judge)
         print(*(f"{name}: {value}" for name, value in result["verdict"].items()), sep="\n")
@@ -321,7 +322,9 @@ def main() -> None:
     if arguments.pacing:
         save("pacing", measure_pacing(arguments.seeds, arguments.steps))
         return
-    result = measure_rule(arguments.seeds, arguments.steps, is_resumed=arguments.resume)
+    result = measure_rule(
+        arguments.seeds, arguments.steps, every=arguments.every, is_resumed=arguments.resume
+    )
     print(*(f"{name}: {value}" for name, value in result["verdict"].items()), sep="\n")
     save("rule", result)
     plot(result["cells"], result_path("rule", ".png"))

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import environment, result_path, save
+from harness import environment, parse, result_path, save
 
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
@@ -147,7 +147,7 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=float, default=1800.0, help="CPU seconds of one run")
     parser.add_argument("--resume", action="store_true", help="add to the result of today")
-    arguments = parser.parse_args()
+    arguments = parse(parser, sizes=["30x6x8"], limit=60.0)
     path = result_path("sim", ".json")
     rows = json.loads(path.read_text())["rows"] if arguments.resume and path.exists() else []
     for text in arguments.sizes:

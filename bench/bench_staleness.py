@@ -119,10 +119,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=512, help="held-out, for each evaluation")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, a thread each")
-    parser.add_argument("--rows", type=Path, default=harness.RESULTS / "staleness_rows.jsonl")
+    parser.add_argument("--rows", type=Path, help="results/staleness_rows.jsonl if left out")
     parser.add_argument("--resume", action="store_true", help="skip runs whose rows are there")
     parser.add_argument("--report", action="store_true", help="run nothing; write what is there")
-    arguments = parser.parse_args()
+    quick = {"experiments": ["delays"], "losses": ["grpo"], "seeds": [0], "steps": 6, "prompts": 64}
+    arguments = harness.parse(parser, **quick)
+    arguments.rows = arguments.rows or harness.RESULTS / "staleness_rows.jsonl"
     if arguments.report:
         import staleness_report
 
@@ -138,6 +140,8 @@ def main() -> None:
     left = [run for run in found if run.key not in done]
     print(f"{len(left)} of {len(found)} runs to do", flush=True)
     execute(left, arguments.rows, arguments.jobs)
+    if arguments.quick:
+        harness.save("staleness", {"rows": read_rows(arguments.rows)})
 
 
 def plan(arguments: argparse.Namespace) -> Iterator[Run]:

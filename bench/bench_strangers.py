@@ -16,12 +16,10 @@ import secrets
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import environment, parse, save
 
-from bench.harness import environment, save
 from echo.net import zmq
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import Received, TransportOptions, parse_address, without_key
@@ -89,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind")
-    arguments = parser.parse_args()
+    arguments = parse(parser, seconds=1.0, rounds=1)
     limit = zmq.MAX_ACCEPTED_PER_S
     rows: list[dict[str, Any]] = []
     for number in range(arguments.rounds):

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=50, help="fleets for each row")
     parser.add_argument("--time-nodes", type=int, nargs="+", default=[16, 64, 256, 1000, 4000])
     parser.add_argument("--repeats", type=int, default=5, help="for each planning time")
-    arguments = parser.parse_args()
+    arguments = harness.parse(parser, nodes=[16], draws=3, time_nodes=[16, 64], repeats=2)
     rows = [
         row(kind, num_nodes, arguments.draws) for kind in DRAWS for num_nodes in arguments.nodes
     ]

@@ -29,6 +29,7 @@ from typing import Any
 
 import harness
 from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
 from echo.weights import link as weights_link
@@ -40,9 +41,11 @@ from echo.weights.topology import sites
 from echo.weights.topology.plan import Planner, plan_topology
 from echo.weights.topology.sites import PlannedNode, Site
 from echo.wire.actions import Send
+from echo.wire.codec import decode_envelope, decode_message
 from echo.wire.messages import LEARNER_ID, Chunk, NodeStats, Probe
-from tests.roles.harness import KEY, PUBLIC_KEY, message_of
 
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+PUBLIC_KEY = KEY.public_key().public_bytes_raw()
 SCALE = 64
 LATENCY_S, LEARNER_MBIT, IMAGE_BYTES, WINDOW_BYTES = 0.02, 200.0, 64 * MIB, 4 * MIB
 NUM_VERSIONS = 3
@@ -62,7 +65,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="draws of each error but 0")
     parser.add_argument("--joined", type=int, default=3, help="fleets that have just joined")
     parser.add_argument("--chunk", type=int, default=256 << 10)
-    arguments = parser.parse_args()
+    arguments = harness.parse(parser, errors=[0.0, 0.1], repeats=1, joined=1, chunk=1 << 20)
     rows = []
     print(f"{'uplinks':>12} {'error':>6} {'promised':>9} {'got':>6} {'worst':>6}  plans")
     for draw, error in itertools.product(DRAWS, arguments.errors):
@@ -145,6 +148,11 @@ def measure_joined(draw: str, chunk_bytes: int, seed: int, *, known: str) -> dic
 
 def name_of(index: int) -> str:
     return LEARNER_ID if index == 0 else f"receiver-{index}"
+
+
+def message_of(action: Send) -> Any:
+    """Return what a node sends."""
+    return decode_message(decode_envelope(list(action.frames)))
 
 
 def site(index: int, rate: float) -> Site:
@@ -273,7 +281,7 @@ class Fleet:
             self._perform(name, self._nodes[name].expire(now=self.now))
 
     def _send(self, name: str, action: Send) -> None:
-        message, payload = message_of(action.frames), [bytes(one) for one in action.frames[1:]]
+        message, payload = message_of(action), [bytes(one) for one in action.frames[1:]]
         if action.peer not in self._ends:
             return  # the plan has changed
         parent, child = self._ends[action.peer]
@@ -289,7 +297,7 @@ class Fleet:
 
     def _carry(self, name: str, action: Send, payload: list[bytes], receive: Any) -> None:
         """Send bytes up a node's uplink, or what has next to none at once."""
-        if not isinstance(message_of(action.frames), Chunk | Probe):
+        if not isinstance(message_of(action), Chunk | Probe):
             self._at(self.now + LATENCY_S, receive)
             return
         uplink = self._uplinks[name]

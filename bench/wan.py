@@ -15,31 +15,32 @@ stdin. What a killed one has left behind, the next one removes. Lines on stdin:
     1 down 100 / 1 delay 15        its downlink; its share of the one-way delay, ms
     1 loss 0.001 / 1 dead 1        probability for each segment; a black hole
 
-Needs root on Linux. The packet core is wan_core.c, compiled at the start, or wan_core.py where no
-compiler is. The kernel hands over up to 64 KiB at once and cuts it later; rates and queues count
-the segments that come of it, and single ones are lost. How far the emulator can be believed:
-`status` tells the share of a core that it took and how late packets were delivered; `--capacity`
-measures what one TCP stream reaches without limits. Stay below half of that in all.
+Needs root on Linux and a C compiler: the packet core is wan_core.c, compiled at the start, which
+takes less than a second. The kernel hands over up to 64 KiB at once and cuts it later; rates and
+queues count the segments that come of it, and single ones are lost. How far the emulator can be
+believed: `status` tells the share of a core that it took and how late packets were delivered;
+`--capacity` measures what one TCP stream reaches without limits. Stay below half of that in all.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
-
-from wan_core import WHAT, Core, make_core
 
 # linux/if_tun.h: a device of IP packets, each with a virtio header, checksums and cuts left open.
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
@@ -49,8 +50,56 @@ NAMESPACES = Path("/run/netns")
 BUFFERS = ("tcp_rmem", "tcp_wmem")
 TUNED_BUFFERS = "4096 131072 67108864"
 BITS = 1e6 / 8
+WHAT = ("up", "down", "delay", "loss", "dead")
+"""What can be set of a node, in the order of wan_core.c: bytes/s (0 is no limit), s, share, 0/1."""
+STATS = ("packets", "bytes", "dropped", "lost", "late_max_s", "late_sum_s")
 UNITS = {"up": BITS, "down": BITS, "delay": 1e-3, "loss": 1.0, "dead": 1.0}
 """From the unit on the command line to the core's."""
+
+
+class Core:
+    """The packet core in C; ctypes lets go of the GIL while it runs."""
+
+    def __init__(self, seed: int) -> None:
+        self._library = library = compiled_library()
+        library.wan_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_double]
+        library.wan_run.argtypes = [ctypes.c_double, ctypes.c_int]
+        library.wan_stats.restype = ctypes.POINTER(ctypes.c_double * len(STATS))
+        library.wan_seed(ctypes.c_uint64(seed))
+
+    def add(self, descriptor: int, address: str) -> None:
+        """Enter a node with its TUN device."""
+        octets = bytes(map(int, address.split(".")))
+        self._library.wan_add(descriptor, ctypes.c_uint32(struct.unpack("=I", octets)[0]))
+
+    def set(self, node: int, what: str, value: float) -> None:
+        """Change a node's link, also while packets are under way."""
+        self._library.wan_set(node, WHAT.index(what), value)
+
+    def run(self, queue_s: float, stop_descriptor: int) -> None:
+        """Carry packets until the descriptor can be read."""
+        self._library.wan_run(queue_s, stop_descriptor)
+
+    def stats(self) -> dict[str, float]:
+        """Return what has been carried, and how late, seconds, beyond the wanted delay."""
+        return dict(zip(STATS, self._library.wan_stats().contents, strict=True))
+
+
+def compiler() -> str | None:
+    """Return the C compiler of this machine."""
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+def compiled_library() -> ctypes.CDLL:
+    """Compile wan_core.c and load it."""
+    command = compiler()
+    if command is None:
+        sys.exit("wan.py: there is no C compiler (cc, gcc or clang) for its packet core")
+    with tempfile.TemporaryDirectory() as directory:
+        target = str(Path(directory) / "wan_core.so")
+        source = str(Path(__file__).with_name("wan_core.c"))
+        subprocess.run([command, "-O2", "-shared", "-fPIC", "-o", target, source], check=True)
+        return ctypes.CDLL(target)
 
 
 class Emulator:
@@ -150,7 +199,7 @@ def serve(emulator: Emulator, stop: int) -> None:
 
 def start(arguments: argparse.Namespace) -> Emulator:
     """Make the namespaces; on failure what was made is removed."""
-    emulator = Emulator(make_core(arguments.seed))
+    emulator = Emulator(Core(arguments.seed))
     try:
         for index in range(arguments.nodes):
             emulator.add(sysctls(arguments))
@@ -218,7 +267,7 @@ def main() -> None:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing)  # the core in C does not come back for a signal's handler
         threading.Thread(target=serve, args=(emulator, writing), daemon=True).start()
-        tell(nodes=emulator.nodes, core=emulator.core.name)
+        tell(nodes=emulator.nodes)
         emulator.core.run(arguments.queue_ms / 1e3, reading)
     finally:
         emulator.close()

@@ -243,7 +243,7 @@ def check_setup(words: list[str]) -> None:
 
 
 def check_python(words: list[str]) -> None:
-    """Check a line such as `python bench/delays.py worker --law lognormal`."""
+    """Check a line such as `python bench/late_node.py worker --law lognormal`."""
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]) is not None, words[1]
         return

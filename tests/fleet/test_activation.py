@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from bench.random_fleets import choose_by_brute_force, random_workers
 from echo.fleet.activation import MAX_OFFERS, Links, PricedWorker, Question, Roll, choose, gather
 from echo.fleet.job import Job
-from tests.fleet.workers import choose_by_brute_force, random_workers
 
 JOB = Job(
     groups_per_step=8,

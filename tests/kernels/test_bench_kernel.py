@@ -17,7 +17,7 @@ BENCH = Path(__file__).parents[2] / "bench"
     "option",
     [[], pytest.param(["--entropy", "--live", "0.5"], marks=pytest.mark.matrix)],
 )
-def test_the_smoke_run_measures_ours_and_names_who_is_absent(
+def test_the_quick_run_measures_ours_and_names_who_is_absent(
     option: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -27,7 +27,7 @@ def test_the_smoke_run_measures_ours_and_names_who_is_absent(
     import bench_kernel
 
     out = tmp_path / "result.json"
-    monkeypatch.setattr(sys, "argv", ["bench_kernel.py", "--smoke", "--out", str(out), *option])
+    monkeypatch.setattr(sys, "argv", ["bench_kernel.py", "--quick", "--out", str(out), *option])
     with torch.random.fork_rng(devices=[]):
         bench_kernel.main()
     result = json.loads(out.read_text())

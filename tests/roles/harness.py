@@ -15,10 +15,11 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -51,9 +52,6 @@ from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop
 from echo.wire.codec import decode_envelope, decode_message
 from echo.wire.messages import LEARNER_ID, Lease, NodeStats
 from tests.records.rows import records_of
-
-if TYPE_CHECKING:
-    import pytest  # benchmarks use this file, too, where it may not be installed
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC_KEY = KEY.public_key().public_bytes_raw()

@@ -1,4 +1,4 @@
-"""Delays of an experiment (bench/delays.py), wrapped around a real learner and its workers."""
+"""Delays of an experiment (bench/late_node.py) in a real learner and its workers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.delays import (
-    DelayedBuffer,
-    DelayInjector,
-    DelaySettings,
-    Direction,
-    delay_installs,
-)
-from echo.core.buffer import StalenessBuffer
+from bench.delays import DelayInjector, DelaySettings, Direction
+from bench.late_node import DelayedBuffer, LateWorker, delay_installs
 from echo.core.rollout import Group, Lineage, Rollout
+from echo.runtime.learner import setup
+from echo.runtime.worker import setup as worker_setup
 from tests.runtime.harness import Play, Run, ends, read_jsonl, running
+
+
+@pytest.fixture(autouse=True)
+def late_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build learners and workers of the parts that can be late."""
+    monkeypatch.setattr(setup, "StalenessBuffer", DelayedBuffer)
+    monkeypatch.setattr(worker_setup, "RentedMachine", LateWorker)
+
+
+class Woken:
+    """Stands for a learner that is to look again."""
+
+    def __init__(self) -> None:
+        self.has_news = asyncio.Event()
+
+    def wake(self) -> None:
+        self.has_news.set()
 
 
 def injector(direction: Direction, **settings: Any) -> DelayInjector:
@@ -40,14 +53,14 @@ def make_group(group_id: int, step: int) -> Group:
 
 def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
     async def scenario() -> None:
-        inner = StalenessBuffer(max_staleness=1, lineages=(Lineage(1, 0),))
+        buffer = DelayedBuffer(max_staleness=1, lineages=(Lineage(1, 0),))
         delays = injector("rollouts", law="constant", lower_s=1.0, upper_s=2.0, speedup=100.0)
-        has_news = asyncio.Event()
-        buffer = DelayedBuffer(inner, delays, has_news.set)
+        learner: Any = Woken()
+        buffer.begin(delays, learner)
         buffer.put(make_group(0, step=4))
-        assert inner.num_unspent(step=4) == 1
+        assert buffer.num_unspent(step=4) == 1
         assert buffer.take(1, step=4) is None
-        await has_news.wait()
+        await learner.has_news.wait()
         taken = buffer.take(1, step=4)
         assert taken is not None
         buffer.put_back(taken, num_taken=1)  # it has arrived before

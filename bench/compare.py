@@ -1,0 +1,172 @@
+"""Quick benchmarks at two commits in turns: medians, spread, and what has become worse.
+
+    python bench/compare.py OLD [NEW] [--only delta topology] [--rounds 3]
+
+Each commit has a worktree of its own, and each turn runs one benchmark at the old commit and then
+at the new one, with the packages of this environment. A figure is marked where its median has
+become worse by more than 5 % and by more than the rounds of one commit differ. What a script of an
+older commit has no option for is ABSENT, and so is what fails or takes too long, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+
+ROOT = Path(__file__).resolve().parents[1]
+WORSE = 0.05
+QUICK = ("april", "broadcast", "delta", "dispatch", "ledger", "overlap", "quickstart", "rule",
+         "sim", "staleness", "topology", "uplink_errors")  # fmt: skip
+BEFORE = {  # the same for scripts that know no --quick
+    "april": "--seeds 0 --steps 4 --medians 6000",
+    "broadcast": "--sizes 16MiB --chunks 256KiB --repeats 3 --topologies chain:2 star:2",
+    "delta": "--weights 1048576 --steps 6 --image 16MiB --block 1MiB --repeats 3",
+    "dispatch": "--seeds 1 --steps 8 --staleness 1",
+    "overlap": "--steps 8 --rates 1.0",
+    "quickstart": "--seeds 0 --set run.max_steps=10 --set eval.num_prompts=64",
+    "sim": "30x6x8 --limit 60",
+    "topology": "--nodes 16 --draws 3 --time-nodes 16 64 --repeats 2",
+    "uplink_errors": "--errors 0.0 0.1 --repeats 1 --joined 1 --chunk 1048576",
+}
+GAINS = ("per_s", "gb_s", "ratio", "promised", "got", "sampled", "greedy", "speed", "is_complete")
+"""In names of figures of which more is better."""
+COSTS = ("_s", "_ms", "_mib", "bytes", "idle", "wasted", "stale", "worst", "_step", "_tokens")
+"""At the end of names, or of what they begin with, of figures of which less is better."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old")
+    parser.add_argument("new", nargs="?", default="HEAD")
+    parser.add_argument("--only", nargs="+", choices=QUICK, default=QUICK)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=300, help="for one run")
+    arguments = parser.parse_args()
+    commits = {"old": commit(arguments.old), "new": commit(arguments.new)}
+    found: dict[str, Any] = {}
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        trees = {side: Path(scratch) / side for side in commits}
+        try:
+            for side, tree in trees.items():
+                git("worktree", "add", "--detach", str(tree), commits[side])
+                # The small models are named after what they are made of, and take minutes.
+                (tree / "build").symlink_to(ROOT / "build")
+            for name in arguments.only:
+                found[name] = compare(name, trees, arguments.rounds, arguments.limit_s)
+                show(name, found[name])
+        finally:
+            for tree in trees.values():
+                git("worktree", "remove", "--force", str(tree))
+    result = {"commits": commits, "rounds": arguments.rounds, "benchmarks": found}
+    print(f"wrote {harness.save('compare', result)}")
+
+
+def git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(name: str) -> str:
+    """Return the short name of a commit."""
+    return git("rev-parse", "--short", f"{name}^{{commit}}")
+
+
+def compare(name: str, trees: dict[str, Path], rounds: int, limit_s: float) -> dict[str, Any]:
+    """Run one benchmark in turns; return old and new median of every figure, and the verdicts."""
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in trees}
+    for _ in range(rounds):
+        for side, tree in trees.items():
+            try:
+                runs[side].append(run(name, tree, limit_s))
+            except RuntimeError as error:
+                return {"absent": f"{side}: {error}"}
+    rows = {}
+    common = runs["old"][0].keys() & runs["new"][0].keys()
+    for figure in sorted(each for each in common if "spread" not in each):
+        values = {side: [each[figure] for each in own] for side, own in runs.items()}
+        old, new = (statistics.median(values[side]) for side in ("old", "new"))
+        spread = max(max(own) - min(own) for own in values.values())
+        rows[figure] = {"old": old, "new": new, "spread": spread}
+        if abs(new - old) > max(WORSE * abs(old), spread):
+            is_more = new > old
+            better = is_gain(figure)
+            verdict = "changed" if better is None else "better" if is_more is better else "WORSE"
+            rows[figure]["verdict"] = verdict
+    return {"figures": rows, "unmatched": sorted(runs["old"][0].keys() ^ runs["new"][0].keys())}
+
+
+def is_gain(figure: str) -> bool | None:
+    """Return whether more of a figure is better; None where nobody can tell."""
+    parts = figure.split("/")
+    own = next((part for part in reversed(parts) if not part.isdigit()), "")
+    if any(word in own for word in GAINS):
+        return True
+    return False if own.endswith(COSTS) else None
+
+
+def run(name: str, tree: Path, limit_s: float) -> dict[str, float]:
+    """Run a benchmark in a worktree; return its figures, printed or in the file that it wrote.
+
+    Raises:
+        RuntimeError: if there are none, with the reason.
+    """
+    has_quick = "--quick" in (tree / "bench" / "harness.py").read_text()
+    options = "--quick" if has_quick else BEFORE.get(name)
+    if options is None:
+        raise RuntimeError("its script has no quick form")
+    command = [sys.executable, f"bench/bench_{name}.py", *shlex.split(options)]
+    began_at = time.time()
+    process = subprocess.Popen(
+        command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise RuntimeError(f"took longer than {limit_s:g} s") from None
+    lines = output.splitlines()
+    if process.returncode:
+        raise RuntimeError(f"exit {process.returncode}: {' '.join(lines[-1:])}")
+    printed = [line for line in lines if line.startswith('{"figures": ')]
+    if printed:
+        found: dict[str, float] = json.loads(printed[-1])["figures"]
+        return found
+    written = [p for p in tree.glob("bench/results/*.json") if p.stat().st_mtime >= began_at]
+    if not written:
+        raise RuntimeError("it has neither printed nor written any figures")
+    newest = max(written, key=lambda path: path.stat().st_mtime)
+    return dict(harness.figures(json.loads(newest.read_text())))
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """Print what differs."""
+    if "absent" in found:
+        print(f"{name}: ABSENT: {found['absent']}", flush=True)
+        return
+    rows = found["figures"]
+    marked = {figure: row for figure, row in rows.items() if "verdict" in row}
+    only = len(found["unmatched"])
+    print(f"{name}: {len(rows)} figures, {len(marked)} differ; {only} in one commit", flush=True)
+    for figure, row in marked.items():
+        print(f"  {row['verdict']:8} {row['old']:>11.5g} -> {row['new']:>11.5g}  {figure}")
+
+
+if __name__ == "__main__":
+    main()
