@@ -445,7 +445,7 @@ async def _run_dialing(config: Config, role: str, log: logging.Logger) -> str:
 
         node = worker = await build_worker(config, log=log)
         for line in (line for line in log.handlers if isinstance(line, StatusLine)):
-            node.spawn(show_status(worker.view, log, line), name="status")
+            node.spawn(show_status(worker, log, line), name="status")
     return await run_node(node)
 
 
