@@ -82,8 +82,8 @@ def measure(num_workers: int, num_steps: int, num_chunks: int, limit_s: float) -
         spent_s = time.process_time() - began_at
         marks.append((len(simulation.history.steps), spent_s))
         if spent_s > limit_s:
-            simulation.clock.stop()
-        simulation.clock.after(LOOK_S, look)
+            simulation.end("")
+        simulation.loop.call_later(LOOK_S, look)
 
     look()
     history = simulation.run()

@@ -32,6 +32,7 @@ from echo.core.errors import EchoError
 from echo.core.rollout import PolicyVersion
 from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import Transport
+from echo.roles.joining import fingerprint
 from echo.roles.learner import Learner
 from echo.roles.relay import Relay
 from echo.runtime import node
@@ -42,7 +43,6 @@ from echo.runtime.node import Node, tune_malloc
 from echo.runtime.relay import RelayNode
 from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.receiver import VersionArrived
-from echo.weights.store import fingerprint
 from echo.wire.actions import Action
 from echo.wire.messages import LEARNER_ID
 

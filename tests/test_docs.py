@@ -18,11 +18,12 @@ from echo.cli import parsers
 from echo.cli.node import dry_run
 from echo.config.fleet_file import JobRow, SimRow
 from echo.config.load import load_config
-from echo.config.reference import configuration_page
+from echo.config.reference import configuration_page, fleet_page
 from echo.config.schema import find_leaf, sections
 from echo.tasks.environment import Environment
 from echo.tasks.task import Example, load_task
 from echo.ui import metrics_reference
+from echo.wire.messages import REASONS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -163,6 +164,11 @@ def test_the_reference_of_the_configuration_is_that_of_the_schema() -> None:
     assert text_of(DOCS / "configuration.md") == configuration_page(), remedy
 
 
+def test_the_reference_of_fleet_files_is_that_of_their_rows() -> None:
+    remedy = "python -m echo.config.reference fleet > docs/fleet-files.md"
+    assert text_of(DOCS / "fleet-files.md") == fleet_page(), remedy
+
+
 @pytest.mark.slow
 def test_the_reference_of_the_metrics_is_that_of_the_code() -> None:
     remedy = "python -m echo.ui.metrics_reference > docs/metrics.md"
@@ -206,6 +212,8 @@ def check_command(name: str, words: list[str]) -> None:
             assert all(is_key(text.partition("=")[0]) for text in simulated.sweep)
         case "echo-ledger":
             parsers.ledger_parser().parse_args(words)
+        case "echo-debug":
+            parsers.debug_parser().parse_args(words)
         case "echo-setup":
             check_setup(words)
         case "echo-test":
@@ -310,12 +318,20 @@ def test_every_message_that_it_explains_is_one_of_ours() -> None:
     assert [part for part in sorted(parts) if part not in texts_in_code()] == []
 
 
-def test_every_reason_is_explained() -> None:
+def test_the_reasons_that_it_explains_are_those_that_there_are() -> None:
     page = text_of(DOCS / "troubleshooting.md").partition("## Refused and discarded")[2]
-    [names] = re.findall(r"^REASONS = frozenset\((.*?)^\)", source_of("REASONS = "), re.M | re.S)
-    reasons = set(re.findall(r'"([a-z_]+)"', names))
-    assert len(reasons) > 20
-    assert reasons - set(spans(page)) == set()
+    rows = re.findall(r"^\| (`.*?`) \| ", page, re.M)
+    explained = [reason for row in rows for reason in spans(row)]
+    of_nodes = {"digest_mismatch", "name_taken", "protocol_version"}
+    assert set(explained) - of_nodes - {"duplicates"} == REASONS
+    assert len(explained) == len(set(explained))
+
+
+def test_every_reason_is_given_somewhere() -> None:
+    [table] = re.findall(r"^REASONS = frozenset\((.*?)^\)", source_of("REASONS = "), re.M | re.S)
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "echo").rglob("*.py")]
+    rest = "\n".join(sources).replace(table, "")
+    assert [reason for reason in sorted(REASONS) if f'"{reason}"' not in rest] == []
 
 
 def test_the_messages_of_the_protocol_are_those_of_the_code() -> None:

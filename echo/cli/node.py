@@ -40,6 +40,7 @@ from echo.net.transport import is_loopback
 from echo.net.zmq import bound_socket, raise_descriptor_limit
 from echo.records.run_files import read_metrics
 from echo.runtime import node
+from echo.runtime.event_log import EventLog
 from echo.runtime.identity import ECHO_JOIN, Join
 from echo.runtime.node import INTERRUPTED, Node, tune_malloc
 from echo.tasks.task import load_task
@@ -237,7 +238,9 @@ class NoticeBoard(logging.Handler):
         return self.lines[-self._num_unseen :] if self._num_unseen else []
 
 
-def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
+def run_learner(
+    config: Config, *, resume: bool, has_report: bool, log_events: Path | None = None
+) -> int:
     """Run the learner with its display; return the exit code."""
     run_dir = config.run_dir
     board = NoticeBoard()
@@ -250,6 +253,7 @@ def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
             "sampling.top_p or top_k truncates what workers sample: their log-probabilities are of "
             "the truncated distribution, the learner's of the whole one, so ratios start below 1"
         )
+    events = EventLog(log_events, log=log)
     console = Console(stderr=True)
     section = config.metrics
     with (
@@ -263,7 +267,15 @@ def run_learner(config: Config, *, resume: bool, has_report: bool) -> int:
         LiveView(console, mode=config.ui.live) as view,
     ):
         code = run_loop(
-            _run(config, resume=resume, metrics=metrics, show=_show_on(view, board), log=log), log
+            _run(
+                config,
+                resume=resume,
+                metrics=metrics,
+                show=_show_on(view, board),
+                events=events,
+                log=log,
+            ),
+            log,
         )
     if code and not interrupts.is_interruption(code):
         print(f"error: {board.lines[-1] if board.lines else 'see the log'}", file=sys.stderr)
@@ -287,6 +299,7 @@ async def _run(
     resume: bool,
     metrics: MetricsWriter,
     show: Callable[[Snapshot], None],
+    events: EventLog,
     log: logging.Logger,
 ) -> str:
     # Imported here: a relay's machine has no torch.
@@ -299,6 +312,7 @@ async def _run(
         show=show,
         log=log,
         earlier=read_curve(config.run_dir, log) if resume else None,
+        events=events,
     )
     if config.security.curve and sys.stderr.isatty():
         show_join(config.run_dir / "keys" / "join")
@@ -352,7 +366,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_start(config, arguments.role)
             return 0
         code = run_role(
-            config, arguments.role, resume=arguments.resume, has_report=not arguments.no_report
+            config,
+            arguments.role,
+            resume=arguments.resume,
+            has_report=not arguments.no_report,
+            log_events=arguments.log_events,
         )
     except EchoError as error:
         return fail(error)
@@ -421,29 +439,36 @@ def _check_changes(config: Config, *, accept_unsafe: bool) -> None:
         )
 
 
-def run_role(config: Config, role: str, *, resume: bool = False, has_report: bool = True) -> int:
+def run_role(
+    config: Config,
+    role: str,
+    *,
+    resume: bool = False,
+    has_report: bool = True,
+    log_events: Path | None = None,
+) -> int:
     """Run one node until it ends; return the exit code."""
     if role == "learner":
         # Imported here: a relay's machine has no torch.
 
-        return run_learner(config, resume=resume, has_report=has_report)
+        return run_learner(config, resume=resume, has_report=has_report, log_events=log_events)
     section = config.relay if role == "relay" else config.worker
     name = node.node_name(role, section.name)
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
-    return run_loop(_run_dialing(config, role, log), log)
+    return run_loop(_run_dialing(config, role, EventLog(log_events, log=log), log), log)
 
 
-async def _run_dialing(config: Config, role: str, log: logging.Logger) -> str:
+async def _run_dialing(config: Config, role: str, events: EventLog, log: logging.Logger) -> str:
     node: Node
     if role == "relay":
         from echo.runtime.relay import build_relay
 
-        node = await build_relay(config, log=log)
+        node = await build_relay(config, log=log, events=events)
     else:
         from echo.runtime.worker.setup import build_worker
 
-        node = worker = await build_worker(config, log=log)
+        node = worker = await build_worker(config, log=log, events=events)
         for line in (line for line in log.handlers if isinstance(line, StatusLine)):
             node.spawn(show_status(worker, log, line), name="status")
     return await run_node(node)

@@ -68,7 +68,27 @@ def node_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-report", action="store_true", help="leave out the summary at the end (learner)"
     )
+    parser.add_argument(
+        "--log-events",
+        type=Path,
+        metavar="FILE",
+        help="record what this node's role is fed in a new file, for `echo-rl debug`",
+    )
     parser.add_argument("--help-config", action="store_true", help="print every configuration key")
+    parser.add_argument("--version", action="version", version=version())
+    return parser
+
+
+def debug_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="echo-rl debug",
+        description="Replay what a node recorded with --log-events, up to the first action that "
+        "differs.",
+        epilog="Exit codes: 0 all actions are the same; 1 one differs, and which; 2 wrong command "
+        "line; 3 the file is damaged, or of another version of Echo.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="what the node wrote")
     parser.add_argument("--version", action="version", version=version())
     return parser
 

@@ -34,10 +34,18 @@ from echo.config.fleet_file import override, read_tables, split_override
 from echo.core.errors import ConfigError, StorageError
 from echo.core.units import format_duration
 from echo.fleet.overlap import Prediction, predict
-from echo.sim.records import BillRecord, History, StepRecord, rent, traffic_cost
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
-from echo.sim.summary import RUN_IN, Summary, summarise
+from echo.sim.summary import (
+    RUN_IN,
+    BillRecord,
+    History,
+    StepRecord,
+    Summary,
+    rent,
+    summarise,
+    traffic_cost,
+)
 from echo.ui.plots import StepPoint, simulation_plot, sweep_plot
 
 # --- sweep ----------------------------------------------------------------------------------------

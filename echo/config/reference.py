@@ -1,15 +1,17 @@
-"""Configuration reference as Markdown, generated from the schema.
+"""References of configuration and of fleet files as Markdown, generated from their schemas.
 
 python -m echo.config.reference > docs/configuration.md
+python -m echo.config.reference fleet > docs/fleet-files.md
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from echo.config.schema import Leaf, every_leaf, sections, show
+from echo.config.fleet_file import LISTS, SIM_LISTS, TABLES, RelayRow, Row, SimRow
+from echo.config.schema import Leaf, every_leaf, expected_text, sections, show
 
 _HEAD = """# Configuration
 
@@ -19,6 +21,16 @@ all errors are told at once, and `--dry-run` prints each value with its source. 
 (learner) are the learner's to decide: its workers take them over when they join.
 
 This page is generated: `python -m echo.config.reference > docs/configuration.md`.
+"""
+
+_FLEET_HEAD = """# Fleet and scenario files
+
+A fleet file of [`echo-rl plan`](planning.md) has the tables up to `[[models]]`. A scenario of
+[`echo-rl sim`](simulator.md) has the others, too, and `[activation]` as a
+[configuration](configuration.md) has it. Double brackets are tables that repeat. Rates are in
+Mbit/s, prices in $ per hour or per GB of 10^9 bytes, as marketplaces quote them.
+
+This page is generated: `python -m echo.config.reference fleet > docs/fleet-files.md`.
 """
 
 
@@ -34,6 +46,38 @@ def configuration_page() -> str:
         parts.append("\n| key | default | takes | |\n|---|---|---|---|\n")
         parts += [_row(leaf) for leaf in leaves]
     return "".join(parts)
+
+
+def fleet_page() -> str:
+    """Return every key of fleet and scenario files by table."""
+    parts = [_FLEET_HEAD]
+    for heading, kind in _tables():
+        summary = (kind.__doc__ or "").partition("\n")[0]
+        parts.append(f"\n## `{heading}`\n\n{summary}\n")
+        parts.append("\n| key | default | takes | |\n|---|---|---|---|\n")
+        fragments = kind.model_json_schema()["properties"]
+        for name, field in kind.model_fields.items():
+            if field.annotation in (RelayRow, RelayRow | None):
+                continue  # a table of its own
+            default = (
+                "required"
+                if field.is_required()
+                else f"`{show(field.get_default(call_default_factory=True))}`"
+            )
+            takes = expected_text(fragments[name], name)
+            cells = _cells((default, takes, field.description or ""))
+            parts.append(f"| `{name}` | {cells} |\n")
+    return "".join(parts)
+
+
+def _tables() -> Iterator[tuple[str, type[Row]]]:
+    yield from ((f"[{name}]", kind) for name, kind in TABLES.items())
+    for name, kind in LISTS.items():
+        yield f"[[{name}]]", kind
+        if name == "regions":
+            yield "[regions.relay]", RelayRow
+    yield "[sim]", SimRow
+    yield from ((f"[[{name}]]", kind) for name, kind in SIM_LISTS.items())
 
 
 def default_text(leaf: Leaf) -> str:
@@ -64,4 +108,4 @@ def _cells(texts: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(configuration_page())
+    sys.stdout.write(fleet_page() if sys.argv[1:] == ["fleet"] else configuration_page())

@@ -570,6 +570,14 @@ class Config(Section):
         """The directory of this run."""
         return Path(self.run.dir) / self.run.name
 
+    @property
+    def trims_stale(self) -> bool:
+        """Whether a group with some tokens beyond the bound keeps the others.
+
+        On policy, and where old tokens are to be dropped, such a group is of no use.
+        """
+        return self.sync.max_staleness > 0 and self.rollout.stale_tokens != "drop"
+
 
 KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": ENGINES}
 """Sections with a class for each kind: what is no key of the chosen class is unknown."""
@@ -732,7 +740,7 @@ def _leaf(path: KeyPath, fragment: Mapping[str, Any], section: type[Section]) ->
         defaults = {name: name for name in PROFILES}
     return Leaf(
         path=path,
-        expected=_expected(fragment, path[-1]),
+        expected=expected_text(fragment, path[-1]),
         choices=_choices(fragment),
         help=info.description or "",
         roles=section.roles,
@@ -761,18 +769,18 @@ def _choices(fragment: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _expected(fragment: Mapping[str, Any], name: str) -> str:
+def expected_text(fragment: Mapping[str, Any], name: str) -> str:
     """Say in words what JSON schema `fragment` accepts."""
     if "anyOf" in fragment:
         parts = [part for part in fragment["anyOf"] if part.get("type") != "null"]
-        return " or ".join(_expected(part, name) for part in parts)
+        return " or ".join(expected_text(part, name) for part in parts)
     words = _choices(fragment)
     if words:
         listed = ", ".join(show(word) for word in words)
         return f"one of {listed}" if len(words) > 1 else listed
     if "prefixItems" in fragment:
         items = fragment["prefixItems"]
-        return f"a list of {len(items)}, each {_expected(items[0], name)}"
+        return f"a list of {len(items)}, each {expected_text(items[0], name)}"
     if name.endswith("_s") and not name.endswith("_per_s"):
         base = 'a duration (seconds, or text such as "30s")'
     elif name.endswith("_bytes"):

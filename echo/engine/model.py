@@ -264,6 +264,11 @@ def fields_of_model(model_dir: Path) -> dict[str, Any]:
     return {**fields, **fields.get("text_config", {})}
 
 
+def vocab_size(model_dir: Path) -> int:
+    """Return the rows of the model's embedding: token ids are below it."""
+    return int(fields_of_model(model_dir)["vocab_size"])
+
+
 def model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
     """Return the worker's own model directory, or one made of the inherited files."""
     own = own_model(config)

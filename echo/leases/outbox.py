@@ -18,7 +18,7 @@ relay or worker holds of them (2 MB each at 16 rollouts of 8192 tokens) stays sm
 
 
 @dataclass(slots=True)
-class Delivery:
+class Unacknowledged:
     """One message that must reach the learner."""
 
     message: Message
@@ -39,7 +39,7 @@ class Outbox:
         """
         self.max_deliveries = max_deliveries
         self.retry_s = retry_s
-        self._deliveries: dict[tuple[int, int], Delivery] = {}
+        self._deliveries: dict[tuple[int, int], Unacknowledged] = {}
 
     def __len__(self) -> int:
         return len(self._deliveries)
@@ -64,9 +64,9 @@ class Outbox:
 
     def put(self, key: tuple[int, int], message: Message, *payload: Frame) -> None:
         """Add a delivery; one with the same key is replaced."""
-        self._deliveries[key] = Delivery(message, payload)
+        self._deliveries[key] = Unacknowledged(message, payload)
 
-    def take_due(self, *, now: float) -> list[Delivery]:
+    def take_due(self, *, now: float) -> list[Unacknowledged]:
         """Return what is to be sent now, oldest first, and note that they were sent."""
         due = [
             delivery

@@ -49,7 +49,7 @@ from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState
 # Each segment has a seed of its own: with the old one the random choices would repeat themselves.
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PartialGroup:
     """A leased group while it is sampled; it keeps its lease, whoever else has held it before."""
 

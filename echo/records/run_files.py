@@ -215,7 +215,7 @@ def _rate(deliveries: list[Delivery], group_size: int) -> WorkerRate:
     )
 
 
-def staleness_of(rows: Iterable[MetricsRow]) -> dict[int, int]:
+def tokens_by_staleness(rows: Iterable[MetricsRow]) -> dict[int, int]:
     """Return trained tokens by staleness, summed over `staleness/hist` of metric rows."""
     totals: dict[int, int] = {}
     for row in rows:

@@ -25,18 +25,24 @@ brings none of them inherits the files from the learner (configuration and token
 and never weights) and is right by construction.
 
 Whatever is inherited is signed by the learner, and checked before any of it is used: a relay that
-forwards it may be anybody with the run's secret. Files have a name out of a fixed table.
+forwards it may be anybody with the run's secret. The join string holds the fingerprint of the key,
+which a node therefore knows before anybody has told it anything. Where no fingerprint is known
+(links that are not encrypted, `security.curve = false`) a node can only check that one key has
+signed everything it sees. Files have a name out of a fixed table.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import msgspec
 from blake3 import blake3
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from echo.core.errors import EchoError, RefusedError, RemoteProtocolError
 from echo.core.metrics import Counters
@@ -45,7 +51,6 @@ from echo.core.rollout import Lineage
 from echo.core.units import one_line
 from echo.roles.members import Member, Presence, Roster
 from echo.weights.broadcast import Broadcast
-from echo.weights.store import sign_welcome, welcome_fault
 from echo.wire.actions import Action, Complaints, Note, Routes, Stop
 from echo.wire.codec import Frame
 from echo.wire.messages import (
@@ -100,6 +105,72 @@ IGNORED: Step[Any] = Step(_ignore)
 
 def _each(events: Iterable[type], step: Step[Any]) -> dict[type, Step[Any]]:
     return dict.fromkeys(events, step)
+
+
+# --- Trust: what the learner of the run has signed ---
+
+FINGERPRINT_BYTES = 16
+"""128 bits: whoever wants another key with the same fingerprint has 2^128 to try."""
+
+# Neither hash can be taken for a manifest's root, which the same key signs.
+_FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
+_WELCOME = "echo-rl 2026-11 welcome"
+
+_welcome_decoder = msgspec.msgpack.Decoder(Welcome)
+
+
+def fingerprint(public_key: bytes) -> bytes:
+    """Return the fingerprint of a signing key, FINGERPRINT_BYTES long."""
+    return blake3(public_key, derive_key_context=_FINGERPRINT).digest(length=FINGERPRINT_BYTES)
+
+
+def show_fingerprint(value: bytes) -> str:
+    """Return a fingerprint as it stands in a join string."""
+    return base64.urlsafe_b64encode(value).decode().rstrip("=")
+
+
+def sign_welcome(welcome: Welcome, key: Ed25519PrivateKey) -> Welcome:
+    """Return the message with the signature of everything else in it.
+
+    It names the incarnation of the node that it answers, so it is of no use to any other process.
+    """
+    # As it arrives: a whole number in the place of a fraction would be encoded otherwise there.
+    arriving = _welcome_decoder.decode(msgspec.msgpack.encode(welcome))
+    return msgspec.structs.replace(arriving, signature=key.sign(_hash(arriving)))
+
+
+def welcome_fault(welcome: Welcome, *, known: bytes | None) -> tuple[str, str] | None:
+    """Return why a Welcome is not the learner's, as (reason, detail), or None if it is.
+
+    Args:
+        welcome: as it arrived.
+        known: the fingerprint of the learner's key; None where nothing has told it.
+    """
+    found = fingerprint(welcome.public_key)
+    if known is not None and found != known:
+        return "wrong_signing_key", (
+            f"the signing key has the fingerprint {show_fingerprint(found)}, this node's join "
+            "string (or the run directory, where links are not encrypted) says "
+            f"{show_fingerprint(known)}. Either the line in runs/NAME/keys/join on the learner's "
+            "machine is another one by now: copy it again; or somebody between poses as the learner"
+        )
+    try:
+        key = Ed25519PublicKey.from_public_bytes(welcome.public_key)
+        key.verify(welcome.signature, _hash(welcome))
+    except (InvalidSignature, ValueError):
+        return "wrong_signature", (
+            "the learner's key has not signed the settings and files that this node is to take "
+            "over: somebody on the way has changed them"
+        )
+    return None
+
+
+def _hash(welcome: Welcome) -> bytes:
+    body = msgspec.msgpack.encode(msgspec.structs.replace(welcome, signature=b""))
+    return blake3(body, derive_key_context=_WELCOME).digest()
+
+
+# --- The node's end ---
 
 
 CODE = "task.code"

@@ -350,6 +350,11 @@ class Learner:
             member.node.is_standby = is_standby
         return [*self.replan(now), *self.grant(now=now)] if changed else []
 
+    def set_aside(self, names: Collection[str]) -> None:
+        """Grant exactly these workers nothing; others are given something at the next grant."""
+        for member in self.roster.members("worker"):
+            member.worker.is_set_aside = member.node_id in names
+
     def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
         messages = self._scheduler.shipped.grants(leases)
         return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]

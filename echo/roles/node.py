@@ -19,7 +19,7 @@ it:
 * Welcome of another run or with other settings, another protocol version, or hashes that differ end
   the node: retrying cannot help.
 * So does a Welcome that the learner has not signed: whatever came with it is not used
-  (`weights/store.py`).
+  (`roles/joining.py`).
 * The weights link follows the newest Plan (`weights/parents.py`).
 """
 
@@ -133,10 +133,6 @@ class DialingRole:
             num_chunks=num_chunks,
             refused={name: int(n) for name, n in self.counters.as_dict().items()},
         )
-
-    def on_routed(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message from the learner that this class does not know."""
-        raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
 
     def on_version(self, *, now: float) -> list[Action]:
         """Handle that a version of the weights is here as a whole."""
@@ -361,7 +357,7 @@ class DialingRole:
             case Pulse():
                 self.learner_step = message.step
                 return self._perform(self.broadcast.expect(message.newest, now=now), now)
-        return self.on_routed(message, payload, now=now)
+        raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
 
     # --- joining ---------------------------------------------------------------------------------
 

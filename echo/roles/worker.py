@@ -158,12 +158,12 @@ class EngineFacts:
         return math.ceil(self.groups_per_batch * self.rules.over_submission)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class EngineCall:
     """Groups that are sampled together, and how far they are.
 
-    Whoever samples may count tokens at any time and from its own thread, which is the only one that
-    writes these numbers; all else belongs to the role.
+    Whoever samples may count at any time and from its own thread, which is the only one that writes
+    what was `seen`; all else belongs to the role, which is told of it (`counted`).
     """
 
     groups: list[PartialGroup]
@@ -177,18 +177,21 @@ class EngineCall:
     num_whole: int = 0
     num_tokens: int = 0
     """Sampled so far."""
+    num_signs: int = 0
+    """Signs of life of every group in it, tokens among them."""
     is_recalled: bool = False
     """Whether it is to end soon, with what it has."""
+    seen_tokens: int = 0
+    seen_signs: int = 0
 
     def on_tokens(self, number: int) -> None:
         """Count tokens."""
-        self.num_tokens += number
+        self.seen_tokens += number
         self.on_progress(number)
 
     def on_progress(self, number: int) -> None:
         """Note a sign of life of every group in the call."""
-        for group in self.groups:
-            group.num_progress += number
+        self.seen_signs += number
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +280,7 @@ class Worker(DialingRole):
         outbox: Outbox,
         *,
         terms: ReleaseTerms | None = None,
+        version_wait_s: float = MAX_VERSION_WAIT_S,
         now: float,
     ) -> None:
         """Start without leases and without an engine; `built` brings it.
@@ -286,6 +290,7 @@ class Worker(DialingRole):
             broadcast: its part of the weights plane.
             outbox: for results.
             terms: for how long its machine is kept; None for ever.
+            version_wait_s: for how long a lease may wait for its version.
             now: the present.
         """
         super().__init__(settings, broadcast, now=now)
@@ -303,7 +308,7 @@ class Worker(DialingRole):
         self.partials = PartialGroups()
         self.partial_counts: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
-        self.version_wait = VersionWait()
+        self.version_wait = VersionWait(version_wait_s)
         """For leases that ask for newer weights."""
         self._calls: list[EngineCall] = []
         self._scoring: dict[LeaseKey, PartialGroup] = {}
@@ -335,11 +340,6 @@ class Worker(DialingRole):
     def lineages(self) -> tuple[Lineage, ...]:
         """The learner's histories so far, oldest first."""
         return self._joining.lineages
-
-    @property
-    def tokens_in_engine(self) -> int:
-        """Tokens that the calls under way have sampled so far."""
-        return sum(call.num_tokens for call in self._calls)
 
     @property
     def activity(self) -> str:
@@ -395,24 +395,24 @@ class Worker(DialingRole):
     # --- from the learner ------------------------------------------------------------------------
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle what the learner says beside joining; a plan may put this worker on standby."""
-        actions = super().on_work(message, payload, now)
-        if not isinstance(message, TopologyPlan) or message.is_standby == (
-            self.standby_since is not None
-        ):
-            return actions
-        self.standby_since = now if message.is_standby else None
-        text = "not needed for now: standing by" if message.is_standby else "needed: active again"
-        return [*actions, Note("info", text)]
-
-    def on_routed(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
-        """Handle leases and acknowledgements."""
+        """Handle what the learner says beside joining: leases and acknowledgements above all."""
         match message:
             case Grant():
                 return self._on_grant(message, payload, now)
             case Ack():
                 return [*self._on_ack(message, now), *self._next(now)]
-        return super().on_routed(message, payload, now=now)
+            case TopologyPlan():
+                actions = super().on_work(message, payload, now)
+                return [*actions, *self._stand_by(is_standby=message.is_standby, now=now)]
+        return super().on_work(message, payload, now)
+
+    def _stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
+        """Follow a plan that says whether this worker is needed."""
+        if is_standby == (self.standby_since is not None):
+            return []
+        self.standby_since = now if is_standby else None
+        text = "not needed for now: standing by" if is_standby else "needed: active again"
+        return [Note("info", text)]
 
     def _on_grant(self, message: Grant, payload: list[Frame], now: float) -> list[Action]:
         members: list[PartialRollout] = []
@@ -564,6 +564,12 @@ class Worker(DialingRole):
 
     # --- out of the engine -----------------------------------------------------------------------
 
+    def counted(self, call: EngineCall, *, num_tokens: int, num_signs: int) -> None:
+        """Note how many tokens and signs of life there were so far of a call under way."""
+        for group in call.groups:
+            group.num_progress += num_signs - call.num_signs
+        call.num_tokens, call.num_signs = num_tokens, num_signs
+
     def sampled(
         self,
         call: EngineCall,
@@ -628,7 +634,7 @@ class Worker(DialingRole):
             return True
         if now >= call.ends_at:
             # With something to show for it, or a slow start would be repeated for ever.
-            if call.num_tokens:
+            if call.num_tokens or call.num_whole:
                 return True
             assert self.engine is not None
             call.ends_at = now + (self.engine.rules.ship_s or 0.0)

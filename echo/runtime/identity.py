@@ -19,7 +19,7 @@ from echo.core.errors import ConfigError, StorageError, TransportError
 from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import format_address, is_loopback, parse_address, with_key, without_key
 from echo.records.files import make_private_directory, write_file
-from echo.weights.store import fingerprint, show_fingerprint
+from echo.roles.joining import fingerprint, show_fingerprint
 
 
 @dataclass(frozen=True, slots=True)

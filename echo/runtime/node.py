@@ -52,6 +52,7 @@ from echo.net.zmq import KernelFacts, ZmqTransport, advise, descriptor_limit
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole, Role
 from echo.runtime.disk_store import MappedStore, SavedKeyframe
+from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, signing_fingerprint
 from echo.runtime.threads import Pool, ThreadPools, Threads
 from echo.weights.broadcast import Broadcast
@@ -601,7 +602,11 @@ def sockets_per_link(parent: str | None) -> int:
 
 
 def make_broadcast(
-    node_id: str, network: NetworkSection, version_store: VersionStore | None = None
+    node_id: str,
+    network: NetworkSection,
+    version_store: VersionStore | None = None,
+    *,
+    events: EventLog | None = None,
 ) -> Broadcast:
     """Return a node's part of the weights plane with the configuration's bounds.
 
@@ -609,13 +614,17 @@ def make_broadcast(
         node_id: name of the node.
         network: the bounds.
         version_store: where received versions lie; None at the learner, which receives none.
+        events: records what it is fed; None for nothing.
     """
-    return Broadcast(
+    events = events or EventLog()
+    return events.build(
+        "broadcast",
+        Broadcast,
         node_id=node_id,
         window_bytes=min(FIRST_WINDOW_CHUNKS * network.chunk_bytes, MAX_FIRST_WINDOW_BYTES),
         # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
         stall_s=max(0.5, network.heartbeat_s),
-        version_store=version_store,
+        version_store=events.outside(version_store),
     )
 
 

@@ -13,6 +13,7 @@ from echo.roles.joining import Configure
 from echo.roles.relay import Relay
 from echo.runtime import node
 from echo.runtime.disk_store import MappedStore, open_store
+from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.node import DialingNode
 from echo.runtime.threads import Threads
@@ -57,8 +58,15 @@ class RelayNode(DialingNode):
         self.perform(self.session.configured({}, now=self.now))
 
 
-async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:
+async def build_relay(
+    config: Config, *, log: logging.Logger, events: EventLog | None = None
+) -> RelayNode:
     """Return a relay that is ready to run, listening already.
+
+    Args:
+        config: the whole configuration.
+        log: where to tell what happens.
+        events: records what its role is fed; None for nothing.
 
     Raises:
         EchoError: if something does not fit; the message is for the user.
@@ -67,17 +75,22 @@ async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:
     transport = await node.start_transport(config.network, config.relay.listen, keys)
     node.warn_of_kernel(config.relay.listen, *dial_addresses(config, "relay"))
     try:
-        return assemble_relay(config, transport, log=log)
+        return assemble_relay(config, transport, log=log, events=events)
     except BaseException:
         await transport.close()
         raise
 
 
 def assemble_relay(
-    config: Config, transport: Transport, *, threads: Threads | None = None, log: logging.Logger
+    config: Config,
+    transport: Transport,
+    *,
+    threads: Threads | None = None,
+    log: logging.Logger,
+    events: EventLog | None = None,
 ) -> RelayNode:
     """Join a relay on a transport that has been started; otherwise as `build_relay`."""
-    section = config.relay
+    section, events = config.relay, events or EventLog()
     node_id = node.node_name("relay", section.name)
     settings = node.node_settings(
         config,
@@ -87,9 +100,13 @@ def assemble_relay(
         max_image_bytes=int(node.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
     version_store = open_store(config.network.store_dir, config.network.store_bytes)
-    session = Relay(
+    session = events.build(
+        "role",
+        Relay,
         settings,
-        node.make_broadcast(node_id, config.network, version_store),
+        node.make_broadcast(node_id, config.network, version_store, events=events),
         now=asyncio.get_running_loop().time(),
     )
-    return RelayNode(session, transport, version_store=version_store, threads=threads, log=log)
+    relay = RelayNode(session, transport, version_store=version_store, threads=threads, log=log)
+    relay.at_release.append(events.close)
+    return relay

@@ -1,11 +1,9 @@
-"""Virtual time: calls in order of their instants, and nothing in between.
+"""Virtual time for asyncio: calls in order of their instants, and nothing in between.
 
-Calls of one instant happen in the order in which they were asked for, so that the same calls give
-the same history.
-
-`VirtualLoop` is the same for asyncio: tasks, timers and timeouts run as they are, and time jumps to
-the next timer once nothing is ready. It has no sockets and no threads. What a node would do in a
-thread is done in the loop (`InlineThreads`), and takes as long as it is said to take.
+On a `VirtualLoop` tasks, timers and timeouts run as they are, and time jumps to the next timer once
+nothing is ready. Calls of one instant happen in the order in which they were asked for, so that the
+same calls give the same history. It has no sockets and no threads. What a node would do in a thread
+is done in the loop (`InlineThreads`), and takes as long as it is said to take.
 """
 
 from __future__ import annotations
@@ -18,43 +16,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 from echo.runtime.node import Result
-
-
-class Clock:
-    """The present, and what is to happen when."""
-
-    def __init__(self) -> None:
-        """Start at 0 with nothing to do."""
-        self.now = 0.0
-        self.num_events = 0
-        """Calls made so far."""
-        self.is_stopped = False
-        self._serial = 0
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-
-    def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Have something called at an instant; one that has passed is the present."""
-        self._serial += 1
-        when = instant if instant > self.now else self.now
-        heapq.heappush(self._events, (when, self._serial, call, arguments))
-
-    def after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Have something called later."""
-        self.at(self.now + delay_s, call, *arguments)
-
-    def run(self, until: float = math.inf) -> None:
-        """Let time pass up to `until`, or until `stop`, or until nothing is left to do."""
-        events = self._events
-        while events and not self.is_stopped and events[0][0] <= until:
-            self.now, _, call, arguments = heapq.heappop(events)
-            self.num_events += 1
-            call(*arguments)
-        if not self.is_stopped and math.isfinite(until):
-            self.now = max(self.now, until)
-
-    def stop(self) -> None:
-        """End `run` after the present call."""
-        self.is_stopped = True
 
 
 class LoopClock:
@@ -110,6 +71,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """
 
     _ready: deque[asyncio.Handle]
+    _stopping: bool
 
     def __init__(self) -> None:
         """Start at 0."""
@@ -124,7 +86,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Return seconds since the start."""
         return self._now
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
         """Have something called at an instant."""
@@ -156,7 +118,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle.cancelled():
-                handle._run()
+                handle._run()  # noqa: SLF001 -- as its base class does
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Leave it among the timers until its time has come."""

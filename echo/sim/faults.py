@@ -6,32 +6,61 @@ A learner that dies comes back with what it has on its disk; one that does not e
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Protocol
 
-from echo.sim.clock import Clock
-from echo.sim.network import Network
-from echo.sim.records import History
+from echo.fleet.market import Offer
+from echo.sim.clock import VirtualLoop
+from echo.sim.network import Network, Port
 from echo.sim.scenario import LEARNER_REGION, Fault, Scenario
-from echo.sim.site import Site
+from echo.sim.summary import History, Rental
+from echo.sim.worker import SimWorker
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSite:
+    """A rented place: a machine's access to the network, with or without a process."""
+
+    name: str
+    offer: Offer
+    port: Port
+    tokens_per_s: float
+    worker: SimWorker | None = None
+    rental: Rental | None = None
+    num_absences: int = 0
+    """Faults that keep the machine away at present."""
+    is_given_up: bool = False
+    """Whether its worker has given the machine back for good."""
+
+    def give_back(self, now: float) -> None:
+        """Pay for the machine no more."""
+        if self.rental is not None:
+            self.rental.until_s, self.rental = now, None
 
 
 class Stage(Protocol):
     """What faults act on."""
 
     scenario: Scenario
-    clock: Clock
+    loop: VirtualLoop
     network: Network
     history: History
-    sites: list[Site]
+    sites: list[SimulatedSite]
 
-    def start_worker(self, site: Site) -> None:
+    def start_worker(self, site: SimulatedSite) -> None:
         """Start a process at a site."""
 
-    def end_learner(self, *, is_silent: bool) -> None:
+    def kill_worker(self, worker: SimWorker, *, is_silent: bool) -> None:
+        """End a worker's process."""
+
+    def kill_learner(self, *, is_silent: bool) -> None:
         """End the learner's process."""
 
     def resume_learner(self, *, away_s: float) -> None:
         """Start it again after so long."""
+
+    def end(self, reason: str) -> None:
+        """End the run before its last step."""
 
 
 class Faults:
@@ -47,18 +76,18 @@ class Faults:
         """Have everything happen at its time."""
         stage = self._stage
         for fault in stage.scenario.faults:
-            stage.clock.at(fault.at_s, self._happen, fault)
+            stage.loop.call_at(fault.at_s, self._happen, fault)
         for site in stage.sites:
             if site.offer.losses_per_h > 0:
                 chance = random.Random(f"{stage.scenario.settings.seed}/losses/{site.name}")
                 self._await_loss(site, chance)
 
     def _happen(self, fault: Fault) -> None:
-        clock, network = self._stage.clock, self._stage.network
+        loop, network = self._stage.loop, self._stage.network
         if fault.kind == "cut":
             network.cut(fault.target)
             if fault.for_s is not None:
-                clock.after(fault.for_s, network.mend, fault.target)
+                loop.call_later(fault.for_s, network.mend, fault.target)
             return
         if fault.target == LEARNER_REGION:
             self._take_learner(fault)
@@ -69,65 +98,65 @@ class Faults:
             else:
                 self._take(site, is_silent=fault.kind == "preempt", for_s=fault.for_s)
 
-    def _targets(self, name: str) -> list[Site]:
+    def _targets(self, name: str) -> list[SimulatedSite]:
         return [site for site in self._stage.sites if name in (site.name, site.offer.name, "*")]
 
     # --- the learner -----------------------------------------------------------------------------
 
     def _take_learner(self, fault: Fault) -> None:
         """End the learner; one that is dead already stays so until it comes back."""
-        clock, history = self._stage.clock, self._stage.history
+        stage = self._stage
         if self._learner_died_at is None:
-            self._learner_died_at = clock.now
-            self._stage.end_learner(is_silent=fault.kind == "preempt")
+            self._learner_died_at = stage.loop.time()
+            stage.kill_learner(is_silent=fault.kind == "preempt")
             if fault.for_s is not None:
-                clock.after(fault.for_s, self._resume_learner)
+                stage.loop.call_later(fault.for_s, self._resume_learner)
                 return
         if fault.for_s is None:
-            history.end = "the learner died and did not come back"
-            clock.stop()
+            stage.end("the learner died and did not come back")
 
     def _resume_learner(self) -> None:
         assert self._learner_died_at is not None
-        away_s, self._learner_died_at = self._stage.clock.now - self._learner_died_at, None
+        away_s = self._stage.loop.time() - self._learner_died_at
+        self._learner_died_at = None
         self._stage.resume_learner(away_s=away_s)
 
     # --- loss and return -------------------------------------------------------------------------
 
-    def _await_loss(self, site: Site, chance: random.Random) -> None:
+    def _await_loss(self, site: SimulatedSite, chance: random.Random) -> None:
         wait_s = chance.expovariate(site.offer.losses_per_h / 3600)
-        self._stage.clock.after(wait_s, self._lose, site, chance)
+        self._stage.loop.call_later(wait_s, self._lose, site, chance)
 
-    def _lose(self, site: Site, chance: random.Random) -> None:
+    def _lose(self, site: SimulatedSite, chance: random.Random) -> None:
         """Take a spot machine away, and wait for the next loss from its return on."""
         self._take(site, is_silent=True, for_s=site.offer.restart_s)
-        self._stage.clock.after(site.offer.restart_s, self._await_loss, site, chance)
+        self._stage.loop.call_later(site.offer.restart_s, self._await_loss, site, chance)
 
-    def _take(self, site: Site, *, is_silent: bool, for_s: float | None) -> None:
-        clock, worker = self._stage.clock, site.worker
+    def _take(self, site: SimulatedSite, *, is_silent: bool, for_s: float | None) -> None:
+        stage, worker = self._stage, site.worker
         site.num_absences += 1
         if worker is not None:
-            self._stage.history.num_deaths += 1
-            worker.end(is_silent=is_silent)
+            stage.history.num_deaths += 1
+            stage.kill_worker(worker, is_silent=is_silent)
         if is_silent:
             # A machine that is taken away is not paid for any more; one with a dead process is.
-            site.give_back(clock.now)
+            site.give_back(stage.loop.time())
         if for_s is not None:
-            clock.after(for_s, self._return, site)
+            stage.loop.call_later(for_s, self._return, site)
 
-    def _return(self, site: Site) -> None:
+    def _return(self, site: SimulatedSite) -> None:
         site.num_absences -= 1
         if not site.num_absences and site.worker is None and not site.is_given_up:
             self._stage.start_worker(site)
 
     # --- stragglers ------------------------------------------------------------------------------
 
-    def _slow(self, site: Site, fault: Fault) -> None:
+    def _slow(self, site: SimulatedSite, fault: Fault) -> None:
         self._scale(site, fault.factor)
         if fault.for_s is not None:
-            self._stage.clock.after(fault.for_s, self._scale, site, 1 / fault.factor)
+            self._stage.loop.call_later(fault.for_s, self._scale, site, 1 / fault.factor)
 
-    def _scale(self, site: Site, factor: float) -> None:
+    def _scale(self, site: SimulatedSite, factor: float) -> None:
         site.tokens_per_s *= factor
         if site.worker is not None:
             site.worker.set_rate(site.tokens_per_s)

@@ -33,7 +33,7 @@ from typing import Protocol, TypeAlias
 
 from echo.core.errors import TransportError
 from echo.net.transport import Frame, format_address, parse_address
-from echo.sim.clock import Clock, LoopClock
+from echo.sim.clock import LoopClock
 
 BULK_BYTES = 1 << 14
 """Messages from this size on queue at the links."""
@@ -167,7 +167,7 @@ class Network:
 
     def __init__(
         self,
-        clock: Clock | LoopClock | None = None,
+        clock: LoopClock | None = None,
         *,
         seed: int = 0,
         between: Route | None = None,

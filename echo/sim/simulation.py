@@ -1,9 +1,16 @@
-"""Build a scenario's nodes, let time pass, and say what it came to."""
+"""Build a scenario's nodes, let time pass, and say what it came to.
+
+The learner, the relays and the shells of the workers are those of a run, on a loop of virtual time
+(`clock.py`) and a network on paper (`network.py`). Times stand for an engine's samples, a trainer's
+steps and a disk (`timing.py`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import logging
 import math
 import random
 from collections.abc import Iterator
@@ -11,58 +18,55 @@ from collections.abc import Iterator
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo.core.errors import EchoError
 from echo.core.price import Price
 from echo.fleet.market import Offer
 from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
 from echo.leases.partials import PartialRules
+from echo.net.transport import TransportOptions
 from echo.roles.joining import NodeSettings
 from echo.roles.relay import Relay
 from echo.roles.worker import EngineFacts, ReleaseTerms, Worker
-from echo.sim.activating import make_activating, spent_before
-from echo.sim.clock import Clock
-from echo.sim.engine import EngineModel
-from echo.sim.faults import Faults
-from echo.sim.groups import Groups
-from echo.sim.journal import Journal, Start
-from echo.sim.learner import SimLearner
-from echo.sim.learner_setup import LEARNER_ADDRESS, RUN_ID, make_buffer, make_session, make_times
+from echo.runtime.identity import Identity
+from echo.runtime.node import Node
+from echo.runtime.relay import RelayNode
+from echo.sim.clock import InlineThreads, VirtualLoop
+from echo.sim.faults import Faults, SimulatedSite
+from echo.sim.learner import GIVE_UP_STEPS, LEARNER_ADDRESS, RUN_ID, SimLearner
+from echo.sim.lengths import Groups
 from echo.sim.network import Network, Port
-from echo.sim.records import History, Rental
-from echo.sim.relay import SimRelay
 from echo.sim.scenario import LEARNER_REGION, Scenario
-from echo.sim.site import Site
-from echo.sim.version_store import SharedStore
-from echo.sim.versions import Versions
+from echo.sim.summary import History, Rental
+from echo.sim.timing import Disk, EngineModel
+from echo.sim.transport import SimTransport
+from echo.sim.versions import SharedStore, Versions
 from echo.sim.worker import SimWorker, WorkerTimes
 from echo.weights.broadcast import Broadcast
-from echo.weights.schedule import PublishPace
 
 WINDOW_BYTES = 8 << 20
 """What a child asks for ahead at first: chunks are coarse here."""
+
+_log = logging.getLogger("echo.sim")
+# What nodes tell their operators, nobody reads here: it is in the history.
+_log.addHandler(logging.NullHandler())
+_log.propagate = False
 
 
 class Simulation:
     """One run of a scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Build everything; `run` lets time pass."""
+        """Lay the network; `run` lets time pass."""
         self.scenario = scenario
-        self.clock = Clock()
+        self.loop = VirtualLoop()
         self.history = History()
         job, settings = scenario.job, scenario.settings
         lengths = scenario.group_lengths()
         self.groups = Groups(lengths, upload_bytes_per_token=job.upload_bytes_per_token)
         seed_bytes = blake3(f"{settings.seed}/key".encode()).digest()
-        self._key = Ed25519PrivateKey.from_private_bytes(seed_bytes)
-        self._versions = Versions(
-            run_id=RUN_ID,
-            key=self._key,
-            num_chunks=settings.chunks_per_version,
-            version_bytes=job.version_bytes,
-            image_bytes=settings.image_bytes,
-        )
+        self._identity = Identity(RUN_ID, Ed25519PrivateKey.from_private_bytes(seed_bytes))
+        self._versions = self._make_versions()
         self.network = Network(
-            self.clock,
             seed=settings.seed,
             weight_scale=self._versions.scale,
             group_sizes=self.groups,
@@ -71,30 +75,28 @@ class Simulation:
         for region in scenario.fleet.regions.values():
             self.network.add_region(region.name, scenario.route(region))
         self.version_store = SharedStore()
+        self._options = TransportOptions(dead_after_s=settings.dead_after_s)
         self._num_starts = 0
-        self._journal = Journal(
-            max_staleness=job.max_staleness,
-            # Where no crash can bring anything back, nothing is kept for it.
-            checkpoint_steps=settings.checkpoint_steps if scenario.can_learner_die else 1,
-        )
+        # Where no crash can bring anything back, nothing is kept for it.
+        self.disk = Disk(self.groups, self.history, is_kept=scenario.can_learner_die)
         uplink = scenario.fleet.uplink_bytes_per_s
-        self._learner_port = self._port("learner", LEARNER_REGION, uplink, uplink, LEARNER_ADDRESS)
-        self.learner = self._make_learner(self._journal.beginning)
-        self.relays = [
-            self._make_relay(name)
-            for name, region in scenario.fleet.regions.items()
-            if region.relay_bytes_per_s is not None
-        ]
+        self._learner_port = Port("learner", LEARNER_REGION, uplink, uplink, LEARNER_ADDRESS)
         self.sites = [self._make_site(name, offer) for name, offer in scenario.nodes()]
         self.by_name = {site.name: site for site in self.sites}
+        self.learner: SimLearner
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._ended: asyncio.Future[str] = self.loop.create_future()
 
     # --- building --------------------------------------------------------------------------------
 
-    def _port(
-        self, name: str, region: str, up: float, down: float, address: str | None = None
-    ) -> Port:
-        dead_after_s = self.scenario.settings.dead_after_s
-        return Port(name, region, up, down, address, dead_after_s)
+    def _make_versions(self) -> Versions:
+        job, settings = self.scenario.job, self.scenario.settings
+        return Versions(
+            identity=self._identity,
+            num_chunks=settings.chunks_per_version,
+            version_bytes=job.version_bytes,
+            image_bytes=settings.image_bytes,
+        )
 
     def _broadcast(self, node_id: str) -> Broadcast:
         settings, scale = self.scenario.settings, self._versions.scale
@@ -115,58 +117,44 @@ class Simulation:
                 rates += [fleet.link_bytes_per_s(offer), offer.down_bytes_per_s]
         return min(rates)
 
-    def _make_learner(self, start: Start, *, spent: float = 0.0) -> SimLearner:
-        scenario, job, now = self.scenario, self.scenario.job, self.clock.now
-        buffer = make_buffer(scenario, start)
-        session = make_session(
-            scenario,
-            start,
-            key=self._key,
-            versions=self._versions,
-            broadcast=self._broadcast("learner"),
-            buffer=buffer,
-            now=now,
-        )
-        pace = PublishPace(
-            period=job.publish_period,
-            is_auto=scenario.is_auto_period,
-            max_staleness=job.max_staleness,
-        )
-        activating = make_activating(
-            scenario,
-            session,
-            scale=self._versions.scale,
-            spent=spent,
-            pace=pace,
-            history=self.history,
-            now=now,
-        )
-        return SimLearner(
-            session,
-            self._learner_port,
-            clock=self.clock,
-            network=self.network,
-            buffer=buffer,
-            groups=self.groups,
-            pace=pace,
-            times=make_times(scenario),
-            num_steps=scenario.settings.num_steps,
-            journal=self._journal,
-            versions=self._versions,
-            version_bytes=job.version_bytes,
-            activating=activating,
-            history=self.history,
-        )
+    def _transport(self, port: Port) -> SimTransport:
+        transport = SimTransport(self.network, port, self._options)
+        self.network.listen(transport)
+        return transport
 
-    def _make_relay(self, region_name: str) -> SimRelay:
+    def _start(self, node: Node) -> None:
+        """Run a node beside the others, until it ends by itself or is killed."""
+        task = self.loop.create_task(self._run(node))
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+
+    async def _run(self, node: Node) -> None:
+        try:
+            await node.run()
+        except EchoError as error:
+            if node is self.learner:
+                self.end(str(error))
+
+    def _start_learner(self) -> None:
+        self.learner = SimLearner(
+            self.scenario,
+            self.disk,
+            self._transport(self._learner_port),
+            identity=self._identity,
+            versions=self._make_versions(),
+            broadcast=self._broadcast("learner"),
+            run=self,
+        )
+        self._start(self.learner)
+
+    def _start_relay(self, region_name: str, bytes_per_s: float) -> None:
         region = self.scenario.fleet.regions[region_name]
         address = _relay_address(region_name)
-        rate = region.relay_bytes_per_s or math.inf
-        port = self._port(f"relay-{region_name}", region_name, rate, rate, address)
+        port = Port(f"relay-{region_name}", region_name, bytes_per_s, bytes_per_s, address)
         price = Price(per_h=region.relay_price_per_h)
         settings = self._node_settings(port, "relay", LEARNER_ADDRESS, price)
         session = Relay(settings, self._broadcast(port.name), now=0.0)
-        return SimRelay(session, port, clock=self.clock, network=self.network)
+        self._start(RelayNode(session, self._transport(port), threads=InlineThreads(), log=_log))
 
     def _node_settings(self, port: Port, role: str, address: str, price: Price) -> NodeSettings:
         settings = self.scenario.settings
@@ -188,26 +176,25 @@ class Simulation:
             price=price,
         )
 
-    def _make_site(self, name: str, offer: Offer) -> Site:
+    def _make_site(self, name: str, offer: Offer) -> SimulatedSite:
         address = f"tcp://{name}:7702" if offer.can_listen else None
-        up, down = offer.up_bytes_per_s, offer.down_bytes_per_s
-        port = self._port(name, offer.region, up, down, address)
+        port = Port(name, offer.region, offer.up_bytes_per_s, offer.down_bytes_per_s, address)
         settings = self.scenario.settings
         chance = random.Random(f"{settings.seed}/speed/{name}")
         factor = max(0.1, chance.gauss(1.0, settings.speed_spread))
-        return Site(name, offer, port, offer.tokens_per_s * factor)
+        return SimulatedSite(name, offer, port, offer.tokens_per_s * factor)
 
     def _price(self, offer: Offer) -> Price:
         """Return what a node states now; of traffic per so many bytes as stand for a GB."""
         return Price(
-            per_h=self.scenario.price_per_h(offer, self.clock.now),
+            per_h=self.scenario.price_per_h(offer, self.loop.time()),
             per_gb=offer.price_per_gb * self._versions.scale,
             losses_per_h=offer.losses_per_h,
         )
 
-    def start_worker(self, site: Site) -> None:
+    def start_worker(self, site: SimulatedSite) -> None:
         """Start a process at a site, the first or another one."""
-        scenario, now = self.scenario, self.clock.now
+        scenario, now = self.scenario, self.loop.time()
         job, settings, offer = scenario.job, scenario.settings, site.offer
         has_relay = scenario.fleet.has_relay(offer)
         address = _relay_address(offer.region) if has_relay else LEARNER_ADDRESS
@@ -226,9 +213,7 @@ class Simulation:
         )
         site.worker = SimWorker(
             session,
-            site.port,
-            network=self.network,
-            clock=self.clock,
+            self._transport(site.port),
             engine=engine,
             groups=self.groups,
             facts=EngineFacts(
@@ -248,63 +233,84 @@ class Simulation:
         if site.rental is None:
             site.rental = Rental(site.name, offer, offer.region, now)
             self.history.rentals.append(site.rental)
-        site.worker.start()
+        self._start(site.worker)
+
+    # --- ends and returns ------------------------------------------------------------------------
 
     def worker_ended(self, worker: SimWorker) -> None:
         """Note what its engine has made; what it held is lost."""
         self.history.tokens_made += worker.engine.tokens_made
-        site = self.by_name[worker.port.name]
+        site = self.by_name[worker.name]
         if site.worker is not worker:
             return
         site.worker = None
         if worker.is_released:
-            site.give_back(self.clock.now)
+            site.give_back(self.loop.time())
             site.is_given_up = True
 
-    # --- the learner's death ---------------------------------------------------------------------
+    def kill_worker(self, worker: SimWorker, *, is_silent: bool) -> None:
+        """End a worker's process."""
+        self._kill(worker, is_silent=is_silent)
 
-    def end_learner(self, *, is_silent: bool) -> None:
+    def kill_learner(self, *, is_silent: bool) -> None:
         """End the learner's process; what it has not written down is lost."""
-        self.learner.end(is_silent=is_silent)
+        self._kill(self.learner, is_silent=is_silent)
+
+    def _kill(self, node: SimLearner | SimWorker, *, is_silent: bool) -> None:
+        node.stop("killed")
+        node.link.kill(is_silent=is_silent)
 
     def resume_learner(self, *, away_s: float) -> None:
         """Start the learner again, from its newest checkpoint and in a new lineage."""
-        start = self._journal.recover()
-        self.history.resumed(start.step, down_s=away_s)
-        for group, reason in start.ends:
-            self.history.lost(reason, self.groups.length(group.group_id).num_tokens)
-            self._journal.ended(group.group_id)
-            self.groups.forget(group.group_id)
-        spent = 0.0
-        if self.learner.activating is not None:
-            spent = spent_before(self.learner.activating.meter, away_s=away_s)
-        self.learner = self._make_learner(start, spent=spent)
-        self.learner.start()
+        self._start_learner()
+        self.history.resumed(self.learner.start.step, down_s=away_s)
+
+    def end(self, reason: str) -> None:
+        """Let no more time pass; the reason is empty after the last step."""
+        if not self._ended.done():
+            self._ended.set_result(reason)
 
     # --- running ---------------------------------------------------------------------------------
 
     def run(self) -> History:
         """Let time pass until the last step, and return what happened."""
-        settings = self.scenario.settings
-        self.learner.start()
-        for relay in self.relays:
-            relay.start()
+        with rare_collections(), asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._main())
+        return self.history
+
+    async def _main(self) -> None:
+        history, settings = self.history, self.scenario.settings
+        self._start_learner()
+        for name, region in self.scenario.fleet.regions.items():
+            if region.relay_bytes_per_s is not None:
+                self._start_relay(name, region.relay_bytes_per_s)
         apart_s = settings.join_within_s / max(1, len(self.sites))
         for number, site in enumerate(self.sites):
-            self.clock.at(number * apart_s, self.start_worker, site)
+            self.loop.call_at(number * apart_s, self.start_worker, site)
         Faults(self).begin()
-        with rare_collections():
-            self.clock.run()
+        self._give_up_later()
+        history.end = await self._ended
+        history.ended_at, history.num_events = self.loop.time(), self.loop.num_calls
+        history.counters = self.learner.session.counters.as_dict()
         waiting = self.learner.waiting()
-        self.history.tokens_in_flight = sum(waiting.values())
+        history.tokens_in_flight = sum(waiting.values())
         for site in self.sites:
             if site.worker is not None:
-                self.history.tokens_made += site.worker.engine.tokens_made
-                self.history.tokens_in_flight += site.worker.tokens_in_flight(waiting)
-        self.history.ended_at = self.clock.now
-        self.history.num_events = self.clock.num_events
-        self.history.counters = self.learner.session.counters.as_dict()
-        return self.history
+                history.tokens_in_flight += site.worker.tokens_in_flight(waiting)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _give_up_later(self) -> None:
+        """End a run in which nothing has been trained for too long."""
+        steps, job = self.history.steps, self.scenario.job
+        patience_s = max(self.scenario.settings.give_up_after_s, GIVE_UP_STEPS * job.train_s)
+        give_up_at = patience_s + (steps[-1].time_s if steps else 0.0)
+        if self.loop.time() > give_up_at:
+            self.end(f"no step within {patience_s:.0f} s")
+        else:
+            self.loop.call_at(give_up_at + 0.1, self._give_up_later)
 
 
 @contextlib.contextmanager

@@ -1,16 +1,25 @@
-"""The learner's trainer and disk, of which only the times and the records are left."""
+"""Times of what is not simulated: an engine's samples, a trainer's steps, the learner's disk.
+
+An engine makes `tokens_per_s` completion tokens per second, shared equally among the groups in it.
+A sequence on its own is faster than one of many, by `alone_speedup` at most, so a group never takes
+less than its longest completion at that pace. New weights are taken in flight: what is sampled from
+then on is theirs. A pausing engine makes nothing until it goes on.
+
+The learner is the real one (`runtime/learner/node.py`). Its trainer makes steps that take their
+time and teach nothing; its disk is in memory, and survives its death.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from echo.core.rollout import Group
+from echo.core.rollout import Group, PolicyVersion
 from echo.records.ledger import Accepted, AnyRecord, Discarded, LedgerQueue, Place, Trained
 from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
@@ -19,13 +28,138 @@ from echo.runtime.learner.checkpoint import (
     SavedTrainer,
 )
 from echo.runtime.learner.node import LearnerNode
+from echo.runtime.learner.report import Progress
+from echo.runtime.learner.resume import StartingPoint
 from echo.sim.clock import InlineThreads
-from echo.sim.groups import Groups
-from echo.sim.records import History
+from echo.sim.lengths import GroupLength, Groups
 from echo.sim.scenario import Scenario
+from echo.sim.summary import History
 from echo.train.trainer import StepResult
+from echo.wire.messages import Lease
 
-RUN_DIR = Path("simulation")
+# --- engine ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A group in the engine."""
+
+    lease: Lease
+    length: GroupLength
+    least_s: float
+    """Seconds that it takes if nothing holds it up."""
+    num_tokens: float = 0.0
+    """Made so far."""
+    segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)
+    """Each version that sampled it, and how many tokens were there when it began."""
+
+    def shares(self) -> list[tuple[PolicyVersion, float]]:
+        """Return how many tokens each version sampled."""
+        ends = [start for _, start in self.segments[1:]] + [float(self.length.num_tokens)]
+        return [
+            (version, end - start)
+            for (version, start), end in zip(self.segments, ends, strict=True)
+            if end > start
+        ]
+
+
+class EngineModel:
+    """The groups that one worker samples."""
+
+    def __init__(
+        self, *, tokens_per_s: float, concurrency: int, group_size: int, alone_speedup: float
+    ) -> None:
+        """Start empty.
+
+        Args:
+            tokens_per_s: completion tokens per second of a full engine.
+            concurrency: rollouts that it samples side by side.
+            group_size: rollouts of a group.
+            alone_speedup: how much faster one sequence is on its own than in a full engine.
+        """
+        self.tokens_per_s = tokens_per_s
+        self.groups_per_batch = max(1, concurrency // group_size)
+        self._concurrency = concurrency
+        self._alone_speedup = alone_speedup
+        self.groups: list[Running] = []
+        self.version: PolicyVersion | None = None
+        self.tokens_made = 0.0
+        self.is_paused = False
+        self._at = 0.0
+
+    @property
+    def space(self) -> int:
+        """How many groups more may begin."""
+        return self.groups_per_batch - len(self.groups)
+
+    def begin(self, lease: Lease, length: GroupLength, *, now: float) -> None:
+        """Take a group in."""
+        assert self.version is not None
+        self.advance(now)
+        pace = self.tokens_per_s / self._concurrency * self._alone_speedup
+        running = Running(lease, length, length.longest / pace)
+        running.segments.append((self.version, 0.0))
+        self.groups.append(running)
+
+    def install(self, version: PolicyVersion, *, now: float) -> None:
+        """Sample from another version from now on."""
+        self.advance(now)
+        self.version = version
+        for group in self.groups:
+            group.segments.append((version, group.num_tokens))
+
+    def pause(self, is_paused: bool, *, now: float) -> None:
+        """Make nothing, or go on."""
+        self.advance(now)
+        self.is_paused = is_paused
+
+    def set_rate(self, tokens_per_s: float, *, now: float) -> None:
+        """Become faster or slower."""
+        self.advance(now)
+        for group in self.groups:
+            group.least_s *= self.tokens_per_s / tokens_per_s
+        self.tokens_per_s = tokens_per_s
+
+    def advance(self, now: float) -> None:
+        """Make what there was time for."""
+        elapsed_s, self._at = now - self._at, now
+        if self.is_paused or elapsed_s <= 0:
+            return
+        for group in self.groups:
+            made = min(self._rate(group) * elapsed_s, group.length.num_tokens - group.num_tokens)
+            group.num_tokens += made
+            self.tokens_made += made
+
+    def stop(self, lease: Lease, *, now: float) -> float:
+        """Take a group out that is not complete; return how many tokens it has."""
+        self.advance(now)
+        [stopped] = [group for group in self.groups if group.lease is lease]
+        self.groups.remove(stopped)
+        return stopped.num_tokens
+
+    def finished(self, *, now: float) -> list[Running]:
+        """Take out what is complete."""
+        self.advance(now)
+        # A tenth of a token is no work for an event of its own.
+        done = [g for g in self.groups if g.num_tokens >= g.length.num_tokens - 0.1]
+        self.groups = [group for group in self.groups if group not in done]
+        return done
+
+    @property
+    def next_at(self) -> float:
+        """When the next group is complete if nothing changes; infinite if none will be."""
+        if self.is_paused:
+            return math.inf
+        return self._at + min(
+            ((g.length.num_tokens - g.num_tokens) / self._rate(g) for g in self.groups),
+            default=math.inf,
+        )
+
+    def _rate(self, group: Running) -> float:
+        return min(self.tokens_per_s / len(self.groups), group.length.num_tokens / group.least_s)
+
+
+# --- trainer --------------------------------------------------------------------------------------
 
 
 class TimedTrainer:
@@ -45,6 +179,8 @@ class TimedTrainer:
         self.staleness: dict[int, float] = {}
         """Tokens of the last step by staleness."""
         self.stepped_at = 0.0
+        self.mean_length = 0.0
+        """Tokens of a completion of the last step."""
 
     def step_s(self) -> float:
         """Return the seconds of the next step."""
@@ -59,7 +195,7 @@ class TimedTrainer:
         return None if self._groups.length(group.group_id).is_useful else "zero_variance"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Make a step; tell the true lengths, of which the groups have one token per version."""
+        """Make a step, and note what it was made of."""
         self.staleness = {}
         for group in groups:
             for version, tokens in self._groups.shares(group):
@@ -69,7 +205,8 @@ class TimedTrainer:
         self.stepped_at = asyncio.get_running_loop().time()
         num_completions = sum(len(group.rollouts) for group in groups)
         tokens = sum(self._groups.length(group.group_id).num_tokens for group in groups)
-        return StepResult(metrics={"completions/mean_length": tokens / num_completions})
+        self.mean_length = tokens / num_completions
+        return StepResult(metrics={})
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
         """Find none."""
@@ -83,6 +220,34 @@ class TimedTrainer:
 
     def save_state(self, directory: Path) -> None:
         """Save nothing: steps count themselves."""
+
+
+class TimedProgress(Progress):
+    """The learner's totals, with the true lengths: groups have one token for each version."""
+
+    def __init__(self, trainer: TimedTrainer, start: StartingPoint, *, now: float) -> None:
+        """Start counting."""
+        super().__init__(staleness_tokens=start.staleness_tokens, now=now, step=start.step)
+        self._trainer = trainer
+
+    def step_metrics(
+        self,
+        metrics: Mapping[str, float],
+        staleness: Mapping[int, int],
+        *,
+        bytes_sent: int,
+        now: float,
+    ) -> dict[str, float | Mapping[str, float]]:
+        """Return one row, as the activation reads it."""
+        row = super().step_metrics(metrics, staleness, bytes_sent=bytes_sent, now=now)
+        row["completions/mean_length"] = self._trainer.mean_length
+        return row
+
+
+# --- disk -----------------------------------------------------------------------------------------
+
+
+RUN_DIR = Path("simulation")
 
 
 class Disk:
@@ -106,6 +271,14 @@ class Disk:
         """Group -> the step that trained it, until it is kept by a checkpoint."""
         self.checkpoint: CheckpointInfo | None = None
 
+    def now(self) -> float:
+        """Return what records are stamped with: virtual seconds."""
+        return asyncio.get_running_loop().time()
+
+    def waiting(self) -> list[int]:
+        """Return the groups that are neither trained nor ended."""
+        return [group_id for group_id in self.accepted if group_id not in self.ended_at]
+
     def forget(self, group_id: int) -> None:
         """Let go of a group for good."""
         self.accepted.pop(group_id, None)
@@ -119,16 +292,18 @@ class MemoryLedger(LedgerQueue):
         """Open it."""
         super().__init__(RUN_DIR, spool_bytes=float("inf"))
         self._disk = disk
+        self._stored: dict[int, Group] = {}
+        """In the queue."""
         self.num_records = disk.num_records
 
     def now(self) -> float:
         """Return what records are stamped with: virtual seconds."""
-        return asyncio.get_running_loop().time()
+        return self._disk.now()
 
     def store(self, group: Group, header: Any, arrays: Any) -> None:
         """Put an accepted group into the queue."""
         super().store(group, header, arrays)
-        self._queue[-1] = self._queue[-1][0], (group,)
+        self._stored[group.group_id] = group
 
     def records(self) -> Iterator[AnyRecord]:
         """Yield what is on record."""
@@ -139,16 +314,17 @@ class MemoryLedger(LedgerQueue):
         disk = self._disk
         disk.num_records += len(queue)
         self.num_records = disk.num_records
-        for record, parts in queue:
+        for record, _ in queue:
             if disk.is_kept:
                 disk.records.append(record)
             match record:
                 case Accepted():
-                    disk.accepted[record.group] = parts[0]
+                    disk.accepted[record.group] = self._stored.pop(record.group)
                 case Trained():
                     for group_id in record.groups:
-                        disk.ended_at[group_id] = record.step
-                        if not disk.is_kept:
+                        if disk.is_kept:
+                            disk.ended_at[group_id] = record.step
+                        else:
                             disk.forget(group_id)
                 case Discarded():
                     disk.history.recorded(record, disk.groups)
@@ -197,9 +373,7 @@ class MemoryCheckpoints(Checkpoints):
         self._run_id = run_id
         self._disk = disk
 
-    def save(
-        self, trainer: SavedTrainer, *, lineage: int, step: int, now: float
-    ) -> int:
+    def save(self, trainer: SavedTrainer, *, lineage: int, step: int, now: float) -> int:
         """Save; return the step of the oldest checkpoint kept."""
         trainer.save_state(RUN_DIR)
         self._disk.checkpoint = CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -30,6 +31,7 @@ from echo.weights.manifest import (
     sign,
 )
 from echo.weights.store import Transfer
+from echo.wire.codec import Frame
 
 CHUNK_BYTES = 1 << 10
 """Of what is sent as a rule: the least that a manifest allows."""
@@ -151,3 +153,40 @@ def _changed(words: npt.NDArray[np.uint16], share: float, *, seed: int) -> npt.N
     chance = np.random.default_rng(seed)
     noise = chance.integers(0, 1 << 16, len(words), dtype=np.uint16)
     return np.where(chance.random(len(words)) < share, noise, words)
+
+
+# --- store ----------------------------------------------------------------------------------------
+
+
+class SharedStore:
+    """Images of all simulated nodes by version, each once, as long as any of them holds it."""
+
+    may_block = False
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._images: WeakValueDictionary[PolicyVersion, memoryview] = WeakValueDictionary()
+
+    def __len__(self) -> int:
+        """Return how many images there are."""
+        return len(self._images)
+
+    def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
+        """Return room for an image, the same for every node."""
+        storage = self._images.get(version)
+        if storage is None:
+            storage = self._images[version] = memoryview(bytearray(num_bytes))
+        return storage
+
+    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
+        """Need nothing."""
+
+    def journal(self, version: PolicyVersion) -> None:
+        """Write nothing down: a simulated node that comes back has nothing."""
+
+    def drop(self, version: PolicyVersion) -> None:
+        """Need nothing: what nobody holds is forgotten."""
+
+    def write(self, place: memoryview, data: Frame) -> None:
+        """Copy a chunk to its place."""
+        place[:] = data

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.leases.partials import LeaseKey, key_of
-from echo.net.transport import Frame
 from echo.roles.joining import Configure
 from echo.roles.worker import (
     Drained,
@@ -24,13 +25,15 @@ from echo.roles.worker import (
     Score,
     Worker,
 )
-from echo.sim.clock import Clock
-from echo.sim.engine import EngineModel, Running
-from echo.sim.groups import Groups
-from echo.sim.host import Host
-from echo.sim.network import LinkEnd, Network, Port
+from echo.runtime.node import DialingNode
+from echo.sim.clock import InlineThreads
+from echo.sim.lengths import Groups
+from echo.sim.timing import EngineModel, Running
+from echo.sim.transport import SimTransport
 from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
+
+_log = logging.getLogger("echo.sim")
 
 
 class Ending(Protocol):
@@ -52,37 +55,35 @@ class WorkerTimes:
     """Whether the engine makes nothing while new weights arrive."""
 
 
-class SimWorker(Host):
+class SimWorker(DialingNode):
     """One start of one worker: what its role decides takes time here, and nothing else."""
 
     def __init__(
         self,
         session: Worker,
-        port: Port,
+        transport: SimTransport,
         *,
-        network: Network,
-        clock: Clock,
         engine: EngineModel,
         groups: Groups,
         facts: EngineFacts,
         times: WorkerTimes,
         stage: Ending,
     ) -> None:
-        """Put a worker on the network; `start` begins.
+        """Join the parts; `run` starts them.
 
         Args:
             session: its role.
-            port: its access to the network.
-            network: the connections.
-            clock: the time.
+            transport: its access to the network.
             engine: how long sampling takes.
             groups: what every group consists of.
             facts: what its role is told of the engine.
             times: how long the rest takes.
             stage: told once the process is over.
         """
-        super().__init__(session, port, clock=clock, network=network)
-        self.session = session
+        super().__init__(session, transport, threads=InlineThreads(), log=_log)
+        self.session: Worker = session
+        self.link = transport
+        self.name = session.settings.node_id
         self.engine = engine
         self._groups = groups
         self._facts = facts
@@ -94,39 +95,32 @@ class SimWorker(Host):
         self._num_installing = 0
         self._done_at = -1.0
 
-    def start(self) -> None:
-        """Begin to look for the learner."""
-        self.perform(self.session.start(now=self.clock.now))
+    async def work(self) -> None:
+        """Start looking for the learner; everything else happens in the role."""
+        self.perform(self.session.start(now=self.now))
 
     # --- what the shell asks ---------------------------------------------------------------------
 
-    def connected(self, peer: str) -> list[Action]:
-        """Handle that a dialled link stands."""
-        return self.session.connected(peer, now=self.clock.now)
-
-    def disconnected(self, peer: str, reason: str) -> list[Action]:
-        """Handle that a link is gone."""
-        return self.session.disconnected(peer, reason, now=self.clock.now)
-
-    def dialled(self, address: str, purpose: str, peer: str) -> None:
-        """Handle that a Dial was carried out."""
-        self.session.dialled(address, purpose, peer)
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Carry out actions; a pausing worker pauses when it begins to fetch new weights."""
+        super().perform(actions)
+        if self._times.is_pausing:
+            self._pause()
 
     def on_action(self, action: Action) -> None:
         """Let what the role asks for take its time."""
         match action:
             case Configure():
-                self.clock.after(self._times.setup_s, self._built)
+                self._after(self._times.setup_s, self._built)
             case Sample():
                 self._begin(action.call)
             case Recall():
                 self._give_back(action.call)
             case Score():
-                rewards = [0.0] * self._facts.group_size
-                self.perform(self.session.scored(action.group, rewards, now=self.clock.now))
+                self.perform(self.session.scored(action.group, self._rewards(action), now=self.now))
             case Install():
                 self._num_installing += 1
-                self.clock.after(self._times.swap_s, self._installed, action.version)
+                self._after(self._times.swap_s, self._installed, action.version)
             case Release():
                 self.is_released = True
                 self.perform(self.session.released(True))
@@ -135,45 +129,46 @@ class SimWorker(Host):
             case _:
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
-    def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Handle a message; a pausing worker pauses when it begins to fetch new weights."""
-        super().on_message(end, frames)
-        if self._times.is_pausing and self.is_alive:
-            self._pause()
+    def _rewards(self, score: Score) -> list[float]:
+        """Return rewards that differ where there is something to be learned."""
+        is_useful = self._groups.length(score.group.lease.group_id).is_useful
+        return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
+
+    def _after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        asyncio.get_running_loop().call_later(delay_s, call, *arguments)
 
     def before_expire(self) -> None:
         """Note the progress of what is running, for the heartbeat."""
-        self.engine.advance(self.clock.now)
+        self.engine.advance(self.now)
         for running in self.engine.groups:
             for group in self._calls[key_of(running.lease)].groups:
                 group.num_progress = int(running.num_tokens)
 
-    def ended(self) -> None:
+    def release(self) -> None:
         """Tell that the process is over; what its engine held is lost."""
-        self.engine.advance(self.clock.now)
+        super().release()
+        self.engine.advance(self.now)
         self._stage.worker_ended(self)
 
     # --- weights ---------------------------------------------------------------------------------
 
     def _built(self) -> None:
-        if self.is_alive:
-            self.perform(self.session.built(self._facts, {}, now=self.clock.now))
+        if not self.has_ended:
+            self.perform(self.session.built(self._facts, {}, now=self.now))
 
     def _installed(self, version: PolicyVersion) -> None:
         self._num_installing -= 1
-        if not self.is_alive:
+        if self.has_ended:
             return
-        self.engine.install(version, now=self.clock.now)
+        self.engine.install(version, now=self.now)
         self.before_expire()
-        self.perform(self.session.installed(version, now=self.clock.now))
-        if self._times.is_pausing:
-            self._pause()
+        self.perform(self.session.installed(version, now=self.now))
 
     def _pause(self) -> None:
         is_fetching = self.session.broadcast.fetching is not None or self._num_installing > 0
         has_weights = self.engine.version is not None
         if has_weights and is_fetching != self.engine.is_paused:
-            self.engine.pause(is_fetching, now=self.clock.now)
+            self.engine.pause(is_fetching, now=self.now)
             self._await_next()
 
     # --- sampling --------------------------------------------------------------------------------
@@ -184,20 +179,21 @@ class SimWorker(Host):
         Args:
             received: groups that it has, whether or not its acknowledgement has come.
         """
+        self.engine.advance(self.now)
         running = sum(group.num_tokens for group in self.engine.groups)
         ids = {group_id for group_id, _ in self.session.outbox.keys} - set(received)
         return running + sum(self._groups.waiting(group_id) for group_id in sorted(ids))
 
     def set_rate(self, tokens_per_s: float) -> None:
         """Become a straggler, or cease to be one."""
-        self.engine.set_rate(tokens_per_s, now=self.clock.now)
+        self.engine.set_rate(tokens_per_s, now=self.now)
         self._await_next()
 
     def _begin(self, call: EngineCall) -> None:
         for group in call.groups:
             self._calls[group.key] = call
             length = self._groups.length(group.lease.group_id)
-            self.engine.begin(group.lease, length, now=self.clock.now)
+            self.engine.begin(group.lease, length, now=self.now)
         self._await_next()
 
     def _give_back(self, call: EngineCall) -> None:
@@ -205,8 +201,8 @@ class SimWorker(Host):
         num_tokens = 0.0
         for group in call.groups:
             del self._calls[group.key]
-            num_tokens += self.engine.stop(group.lease, now=self.clock.now)
-        self.perform(self.session.returned(call, num_tokens=round(num_tokens), now=self.clock.now))
+            num_tokens += self.engine.stop(group.lease, now=self.now)
+        self.perform(self.session.returned(call, num_tokens=round(num_tokens), now=self.now))
         self._await_next()
 
     def _await_next(self) -> None:
@@ -214,18 +210,18 @@ class SimWorker(Host):
         at = self.engine.next_at
         if at != self._done_at and at < float("inf"):
             self._done_at = at
-            self.clock.at(at, self._look, at)
+            asyncio.get_running_loop().call_at(at, self._look, at)
 
     def _look(self, at: float) -> None:
-        if at != self._done_at or not self.is_alive:
+        if at != self._done_at or self.has_ended:
             return
         self._done_at = -1.0
-        for running in self.engine.finished(now=self.clock.now):
+        for running in self.engine.finished(now=self.now):
             self._sampled(running)
         self._await_next()
 
     def _sampled(self, running: Running) -> None:
-        lease, session, now = running.lease, self.session, self.clock.now
+        lease, session, now = running.lease, self.session, self.now
         call = self._calls.pop(key_of(lease))
         shares = running.shares()
         self._groups.sampled(lease, shares)

@@ -1,6 +1,6 @@
 """Messages of reward calls, and the process that carries them out.
 
-    Score(example, completion)   -> float                  a whole answer
+    ScoreCall(example, text)     -> float                  a whole answer
     Begin(episode, example)      -> None                   an episode of several turns
     Reply(episode, text)         -> messages, or None      what the environment says to a turn
     CallOutcome(episode)         -> float                  what the episode was worth
@@ -47,7 +47,7 @@ _LENGTH = struct.Struct("<I")
 # --- messages ------------------------------------------------------------------------------------
 
 
-class Score(msgspec.Struct, frozen=True, tag_field="do", tag="score"):
+class ScoreCall(msgspec.Struct, frozen=True, tag_field="do", tag="score"):
     """Ask what an answer is worth."""
 
     example: dict[str, Any]
@@ -96,7 +96,7 @@ class End(msgspec.Struct, frozen=True, tag_field="do", tag="end"):
         return f"end on {self.episode.partition('#')[0]}"
 
 
-Call = Score | Begin | Reply | CallOutcome | End
+Call = ScoreCall | Begin | Reply | CallOutcome | End
 
 
 class CallFault(msgspec.Struct, frozen=True):
@@ -208,7 +208,7 @@ class Performer:
 
     def _perform(self, call: Call, where: str) -> Any:
         match call:
-            case Score():
+            case ScoreCall():
                 example = Example(**call.example)
                 return _finite(self._task.reward(example, call.completion), where)
             case Begin():

@@ -54,7 +54,7 @@ from echo.tasks.process_main import (
     Performer,
     Pipe,
     Reply,
-    Score,
+    ScoreCall,
     TaskSpec,
 )
 from echo.tasks.task import Example, Task
@@ -113,11 +113,11 @@ class Limits:
 
     def seconds(self, call: Call) -> float:
         """Return what a call may take."""
-        return self.score_s if isinstance(call, Score) else self.step_s
+        return self.score_s if isinstance(call, ScoreCall) else self.step_s
 
     def key(self, call: Call) -> str:
         """Return the configuration's key of that limit."""
-        return "task.reward_timeout_s" if isinstance(call, Score) else "task.step_timeout_s"
+        return "task.reward_timeout_s" if isinstance(call, ScoreCall) else "task.step_timeout_s"
 
 
 class TaskHost(abc.ABC):
@@ -147,7 +147,7 @@ class TaskHost(abc.ABC):
         Raises:
             RewardError: if the task's code cannot say.
         """
-        return float(self.perform(Score(asdict(example), completion)))
+        return float(self.perform(ScoreCall(asdict(example), completion)))
 
     def begin(self, example: Example) -> Episode:
         """Open an episode.
@@ -211,7 +211,7 @@ class TaskHost(abc.ABC):
     def _bounded(self, call: Call, value: Any) -> Any:
         """Return what a call gave; a reward must be one that a step can bear."""
         bound = self.limits.max_abs_reward
-        if not isinstance(call, Score | CallOutcome):
+        if not isinstance(call, ScoreCall | CallOutcome):
             return value
         if isinstance(value, int | float) and abs(value) <= bound:
             return value
@@ -421,7 +421,7 @@ class PoolHost(TaskHost):
             while True:
                 if self._is_closed:
                     raise self._closing()
-                if isinstance(call, Score | Begin):
+                if isinstance(call, ScoreCall | Begin):
                     process = self._take_any()
                 else:
                     home = self._homes.get(call.episode)
@@ -436,7 +436,7 @@ class PoolHost(TaskHost):
                     process = self._take_this(home)
                 if process is not None:
                     return process
-                if isinstance(call, Score | Begin) and self._may_start:
+                if isinstance(call, ScoreCall | Begin) and self._may_start:
                     self._num_starting += 1
                     break
                 self._changed.wait()

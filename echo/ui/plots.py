@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from echo.core.errors import DataError, StorageError
 from echo.core.extras import import_extra
-from echo.records.run_files import MetricsHistory, read_config, read_metrics, staleness_of
+from echo.records.run_files import MetricsHistory, read_config, read_metrics, tokens_by_staleness
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -185,7 +185,7 @@ def _draw_staleness(
 
     shares = []
     for history in histories:
-        tokens = staleness_of(history.train)
+        tokens = tokens_by_staleness(history.train)
         total = sum(tokens.values())
         if total:
             shares.append({staleness: count / total for staleness, count in tokens.items()})

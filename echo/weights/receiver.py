@@ -339,7 +339,7 @@ class VersionArrived(Action):
     version: PolicyVersion
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class WriteChunk(Work):
     """Work for a thread: verify one chunk and write it; then call `worked`."""
 

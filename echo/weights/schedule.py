@@ -82,6 +82,11 @@ class PublishPace:
         last = self._published_step
         return last is None or step - last >= min(self.period, self._max_staleness + 1)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a version has not reached every node yet."""
+        return bool(self._published_at)
+
     def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
         """Note when a version of this size was published."""
         self._num_bytes = num_bytes

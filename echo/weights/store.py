@@ -32,10 +32,8 @@ before all, since space for a whole image hangs on it: so the store is bounded b
 children.
 
 **Trust.** Links are encrypted hop by hop, and any member may be a hop. So what a node takes over
-from the learner is signed end to end: manifests, segment tables, and Welcome with the settings and
-the hashes of files. The join string holds the fingerprint of the key, which a node therefore knows
-before anybody has told it anything. Where no fingerprint is known (links that are not encrypted,
-`security.curve = false`) a node can only check that one key has signed everything it sees.
+from the learner is signed end to end: manifests and segment tables here, and Welcome, from which it
+has the key (`roles/joining.py`).
 
 **Resume.** An image or keyframe that a killed process has left half done is resumed; a delta, some
 hundredth of that, is fetched again. The journal of a keyframe is a list of records, signed tables
@@ -48,7 +46,6 @@ asked for again.
 from __future__ import annotations
 
 import abc
-import base64
 import bisect
 import itertools
 from collections.abc import Iterable
@@ -58,8 +55,6 @@ from typing import Protocol
 import msgspec
 import numpy as np
 from blake3 import blake3
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
@@ -76,7 +71,7 @@ from echo.weights.manifest import (
 )
 from echo.wire.actions import Work
 from echo.wire.codec import Frame
-from echo.wire.messages import FULL, OPEN_END, EncodedVersionOffer, Form, ItemId, Welcome
+from echo.wire.messages import FULL, OPEN_END, EncodedVersionOffer, Form, ItemId
 
 # --- version store: where images lie --------------------------------------------------------------
 
@@ -286,7 +281,7 @@ class Transfer(Chunked):
 # --- encoded versions -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DecodeBlock(Work):
     """Work for a thread: decode one block and check what comes out; then call `decoded`."""
 
@@ -726,67 +721,6 @@ class ItemStore:
 
 
 # --- trust: what the learner of the run has signed ------------------------------------------------
-
-FINGERPRINT_BYTES = 16
-"""128 bits: whoever wants another key with the same fingerprint has 2^128 to try."""
-
-# Neither hash can be taken for a manifest's root, which the same key signs.
-_FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
-_WELCOME = "echo-rl 2026-11 welcome"
-
-_welcome_decoder = msgspec.msgpack.Decoder(Welcome)
-
-
-def fingerprint(public_key: bytes) -> bytes:
-    """Return the fingerprint of a signing key, FINGERPRINT_BYTES long."""
-    return blake3(public_key, derive_key_context=_FINGERPRINT).digest(length=FINGERPRINT_BYTES)
-
-
-def show_fingerprint(value: bytes) -> str:
-    """Return a fingerprint as it stands in a join string."""
-    return base64.urlsafe_b64encode(value).decode().rstrip("=")
-
-
-def sign_welcome(welcome: Welcome, key: Ed25519PrivateKey) -> Welcome:
-    """Return the message with the signature of everything else in it.
-
-    It names the incarnation of the node that it answers, so it is of no use to any other process.
-    """
-    # As it arrives: a whole number in the place of a fraction would be encoded otherwise there.
-    arriving = _welcome_decoder.decode(msgspec.msgpack.encode(welcome))
-    return msgspec.structs.replace(arriving, signature=key.sign(_hash(arriving)))
-
-
-def welcome_fault(welcome: Welcome, *, known: bytes | None) -> tuple[str, str] | None:
-    """Return why a Welcome is not the learner's, as (reason, detail), or None if it is.
-
-    Args:
-        welcome: as it arrived.
-        known: the fingerprint of the learner's key; None where nothing has told it.
-    """
-    found = fingerprint(welcome.public_key)
-    if known is not None and found != known:
-        return "wrong_signing_key", (
-            f"the signing key has the fingerprint {show_fingerprint(found)}, this node's join "
-            "string (or the run directory, where links are not encrypted) says "
-            f"{show_fingerprint(known)}. Either the line in runs/NAME/keys/join on the learner's "
-            "machine is another one by now: copy it again; or somebody between poses as the learner"
-        )
-    try:
-        key = Ed25519PublicKey.from_public_bytes(welcome.public_key)
-        key.verify(welcome.signature, _hash(welcome))
-    except (InvalidSignature, ValueError):
-        return "wrong_signature", (
-            "the learner's key has not signed the settings and files that this node is to take "
-            "over: somebody on the way has changed them"
-        )
-    return None
-
-
-def _hash(welcome: Welcome) -> bytes:
-    body = msgspec.msgpack.encode(msgspec.structs.replace(welcome, signature=b""))
-    return blake3(body, derive_key_context=_WELCOME).digest()
-
 
 SavedChunk = tuple[int | None, bytes]
 """A record of a journal: a signed table (None, frame), or a chunk (its index, its bytes)."""

@@ -259,7 +259,7 @@ class Welcome(Message, frozen=True):
     heartbeat_s: Period
     dead_after_s: Period
     signature: Key = b""
-    """Of all other fields (`trust.sign_welcome`), so that no relay on the way can change one."""
+    """Of all other fields (`roles/joining.py`), so that no relay on the way can change one."""
 
 
 class AssetRequest(Message, frozen=True):
@@ -461,9 +461,14 @@ REASONS = frozenset(
         "prompt_too_long", "group_too_large", "reward_error", "reward_too_large", "reward_timeout",
         "reward_memory", "reward_lost", "reward_retries", "agent_error", "agent_failed",
         "agent_timeout", "version_not_installed", SUPERSEDED,
+        # why the learner ends one itself: nothing could be learned from it, no step be made with
+        # it, or it cannot be had or is not needed
+        "zero_variance", "all_masked", "lost_member",
+        "step_error", "nonfinite_gradient", "bad_group",
+        "prompt_error", "lost", "run_finished",
     }
 )  # fmt: skip
-"""Why a group was not taken; they name counters, and no other word of a peer's does."""
+"""Why a group was not trained on; they name counters, and no other word of a peer's does."""
 
 
 def known_reason(reason: str) -> str:

@@ -6,41 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from echo.cli.sim import main, step_row
-from echo.leases.scheduler import RecordGrant, StoreGroup
-from echo.sim.learner import SimLearner
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
 from echo.sim.summary import Summary, summarise
-from echo.wire.actions import Action
 from tests.records.rows import write_ledger
 from tests.sim.scenarios import make_job, make_offer, make_scenario
 
 
-def record(scenario: Scenario, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Summary:
+def record(scenario: Scenario, directory: Path) -> Summary:
     """Simulate, and write what a run would have written."""
-    ledger: list[dict[str, Any]] = [{"kind": "lineage", "lineage": 1, "fork_step": 0, "at": 0.0}]
-    carry_out = SimLearner.on_action
-
-    def on_action(self: SimLearner, action: Action) -> None:
-        now = self.clock.now
-        if isinstance(action, RecordGrant):
-            lease = action.lease
-            who = {"group": lease.group_id, "attempt": lease.attempt, "worker": action.worker_id}
-            ledger.append({"kind": "granted", **who, "at": now})
-        elif isinstance(action, StoreGroup):
-            group = action.group
-            tokens = simulation.groups.length(group.group_id).num_tokens
-            who = {"group": group.group_id, "attempt": group.attempt, "worker": group.worker_id}
-            ledger.append({"kind": "accepted", **who, "at": now, "tokens": tokens})
-        carry_out(self, action)
-
     simulation = Simulation(scenario)
-    with monkeypatch.context() as patch:
-        patch.setattr(SimLearner, "on_action", on_action)
-        history = simulation.run()
+    simulation.disk.is_kept = True
+    history = simulation.run()
+    ledger: list[dict[str, Any]] = [msgspec.to_builtins(each) for each in simulation.disk.records]
+    for row in ledger:
+        if row["kind"] == "accepted":
+            row["tokens"] = simulation.groups.length(row["group"]).num_tokens
     job = scenario.job
     config = {
         "profile": "lan",
@@ -66,14 +51,13 @@ def record(scenario: Scenario, directory: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_recorded_run_is_predicted(
     tokens_per_s: float,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     offer = make_offer(tokens_per_s=tokens_per_s, concurrency=4, can_listen=True)
     scenario = make_scenario(
         offer, job=make_job(max_staleness=4), num_steps=30, train_spread=0.2, heartbeat_s=2.0
     )
-    recorded = record(scenario, tmp_path / "run", monkeypatch)
+    recorded = record(scenario, tmp_path / "run")
     assert main(["--replay", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     assert "recorded   simulated" in capsys.readouterr().out
     figures = json.loads((tmp_path / "out" / "sim.json").read_text())["replay"]

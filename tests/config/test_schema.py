@@ -196,3 +196,17 @@ def test_what_contradicts_itself_is_refused(overrides: list[str], complaint: str
 def test_free_and_unknown_are_two_things() -> None:
     assert parse_config({}, ["worker.price_per_h=0"]).worker.price_per_h == 0.0
     assert parse_config({}).worker.price_per_h is None
+
+
+# --- groups that grow old -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "stale_tokens", "expected"),
+    [(2, "keep", True), (2, "mask", True), (2, "drop", False), (0, "keep", False)],
+)
+def test_a_group_keeps_its_younger_tokens_where_those_are_of_use(
+    max_staleness: int, stale_tokens: str, expected: bool
+) -> None:
+    overrides = [f"sync.max_staleness={max_staleness}", f"rollout.stale_tokens={stale_tokens}"]
+    assert parse_config({}, overrides).trims_stale is expected

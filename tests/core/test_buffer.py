@@ -2,31 +2,18 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from echo.core.buffer import StalenessBuffer
-from echo.core.rollout import Group, Lineage, Rollout, staleness_of
+from echo.core.rollout import Group, Lineage, staleness_of
+from tests.core.groups import make_group, make_rollout
 
 FIRST = (Lineage(1, 0),)
 
 
-def make_group(group_id: int, *versions: tuple[int, int], is_masked: bool = False) -> Group:
-    rollout = Rollout(
-        token_ids=np.zeros(len(versions), dtype=np.int32),
-        sampler_logprobs=np.zeros(len(versions), dtype=np.float32),
-        policy_versions=np.array(versions, dtype=np.int32),
-        completion_mask=np.full(len(versions), not is_masked),
-        reward=0.0,
-        finish_reason="stop",
-    )
-    return Group(
-        group_id=group_id,
-        attempt=0,
-        worker_id="w",
-        prompt_ids=np.array([1], dtype=np.int32),
-        rollouts=(rollout,),
-    )
+def sampled(group_id: int, *versions: tuple[int, int], is_masked: bool = False) -> Group:
+    masked = range(len(versions)) if is_masked else ()
+    return make_group(make_rollout(versions, masked), group_id=group_id)
 
 
 def fill(buffer: StalenessBuffer, *groups: Group) -> StalenessBuffer:
@@ -42,7 +29,7 @@ def ids(groups: list[Group] | None) -> list[int]:
 
 def test_the_bound_is_inclusive() -> None:
     buffer = StalenessBuffer(max_staleness=2, lineages=FIRST)
-    fill(buffer, make_group(0, (1, 5)), make_group(1, (1, 4)))
+    fill(buffer, sampled(0, (1, 5)), sampled(1, (1, 4)))
     [evicted] = buffer.evict(step=7)
     assert (evicted.group.group_id, evicted.reason) == (1, "stale")
     assert ids(buffer.take(1, step=7)) == [0]
@@ -50,27 +37,27 @@ def test_the_bound_is_inclusive() -> None:
 
 def test_a_batch_of_which_no_step_was_made_is_taken_again_without_its_bad_groups() -> None:
     buffer = StalenessBuffer(max_staleness=0, lineages=FIRST)
-    fill(buffer, *(make_group(n, (1, 3)) for n in range(3)))
+    fill(buffer, *(sampled(n, (1, 3)) for n in range(3)))
     taken = buffer.take(3, step=3)
     assert buffer.num_unspent(step=3) == 3
     assert taken is not None
     buffer.put_back(taken[1:], num_taken=3)
     assert buffer.num_unspent(step=3) == 2  # there is room for another
     assert buffer.take(3, step=3) is None
-    fill(buffer, make_group(3, (1, 3)))
+    fill(buffer, sampled(3, (1, 3)))
     assert ids(buffer.take(3, step=3)) == [1, 2, 3]
 
 
 def test_a_continued_group_of_which_a_part_is_too_old_stays_without_it() -> None:
     buffer = StalenessBuffer(max_staleness=1, lineages=FIRST, trims_stale=True)
-    fill(buffer, make_group(0, (1, 3), (1, 2), (1, 1)), make_group(1, (1, 1)))
+    fill(buffer, sampled(0, (1, 3), (1, 2), (1, 1)), sampled(1, (1, 1)))
     [evicted] = buffer.evict(step=3)
     assert (evicted.group.group_id, evicted.reason) == (1, "stale")
     assert buffer.num_trimmed_tokens == 1
     assert buffer.evict(step=3) == []
     [evicted] = buffer.evict(step=5)
     assert evicted.reason == "stale"
-    fill(buffer, make_group(2, (1, 5), (1, 4), (1, 3)))
+    fill(buffer, sampled(2, (1, 5), (1, 4), (1, 3)))
     assert buffer.evict(step=5) == []
     [group] = buffer.take(1, step=5) or []
     assert group.rollouts[0].completion_mask.tolist() == [True, True, False]
@@ -81,7 +68,7 @@ def test_a_continued_group_of_which_a_part_is_too_old_stays_without_it() -> None
 
 def test_the_oldest_come_first_and_then_the_smallest_id() -> None:
     buffer = StalenessBuffer(max_staleness=9, lineages=FIRST)
-    fill(buffer, make_group(5, (1, 2)), make_group(1, (1, 4)), make_group(3, (1, 2)))
+    fill(buffer, sampled(5, (1, 2)), sampled(1, (1, 4)), sampled(3, (1, 2)))
     assert buffer.take(4, step=4) is None
     assert len(buffer) == 3
     assert ids(buffer.take(2, step=4)) == [3, 5]
@@ -89,22 +76,9 @@ def test_the_oldest_come_first_and_then_the_smallest_id() -> None:
     assert len(buffer) == 0
 
 
-def test_groups_of_an_abandoned_lineage_leave_with_that_reason() -> None:
-    buffer = StalenessBuffer(max_staleness=9, lineages=(Lineage(1, 0), Lineage(2, 3)))
-    fill(buffer, make_group(0, (1, 3)), make_group(1, (1, 4)), make_group(2, (2, 4)))
-    fill(buffer, make_group(3, (2, 6)), make_group(4, (2, 4), is_masked=True))
-    reasons = {evicted.group.group_id: evicted.reason for evicted in buffer.evict(step=5)}
-    assert reasons == {
-        1: "abandoned_version",
-        3: "version_from_the_future",
-        4: "no_trainable_token",
-    }
-    assert ids(buffer.take(2, step=5)) == [0, 2]
-
-
 def test_take_refuses_to_hand_out_what_was_not_evicted_and_changes_nothing() -> None:
     buffer = StalenessBuffer(max_staleness=1, lineages=FIRST)
-    fill(buffer, make_group(0, (1, 1)), make_group(1, (1, 3)))
+    fill(buffer, sampled(0, (1, 1)), sampled(1, (1, 3)))
     with pytest.raises(ValueError, match="group 0 cannot be trained at step 3: stale"):
         buffer.take(2, step=3)
     assert 0 in buffer
@@ -112,16 +86,16 @@ def test_take_refuses_to_hand_out_what_was_not_evicted_and_changes_nothing() -> 
 
 
 def test_a_group_enters_once() -> None:
-    buffer = fill(StalenessBuffer(max_staleness=1, lineages=FIRST), make_group(4, (1, 0)))
+    buffer = fill(StalenessBuffer(max_staleness=1, lineages=FIRST), sampled(4, (1, 0)))
     assert 4 in buffer
     assert 5 not in buffer
     with pytest.raises(ValueError, match="group 4 is in the buffer already"):
-        buffer.put(make_group(4, (1, 0)))
+        buffer.put(sampled(4, (1, 0)))
 
 
 def test_a_batch_in_training_is_unspent_until_its_step_is_done() -> None:
     buffer = StalenessBuffer(max_staleness=1, lineages=FIRST)
-    fill(buffer, *(make_group(i, (1, 0)) for i in range(5)))
+    fill(buffer, *(sampled(i, (1, 0)) for i in range(5)))
     assert buffer.num_unspent(step=0) == 5
     buffer.take(2, step=0)
     assert len(buffer) == 3
@@ -134,7 +108,7 @@ def test_a_batch_in_training_is_unspent_until_its_step_is_done() -> None:
 def test_a_lower_bound_for_new_leases_leaves_what_is_here_valid() -> None:
     buffer = StalenessBuffer(max_staleness=2, lineages=FIRST)
     assert buffer.admission_staleness == 2
-    fill(buffer, make_group(0, (1, 1)))
+    fill(buffer, sampled(0, (1, 1)))
     buffer.admission_staleness = 0
     assert buffer.evict(step=3) == []
     assert ids(buffer.take(1, step=3)) == [0]
@@ -149,7 +123,7 @@ def test_whatever_comes_in_what_goes_out_is_within_the_bound(seed: int) -> None:
     for step in range(30):
         for _ in range(chance.randrange(6)):
             versions = [(1, max(0, step - chance.randrange(6))) for _ in range(3)]
-            buffer.put(make_group(put, *versions))
+            buffer.put(sampled(put, *versions))
             put += 1
         gone += len(buffer.evict(step=step))
         taken = buffer.take(2, step=step) or []

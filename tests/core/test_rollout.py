@@ -7,40 +7,16 @@ import numpy as np
 import pytest
 
 from echo.core.rollout import (
-    Group,
     Lineage,
     PolicyVersion,
-    Rollout,
     find_fault,
     is_surviving,
     staleness_of,
 )
+from tests.core.groups import make_group, make_rollout
 
 V = PolicyVersion
 LINEAGES = (Lineage(1, 0), Lineage(2, 5), Lineage(3, 4))
-
-
-def make_rollout(versions: list[tuple[int, int]], masked: tuple[int, ...] = ()) -> Rollout:
-    mask = np.ones(len(versions), dtype=np.bool_)
-    mask[list(masked)] = False
-    return Rollout(
-        token_ids=np.arange(len(versions), dtype=np.int32),
-        sampler_logprobs=np.zeros(len(versions), dtype=np.float32),
-        policy_versions=np.array(versions, dtype=np.int32),
-        completion_mask=mask,
-        reward=0.5,
-        finish_reason="stop",
-    )
-
-
-def make_group(*rollouts: Rollout, group_id: int = 0) -> Group:
-    return Group(
-        group_id=group_id,
-        attempt=0,
-        worker_id="w",
-        prompt_ids=np.array([1], dtype=np.int32),
-        rollouts=rollouts,
-    )
 
 
 def test_versions_of_a_newer_lineage_supersede_older_ones() -> None:

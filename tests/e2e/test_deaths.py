@@ -83,6 +83,24 @@ def test_a_run_goes_on_without_the_dead(deaths: Deaths) -> None:
     assert deaths.audit.num_steps == MAX_STEPS
 
 
+def test_no_trained_token_is_older_than_the_bound(deaths: Deaths) -> None:
+    """As the audit has checked; what lay at the gate put the bound to the test."""
+    assert max(deaths.audit.staleness) >= 1
+
+
+def test_versions_that_overtake_each_other_are_bit_identical(deaths: Deaths) -> None:
+    """They came through the relay until that was killed, and then from the learner."""
+    published = {
+        tuple(record["version"]): record["image_hash"]
+        for record in deaths.cluster.records("published")
+    }
+    for name in ("w1", "w2"):
+        installed = deaths.cluster.installed(name)
+        assert len(installed) > 1
+        for record in installed:
+            assert record["image_hash"] == published[tuple(record["version"])], name
+
+
 def test_groups_of_a_killed_worker_are_granted_again_and_accepted(deaths: Deaths) -> None:
     accepted = deaths.audit.accepted
     assert deaths.lost <= accepted.keys()

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 
+from echo.runtime.event_log import replay_log
 from echo.runtime.identity import ECHO_JOIN
 from tests.e2e.audit import read_ledger
 from tests.e2e.cluster import WITHIN_S, NodeProcess
@@ -114,6 +115,7 @@ class Site:
         self._checkout = checkout
         self.home = directory / "home"
         self.home.mkdir(parents=True)
+        self.events = directory / "node.events"
         self._namespace = namespace
         # `ip netns exec` has made a mount namespace, too, so nobody else sees this mount.
         self._hide = "" if hidden is None else f"mount -t tmpfs none '{hidden}' && "
@@ -124,6 +126,7 @@ class Site:
         command = [str(program), "--role", role, "--config", str(config)]
         if role == "learner":
             command.append("--no-report")  # which draws
+        command += ["--log-events", str(self.events)]
         for key, value in settings.items():
             command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
         inside = ("sh", "-c", f'{self._hide}exec "$@"', "sh")
@@ -210,3 +213,7 @@ def test_the_page_works_with_nothing_on_the_worker_but_checkout_and_join_string(
     records = read_ledger(first.directory / "runs" / "two-machines")
     assert sum(record["kind"] == "trained" for record in records) == 2
     check_directory(second)
+    # Each in a process of its own, whose sets and hashes are in no order that this one has.
+    for site in (first, between, second):
+        played = replay_log(site.events)
+        assert (played.difference, played.num_actions > 20) == ("", True)

@@ -384,9 +384,8 @@ def test_the_fused_loss_is_that_of_its_parts(*, has_ignored_rows: bool) -> None:
 # ---- an optimizer step
 
 
-@pytest.mark.parametrize(
-    ("dtype", "least"), [(torch.bfloat16, 0.99), more(torch.float32, 0.999999)]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 0.99), (torch.float32, 0.999999)])
 def test_a_step_of_the_learner_has_the_gradient_of_the_other_backend(
     make_tiny_model: Callable[..., Path], dtype: torch.dtype, least: float
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a worker could make, from what it makes of what it is given."""
+"""Who is given which group, when a copy pays, and what is expected of lengths and speeds."""
 
 from __future__ import annotations
 
@@ -242,6 +242,9 @@ def test_with_equal_shares_it_does() -> None:
     assert both > 2 * alone, "there is nothing to improve on: the test above shows nothing"
 
 
+# --- when groups will be done ---------------------------------------------------------------------
+
+
 def make_forecast() -> FinishTimes:
     return FinishTimes(max_tokens=1000, group_size=4, heartbeat_s=1.0)
 
@@ -359,6 +362,9 @@ def test_a_heartbeat_out_of_turn_is_no_stall() -> None:
     beat(forecast, record, now=1.0, tokens=40, ran=1.0)
     beat(forecast, record, now=1.1, tokens=40, ran=1.1)
     assert record.rate == pytest.approx(10)
+
+
+# --- copies ---------------------------------------------------------------------------------------
 
 
 def running(group_id: int, *, done_at: float, num_tokens: float = 10.0) -> RunningGroup:
@@ -494,6 +500,9 @@ def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow(tmp_path: Path)
     assert hedged.figures()["wasted_share"] < 0.15
 
 
+# --- what a worker could make ---------------------------------------------------------------------
+
+
 def look(capability: Throughput, *, load: float, rate: float, seconds: int, start: int = 0) -> int:
     """Let time pass at so many tokens per second; return the instant."""
     for second in range(start + 1, start + seconds + 1):
@@ -546,6 +555,8 @@ def test_what_was_sampled_before_the_first_report_is_no_rate() -> None:
         capability.look(load=1.0, tokens_sampled=10**6 + 50 * second, now=float(second))
     assert capability.tokens_per_s == pytest.approx(50.0)
 
+
+# --- from whom something can be learned -----------------------------------------------------------
 
 B = 4
 MAX_BARREN = 20 * B

@@ -14,21 +14,6 @@ def due(outbox: Outbox, now: float) -> list[int]:
     return [encoded.message.group_id for encoded in outbox.take_due(now=now)]  # type: ignore[attr-defined]
 
 
-def test_encoded_versions_are_sent_at_once_and_again_until_they_are_acknowledged() -> None:
-    outbox = Outbox(max_deliveries=3, retry_s=5.0)
-    assert outbox.deadline is None
-    fill(outbox, 4, 2)
-    assert outbox.deadline == 0.0
-    assert due(outbox, 1.0) == [4, 2]
-    assert outbox.deadline == 6.0
-    assert due(outbox, 5.9) == []
-    assert due(outbox, 6.0) == [4, 2]
-    assert outbox.acknowledge((4, 0))
-    assert not outbox.acknowledge((4, 0))
-    assert due(outbox, 11.0) == [2]
-    assert outbox.keys == [(2, 0)]
-
-
 def test_after_a_reconnection_everything_is_due() -> None:
     outbox = Outbox(max_deliveries=3, retry_s=5.0)
     fill(outbox, 1, 2)

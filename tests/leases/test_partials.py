@@ -197,8 +197,7 @@ def test_a_file_of_partials_belongs_to_its_run() -> None:
         decode_groups(data[:-5], run_id="run")
 
 
-# --- a life of partial groups
-# ----------------------------------------------------------------------------
+# --- a life of partial groups ---------------------------------------------------------------------
 
 
 def test_begun_groups_go_first_oldest_first() -> None:

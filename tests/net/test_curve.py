@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from echo.core.errors import ConfigError, StorageError
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import parse_key, with_key, without_key
+from echo.roles.joining import fingerprint
 from echo.runtime.identity import Join, load_or_create_identity, load_or_create_keys, write_join
-from echo.weights.store import fingerprint
 
 LEARNER, RELAY = "tcp://10.0.0.5:7700", "tcp://10.0.0.6:7701"
 SECRET, PRINT = bytes(range(16)), bytes(range(16, 32))

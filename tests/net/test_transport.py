@@ -20,7 +20,6 @@ from echo.net.transport import (
     Transport,
     TransportEvent,
     TransportOptions,
-    parse_address,
 )
 from echo.net.zmq import ZmqTransport
 from echo.runtime.identity import Join
@@ -157,18 +156,6 @@ def test_messages_pass_both_ways_with_their_frames(run: Run) -> None:
         assert await dialler.message() == (parent, [b"head", b"", large])
         assert dialler.transport.send(parent, [memoryview(large), b""])
         assert await listener.message() == (child, [large, b""])
-
-    run(scenario)
-
-
-def test_a_listener_tells_its_real_port(run: Run) -> None:
-    async def scenario(world: World) -> None:
-        listener = await world.node(LISTEN)
-        address = listener.transport.listen_address
-        assert address is not None
-        assert address.startswith("tcp://127.0.0.1:")
-        assert parse_address(address)[1] > 0
-        assert (await world.node()).transport.listen_address is None
 
     run(scenario)
 

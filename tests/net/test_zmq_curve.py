@@ -77,16 +77,6 @@ async def greet(listener: ZmqTransport, dialler: ZmqTransport, address: str) -> 
         dialler.hang_up(peer)
 
 
-def test_an_address_says_the_key_and_lets_the_run_in(run: Run) -> None:
-    async def scenario() -> None:
-        async with opened(ANY_PORT, LEARNER) as listener, opened(None, worker()) as dialler:
-            address = str(listener.listen_address)
-            assert parse_key(address) == SERVER.public
-            await greet(listener, dialler, address)
-
-    run(scenario())
-
-
 def test_what_passes_cannot_be_read_on_the_way(run: Run) -> None:
     async def scenario() -> None:
         seen = bytearray()

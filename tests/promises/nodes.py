@@ -35,6 +35,7 @@ from echo.leases.partials import PartialRules
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
 from echo.runtime import relay
+from echo.runtime.event_log import EventLog
 from echo.runtime.learner import setup
 from echo.runtime.learner.setup import PromptSource
 from echo.runtime.node import Node
@@ -319,6 +320,7 @@ class NodeWorld:
         train_s: float = 0.3,
         noise: float = 0.0,
         image_bytes: int = 8 * CHUNK_BYTES,
+        log_events: bool = False,
         **sections: dict[str, Any],
     ) -> None:
         """Make an empty world.
@@ -330,6 +332,7 @@ class NodeWorld:
             sample_s, train_s: seconds of a call of an engine, and of an optimizer step.
             noise: standard deviation of these, as a share.
             image_bytes: size of a version.
+            log_events: whether each process records what its role is fed (`event_logs`).
             sections: the configuration of all nodes, by section.
         """
         self.directory = directory
@@ -340,6 +343,9 @@ class NodeWorld:
         self.refused_groups: set[int] = set()
         self.metrics_of: Callable[[int], dict[str, float]] = lambda step: {}
         self.snapshots: list[Snapshot] = []
+        self.event_logs: list[tuple[str, Path]] = []
+        """(name of the node, its event log), in the order of their starts."""
+        self._log_events = log_events
         self._noise = noise
         self._sample_s, self._train_s = sample_s, train_s
         self._slow_disks: dict[str, float] = {}
@@ -419,6 +425,13 @@ class NodeWorld:
         self._loop.run_until_complete(start())
         self._processes.append(process)
 
+    def _events(self, process: Process) -> EventLog:
+        if not self._log_events:
+            return EventLog()
+        path = self.directory / f"{len(self.event_logs)}.events"
+        self.event_logs.append((process.name, path))
+        return EventLog(path, log=process.log)
+
     def _config(self, role: str, sections: dict[str, Any], **own: Any) -> Config:
         table = {name: dict(section) for name, section in SETTINGS.items()}
         for more in (self.sections, sections):
@@ -474,6 +487,7 @@ class NodeWorld:
                     show=self.snapshots.append,
                     threads=process.threads,
                     log=process.log,
+                    events=self._events(process),
                 )
             except BaseException:
                 await transport.close()
@@ -484,7 +498,13 @@ class NodeWorld:
         own = {"name": process.name, "listen": address, "connect": [ADDRESS.format(via)]}
         config = self._config("relay", sections, **own)
         transport = await self._transport(process, config.relay.listen)
-        node = relay.assemble_relay(config, transport, threads=process.threads, log=process.log)
+        node = relay.assemble_relay(
+            config,
+            transport,
+            threads=process.threads,
+            log=process.log,
+            events=self._events(process),
+        )
         self._write_inline(node)
         return node
 
@@ -519,7 +539,11 @@ class NodeWorld:
         transport = await self._transport(process, config.worker.listen)
         with mock.patch.object(worker_setup, "build_parts", build_parts):
             node = worker_setup.assemble_worker(
-                config, transport, threads=process.threads, log=process.log
+                config,
+                transport,
+                threads=process.threads,
+                log=process.log,
+                events=self._events(process),
             )
         self._write_inline(node)
         return node
@@ -546,6 +570,10 @@ class NodeWorld:
         self._loop.run_until_complete(kill())
         self.run(0.01)
 
+    def interrupt(self, name: str) -> None:
+        """Press Ctrl-C once."""
+        self._loop.call_soon(self._process(name).node.interrupt)
+
     def link(self, source: str, target: str, *, bytes_per_s: float, delay_s: float = 0.01) -> None:
         """Give one direction of a link its own rate."""
         route = Route(latency_s=delay_s, bytes_per_s=bytes_per_s)
@@ -558,6 +586,19 @@ class NodeWorld:
     def slow_disk(self, name: str, seconds: float) -> None:
         """Let each chunk take so long to be written at a node."""
         self._slow_disks[name] = seconds
+
+    def damage_chunks(self, name: str, *, number: int) -> None:
+        """Let the next chunks that a node sends arrive with other bytes."""
+        transport = self._process(name).node.transport
+        send, left = transport.send, [number]
+
+        def damage(peer: PeerId, frames: Sequence[Any]) -> bool:
+            if b"Chunk" in bytes(frames[0]) and left[0]:
+                left[0] -= 1
+                frames = [frames[0], bytes(len(frames[1]))]
+            return bool(send(peer, frames))
+
+        transport.send = damage
 
     def fill_disk(self, *, of: str) -> None:
         """Let the learner's disk take no more "records" or "checkpoints"; "": all again."""
@@ -628,6 +669,16 @@ class NodeWorld:
 
         self._loop.run_until_complete(wait())
         return self.now - began
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        """(node, line) of all that was logged."""
+        return list(self._told)
+
+    @property
+    def weights(self) -> Any:
+        """The present learner's weights."""
+        return self._process(LEARNER).node._trainer.tensors()["w"].numpy()
 
     # --- what happened ---------------------------------------------------------------------------
 

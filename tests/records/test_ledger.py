@@ -673,18 +673,6 @@ def test_space_for_groups_is_bounded_and_comes_back(
 # --- who may write, and where --------------------------------------------------------------------
 
 
-def test_a_second_learner_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
-    ledger = begin(tmp_path)
-    text = rf"is in use by another learner; stop it first \(process {os.getpid()}\)"
-    with pytest.raises(StorageError, match=text):
-        open_ledger(tmp_path)
-    ledger.append(grant(0))
-    ledger.close()
-    assert kinds(tmp_path) == ["lineage", "granted"]
-    open_ledger(tmp_path).release()
-    open_ledger(tmp_path).release()
-
-
 def test_a_directory_of_format_1_is_refused_with_both_numbers_and_the_remedy(
     tmp_path: Path,
 ) -> None:
@@ -809,16 +797,6 @@ def test_groups_are_finished_waiting_or_granted() -> None:
     assert found.granted == {3: 2, 4: 1}
     assert found.staleness_tokens == {0: 10, 1: 1}
     assert found.lineages == (Lineage(1, 0),)
-
-
-def test_steps_after_the_checkpoint_are_void_and_their_groups_wait_again() -> None:
-    found = [lineage(1, 0), *(accepted(group) for group in range(4))]
-    found += [trained(1, step + 1, step) for step in range(4)]
-    assert sorted(read_state(found, lineage=1, step=4).waiting) == []
-    left = read_state(found, lineage=1, step=2)
-    assert sorted(left.waiting) == [2, 3]
-    assert left.finished == {0, 1, 2, 3}
-    assert left.staleness_tokens == {0: 20, 1: 3}
 
 
 def test_a_discard_is_never_void() -> None:

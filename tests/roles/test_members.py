@@ -33,16 +33,6 @@ def beat(tokens: int = 0, num_bytes: int = 0) -> Heartbeat:
     return Heartbeat(installed=PolicyVersion(1, 4), capacity=3, leases=(), stats=stats)
 
 
-def test_two_processes_that_keep_speaking_share_a_name_and_the_second_is_told(
-    roster: Roster,
-) -> None:
-    hello(roster, "i1", now=0.0)
-    for now in range(1, 13):
-        roster.nodes["w1"].beat(beat(), now=float(now))
-        outcome = hello(roster, "i2", now=now + 0.5)
-        assert outcome == ("name_taken" if now + 0.5 > 1.5 + 10.0 else "wait")
-
-
 def test_a_rival_of_long_ago_does_not_count_against_another_one(roster: Roster) -> None:
     hello(roster, "i1", now=0.0)
     assert hello(roster, "i2", now=1.0) == "wait"

@@ -144,13 +144,3 @@ def test_a_new_version_gives_back_at_once_what_wants_the_one_before(worker: Proc
     assert learner.counters["leases_given_back"] == 3
     # It happens with each version, so that the operator of the learner is not told.
     assert not any("gives group" in note for note in run.world.process("learner").notes)
-
-
-def test_an_exact_version_that_does_not_come_is_given_back_like_any_other(worker: Process) -> None:
-    run, session = worker.on_action.__self__.run, worker.session
-    session.partials.queue = {(0, 0): wanting(0, NEWER)}
-    session.version_wait.max_s = 2.0
-    run.world.run(7.0)
-    assert session.counters["engine/version_refused"] == 1
-    text = "v7 is wanted, v0 is installed and no newer one has come in 2 s"
-    assert any(text in note for note in worker.notes)

@@ -150,6 +150,7 @@ class Paper:
                     if not member.is_finished:
                         self.engine[call][f"{group.lease.group_id}.{index}"] += 1
                         call.on_tokens(1)
+            self.role.counted(call, num_tokens=call.seen_tokens, num_signs=call.seen_signs)
             for group in call.groups:
                 self._extend(call, group, is_over=False)
             if call in self.engine and all(group.is_whole for group in call.groups):
@@ -201,7 +202,7 @@ class Paper:
 
     def acknowledge(self, group_id: int) -> None:
         ack = Ack(group_id=group_id, attempt=0, outcome="accepted")
-        self.do(self.role.on_routed(ack, [], now=self.now))
+        self.do(self.role.on_work(ack, [], self.now))
 
     def arrive(self, version: PolicyVersion) -> list[PolicyVersion]:
         """Let a version come; return those that are installed now."""

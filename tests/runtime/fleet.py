@@ -31,6 +31,7 @@ from echo.net.transport import (
     TransportOptions,
     TransportStats,
 )
+from echo.roles.joining import fingerprint
 from echo.roles.learner import Learner
 from echo.roles.relay import Relay as RelaySession
 from echo.runtime import node as wiring
@@ -44,7 +45,6 @@ from echo.sim.transport import SimTransport
 from echo.weights import link
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import TensorSpec, build_manifest, sign
-from echo.weights.store import fingerprint
 from echo.wire.actions import Action
 from echo.wire.messages import FULL, LEARNER_ID, Chunk, Fetch
 from tests.roles.harness import message_of

@@ -16,6 +16,7 @@ import pytest
 from echo.core.metrics import Snapshot
 from echo.core.price import Price
 from echo.fleet.activation import ActivationDecision
+from echo.records.ledger import read_records
 from echo.roles.members import Member, Presence, Roster
 from echo.runtime.learner.cost import (
     Activation,
@@ -151,7 +152,7 @@ def test_a_run_that_waits_for_groups_ends_at_its_budget_too(play: Play) -> None:
 
 def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) -> None:
     write_ledger(tmp_path, [])
-    assert spent_before(tmp_path, now=1.0) == 0.0
+    assert spent_before(read_records(tmp_path), now=1.0) == 0.0
     write_ledger(
         tmp_path,
         [
@@ -161,8 +162,8 @@ def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) 
         ],
     )
     # Machines billed on while the learner was away, for an hour at most as far as is known.
-    assert spent_before(tmp_path, now=1100.0) == pytest.approx(2.1)
-    assert spent_before(tmp_path, now=9000.0) == pytest.approx(5.6)
+    assert spent_before(read_records(tmp_path), now=1100.0) == pytest.approx(2.1)
+    assert spent_before(read_records(tmp_path), now=9000.0) == pytest.approx(5.6)
 
 
 # --- activation on paper --------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from echo.records.ledger import (
     Discarded,
     Granted,
     Ledger,
+    LedgerQueue,
     read_lines,
     read_records,
     read_state,
@@ -24,7 +25,6 @@ from echo.records.ledger import (
 from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
     Checkpoints,
-    drop_later,
     find_whole,
     list_checkpoints,
     save_checkpoint,
@@ -105,14 +105,6 @@ def test_a_checkpoint_of_an_abandoned_lineage_does_not_push_out_the_new_one(tmp_
     assert save(tmp_path, 20, lineage=2, keep_last=1) == 20
     assert latest(tmp_path)[0] == "2/20"
     assert list(list_checkpoints(tmp_path)) == [20]
-
-
-def test_going_back_drops_what_came_later(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        save(tmp_path, step, keep_last=3)
-    drop_later(tmp_path, 20)
-    assert list(list_checkpoints(tmp_path)) == [10, 20]
-    assert latest(tmp_path)[0] == "1/20"
 
 
 def test_a_kill_before_the_first_pointer_loses_nothing(tmp_path: Path) -> None:
@@ -250,7 +242,6 @@ def make(
         interval_s=interval_s,
         keep_last=2,
         min_free_bytes=min_free_bytes,
-        saved_step=None,
         now=0.0,
     )
 
@@ -333,10 +324,22 @@ def store(ledger: Ledger, group: Group) -> Group:
     return group
 
 
+def saved(ledger: LedgerQueue) -> Checkpoints:
+    return Checkpoints(
+        ledger.run_dir / "checkpoints",
+        run_id="toy",
+        interval_steps=1,
+        interval_s=None,
+        keep_last=3,
+        min_free_bytes=0,
+        now=0.0,
+    )
+
+
 def resume(run_dir: Path, *, max_staleness: int = 2) -> StartingPoint:
     with opened(run_dir) as ledger:
-        start = recover(ledger, run_id="toy", max_staleness=max_staleness)
-        enter(ledger, start)
+        start = recover(ledger, saved(ledger), run_id="toy", max_staleness=max_staleness)
+        enter(ledger, saved(ledger), start)
         return start
 
 
@@ -344,7 +347,7 @@ def resume(run_dir: Path, *, max_staleness: int = 2) -> StartingPoint:
 def run_dir(tmp_path: Path) -> Path:
     """Return a run that was killed at step 3, with a checkpoint of step 1."""
     with opened(tmp_path) as ledger:
-        enter(ledger, begin(ledger))
+        enter(ledger, saved(ledger), begin(ledger))
         groups = [store(ledger, make_group(i, step=step)) for i, step in enumerate([0, 0, 1, 2])]
         ledger.trained(groups[:1], lineage=1, consumed_at=0)
         checkpoint(tmp_path, 1)
@@ -358,14 +361,14 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_run_begins_once_and_not_before_it_is_entered(tmp_path: Path) -> None:
     with opened(tmp_path) as ledger:
         begin(ledger)
-        enter(ledger, begin(ledger))
+        enter(ledger, saved(ledger), begin(ledger))
         with pytest.raises(ConfigError, match="--resume"):
             begin(ledger)
 
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
     with opened(tmp_path) as ledger, pytest.raises(ConfigError, match="no run to resume"):
-        recover(ledger, run_id="toy", max_staleness=2)
+        recover(ledger, saved(ledger), run_id="toy", max_staleness=2)
 
 
 def test_what_was_trained_after_the_checkpoint_waits_again(run_dir: Path) -> None:
@@ -394,7 +397,9 @@ def test_what_is_only_in_part_too_old_stays_without_that_part(run_dir: Path) -> 
         rollout = replace(group.rollouts[0], policy_versions=versions)
         store(ledger, replace(group, rollouts=(rollout, rollout)))
         for trims_stale in (False, True):
-            start = recover(ledger, run_id="toy", max_staleness=0, trims_stale=trims_stale)
+            start = recover(
+                ledger, saved(ledger), run_id="toy", max_staleness=0, trims_stale=trims_stale
+            )
             assert start.ends.get(6) == (None if trims_stale else "stale")
     [group] = [group for group in start.buffered if group.group_id == 6]
     assert group.rollouts[0].completion_mask.tolist() == [False, True]
@@ -412,7 +417,7 @@ def test_two_crashes_from_one_checkpoint_are_two_lineages(run_dir: Path) -> None
 def test_recovering_writes_nothing_by_itself(run_dir: Path) -> None:
     before = list(read_lines(run_dir))
     with opened(run_dir) as ledger:
-        recover(ledger, run_id="toy", max_staleness=2)
+        recover(ledger, saved(ledger), run_id="toy", max_staleness=2)
     assert list(read_lines(run_dir)) == before
 
 

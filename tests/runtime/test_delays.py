@@ -14,7 +14,6 @@ from bench.delays import (
     DelayInjector,
     DelaySettings,
     Direction,
-    delay_groups,
     delay_installs,
 )
 from echo.core.buffer import StalenessBuffer
@@ -68,34 +67,6 @@ def lags_of(run: Run) -> Counter[int]:
     for record in run.ledger("trained"):
         lags.update({int(lag): count for lag, count in record["staleness"].items()})
     return lags
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
-def test_half_an_hour_of_delay_passes_in_emulated_time(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(
-            run={"max_steps": 30}, sync={"max_staleness": 64}, batch={"groups_per_step": 4}
-        )
-        workers = [await run.worker("w1"), await run.worker("w2")]
-        # Slow enough for the steps of a busy machine to be quick beside it.
-        groups = injector("rollouts", law="lognormal", speedup=600.0)
-        delay_groups(learner, groups)
-        for worker in workers:
-            delay_installs(worker, injector("weights", law="lognormal", speedup=600.0))
-        async with running(learner, *workers) as (learning, *_):
-            assert await learning == "finished"
-        lags = lags_of(run)
-        # Groups arrive out of order and many steps late, and never beyond the bound.
-        assert max(lags) <= 64
-        assert len(lags) > 5
-        assert sum(lag * count for lag, count in lags.items()) / lags.total() > 2
-        metrics: dict[str, Any] = groups.metrics()
-        assert 60 <= metrics["delays/rollouts/mean"] <= metrics["delays/rollouts/max"] <= 1800
-        accepted = len(run.ledger("accepted"))
-        assert 120 <= sum(metrics["delays/rollouts/hist"].values()) <= accepted
-
-    play(scenario)
 
 
 @pytest.mark.slow

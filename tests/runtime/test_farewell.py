@@ -71,40 +71,23 @@ def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(pla
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(play: Play) -> None:
+@pytest.mark.parametrize("other", ["learner", pytest.param("relay", marks=pytest.mark.matrix)])
+def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
+    play: Play, other: str
+) -> None:
     async def scenario(run: Run) -> None:
         network = {"dead_after_s": PATIENCE_S, "reconnect_for_s": PATIENCE_S}
         learner = await run.learner(network=network)
         be_patient(learner)
-        cut_before_shutdown(run, learner, "w1", "learner")
-        worker = await run.worker("w1", network=network)
-        async with running(learner, worker) as (learning, working):
+        cut_before_shutdown(run, learner, "w1", other)
+        relays = [await run.relay(network=network)] if other == "relay" else []
+        connect = {"connect": [RELAY]} if relays else {}
+        worker = await run.worker("w1", network=network, worker=connect)
+        async with running(learner, worker, *relays) as (learning, *others):
             await until_over(learner)
-            assert not learning.done()
-            run.network.mend("w1", "learner")
-            assert await working == "the run is finished"
-            assert await learning == "finished"
-
-    play(scenario)
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
-def test_a_worker_that_is_cut_off_from_its_relay_hears_of_it_when_it_is_back(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        network = {"dead_after_s": PATIENCE_S, "reconnect_for_s": PATIENCE_S}
-        learner = await run.learner(network=network)
-        be_patient(learner)
-        cut_before_shutdown(run, learner, "w1", "relay")
-        relay = await run.relay(network=network)
-        worker = await run.worker("w1", network=network, worker={"connect": [RELAY]})
-        async with running(learner, relay, worker) as (learning, relaying, working):
-            await until_over(learner)
-            assert not learning.done()
-            assert not relaying.done()
-            run.network.mend("w1", "relay")
-            assert await working == "the run is finished"
-            assert await relaying == "the run is finished"
+            assert not any(task.done() for task in (learning, *others[1:]))
+            run.network.mend("w1", other)
+            assert [await task for task in others] == ["the run is finished"] * len(others)
             assert await learning == "finished"
 
     play(scenario)

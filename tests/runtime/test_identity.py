@@ -9,6 +9,7 @@ from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError
 from echo.net.transport import with_key
+from echo.roles.joining import fingerprint
 from echo.runtime.identity import (
     Join,
     dial_addresses,
@@ -20,7 +21,6 @@ from echo.runtime.identity import (
     node_keys,
     signing_fingerprint,
 )
-from echo.weights.store import fingerprint
 
 
 def test_a_run_keeps_its_id_and_key(tmp_path: Path) -> None:

@@ -226,6 +226,7 @@ class BindsError(Exception):
     """The node is about to let strangers in."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "model_type"), [(build_learner, "olmo"), (build_worker, "olmo2")]
 )

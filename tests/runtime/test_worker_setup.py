@@ -15,13 +15,13 @@ from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, RefusedError
 from echo.engine import model
 from echo.engine.model import own_model
+from echo.roles.joining import sign_welcome
 from echo.roles.relay import Relay
 from echo.runtime import relay
 from echo.runtime.episodes import code_settings
 from echo.runtime.identity import load_or_create_keys, write_join
 from echo.runtime.worker.setup import build_parts
 from echo.tasks.tokenization import asset_files
-from echo.weights.store import sign_welcome
 from echo.wire.actions import Action, Send
 from echo.wire.codec import decode_envelope, decode_message, encode
 from echo.wire.messages import LEARNER_ID, Asset, AssetRequest, Welcome

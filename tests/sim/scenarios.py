@@ -7,10 +7,9 @@ from typing import Any
 
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
-from echo.sim.records import History
 from echo.sim.scenario import Scenario, Settings
 from echo.sim.simulation import Simulation
-from echo.sim.summary import Summary, summarise
+from echo.sim.summary import History, Summary, summarise
 
 MB = 1e6
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.sim.engine import EngineModel
 from echo.sim.lengths import GroupLength, LogNormalLengths, RecordedLengths
+from echo.sim.timing import EngineModel
 from echo.wire.messages import Lease
 
 V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from echo.sim.clock import Clock
 from echo.sim.network import FRAMING_BYTES, LinkEnd, Network, Port, Route
 
 BULK = 1_000_000
+
+
+class Clock:
+    """The present, and what is to happen when."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._serial = 0
+        self._events: list[tuple[float, int, Any, tuple[Any, ...]]] = []
+
+    def at(self, instant: float, call: Any, *arguments: Any) -> None:
+        self._serial += 1
+        heapq.heappush(self._events, (max(instant, self.now), self._serial, call, arguments))
+
+    def run(self, until: float = math.inf) -> None:
+        """Let time pass up to `until`, or until nothing is left to do."""
+        events = self._events
+        while events and events[0][0] <= until:
+            self.now, _, call, arguments = heapq.heappop(events)
+            call(*arguments)
+        if math.isfinite(until):
+            self.now = max(self.now, until)
 
 
 @dataclass(eq=False)

@@ -35,7 +35,10 @@ def test_several_runs_of_unequal_length_make_a_png(make_run, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_matplotlib_keeps_its_global_state(make_run, tmp_path: Path) -> None:
+def test_matplotlib_keeps_its_global_state(
+    make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # of somebody else
     plots.learning_curve(make_run(), tmp_path / "curve.png")
     assert "matplotlib.pyplot" not in sys.modules
 

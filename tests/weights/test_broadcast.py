@@ -137,6 +137,31 @@ def partial(mesh: Mesh, child: str, parent: str, num_chunks: int) -> None:
     mesh.cut(parent, child)
 
 
+def test_a_parent_that_was_restarted_does_not_make_its_children_start_anew() -> None:
+    mesh = Mesh("a", "b", "c")
+    mesh.attach("b", "a")
+    mesh.attach("c", "b")
+    mesh.publish(1, 1)
+    partial(mesh, "c", "b", 3)
+    mesh.settle()
+    num_held = mesh.nodes["c"].progress()[1]
+    assert 3 <= num_held < 6
+    mesh.nodes["b"] = make_broadcast("b")
+    mesh.nodes["b"].trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+    mesh.attach("c", "b")
+    mesh.settle()
+    assert mesh.sent(Waiting, "b")
+    assert not mesh.sent(Gone)
+    assert mesh.nodes["c"].progress() == (V1, num_held, 6)
+    mesh.attach("b", "a")
+    mesh.settle()
+    mesh.wait(0.5)
+    mesh.settle()
+    assert mesh.holds("c", V1)
+    assert mesh.nodes["c"].num_duplicate_chunks == 0
+    assert not mesh.failed
+
+
 @pytest.mark.parametrize(
     ("index", "data"), [(1, bytes(CHUNK_BYTES)), (5, make_image(V1)[:CHUNK_BYTES])]
 )
@@ -258,6 +283,7 @@ def test_a_parent_with_nothing_new_answers_and_is_left_in_peace() -> None:
         mesh.settle()
     assert not mesh.failed
     assert mesh.nodes["b"].deadline is None
+    assert mesh.nodes["b"].progress() == (None, 0, 0)
 
 
 # --- who may say what ----------------------------------------------------------------------------

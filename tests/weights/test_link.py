@@ -1,4 +1,4 @@
-"""Windows, patience and silence of a link, and how an item is divided among several."""
+"""Windows, patience and silence of a link, and what its rate is taken for."""
 
 from __future__ import annotations
 
@@ -201,70 +201,6 @@ def test_what_the_parent_itself_waits_for_is_no_gap() -> None:
     assert link.longest_gap_s == 0.0
 
 
-def test_a_link_that_awaits_nothing_is_never_silent() -> None:
-    link = make()
-    assert link.deadline(CHUNK) is None
-    link.begin(now=1.0)
-    assert link.deadline(CHUNK) == 1.0 + STALL_S
-    link.finish()
-    assert link.deadline(CHUNK) is None
-    link.is_asking = True
-    assert link.deadline(CHUNK) == 1.0 + STALL_S
-    link.connect(None, rtt_s=None)
-    assert link.deadline(CHUNK) is None
-
-
-def test_the_second_silence_counts_with_the_first() -> None:
-    link = make()
-    link.begin(now=0.0)
-    assert link.silence_s(CHUNK, now=STALL_S) == STALL_S
-    link.is_silent, link.progress_at = True, STALL_S
-    assert link.silence_s(CHUNK, now=2 * STALL_S) == 2 * STALL_S
-    take(link, now=2 * STALL_S, num_bytes=1)
-    assert not link.is_silent
-
-
-def test_only_silent_links_are_named() -> None:
-    links = StripeLinks(first_window_bytes=1, stall_s=STALL_S)
-    links.resize(3)
-    for link in links:
-        link.connect(f"p{link.index}", rtt_s=None)
-        link.begin(now=float(link.index))
-    assert links.deadline(CHUNK) == STALL_S
-    assert [link.index for link in links.silent(CHUNK, now=1.0 + STALL_S)] == [0, 1]
-    links.finish()
-    assert links.silent(CHUNK, now=99.0) == []
-    assert links.deadline(CHUNK) is None
-
-
-def test_links_come_and_go() -> None:
-    links = StripeLinks(first_window_bytes=1, stall_s=STALL_S)
-    assert len(links) == 1
-    links[0].connect("p", rtt_s=None)
-    assert links.resize(4) == []
-    assert [link.index for link in links] == [0, 1, 2, 3]
-    links[2].connect("q", rtt_s=None)
-    assert links.of("q") is links[2]
-    assert links.resize(2) == ["q"]
-    assert links.of("q") is None
-    assert links[0].peer == "p"
-    links.resize(3)
-    assert links[2].peer is None
-
-
-def test_an_item_is_divided_among_those_that_may_have_it() -> None:
-    links = StripeLinks(first_window_bytes=1, stall_s=STALL_S)
-    links.resize(4)
-    assert [links.share(link) for link in links] == [(0, 4), (1, 4), (2, 4), (3, 4)]
-    links[1].is_denied = True
-    assert [links.share(link) for link in links] == [(0, 3), None, (1, 3), (2, 3)]
-    links.finish()  # the next item is another
-    assert links.share(links[1]) == (1, 4)
-    links[1].is_denied = True
-    links[1].connect("other", rtt_s=None)
-    assert links.share(links[1]) == (1, 4)
-
-
 def test_far_parents_get_more_connections() -> None:
     rtts = (0.0005, 0.04, 0.06, 0.1, 0.3)
     assert [num_sockets(rtt_s, most=8) for rtt_s in rtts] == [1, 1, 3, 6, 8]
@@ -281,6 +217,8 @@ def test_a_connection_that_brings_something_speaks_for_all_to_the_same_parent() 
     assert [link.index for link in links.silent(1024, now=6.0)] == [1, 3]
     assert [link.index for link in links.silent(1024, now=9.0)] == [0, 1, 2, 3]
 
+
+# --- rates ----------------------------------------------------------------------------------------
 
 MIB = 1 << 20
 
@@ -308,13 +246,6 @@ def test_the_rate_is_that_of_busy_time_only() -> None:
         rate.pause()
         now = feed(rate, 20, every_s=0.1, start=now + 100)
     assert rate.bytes_per_s == pytest.approx(10 * MIB)
-
-
-def test_the_estimate_follows_a_change_within_seconds() -> None:
-    rate = RateEstimate()
-    now = feed(rate, 50, every_s=0.1)
-    feed(rate, 100, every_s=0.05, start=now)
-    assert rate.bytes_per_s == pytest.approx(20 * MIB, rel=0.05)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(-1, 5), st.booleans())))
@@ -374,16 +305,6 @@ def test_only_several_low_samples_in_a_row_lower_an_uplink_and_to_the_best_of_th
     assert rate.bytes_per_s == pytest.approx(6 * MIB, rel=0.05)
 
 
-def test_who_waited_in_a_pause_does_not_count() -> None:
-    rate = UplinkEstimate()
-    rate.add(MIB, now=0.0)
-    rate.wait(1.0, now=0.0)
-    rate.pause()
-    limited(rate, 10, start=100.0)
-    assert rate.bytes_per_s == pytest.approx(10 * MIB, rel=0.01)
-    assert rate.is_measured
-
-
 def test_what_was_sent_before_the_clock_began_does_not_count() -> None:
     """Eight children say at nearly the same time what they have received since a second ago."""
     rate = UplinkEstimate()
@@ -434,6 +355,8 @@ def test_the_window_holds_what_is_under_way_and_grows_from_its_own_limit() -> No
         window = window_bytes(min(window / 0.1, 125e6), 0.1, MIB, **bounds)
     assert window >= 1.3 * 12.5e6 + 2 * MIB
 
+
+# --- probes ---------------------------------------------------------------------------------------
 
 GIB = 1 << 30
 

@@ -1,4 +1,4 @@
-"""Which item is fetched next, and when a newer version pre-empts the one on its way."""
+"""Which item is fetched next, from whom, how it is written, and what is done without space."""
 
 from __future__ import annotations
 
@@ -242,6 +242,8 @@ def test_an_encoded_that_is_half_here_is_finished() -> None:
     assert offers.next_step((v(2), form_on(1))) == (v(2), form_on(1))
 
 
+# --- written late ---------------------------------------------------------------------------------
+
 WINDOW_CHUNKS = 4
 NUM_CHUNKS = -(-NET_BYTES // CHUNK_BYTES)
 
@@ -294,9 +296,6 @@ def fetching(*names: str, step: int = 0, **overrides: Any) -> SlowNet:
 def said(actions: Iterable[Any], kind: type) -> list[Any]:
     messages = [message_of(action.frames) for action in actions if isinstance(action, Send)]
     return [message for message in messages if type(message) is kind]
-
-
-# --- credit --------------------------------------------------------------------------------------
 
 
 def test_no_more_than_a_window_waits_to_be_written() -> None:
@@ -352,9 +351,6 @@ def test_what_is_being_written_takes_its_part_of_the_next_window_too() -> None:
     assert net.holds("b", 1)
 
 
-# --- holding -------------------------------------------------------------------------------------
-
-
 def test_a_parent_that_takes_over_while_chunks_are_written_brings_none_of_them_again() -> None:
     net = fetching()
     net.attach("b", "a")
@@ -365,9 +361,6 @@ def test_a_parent_that_takes_over_while_chunks_are_written_brings_none_of_them_a
     # Copies would have used up its credit without ever giving any back.
     assert net.nodes["b"].num_duplicate_chunks == 0
     assert net.now == 0.0
-
-
-# --- faults --------------------------------------------------------------------------------------
 
 
 def test_wrong_chunks_are_never_written_and_end_their_parent() -> None:
@@ -461,9 +454,6 @@ def test_a_disk_that_refuses_is_as_good_as_full(monkeypatch: pytest.MonkeyPatch)
     assert not net.failed
 
 
-# --- rates ---------------------------------------------------------------------------------------
-
-
 def test_the_time_for_which_the_disk_is_waited_for_shows_no_rate() -> None:
     net = fetching()
     while net.writes:
@@ -476,6 +466,10 @@ def test_the_time_for_which_the_disk_is_waited_for_shows_no_rate() -> None:
     assert net.nodes["b"].downlink_bytes_per_s is None
     assert net.stripe_link().rate.bytes_per_s is None
 
+
+# --- who offers and does not deliver --------------------------------------------------------------
+#
+# The liar is no node: it is a link over which a test says what it likes.
 
 STALL_S = 0.5
 BOUND_S = WAIT_STALLS * STALL_S + 1.0
@@ -588,21 +582,6 @@ def test_a_liar_that_proves_its_offer_and_brings_no_chunk_is_left_too() -> None:
     assert [message.num_segments for message in asked] == [1], "the table is known already"
 
 
-def test_what_only_a_lost_parent_has_offered_is_not_waited_for() -> None:
-    """The learner has not come to that version, and would say that it waits."""
-    net, liar = with_liar(step=9)
-    net.settle()
-    assert net.nodes["b"].receiver.item == (v(9), DELTA)
-    net.attach("b", "a")
-    assert net.nodes["b"].receiver.item is None
-    net.settle()
-    run(net.publish(1, 0))
-    net.settle()
-    assert net.holds("b", 1)
-    assert net.now == 0.0
-    assert not liar.is_parent
-
-
 def test_all_are_forgotten_that_are_left_because_they_lack_a_version() -> None:
     net, _ = with_liar()
     net.settle()
@@ -665,6 +644,9 @@ def test_a_pause_before_an_item_does_not_count_for_it() -> None:
     assert not net.failed
 
 
+# --- what a killed process has left ---------------------------------------------------------------
+
+
 def make_trust(run_id: str = "run") -> TrustedManifests:
     made = TrustedManifests()
     made.set(public_key=PUBLIC_KEY, run_id=run_id, max_image_bytes=1 << 20)
@@ -690,7 +672,7 @@ def held_chunks(encoded: Any) -> list[int]:
 
 
 def resumed_node(*steps: int) -> tuple[Any, Rooms]:
-    """Return a resumed_node that holds versions whole, and its version stores."""
+    """Return a node that holds versions whole, and its version stores."""
     rooms = Rooms()
     broadcast = make_broadcast("b", version_store=rooms)
     broadcast.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
@@ -704,9 +686,6 @@ def left_behind(step: int, num_records: int | None = None) -> Any:
     encoded = make_trust().rebuild(v(step), records_of(step)[:num_records])
     encoded.journal = Pages()
     return encoded
-
-
-# --- what is believed ----------------------------------------------------------------------------
 
 
 def test_wrong_chunks_are_not_held_and_right_ones_behind_them_are() -> None:
@@ -742,9 +721,6 @@ def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> Non
 def test_the_name_of_a_file_is_not_believed(step: int, base: int | None, run_id: str) -> None:
     encoded = make_trust(run_id).rebuild(v(step), records_of(1, base))
     assert encoded.num_segments == 0
-
-
-# --- what becomes of it --------------------------------------------------------------------------
 
 
 def test_whole_keyframes_of_versions_that_are_here_are_served_again() -> None:
@@ -800,6 +776,9 @@ def test_an_image_is_taken_though_its_manifest_was_forgotten_while_it_was_hashed
     assert broadcast.receiver.store.get((v(1), FULL)) is not None
 
 
+# --- out of space ---------------------------------------------------------------------------------
+
+
 def full_node(*, base: int | None) -> Net:
     """Return a net whose node b holds v0 and has no space for v1, published in full or as delta."""
     net = Net("a", "b")
@@ -840,19 +819,6 @@ def test_it_is_tried_again_without_an_announcement(base: int | None) -> None:
     assert net.holds("b", 1)
     assert node.deadline is None
     assert len(net.notes) == 1
-
-
-def test_after_it_was_found_everything_begins_anew() -> None:
-    net = full_node(base=None)
-    assert [retry(net), retry(net)] == [1, 2]
-    net.rooms["b"].is_full = False
-    assert retry(net) == 4
-    assert net.holds("b", 1)
-    net.rooms["b"].is_full = True
-    run(net.publish(2)[:1])
-    net.settle()
-    assert len(net.notes) == 2
-    assert [retry(net), retry(net)] == [1, 2]
 
 
 def test_it_is_tried_as_soon_as_an_image_is_dropped() -> None:

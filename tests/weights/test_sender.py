@@ -396,8 +396,7 @@ def test_a_child_that_does_not_react_to_what_is_announced_is_forgotten() -> None
     assert sorted(serving.children) == ["alive"]
 
 
-# --- encoded versions
-# -------------------------------------------------------------------------------------
+# --- encoded versions -----------------------------------------------------------------------------
 
 
 def grown(serving: Sender, pieces: slice) -> tuple[EncodedVersion, list[Action]]:

@@ -1,4 +1,4 @@
-"""Who is limited by its own downlink."""
+"""What is assumed of unknown sites, and who is limited by its own downlink."""
 
 from __future__ import annotations
 

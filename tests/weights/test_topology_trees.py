@@ -1,4 +1,4 @@
-"""The forecast is that of the closed formulas where there are any."""
+"""Trees are those of the rate they were built for, and the forecast that of closed formulas."""
 
 from __future__ import annotations
 

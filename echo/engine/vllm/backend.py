@@ -97,7 +97,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class BackendOutput:
     """What vLLM answered to one request."""
 
     token_ids: npt.NDArray[np.int32]
@@ -124,7 +124,7 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def submit(
         self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
-    ) -> Future[Sample]:
+    ) -> Future[BackendOutput]:
         """Begin to sample.
 
         Args:
@@ -183,7 +183,7 @@ def adapter_request(arguments: Mapping[str, Any], path: str = "") -> Any:
     )
 
 
-def read_output(output: Any) -> Sample:
+def read_output(output: Any) -> BackendOutput:
     """Translate a finished `RequestOutput` of vLLM."""
     [completion] = output.outputs
     token_ids = list(completion.token_ids)
@@ -191,7 +191,7 @@ def read_output(output: Any) -> Sample:
     prompt = list(output.prompt_token_ids)
     # Nothing stands before the first token of a prompt, so it has no row.
     prompt_rows = zip(prompt, output.prompt_logprobs or [None] * len(prompt), strict=True)
-    return Sample(
+    return BackendOutput(
         token_ids=np.array(token_ids, np.int32),
         logprobs=np.array([row[token].logprob for token, row in rows if row], np.float32),
         finish_reason=completion.finish_reason,
@@ -249,7 +249,7 @@ class InlineBackend(Backend):
         self._arguments = arguments
         self._num_threads = num_threads
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._futures: dict[str, Future[Sample]] = {}
+        self._futures: dict[str, Future[BackendOutput]] = {}
         self._lock = threading.Lock()
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -330,9 +330,9 @@ class InlineBackend(Backend):
 
     def submit(
         self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
-    ) -> Future[Sample]:
+    ) -> Future[BackendOutput]:
         """Begin to sample between two steps."""
-        future: Future[Sample] = Future()
+        future: Future[BackendOutput] = Future()
 
         def add() -> None:
             if self.death is not None:
@@ -600,7 +600,7 @@ class ProcessBackend(Backend):
 
     async def _sample(
         self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
-    ) -> Sample:
+    ) -> BackendOutput:
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
         from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -668,10 +668,10 @@ class ProcessBackend(Backend):
 
     def submit(
         self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
-    ) -> Future[Sample]:
+    ) -> Future[BackendOutput]:
         """Begin to sample."""
         if self.death is not None:
-            future: Future[Sample] = Future()
+            future: Future[BackendOutput] = Future()
             future.set_exception(EngineDeadError(self.death.reason))
             return future
         return self._post(self._sample(request_id, prompt, params, priority))

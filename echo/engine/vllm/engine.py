@@ -53,11 +53,11 @@ from echo.engine.vllm.arguments import Process, import_vllm, make_arguments
 from echo.engine.vllm.backend import (
     TIMEOUT_S,
     Backend,
+    BackendOutput,
     Death,
     EngineDeadError,
     EngineWasDeadError,
     Facts,
-    Sample,
     hand_over,
 )
 from echo.engine.weights import torch_dtype
@@ -125,7 +125,7 @@ class _Running:
     request_id: str
     num_blocks: int
     backend: Backend
-    future: Future[Sample]
+    future: Future[BackendOutput]
     num_tokens: int = 0
 
 
@@ -148,7 +148,7 @@ class Call:
         self._watcher = watcher
         self._waiting = deque(range(len(requests)))
         self._running: list[_Running] = []
-        self._held: list[tuple[_Running, Sample]] = []
+        self._held: list[tuple[_Running, BackendOutput]] = []
         self._done: dict[int, Completion] = {}
         self._num_tries = 0
         self._is_stopping = False
@@ -247,7 +247,7 @@ class Call:
         for running, sample in held:
             self._check_sample(running, sample)
 
-    def _check_sample(self, running: _Running, sample: Sample) -> None:
+    def _check_sample(self, running: _Running, sample: BackendOutput) -> None:
         if sample.finish_reason == "abort" and not self._is_stopping:
             # Not by us: vLLM ends what runs when somebody tells its process to stop.
             self._waiting.append(running.index)

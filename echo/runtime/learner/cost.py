@@ -668,20 +668,26 @@ class CostControl:
 
     # --- watching --------------------------------------------------------------------------------
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing need be looked at but the costs, until the next version goes out."""
+        return self._activation is None and not self._pace.is_awaited
+
     def look(self, *, now: float) -> list[Action]:
-        """Measure who holds which version; call it every LOOK_S."""
+        """Measure who holds which version; call it every LOOK_S, or every METER_S while calm."""
         if self._progress.activity:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
-        workers = self._session.roster.active("worker")
-        installed = [member.installed for member in workers]
-        self._pace.received(installed, now=now, train_s=self.train_s)
-        if now < self._looked_at + len(workers) / LOOKS_PER_S:
-            return []
-        self._looked_at = now
+        roster = self._session.roster
+        if self._pace.is_awaited:
+            installed = [member.installed for member in roster.active("worker")]
+            self._pace.received(installed, now=now, train_s=self.train_s)
         if self._activation is None or self._session.finish_reason is not None:
             return []
+        if now < self._looked_at + len(roster.nodes) / LOOKS_PER_S:
+            return []
+        self._looked_at = now
         return self._activation.look(self._session, now=now)
 
     def review(self, *, now: float) -> Question | None:

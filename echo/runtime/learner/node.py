@@ -33,7 +33,7 @@ from echo.algo.corrections import BoundDecision, ControlSettings, Signals, Stale
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import LocalProtocolError, StorageError, TransportError
-from echo.core.metrics import LearningCurve, Snapshot
+from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher
@@ -60,11 +60,10 @@ from echo.records.ledger import (
 )
 from echo.roles.learner import Learner
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import LOOK_S, CostControl, CostTerms
+from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import Progress, TaskMetrics, describe_wait
-from echo.runtime.learner.resume import StartingPoint
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
@@ -375,8 +374,8 @@ class OpenedRun:
 
     ledger: LedgerQueue
     checkpoints: Checkpoints
-    start: StartingPoint
     costs: CostTerms
+    progress: Progress
     trainer: Trainer
     attribution: Attribution | None
     buffer: StalenessBuffer
@@ -410,7 +409,6 @@ class LearnerNode(Node):
         export: Callable[[Path, Weights], None],
         write_metrics: Callable[[int, Row], None],
         show: Callable[[Snapshot], None] | None,
-        earlier: LearningCurve | None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
@@ -426,11 +424,10 @@ class LearnerNode(Node):
             export: writes a Hugging Face directory.
             write_metrics: appends one row of metrics.
             show: draws a snapshot; None where nobody looks.
-            earlier: what the run had learned before it was resumed, for the display.
             threads: see `Node`.
             log: where to tell what happens.
         """
-        session, ledger, start = run.session, run.ledger, run.start
+        session, ledger = run.session, run.ledger
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Learner = session
         self._config = config
@@ -445,12 +442,7 @@ class LearnerNode(Node):
             max_staleness=config.sync.max_staleness,
         )
         self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
-        self._progress = Progress(
-            staleness_tokens=start.staleness_tokens,
-            now=self.now,
-            step=start.step,
-            earlier=earlier,
-        )
+        self._progress = run.progress
         self._costs = CostControl(
             session,
             config,
@@ -481,7 +473,7 @@ class LearnerNode(Node):
         self._disk_pool = self.threads.pool("disk")
         self._held: list[list[Action]] = []
         """Batches of actions that wait until their records are committed."""
-        self._has_records, self._has_news = asyncio.Event(), asyncio.Event()
+        self._has_records, self._has_news, self._has_published = (asyncio.Event() for _ in range(3))
         ledger.on_append = self._has_records.set
         self._eval_pool = self.threads.pool("evaluation")
         self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
@@ -496,11 +488,10 @@ class LearnerNode(Node):
         self._store_wanted = asyncio.Event()
         self._store_task: asyncio.Task[None] | None = None
         # A group that comes when no more are taken is never acknowledged.
-        self._takes_groups = True
+        self._takes_groups, self.is_stopping = True, False
         self._published_step, self._num_failed_steps = -1, 0
         # Until then nodes of this run may be out there and dial, as after a crash.
         self._missing_until = -math.inf
-        self.is_stopping = False
         # Why the run cannot go on, where it cannot.
         self._failure: RewardError | None = None
         self._is_work_over = asyncio.Event()
@@ -671,9 +662,9 @@ class LearnerNode(Node):
             if not member.is_standby
         }
         texts = self._usefulness.review(can_sample, now=self.now)
-        for member in members:
-            member.worker.is_set_aside = self._usefulness.is_set_aside(member.node_id)
-        self._has_set_aside = any(member.worker.is_set_aside for member in members)
+        names = {m.node_id for m in members if self._usefulness.is_set_aside(m.node_id)}
+        self.session.set_aside(names)
+        self._has_set_aside = bool(names)
         self.perform([Note("warning", text) for text in texts])
 
     async def _store_loop(self) -> None:
@@ -746,9 +737,16 @@ class LearnerNode(Node):
         """Measure the workers and what they cost, and decide which are needed, until the end."""
         costs, pool = self._costs, self.threads.pool("activation")
         while True:
+            if costs.is_calm:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(METER_S):
+                        await self._has_published.wait()
+            self._has_published.clear()
             await asyncio.sleep(LOOK_S)
-            self.perform(costs.look(now=self.now))
-            question = costs.review(now=self.now)
+            now = self.now
+            if actions := costs.look(now=now):
+                self.perform(actions)
+            question = costs.review(now=now)
             if costs.is_spent:
                 self.wake()
             if question is not None:
@@ -884,6 +882,7 @@ class LearnerNode(Node):
         await self._commit()
         self.pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
         self._published_step = session.step
+        self._has_published.set()
         self.perform(session.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
         if self._evaluations is not None and await self._evaluations.is_due(version):

@@ -204,7 +204,7 @@ class Progress:
             bytes_sent: weights sent since the start, bytes.
             now: the loop's clock, seconds.
         """
-        metrics = {**self._groups.metrics(), **self._dropped, **metrics}
+        metrics = {**metrics, **self._groups.metrics(), **self._dropped}
         self._rewards.append(metrics.get("reward/mean", 0.0))
         num_tokens = sum(staleness.values())
         waited_s, trained_s = self._step_times

@@ -21,9 +21,13 @@ from pathlib import Path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
+from echo.leases.book import LeaseBook
 from echo.records.ledger import Began, Discarded, LedgerQueue, read_state
 from echo.runtime.identity import Identity
 from echo.runtime.learner.checkpoint import CheckpointInfo, Checkpoints
+
+LOST_WORKER = "(before the restart)"
+"""Holder of leases that were out when the learner died, until their worker claims them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +55,11 @@ class StartingPoint:
     def lineage(self) -> int:
         """The present lineage."""
         return self.lineages[-1].lineage
+
+    def enter_leases(self, leases: LeaseBook, *, now: float) -> None:
+        """Enter the leases that were out, until their workers claim them or they expire."""
+        for group_id, num_attempts in sorted(self.open_attempts.items()):
+            leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
 
 
 def begin(ledger: LedgerQueue) -> StartingPoint:
@@ -165,7 +174,7 @@ def find_start(
         checkpoints,
         run_id=identity.run_id,
         max_staleness=config.sync.max_staleness,
-        trims_stale=trims_stale(config),
+        trims_stale=config.trims_stale,
     )
     log.info(
         "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
@@ -181,11 +190,3 @@ def find_start(
     for loss in start.losses:
         log.warning("lost: %s", loss)
     return start
-
-
-def trims_stale(config: Config) -> bool:
-    """Return whether a group with some tokens beyond the bound keeps the others.
-
-    On policy, and where old tokens are to be dropped, such a group is of no use.
-    """
-    return config.sync.max_staleness > 0 and config.rollout.stale_tokens != "drop"

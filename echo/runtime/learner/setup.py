@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 from collections import OrderedDict
@@ -45,6 +44,7 @@ from echo.engine.model import (
     pick_device,
     resolve_model,
     set_num_threads,
+    vocab_size,
 )
 from echo.engine.weights import Weights, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
@@ -56,6 +56,7 @@ from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime import node as wiring
 from echo.runtime.episodes import code_settings, make_runner, make_task_host, turns_of
+from echo.runtime.event_log import EventLog
 from echo.runtime.identity import (
     Identity,
     join_address,
@@ -68,7 +69,8 @@ from echo.runtime.learner.cost import CostTerms, activation_settings, spent_befo
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.publish import Publisher
-from echo.runtime.learner.resume import StartingPoint, enter, find_start, trims_stale
+from echo.runtime.learner.report import Progress
+from echo.runtime.learner.resume import StartingPoint, enter, find_start
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
@@ -237,8 +239,7 @@ class Data:
     @property
     def vocab_size(self) -> int:
         """Rows of the model's embedding: token ids are below it."""
-        fields = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
-        return int({**fields, **fields.get("text_config", {})}["vocab_size"])
+        return vocab_size(self.model_dir)
 
     def read_assets(self) -> dict[str, bytes]:
         """Return the files that workers may inherit.
@@ -398,10 +399,6 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
 # All of it is opened before anything is written: a run that cannot begin leaves no trace.
 
 
-LOST_WORKER = "(before the restart)"
-"""Holder of leases that were out when the learner died, until their worker claims them."""
-
-
 def open_run(
     config: Config,
     data: Data,
@@ -409,7 +406,9 @@ def open_run(
     advertise: str,
     *,
     resume: bool,
+    earlier: LearningCurve | None,
     log: logging.Logger,
+    events: EventLog,
 ) -> OpenedRun:
     """Open the ledger, build trainer and session, and enter the new lineage.
 
@@ -419,7 +418,9 @@ def open_run(
         identity: the run's.
         advertise: address that other nodes may dial; empty for none.
         resume: continue the run in the run directory.
+        earlier: what the run had learned before it was resumed, for the display.
         log: where to tell what happens.
+        events: records what the role is fed.
 
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.
@@ -438,12 +439,20 @@ def open_run(
         )
         start = find_start(config, ledger, checkpoints, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
+        progress = Progress(
+            staleness_tokens=start.staleness_tokens,
+            now=asyncio.get_running_loop().time(),
+            step=start.step,
+            earlier=earlier,
+        )
         trainer = build_trainer(config, data.model_dir, start, data.lora)
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
-        buffer = StalenessBuffer(
+        buffer = events.build(
+            "buffer",
+            StalenessBuffer,
             max_staleness=config.sync.max_staleness,
             lineages=start.lineages,
-            trims_stale=trims_stale(config),
+            trims_stale=config.trims_stale,
         )
         for group in start.buffered:
             reason = trainer.refusal(group)
@@ -452,7 +461,9 @@ def open_run(
             else:
                 # It was taken in for the loss of another configuration.
                 start.ends[group.group_id] = reason
-        session = build_session(config, identity, data, start, buffer, advertise)
+        session = build_session(
+            config, identity, data, start, buffer, advertise=advertise, events=events
+        )
         for reason in start.ends.values():
             session.counters.add(f"discarded/{reason}")
         save_resolved(config, config.run_dir / "config.json")
@@ -461,8 +472,8 @@ def open_run(
     return OpenedRun(
         ledger=ledger,
         checkpoints=checkpoints,
-        start=start,
         costs=CostTerms(spent, activation_settings(config)),
+        progress=progress,
         trainer=trainer,
         attribution=attribution,
         buffer=buffer,
@@ -476,19 +487,22 @@ def build_session(
     data: Data,
     start: StartingPoint,
     buffer: StalenessBuffer,
+    *,
     advertise: str,
+    events: EventLog,
 ) -> Learner:
     """Return the learner's session with its leases as they were."""
     network, sync = config.network, config.sync
-    leases = LeaseBook(timeout_s=network.lease_timeout_s)
+    leases = events.build("leases", LeaseBook, timeout_s=network.lease_timeout_s)
     now = asyncio.get_running_loop().time()
-    for group_id, num_attempts in sorted(start.open_attempts.items()):
-        leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
-    return Learner(
+    start.enter_leases(leases, now=now)
+    return events.build(
+        "role",
+        Learner,
         LearnerSettings(
             admission=AdmissionSettings(
                 run_id=identity.run_id,
-                key=identity.key,
+                key=events.outside(identity.key),
                 settings=inherited_settings(config)
                 | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
                 | code_settings(config),
@@ -505,7 +519,7 @@ def build_session(
                 vocab_size=data.vocab_size,
                 heartbeat_s=network.heartbeat_s,
                 prompts_are_free=config.agent.listen is not None,
-                trims_stale=trims_stale(config),
+                trims_stale=config.trims_stale,
                 hedge_factor=config.leases.hedge_factor or None,
                 exact_version=config.rollout.exact_version,
             ),
@@ -525,9 +539,9 @@ def build_session(
             next_group_id=start.next_group_id,
             finished=start.finished,
         ),
-        broadcast=wiring.make_broadcast(LEARNER_ID, network),
+        broadcast=wiring.make_broadcast(LEARNER_ID, network, events=events),
         buffer=buffer,
-        prompts=data.prompts,
+        prompts=events.outside(data.prompts),
     )
 
 
@@ -549,6 +563,7 @@ async def build_learner(
     show: Callable[[Snapshot], None],
     log: logging.Logger,
     earlier: LearningCurve | None = None,
+    events: EventLog | None = None,
 ) -> LearnerNode:
     """Return a learner that is ready to run, listening already.
 
@@ -559,6 +574,7 @@ async def build_learner(
         show: draws a snapshot.
         log: where to tell what happens.
         earlier: what the run had learned before it was resumed, for the display.
+        events: records what its role is fed; None for nothing.
 
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.
@@ -584,6 +600,7 @@ async def build_learner(
             show=show,
             log=log,
             earlier=earlier,
+            events=events,
         )
         # Not before its files are open, for which strangers could leave no descriptor.
         transport.listen()
@@ -621,6 +638,7 @@ def assemble_learner(
     log: logging.Logger,
     earlier: LearningCurve | None = None,
     threads: Threads | None = None,
+    events: EventLog | None = None,
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
     evaluations = build_evaluations(config, data, log=log)
@@ -632,7 +650,17 @@ def assemble_learner(
             "learner.listen is a wildcard and learner.advertise is not set: workers that reach "
             "this learner through a relay cannot find it when the relay dies"
         )
-    run = open_run(config, data, identity, advertise, resume=resume, log=log)
+    events = events or EventLog()
+    run = open_run(
+        config,
+        data,
+        identity,
+        advertise,
+        resume=resume,
+        earlier=earlier,
+        log=log,
+        events=events,
+    )
     rewards = None
     if config.reward.where == "learner":
         rewards = LearnerRewards(data.host, data.prompts, data.text)
@@ -648,11 +676,10 @@ def assemble_learner(
         export=partial(_export, config, data),
         write_metrics=write_metrics,
         show=show,
-        earlier=earlier,
         threads=threads,
         log=log,
     )
-    node.at_release.append(data.host.close)
+    node.at_release += [data.host.close, events.close]
     return node
 
 

@@ -203,6 +203,8 @@ class WorkerNode(DialingNode):
         self._file_pool = self.threads.pool("partials")
         self._parts: WorkerParts | None = None
         self._drained = asyncio.Event()
+        self._calls: set[EngineCall] = set()
+        """Under way."""
 
     def view(self) -> WorkerView:
         """Return what this worker does, for its operator."""
@@ -211,7 +213,7 @@ class WorkerNode(DialingNode):
         has_learner = session.state in (NodeState.ADMITTED, NodeState.STOPPED)
         return WorkerView(
             version="no version" if version is None else str(version),
-            num_tokens=session.tokens_sampled + session.tokens_in_engine,
+            num_tokens=session.tokens_sampled + sum(call.seen_tokens for call in self._calls),
             num_groups=session.num_accepted,
             activity=session.activity if has_learner else f"{session.state}: no learner",
         )
@@ -230,9 +232,7 @@ class WorkerNode(DialingNode):
             case Configure():
                 self.spawn(self._set_up(action), name="set-up")
             case Sample():
-                is_played = self.parts.runner is not None
-                work = self._play(action.call) if is_played else self._sample(action.call)
-                self.spawn(work, name="sample")
+                self.spawn(self._see_through(action.call), name="sample")
             case Score():
                 self.spawn(self._score(action.group), name="score")
             case Install():
@@ -274,11 +274,20 @@ class WorkerNode(DialingNode):
         """Count what the threads have seen, for the heartbeat."""
         if self._parts is None:
             return
+        for call in self._calls:
+            self.session.counted(call, num_tokens=call.seen_tokens, num_signs=call.seen_signs)
         for counts in (self._parts.host.take_counts(), self._parts.engine.take_counts()):
             for name, number in counts.items():
                 self.session.counters.add(name, number)
 
     # --- sampling --------------------------------------------------------------------------------
+
+    async def _see_through(self, call: EngineCall) -> None:
+        self._calls.add(call)
+        try:
+            await (self._sample(call) if self.parts.runner is None else self._play(call))
+        finally:
+            self._calls.discard(call)
 
     async def _sample(self, call: EngineCall) -> None:
         """See one call of the engine through."""

@@ -20,7 +20,6 @@ from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, worker_lora
 from echo.engine.model import (
     context_window,
-    fields_of_model,
     has_own_model,
     import_architecture,
     load_directory,
@@ -29,6 +28,7 @@ from echo.engine.model import (
     model_directory,
     own_model,
     pick_device,
+    vocab_size,
 )
 from echo.engine.vllm.arguments import Process
 from echo.engine.weights import publish_image
@@ -40,6 +40,7 @@ from echo.runtime import node as wiring
 from echo.runtime.agents.sessions import AgentParts, Dialogue
 from echo.runtime.disk_store import open_store
 from echo.runtime.episodes import check_inherited_code, make_local_host, make_runner, turns_of
+from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.threads import Threads
 from echo.runtime.worker.node import WorkerNode, WorkerParts
@@ -76,8 +77,15 @@ DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
 """Rollouts sampled at once where memory would hold more: beyond, a CPU or GPU gains little."""
 
 
-async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
+async def build_worker(
+    config: Config, *, log: logging.Logger, events: EventLog | None = None
+) -> WorkerNode:
     """Return a worker that is ready to run, listening already if it listens at all.
+
+    Args:
+        config: the whole configuration.
+        log: where to tell what happens.
+        events: records what its role is fed; None for nothing.
 
     Raises:
         EchoError: if something does not fit; the message is for the user.
@@ -87,17 +95,22 @@ async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
     transport = await wiring.start_transport(config.network, config.worker.listen, keys)
     wiring.warn_of_kernel(config.worker.listen, *dial_addresses(config, "worker"))
     try:
-        return assemble_worker(config, transport, log=log)
+        return assemble_worker(config, transport, log=log, events=events)
     except BaseException:
         await transport.close()
         raise
 
 
 def assemble_worker(
-    config: Config, transport: Transport, *, threads: Threads | None = None, log: logging.Logger
+    config: Config,
+    transport: Transport,
+    *,
+    threads: Threads | None = None,
+    log: logging.Logger,
+    events: EventLog | None = None,
 ) -> WorkerNode:
     """Join a worker on a transport that has been started; otherwise as `build_worker`."""
-    section, network = config.worker, config.network
+    section, network, events = config.worker, config.network, events or EventLog()
     node_id = wiring.node_name("worker", section.name)
     if config.model.name is not None and not has_own_model(config):
         log.info(
@@ -114,14 +127,17 @@ def assemble_worker(
     )
     version_store = open_store(network.store_dir, network.store_bytes)
     now = asyncio.get_running_loop().time()
-    session = Worker(
+    retry_s = max(2.0, 2 * network.heartbeat_s)
+    session = events.build(
+        "role",
+        Worker,
         settings,
-        wiring.make_broadcast(node_id, network, version_store),
-        Outbox(max_deliveries=MAX_UNACKED_GROUPS, retry_s=max(2.0, 2 * network.heartbeat_s)),
+        wiring.make_broadcast(node_id, network, version_store, events=events),
+        events.build("outbox", Outbox, max_deliveries=MAX_UNACKED_GROUPS, retry_s=retry_s),
         terms=terms_of(config),
+        version_wait_s=config.engine.version_wait_s,
         now=now,
     )
-    session.version_wait.max_s = config.engine.version_wait_s
     node_dir = config.run_dir / "workers" / node_id
     try:
         node_dir.mkdir(parents=True, exist_ok=True)
@@ -136,6 +152,7 @@ def assemble_worker(
         log=log,
     )
     node.version_store = version_store
+    node.at_release.append(events.close)
     return node
 
 
@@ -297,11 +314,6 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
         kv_cache=how.kv_cache,
         lora=lora,
     )
-
-
-def vocab_size(model_dir: Path) -> int:
-    """Return the number of the model's token ids."""
-    return int(fields_of_model(model_dir)["vocab_size"])
 
 
 def read_local_image(config: Config) -> bytearray | None:
