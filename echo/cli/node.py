@@ -470,7 +470,7 @@ async def _run_dialing(config: Config, role: str, events: EventLog, log: logging
 
         node = worker = await build_worker(config, log=log, events=events)
         for line in (line for line in log.handlers if isinstance(line, StatusLine)):
-            node.spawn(show_status(worker.view, log, line), name="status")
+            node.spawn(show_status(worker, log, line), name="status")
     return await run_node(node)
 
 

@@ -70,6 +70,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error)
 
 
+class WarmupBar:
+    """The bar of a warm-up under way."""
+
+    def __init__(self, bar: Progress) -> None:
+        """Begin without a step."""
+        self._bar = bar
+        self._job = bar.add_task("starting", total=None)
+
+    def show(self, step: int, num_steps: int, loss: float, pass_rate: float | None) -> None:
+        """Show a step."""
+        rate = "" if pass_rate is None else f", pass rate {pass_rate:.2f}"
+        text = f"loss {loss:.2f}{rate}"
+        self._bar.update(self._job, completed=step, total=num_steps, description=text)
+
+
 def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
     """Return the warmed-up small model of a task, making it the first time."""
     from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
@@ -82,19 +97,13 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        job = bar.add_task("starting", total=None)
-
-        def show(step: int, total: int, loss: float, pass_rate: float | None) -> None:
-            rate = "" if pass_rate is None else f", pass rate {pass_rate:.2f}"
-            bar.update(job, completed=step, total=total, description=f"loss {loss:.2f}{rate}")
-
         model = make_warm_model(
             name,
             Path("build") / "models",
             task=TASKS[name](),
             seed=0,
             head_dim=VLLM_HEAD_DIM if for_vllm else HEAD_DIM,
-            on_progress=show,
+            view=WarmupBar(bar),
             num_threads=os.cpu_count() or 1,
         )
     console.print(

@@ -15,7 +15,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,8 +61,12 @@ PROGRESS_PERIOD = 50
 NUM_HASHED = 256
 """Demonstrations and held-out examples that stand for the task in a model's hash."""
 
-ProgressCallback = Callable[[int, int, float, float | None], None]
-"""Called as (step, total steps, loss, held-out pass rate or None before the first measurement)."""
+
+class WarmupView(Protocol):
+    """A view of a warm-up under way."""
+
+    def show(self, step: int, num_steps: int, loss: float, pass_rate: float | None) -> None:
+        """Show a step; the pass rate is None before its first measurement."""
 
 
 class Demonstrator(Protocol):
@@ -130,7 +134,7 @@ def make_warm_model(
     task: Demonstrator,
     seed: int,
     head_dim: int = HEAD_DIM,
-    on_progress: ProgressCallback | None = None,
+    view: WarmupView | None = None,
     num_threads: int = 1,
 ) -> WarmModel:
     """Return a warmed-up tiny model, from `directory` if it was made before.
@@ -141,7 +145,7 @@ def make_warm_model(
         task: the task of that name, as `load_task` builds it.
         seed: of the weights, the demonstrations and the measurement.
         head_dim: of the model's attention.
-        on_progress: called after every step; not at all if the model is there already.
+        view: shows every step; none if the model is there already.
         num_threads: CPU threads of torch while this runs.
 
     Raises:
@@ -159,7 +163,7 @@ def make_warm_model(
     if found is not None:
         return found
     with _torch_threads(num_threads):
-        return _make(task_name, task, path, seed, head_dim, on_progress)
+        return _make(task_name, task, path, seed, head_dim, view)
 
 
 def pass_rate(
@@ -190,14 +194,14 @@ def _make(
     path: Path,
     seed: int,
     head_dim: int,
-    on_progress: ProgressCallback | None,
+    view: WarmupView | None,
 ) -> WarmModel:
     recipe = RECIPES[task_name]
     num_steps = recipe.num_steps
     rates = []
     for attempt in range(MAX_ATTEMPTS):
         model = build_model(seed=seed + attempt, head_dim=head_dim)
-        _train(model, task, recipe, num_steps, seed + attempt, on_progress)
+        _train(model, task, recipe, num_steps, seed + attempt, view)
         sampled = pass_rate(model, task, NUM_FINAL_PROMPTS, greedy=False, seed=seed)
         if recipe.min_pass_rate <= sampled <= recipe.max_pass_rate:
             greedy = pass_rate(model, task, NUM_FINAL_PROMPTS, greedy=True, seed=seed)
@@ -217,7 +221,7 @@ def _train(
     recipe: WarmupRecipe,
     num_steps: int,
     seed: int,
-    on_progress: ProgressCallback | None,
+    view: WarmupView | None,
 ) -> None:
     """Fit a model to `num_steps` batches of fresh demonstrations."""
     tokenizer, rng = build_tokenizer(), random.Random(seed)
@@ -235,10 +239,10 @@ def _train(
             group["lr"] = recipe.learning_rate_at(step, num_steps)
         optimizer.step()
         optimizer.zero_grad()
-        if on_progress is not None:
+        if view is not None:
             if step % PROGRESS_PERIOD == 0:
                 rate = pass_rate(model, task, NUM_PROGRESS_PROMPTS, greedy=False, seed=seed)
-            on_progress(step, num_steps, loss.item(), rate)
+            view.show(step, num_steps, loss.item(), rate)
 
 
 def _demonstrations(

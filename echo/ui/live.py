@@ -19,7 +19,8 @@ import textwrap
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TextIO
 
@@ -997,15 +998,19 @@ class LiveView:
             self._has_news.wait()
             self._has_news.clear()
             if self._newest is not None and self.failure is None and not self._is_closing.is_set():
-                self._attempt(self._painter.paint, self._newest)
+                with self._surviving():
+                    self._painter.paint(self._newest)
             self._is_closing.wait(self._period_s)
         # Also after a failure: whatever can still be restored of the terminal is.
         if self._newest is not None:
-            self._attempt(self._painter.finish, self._newest)
+            with self._surviving():
+                self._painter.finish(self._newest)
 
-    def _attempt(self, show: Callable[[Snapshot], None], snapshot: Snapshot) -> None:
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Note a failure of the body's output; the run goes on."""
         try:
-            show(snapshot)
+            yield
         except OUTPUT_ERRORS as error:
             if self.failure is None:
                 self.failure = f"{type(error).__name__}: {error}"
@@ -1083,16 +1088,21 @@ class WorkerStatus:
         )
 
 
-async def show_status(
-    view: Callable[[], WorkerView], log: logging.Logger, line: StatusLine
-) -> None:
+class ShownWorker(Protocol):
+    """A worker as its status sees it."""
+
+    def view(self) -> WorkerView:
+        """Return what it does."""
+
+
+async def show_status(worker: ShownWorker, log: logging.Logger, line: StatusLine) -> None:
     """Tell a worker's status until cancelled: on its terminal, or else in its log."""
     status, loop = WorkerStatus(), asyncio.get_running_loop()
     told_at = loop.time()
     try:
         while True:
             await asyncio.sleep(REFRESH_S)
-            text = status.text(view(), now=loop.time())
+            text = status.text(worker.view(), now=loop.time())
             if line.is_live:
                 line.show(text)
             elif loop.time() >= told_at + LOG_S:

@@ -34,27 +34,31 @@ def make_warm_model(name: str, directory: Path, **settings: Any) -> WarmModel:
     return warmup.make_warm_model(name, directory, **{"task": AdditionTask(), **settings})
 
 
+class View:
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, float, float | None]] = []
+
+    def show(self, step: int, num_steps: int, loss: float, pass_rate: float | None) -> None:
+        self.seen.append((step, num_steps, loss, pass_rate))
+
+
 def use(monkeypatch: pytest.MonkeyPatch, recipe: WarmupRecipe) -> None:
     monkeypatch.setitem(RECIPES, "addition", recipe)
 
 
 def test_progress_is_told_and_the_result_is_found_again(tmp_path: Path) -> None:
-    seen: list[tuple[int, int, float, float | None]] = []
+    view = View()
     torch.set_num_threads(2)
-    first = make_warm_model(
-        "addition", tmp_path, seed=0, num_threads=1, on_progress=lambda *told: seen.append(told)
-    )
+    first = make_warm_model("addition", tmp_path, seed=0, num_threads=1, view=view)
+    seen = view.seen
     assert torch.get_num_threads() == 2
     assert [(step, total) for step, total, _, _ in seen] == [(i, 6) for i in range(1, 7)]
     assert seen[-1][2] < seen[0][2]
     assert [rate is None for *_, rate in seen] == [True, True, False, False, False, False]
     assert AutoModelForCausalLM.from_pretrained(first.path).num_parameters() == 100_736
     assert load_tokenizer(first.path).eos_token == "<eos>"
-
-    def fail(*told: object) -> None:
-        raise AssertionError("trained again")
-
-    assert make_warm_model("addition", tmp_path, seed=0, on_progress=fail) == first
+    assert make_warm_model("addition", tmp_path, seed=0, view=(again := View())) == first
+    assert again.seen == [], "trained again"
     assert [path.name for path in tmp_path.iterdir()] == [first.path.name]
 
 
@@ -98,10 +102,10 @@ def test_out_of_range_is_tried_again_with_other_steps_and_then_refused(
     totals: set[int],
 ) -> None:
     use(monkeypatch, replace(SHORT, min_pass_rate=bounds[0], max_pass_rate=bounds[1]))
-    seen: set[int] = set()
+    view = View()
     with pytest.raises(EngineError, match=r"did not end in the range.*seed 7.*seed 8.*seed 9"):
-        make_warm_model("addition", tmp_path, seed=7, on_progress=lambda _, n, *__: seen.add(n))
-    assert seen == totals
+        make_warm_model("addition", tmp_path, seed=7, view=view)
+    assert {num_steps for _, num_steps, *_ in view.seen} == totals
     assert not list(tmp_path.iterdir())
 
 

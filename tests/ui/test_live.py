@@ -624,13 +624,14 @@ def test_a_worker_tells_its_status_on_a_terminal_or_in_its_log(
     line = StatusLine(stream)
     asked = iter(range(20))
 
-    def look() -> WorkerView:
-        if next(asked) == 19:
-            raise asyncio.CancelledError
-        return view(0)
+    class Shown:
+        def view(self) -> WorkerView:
+            if next(asked) == 19:
+                raise asyncio.CancelledError
+            return view(0)
 
     with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
-        asyncio.run(show_status(look, logging.getLogger("test.status"), line))
+        asyncio.run(show_status(Shown(), logging.getLogger("test.status"), line))
     text = "v3  0 tokens/s  7 groups delivered  sampling"
     assert (text in stream.getvalue(), text in caplog.text) == (is_terminal, not is_terminal)
     assert stream.getvalue().endswith("\r\x1b[K") == is_terminal
