@@ -38,8 +38,9 @@ from echo.roles.worker import Worker
 from echo.runtime import node
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import CostTerms
-from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
+from echo.runtime.learner.node import LearnerNode, OpenedRun, Outputs, Row
 from echo.runtime.learner.publish import Coder, Publication
+from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import begin, enter
 from echo.runtime.worker.node import WorkerNode, WorkerParts
 from echo.sim.network import Network, Port
@@ -236,11 +237,12 @@ class Lab:
         self.node = LearnerNode(
             OpenedRun(
                 ledger=ledger, checkpoints=checkpoints, costs=CostTerms(0.0, None),
-                progress=Progress(start.staleness_tokens, now=now, step=start.step, earlier=None),
-                trainer=trainer, attribution=None, buffer=buffer, session=session,
+                progress=Progress(staleness_tokens={}, now=clock.now),
+                trainer=trainer, attribution=None, publisher=publisher, buffer=buffer,
+                session=session, rewards=None, evaluations=None,
             ),
-            transport, config, publisher=publisher, rewards=None, evaluations=None,
-            export=lambda *_: None, write_metrics=self._on_row, show=None,
+            transport, config,
+            Outputs(export=lambda *_: None, write_metrics=self._on_row),
             log=logging.getLogger("bench.learner"),
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity
 from echo.runtime.learner.cost import ActivationSettings, CostTerms, spent_before
-from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
+from echo.runtime.learner.node import LearnerNode, OpenedRun, Outputs, Row
 from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import BillRecord, StepRecord
@@ -116,17 +116,15 @@ class SimLearner(LearnerNode):
                 progress=TimedProgress(self.trainer, start, now=now),
                 trainer=trainer,
                 attribution=None,
+                publisher=publisher,
                 buffer=buffer,
                 session=session,
+                rewards=None,
+                evaluations=None,
             ),
             transport,
             config,
-            publisher=publisher,
-            rewards=None,
-            evaluations=None,
-            export=self._export_nothing,
-            write_metrics=self._on_row,
-            show=None,
+            Outputs(export=self._export_nothing, write_metrics=self._on_row),
             threads=LearnerThreads(scenario, self.trainer),
             log=_log,
         )

@@ -82,6 +82,16 @@ if TYPE_CHECKING:
 Row = Mapping[str, float | Mapping[str, float]]
 
 
+def make_pace(config: Config) -> PublishPace:
+    """Return when versions are published, as the configuration says."""
+    sync = config.sync
+    return PublishPace(
+        period=sync.initial_publish_period,
+        is_auto=sync.publish_period == "auto",
+        max_staleness=sync.max_staleness,
+    )
+
+
 # --- Decisions of the staleness controller, carried out ---
 #
 # A lower bound gates new leases only, shortens the publish period and publishes at once;
@@ -382,8 +392,26 @@ class OpenedRun:
     progress: Progress
     trainer: Trainer
     attribution: Attribution | None
+    publisher: Publisher
+    """Makes versions of the weights, and codes them."""
     buffer: StalenessBuffer
     session: Learner
+    rewards: LearnerRewards | None
+    """Scores groups where workers do not; None where they do."""
+    evaluations: Evaluations | None
+    """Of held-out prompts; None for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where a learner's results go."""
+
+    export: Callable[[Path, Weights], None]
+    """Writes a Hugging Face directory."""
+    write_metrics: Callable[[int, Row], None]
+    """Appends one row of metrics."""
+    show: Callable[[Snapshot], None] | None = None
+    """Draws a snapshot; None where nobody looks."""
 
 
 class EvaluationWatcher(Watcher):
@@ -406,88 +434,61 @@ class LearnerNode(Node):
         run: OpenedRun,
         transport: Transport,
         config: Config,
+        outputs: Outputs,
         *,
-        publisher: Publisher,
-        rewards: LearnerRewards | None,
-        evaluations: Evaluations | None,
-        export: Callable[[Path, Weights], None],
-        write_metrics: Callable[[int, Row], None],
-        show: Callable[[Snapshot], None] | None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
         """Join the parts; `run` starts them.
 
         Args:
-            run: ledger, trainer and session, the latter with buffer, leases and broadcast.
+            run: what it goes on with.
             transport: its links.
             config: the whole configuration.
-            publisher: makes versions of the weights, and codes them.
-            rewards: scores groups where workers do not; None where they do.
-            evaluations: held-out evaluation; None for none.
-            export: writes a Hugging Face directory.
-            write_metrics: appends one row of metrics.
-            show: draws a snapshot; None where nobody looks.
+            outputs: where its results go.
             threads: see `Node`.
             log: where to tell what happens.
         """
         session, ledger = run.session, run.ledger
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Learner = session
-        self._config = config
-        self._buffer = run.buffer
-        self._trainer = run.trainer
+        self._run, self._config, self._outputs = run, config, outputs
+        self._buffer, self._trainer, self._ledger = run.buffer, run.trainer, ledger
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
-        self._ledger = ledger
-        self._checkpoints = run.checkpoints
-        self.pace = pace = PublishPace(
-            period=config.sync.initial_publish_period,
-            is_auto=config.sync.publish_period == "auto",
-            max_staleness=config.sync.max_staleness,
-        )
-        self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
         self._progress = run.progress
+        self.pace = pace = make_pace(config)
+        self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
         self._costs = CostControl(
-            session,
-            config,
-            terms=run.costs,
-            pace=pace,
-            progress=self._progress,
-            ledger=ledger,
-            now=self.now,
-            log=log,
-        )
+            session, config, terms=run.costs, pace=pace, progress=run.progress, ledger=ledger,
+            now=self.now, log=log,
+        )  # fmt: skip
+        address = advertised(transport.listen_address, config.learner.advertise)
         self._waiting = BatchWait(
             session,
-            address=advertised(transport.listen_address, config.learner.advertise)
-            or str(transport.listen_address),
+            address=address or str(transport.listen_address),
             reconnect_for_s=config.network.reconnect_for_s,
             log=log,
         )
-        self._evaluations = evaluations
-        self._publisher = publisher
         self._encoded_versions = VersionEncoder(
-            session.broadcast,
-            publisher.coder,
-            codec=config.network.codec,
-            node=self,
+            session.broadcast, run.publisher.coder, codec=config.network.codec, node=self
         )
-        self._export, self._write_metrics, self._show = export, write_metrics, show
-        self._model_pool = self.threads.pool("trainer")
-        self._disk_pool = self.threads.pool("disk")
-        self._held: list[list[Action]] = []
-        """Batches of actions that wait until their records are committed."""
-        self._has_records, self._has_news, self._has_published = (asyncio.Event() for _ in range(3))
-        ledger.on_append = self._has_records.set
-        self._eval_pool = self.threads.pool("evaluation")
-        self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
-        self._rewards = rewards
         self._usefulness = Usefulness(
             max_zero_signal_groups=self._max_zero_signal_groups,
             groups_per_step=session.settings.leases.groups_per_step,
         )
-        self._has_set_aside = False
         self._task_metrics = TaskMetrics()
+        pool = self.threads.pool
+        self._model_pool, self._disk_pool = pool("trainer"), pool("disk")
+        self._eval_pool, self._reward_pool = pool("evaluation"), pool("reward", MAX_BLOCKING)
+        self._begin_state()
+
+    def _begin_state(self) -> None:
+        """Start with nothing under way."""
+        self._held: list[list[Action]] = []
+        """Batches of actions that wait until their records are committed."""
+        self._has_records, self._has_news, self._has_published = (asyncio.Event() for _ in range(3))
+        self._ledger.on_append = self._has_records.set
+        self._has_set_aside = False
         self._unsynced: list[Group] = []
         self._store_wanted = asyncio.Event()
         self._store_task: asyncio.Task[None] | None = None
@@ -502,7 +503,7 @@ class LearnerNode(Node):
 
     def release(self) -> None:
         """Let go of the ledger; where the end was not a clean one it is still open."""
-        self._publisher.coder.close()
+        self._run.publisher.coder.close()
         self._ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
@@ -581,10 +582,10 @@ class LearnerNode(Node):
 
     def take_in(self, action: StoreGroup) -> None:
         """Have a group scored if nobody has; then write it, or end it and grant another."""
-        if self._rewards is None:
+        if self._run.rewards is None:
             self._accept(action)
         else:
-            self.spawn(self._score(self._rewards, action.group), name="reward")
+            self.spawn(self._score(self._run.rewards, action.group), name="reward")
 
     async def _score(self, rewards: LearnerRewards, group: Group) -> None:
         """Score a group beside everything else, then accept it; end it where that fails."""
@@ -716,7 +717,7 @@ class LearnerNode(Node):
         """Train until the last step, then tell everybody and end."""
         self._store_task = self.spawn(self._store_loop(), name="store")
         self.spawn(self._commit_records(), name="records")
-        if self._show is not None:
+        if self._outputs.show is not None:
             self.spawn(self._show_loop(), name="display")
         self.spawn(self._watch_costs(), name="activation")
         if len(self.session.lineages) > 1:  # a run that goes on
@@ -792,7 +793,7 @@ class LearnerNode(Node):
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
             self._write_step(result.metrics, staleness)
-            if self._checkpoints.is_due(session.step, now=self.now):
+            if self._run.checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
 
     async def _set_aside(self, groups: list[Group], error: StepError) -> None:
@@ -889,18 +890,18 @@ class LearnerNode(Node):
         self._has_published.set()
         self.perform(session.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
-        if self._evaluations is not None and await self._evaluations.is_due(version):
+        if self._run.evaluations is not None and await self._run.evaluations.is_due(version):
             task = self.spawn(self._evaluate(publication), name="evaluation")
-            self._evaluations.started(task)
+            self._run.evaluations.started(task)
 
     def make_version(self, version: PolicyVersion) -> Publication:
         """Return the present weights as a version; called in the trainer's thread."""
-        return self._publisher.make(self._trainer.tensors(), version)
+        return self._run.publisher.make(self._trainer.tensors(), version)
 
     async def _evaluate(self, publication: Publication) -> None:
-        assert self._evaluations is not None
+        assert self._run.evaluations is not None
         version, tensors = publication.manifest.version, publication.tensors()
-        evaluate = self._evaluations.evaluate
+        evaluate = self._run.evaluations.evaluate
         result = await self._eval_pool.run(
             lambda: evaluate(version, tensors, EvaluationWatcher(self)),
         )
@@ -912,7 +913,7 @@ class LearnerNode(Node):
             )
         task_name = self._config.task.kind.rpartition(":")[2]
         row = {**result.metrics(task_name), "lineage": version.lineage}
-        self._write_metrics(version.step, row)
+        self._outputs.write_metrics(version.step, row)
         level = logging.WARNING if result.num_reward_errors else logging.INFO
         self.log.log(level, "%s", result)
 
@@ -926,7 +927,7 @@ class LearnerNode(Node):
 
     async def _checkpoint(self) -> None:
         """Save the whole state; a full disk is reported and survived."""
-        session, checkpoints = self.session, self._checkpoints
+        session, checkpoints = self.session, self._run.checkpoints
         lineage, step, now = session.lineages[-1].lineage, session.step, self.now
         if checkpoints.saved_step == step:
             return
@@ -952,10 +953,10 @@ class LearnerNode(Node):
         if self._published_step != self.session.step:
             # The last weights are evaluated and exported even if no worker will use them.
             await self._publish()
-        if self._evaluations is not None:
+        if self._run.evaluations is not None:
             self._progress.begin("evaluating", now=self.now)
-            await self._evaluations.wait()
-            if self._evaluations.evaluated_step != self.session.step:
+            await self._run.evaluations.wait()
+            if self._run.evaluations.evaluated_step != self.session.step:
                 await self._evaluate_present()
         await self._take_no_more_groups()
         step = self.session.step
@@ -966,7 +967,7 @@ class LearnerNode(Node):
         tensors = await self._model_pool.run(self._trainer.snapshot)
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
-        await self._disk_pool.run(self._export, final, tensors)
+        await self._disk_pool.run(self._outputs.export, final, tensors)
         await self._disk_pool.run(self._ledger.close)
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
@@ -978,7 +979,7 @@ class LearnerNode(Node):
         await self._close_records()
         self.log.info(
             "stopped at step %d; --resume continues from step %d%s",
-            self.session.step, self._checkpoints.saved_step or 0,
+            self.session.step, self._run.checkpoints.saved_step or 0,
             ", workers wait for it" if self.session.roster.members("worker") else "",
         )  # fmt: skip
 
@@ -1056,14 +1057,14 @@ class LearnerNode(Node):
         row |= self._adaptation.metrics()
         row["lineage"] = session.lineages[-1].lineage
         row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
-        self._write_metrics(session.step, row)
+        self._outputs.write_metrics(session.step, row)
 
     def _task_code_metrics(self) -> dict[str, float]:
         """Return how the task's code did since the last step."""
         members = self.session.roster.members("worker")
         totals = {member.node_id: member.stats.refused for member in members}
-        if self._rewards is not None:
-            totals["learner"] = self._rewards.counts()
+        if self._run.rewards is not None:
+            totals["learner"] = self._run.rewards.counts()
         return self._task_metrics.row(totals)
 
     def _partial_metrics(self) -> dict[str, float]:
@@ -1095,9 +1096,9 @@ class LearnerNode(Node):
 
     def display(self) -> None:
         """Draw the present state."""
-        if self._show is None:
+        if self._outputs.show is None:
             return
-        self._show(
+        self._outputs.show(
             self._progress.snapshot(
                 self.session,
                 run_name=self._config.run.name,

@@ -67,7 +67,7 @@ from echo.runtime.identity import (
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import CostTerms, activation_settings, spent_before
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
-from echo.runtime.learner.node import LearnerNode, LearnerRewards, OpenedRun
+from echo.runtime.learner.node import LearnerNode, LearnerRewards, OpenedRun, Outputs
 from echo.runtime.learner.publish import Publisher
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import StartingPoint, enter, find_start
@@ -409,6 +409,7 @@ def open_run(
     earlier: LearningCurve | None,
     log: logging.Logger,
     events: EventLog,
+    evaluations: Evaluations | None,
 ) -> OpenedRun:
     """Open the ledger, build trainer and session, and enter the new lineage.
 
@@ -421,6 +422,7 @@ def open_run(
         earlier: what the run had learned before it was resumed, for the display.
         log: where to tell what happens.
         events: records what the role is fed.
+        evaluations: of held-out prompts; None for none.
 
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.
@@ -476,8 +478,15 @@ def open_run(
         progress=progress,
         trainer=trainer,
         attribution=attribution,
+        publisher=Publisher(
+            identity, config, model_digest=data.digests["model"], attribution=attribution
+        ),
         buffer=buffer,
         session=session,
+        rewards=LearnerRewards(data.host, data.prompts, data.text)
+        if config.reward.where == "learner"
+        else None,
+        evaluations=evaluations,
     )
 
 
@@ -641,6 +650,7 @@ def assemble_learner(
     events: EventLog | None = None,
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
+    # Before the run begins: where nothing can be evaluated it leaves no trace.
     evaluations = build_evaluations(config, data, log=log)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     identity = load_or_create_identity(config.run_dir, run_name=config.run.name)
@@ -660,25 +670,10 @@ def assemble_learner(
         earlier=earlier,
         log=log,
         events=events,
-    )
-    rewards = None
-    if config.reward.where == "learner":
-        rewards = LearnerRewards(data.host, data.prompts, data.text)
-    node = LearnerNode(
-        run,
-        transport,
-        config,
-        publisher=Publisher(
-            identity, config, model_digest=data.digests["model"], attribution=run.attribution
-        ),
-        rewards=rewards,
         evaluations=evaluations,
-        export=partial(_export, config, data),
-        write_metrics=write_metrics,
-        show=show,
-        threads=threads,
-        log=log,
     )
+    outputs = Outputs(export=partial(_export, config, data), write_metrics=write_metrics, show=show)
+    node = LearnerNode(run, transport, config, outputs, threads=threads, log=log)
     node.at_release += [data.host.close, events.close]
     return node
 
