@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
@@ -13,6 +15,12 @@ from echo.sim.summary import History
 from echo.sim.timing import Disk, MemoryCheckpoints, MemoryLedger
 from echo.wire.codec import encode_group
 from tests.sim.scenarios import make_scenario
+
+
+class Trainer:
+    def save_state(self, directory: Path) -> None:
+        pass
+
 
 RUN = "r"
 LENGTHS = RecordedLengths([100], group_size=2, useful_share=1.0, seed=0)
@@ -65,7 +73,7 @@ class Life:
         self.ledger.trained(groups, lineage=1, consumed_at=step - 1)
 
     def checkpoint(self, step: int) -> None:
-        self.checkpoints.save(lineage=1, step=step, write_state=lambda path: None, now=0.0)
+        self.checkpoints.save(Trainer(), lineage=1, step=step, now=0.0)
         self.ledger.checkpointed(lineage=1, step=step, oldest_step=step)
 
 

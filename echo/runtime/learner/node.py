@@ -452,7 +452,7 @@ class LearnerNode(Node):
         session, ledger = run.session, run.ledger
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Learner = session
-        self._run, self._config, self._outputs = run, config, outputs
+        self._opened, self._config, self._outputs = run, config, outputs
         self._buffer, self._trainer, self._ledger = run.buffer, run.trainer, ledger
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._progress = run.progress
@@ -503,7 +503,7 @@ class LearnerNode(Node):
 
     def release(self) -> None:
         """Let go of the ledger; where the end was not a clean one it is still open."""
-        self._run.publisher.coder.close()
+        self._opened.publisher.coder.close()
         self._ledger.release()
 
     # --- actions ---------------------------------------------------------------------------------
@@ -582,10 +582,10 @@ class LearnerNode(Node):
 
     def take_in(self, action: StoreGroup) -> None:
         """Have a group scored if nobody has; then write it, or end it and grant another."""
-        if self._run.rewards is None:
+        if self._opened.rewards is None:
             self._accept(action)
         else:
-            self.spawn(self._score(self._run.rewards, action.group), name="reward")
+            self.spawn(self._score(self._opened.rewards, action.group), name="reward")
 
     async def _score(self, rewards: LearnerRewards, group: Group) -> None:
         """Score a group beside everything else, then accept it; end it where that fails."""
@@ -793,7 +793,7 @@ class LearnerNode(Node):
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
             self._write_step(result.metrics, staleness)
-            if self._run.checkpoints.is_due(session.step, now=self.now):
+            if self._opened.checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
 
     async def _set_aside(self, groups: list[Group], error: StepError) -> None:
@@ -890,18 +890,18 @@ class LearnerNode(Node):
         self._has_published.set()
         self.perform(session.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
-        if self._run.evaluations is not None and await self._run.evaluations.is_due(version):
+        if self._opened.evaluations is not None and await self._opened.evaluations.is_due(version):
             task = self.spawn(self._evaluate(publication), name="evaluation")
-            self._run.evaluations.started(task)
+            self._opened.evaluations.started(task)
 
     def make_version(self, version: PolicyVersion) -> Publication:
         """Return the present weights as a version; called in the trainer's thread."""
-        return self._run.publisher.make(self._trainer.tensors(), version)
+        return self._opened.publisher.make(self._trainer.tensors(), version)
 
     async def _evaluate(self, publication: Publication) -> None:
-        assert self._run.evaluations is not None
+        assert self._opened.evaluations is not None
         version, tensors = publication.manifest.version, publication.tensors()
-        evaluate = self._run.evaluations.evaluate
+        evaluate = self._opened.evaluations.evaluate
         result = await self._eval_pool.run(
             lambda: evaluate(version, tensors, EvaluationWatcher(self)),
         )
@@ -927,7 +927,7 @@ class LearnerNode(Node):
 
     async def _checkpoint(self) -> None:
         """Save the whole state; a full disk is reported and survived."""
-        session, checkpoints = self.session, self._run.checkpoints
+        session, checkpoints = self.session, self._opened.checkpoints
         lineage, step, now = session.lineages[-1].lineage, session.step, self.now
         if checkpoints.saved_step == step:
             return
@@ -953,10 +953,10 @@ class LearnerNode(Node):
         if self._published_step != self.session.step:
             # The last weights are evaluated and exported even if no worker will use them.
             await self._publish()
-        if self._run.evaluations is not None:
+        if self._opened.evaluations is not None:
             self._progress.begin("evaluating", now=self.now)
-            await self._run.evaluations.wait()
-            if self._run.evaluations.evaluated_step != self.session.step:
+            await self._opened.evaluations.wait()
+            if self._opened.evaluations.evaluated_step != self.session.step:
                 await self._evaluate_present()
         await self._take_no_more_groups()
         step = self.session.step
@@ -979,7 +979,7 @@ class LearnerNode(Node):
         await self._close_records()
         self.log.info(
             "stopped at step %d; --resume continues from step %d%s",
-            self.session.step, self._run.checkpoints.saved_step or 0,
+            self.session.step, self._opened.checkpoints.saved_step or 0,
             ", workers wait for it" if self.session.roster.members("worker") else "",
         )  # fmt: skip
 
@@ -1063,8 +1063,8 @@ class LearnerNode(Node):
         """Return how the task's code did since the last step."""
         members = self.session.roster.members("worker")
         totals = {member.node_id: member.stats.refused for member in members}
-        if self._run.rewards is not None:
-            totals["learner"] = self._run.rewards.counts()
+        if self._opened.rewards is not None:
+            totals["learner"] = self._opened.rewards.counts()
         return self._task_metrics.row(totals)
 
     def _partial_metrics(self) -> dict[str, float]:
