@@ -38,7 +38,7 @@ from echo.roles.worker import Worker
 from echo.runtime import node
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import CostTerms
-from echo.runtime.learner.node import LearnerNode, OpenedRun, Outputs, Row
+from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.publish import Coder, Publication
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import begin, enter
@@ -202,6 +202,8 @@ def make_session(content: Content, config: Config, key: Ed25519PrivateKey) -> Le
 class Lab:
     """A learner on virtual time, and what its steps have been made of."""
 
+    is_watching = False
+
     def __init__(
         self,
         content: Content,
@@ -239,14 +241,18 @@ class Lab:
                 ledger=ledger, checkpoints=checkpoints, costs=CostTerms(0.0, None),
                 progress=Progress(staleness_tokens={}, now=clock.now),
                 trainer=trainer, attribution=None, publisher=publisher, buffer=buffer,
-                session=session, rewards=None, evaluations=None,
+                session=session, rewards=None, evaluations=None, exporter=self,
             ),
-            transport, config,
-            Outputs(export=lambda *_: None, write_metrics=self._on_row),
-            log=logging.getLogger("bench.learner"),
+            transport, config, self, log=logging.getLogger("bench.learner"),
         )  # fmt: skip
 
-    def _on_row(self, step: int, row: Row) -> None:
+    def export(self, *_: Any) -> None:
+        """Leave the weights, which say nothing, unwritten."""
+
+    def show(self, _: Any) -> None:
+        """Draw nothing."""
+
+    def write_metrics(self, step: int, row: Row) -> None:
         """Note a step; after the last one there is nothing to wait for."""
         self.steps.append({"waited_s": row["time/wait_for_batch"], **self._trainer.noted})
         if step == self.setting.num_steps:

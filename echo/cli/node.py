@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,8 +270,7 @@ def run_learner(
             _run(
                 config,
                 resume=resume,
-                metrics=metrics,
-                show=_show_on(view, board),
+                operator=Operator(metrics, view, board),
                 events=events,
                 log=log,
             ),
@@ -289,16 +288,27 @@ def run_learner(
     return code
 
 
-def _show_on(view: LiveView, board: NoticeBoard) -> Callable[[Snapshot], None]:
-    return lambda snapshot: view.update(replace(snapshot, notices=board.show()))
+class Operator:
+    """Whoever started the learner: metrics go to the sinks, snapshots and log lines to the view."""
+
+    is_watching = True
+
+    def __init__(self, metrics: MetricsWriter, view: LiveView, board: NoticeBoard) -> None:
+        """Take the sinks, the view and the log lines."""
+        self.write_metrics = metrics.write
+        self._view = view
+        self._board = board
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw a snapshot with the newest log lines."""
+        self._view.update(replace(snapshot, notices=self._board.show()))
 
 
 async def _run(
     config: Config,
     *,
     resume: bool,
-    metrics: MetricsWriter,
-    show: Callable[[Snapshot], None],
+    operator: Operator,
     events: EventLog,
     log: logging.Logger,
 ) -> str:
@@ -308,8 +318,7 @@ async def _run(
     node = await build_learner(
         config,
         resume=resume,
-        write_metrics=metrics.write,
-        show=show,
+        follower=operator,
         log=log,
         earlier=read_curve(config.run_dir, log) if resume else None,
         events=events,

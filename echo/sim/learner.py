@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
+from echo.core.metrics import Snapshot
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity
 from echo.runtime.learner.cost import ActivationSettings, CostTerms, spent_before
-from echo.runtime.learner.node import LearnerNode, OpenedRun, Outputs, Row
+from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import BillRecord, StepRecord
@@ -60,6 +61,8 @@ class Run(Protocol):
 
 class SimLearner(LearnerNode):
     """One start of the learner, of whose steps the history is told."""
+
+    is_watching = False
 
     def __init__(
         self,
@@ -121,10 +124,11 @@ class SimLearner(LearnerNode):
                 session=session,
                 rewards=None,
                 evaluations=None,
+                exporter=self,
             ),
             transport,
             config,
-            Outputs(export=self._export_nothing, write_metrics=self._on_row),
+            self,
             threads=LearnerThreads(scenario, self.trainer),
             log=_log,
         )
@@ -134,7 +138,7 @@ class SimLearner(LearnerNode):
         disk = self._disk
         return {i: disk.groups.length(i).num_tokens for i in disk.waiting()}
 
-    def _on_row(self, step: int, row: Row) -> None:
+    def write_metrics(self, step: int, row: Row) -> None:
         """Take down a step."""
         figures: Mapping[str, Any] = row
         history, trainer = self._disk.history, self.trainer
@@ -166,7 +170,10 @@ class SimLearner(LearnerNode):
         if step >= self._scenario.settings.num_steps:
             self._run.end("")
 
-    def _export_nothing(self, directory: Path, weights: Weights) -> None:
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw nothing: nobody watches."""
+
+    def export(self, directory: Path, weights: Weights) -> None:
         """Note that the run is over: before its last step only its budget ends it."""
         self._run.end("the budget of the run is spent")
 

@@ -308,6 +308,8 @@ class StubEngine(Engine):
 class NodeWorld:
     """One run directory, the nodes that were started in it, and the network between them."""
 
+    is_watching = True
+
     def __init__(
         self,
         directory: Path,
@@ -372,6 +374,12 @@ class NodeWorld:
         self._loop.run_until_complete(end())
         self._loop.close()
         logging.getLogger("promises").removeHandler(self._handler)
+
+    def write_metrics(self, step: int, row: Any) -> None:
+        pass
+
+    def show(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
 
     def takes(self, name: str, pool: str, function: Callable[..., Any]) -> float:
         """Return the seconds of the next call in a pool of a node."""
@@ -483,8 +491,7 @@ class NodeWorld:
                     data,
                     transport,
                     resume=(self.run_dir / "ledger.sqlite").exists(),
-                    write_metrics=lambda step, row: None,
-                    show=self.snapshots.append,
+                    follower=self,
                     threads=process.threads,
                     log=process.log,
                     events=self._events(process),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +69,13 @@ class Run:
     network: Network
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
+    is_watching: bool = True
+
+    def write_metrics(self, step: int, row: Mapping[str, Any]) -> None:
+        self.rows.append((step, dict(row)))
+
+    def show(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
 
     @property
     def run_dir(self) -> Path:
@@ -101,8 +108,7 @@ class Run:
                 data,
                 transport,
                 resume=resume,
-                write_metrics=lambda step, row: self.rows.append((step, dict(row))),
-                show=self.snapshots.append,
+                follower=self,
                 log=logging.getLogger("test.learner"),
             )
         except BaseException:

@@ -260,7 +260,7 @@ def test_the_code_of_the_model_is_imported_before_strangers_can_connect(
     }
     is_learner = build is build_learner
     config = parse_config(table, role="learner" if is_learner else "worker")
-    more = {"resume": False, "write_metrics": None, "show": None} if is_learner else {}
+    more = {"resume": False, "follower": None} if is_learner else {}
     with pytest.raises(BindsError):
         asyncio.run(build(config, log=logging.getLogger(), **more))
     assert module in sys.modules

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -400,18 +400,27 @@ class OpenedRun:
     """Scores groups where workers do not; None where they do."""
     evaluations: Evaluations | None
     """Of held-out prompts; None for none."""
+    exporter: Exporter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """Where a learner's results go."""
+class Exporter(Protocol):
+    """Writes weights for other programs."""
 
-    export: Callable[[Path, Weights], None]
-    """Writes a Hugging Face directory."""
-    write_metrics: Callable[[int, Row], None]
-    """Appends one row of metrics."""
-    show: Callable[[Snapshot], None] | None = None
-    """Draws a snapshot; None where nobody looks."""
+    def export(self, directory: Path, weights: Weights) -> None:
+        """Write a Hugging Face directory."""
+
+
+class Follower(Protocol):
+    """Follows a run from outside: its metrics, and its display."""
+
+    is_watching: bool
+    """Whether anybody looks at snapshots."""
+
+    def write_metrics(self, step: int, row: Row) -> None:
+        """Append one row of metrics."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw a snapshot."""
 
 
 class EvaluationWatcher(Watcher):
@@ -434,7 +443,7 @@ class LearnerNode(Node):
         run: OpenedRun,
         transport: Transport,
         config: Config,
-        outputs: Outputs,
+        follower: Follower,
         *,
         threads: Threads | None = None,
         log: logging.Logger,
@@ -445,14 +454,14 @@ class LearnerNode(Node):
             run: what it goes on with.
             transport: its links.
             config: the whole configuration.
-            outputs: where its results go.
+            follower: is told of its steps.
             threads: see `Node`.
             log: where to tell what happens.
         """
         session, ledger = run.session, run.ledger
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Learner = session
-        self._opened, self._config, self._outputs = run, config, outputs
+        self._opened, self._config, self._follower = run, config, follower
         self._buffer, self._trainer, self._ledger = run.buffer, run.trainer, ledger
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._progress = run.progress
@@ -717,7 +726,7 @@ class LearnerNode(Node):
         """Train until the last step, then tell everybody and end."""
         self._store_task = self.spawn(self._store_loop(), name="store")
         self.spawn(self._commit_records(), name="records")
-        if self._outputs.show is not None:
+        if self._follower.is_watching:
             self.spawn(self._show_loop(), name="display")
         self.spawn(self._watch_costs(), name="activation")
         if len(self.session.lineages) > 1:  # a run that goes on
@@ -913,7 +922,7 @@ class LearnerNode(Node):
             )
         task_name = self._config.task.kind.rpartition(":")[2]
         row = {**result.metrics(task_name), "lineage": version.lineage}
-        self._outputs.write_metrics(version.step, row)
+        self._follower.write_metrics(version.step, row)
         level = logging.WARNING if result.num_reward_errors else logging.INFO
         self.log.log(level, "%s", result)
 
@@ -967,7 +976,7 @@ class LearnerNode(Node):
         tensors = await self._model_pool.run(self._trainer.snapshot)
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
-        await self._disk_pool.run(self._outputs.export, final, tensors)
+        await self._disk_pool.run(self._opened.exporter.export, final, tensors)
         await self._disk_pool.run(self._ledger.close)
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
@@ -1057,7 +1066,7 @@ class LearnerNode(Node):
         row |= self._adaptation.metrics()
         row["lineage"] = session.lineages[-1].lineage
         row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
-        self._outputs.write_metrics(session.step, row)
+        self._follower.write_metrics(session.step, row)
 
     def _task_code_metrics(self) -> dict[str, float]:
         """Return how the task's code did since the last step."""
@@ -1096,9 +1105,9 @@ class LearnerNode(Node):
 
     def display(self) -> None:
         """Draw the present state."""
-        if self._outputs.show is None:
+        if not self._follower.is_watching:
             return
-        self._outputs.show(
+        self._follower.show(
             self._progress.snapshot(
                 self.session,
                 run_name=self._config.run.name,

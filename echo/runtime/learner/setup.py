@@ -6,10 +6,9 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,7 @@ from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import PROGRAMS
-from echo.core.metrics import LearningCurve, Snapshot
+from echo.core.metrics import LearningCurve
 from echo.core.units import format_bytes
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import (
@@ -67,7 +66,7 @@ from echo.runtime.identity import (
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import CostTerms, activation_settings, spent_before
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
-from echo.runtime.learner.node import LearnerNode, LearnerRewards, OpenedRun, Outputs
+from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.publish import Publisher
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import StartingPoint, enter, find_start
@@ -487,6 +486,7 @@ def open_run(
         if config.reward.where == "learner"
         else None,
         evaluations=evaluations,
+        exporter=DirectoryExporter(config, data),
     )
 
 
@@ -568,8 +568,7 @@ async def build_learner(
     config: Config,
     *,
     resume: bool,
-    write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
-    show: Callable[[Snapshot], None],
+    follower: Follower,
     log: logging.Logger,
     earlier: LearningCurve | None = None,
     events: EventLog | None = None,
@@ -579,8 +578,7 @@ async def build_learner(
     Args:
         config: the whole configuration.
         resume: continue the run in the run directory, in a new lineage.
-        write_metrics: appends one row of metrics.
-        show: draws a snapshot.
+        follower: is told of its steps.
         log: where to tell what happens.
         earlier: what the run had learned before it was resumed, for the display.
         events: records what its role is fed; None for nothing.
@@ -605,8 +603,7 @@ async def build_learner(
             data,
             transport,
             resume=resume,
-            write_metrics=write_metrics,
-            show=show,
+            follower=follower,
             log=log,
             earlier=earlier,
             events=events,
@@ -642,8 +639,7 @@ def assemble_learner(
     transport: Transport,
     *,
     resume: bool,
-    write_metrics: Callable[[int, Mapping[str, float | Mapping[str, float]]], None],
-    show: Callable[[Snapshot], None],
+    follower: Follower,
     log: logging.Logger,
     earlier: LearningCurve | None = None,
     threads: Threads | None = None,
@@ -672,8 +668,7 @@ def assemble_learner(
         events=events,
         evaluations=evaluations,
     )
-    outputs = Outputs(export=partial(_export, config, data), write_metrics=write_metrics, show=show)
-    node = LearnerNode(run, transport, config, outputs, threads=threads, log=log)
+    node = LearnerNode(run, transport, config, follower, threads=threads, log=log)
     node.at_release += [data.host.close, events.close]
     return node
 
@@ -720,16 +715,25 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
     )
 
 
-def _export(config: Config, data: Data, directory: Path, tensors: Weights) -> None:
-    """Write the weights as they are published, as a directory for transformers or peft."""
-    dtype = torch_dtype(config.model.dtype)
-    rounded = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
-    assets = tokenization.asset_files(data.model_dir)
-    if data.lora is None:
-        save_hf(directory, assets, rounded)
-    else:
-        name = base_name(config, data.lora)
-        export_adapter(directory, assets, rounded, data.lora, base_name=name)
+class DirectoryExporter:
+    """Writes weights as they are published, as directories for transformers or peft."""
+
+    def __init__(self, config: Config, data: Data) -> None:
+        """Take what says their type, and the files that go with them."""
+        self._config = config
+        self._data = data
+
+    def export(self, directory: Path, weights: Weights) -> None:
+        """Write a directory."""
+        config, data = self._config, self._data
+        dtype = torch_dtype(config.model.dtype)
+        rounded = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in weights.items()
+        }
+        assets = tokenization.asset_files(data.model_dir)
+        if data.lora is None:
+            save_hf(directory, assets, rounded)
+        else:
+            name = base_name(config, data.lora)
+            export_adapter(directory, assets, rounded, data.lora, base_name=name)
