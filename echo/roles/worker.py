@@ -486,12 +486,12 @@ class Worker(DialingRole):
 
     def _begin(self, engine: EngineFacts, now: float) -> list[Action]:
         """Take groups into the engine, as far as there is room: begun ones first, oldest first."""
-        room = self._room(engine)
-        if room <= 0:
+        num_free = self._free_places(engine)
+        if num_free <= 0:
             return []
         is_batch = engine.sampler == "engine" and not engine.is_continuous
         taken = self.partials.take(
-            room,
+            num_free,
             group_size=engine.group_size,
             max_rollouts=engine.groups_per_batch * engine.group_size if is_batch else None,
             now=now,
@@ -522,7 +522,7 @@ class Worker(DialingRole):
             actions.append(Sample(self._calls[-1]))
         return actions
 
-    def _room(self, engine: EngineFacts) -> int:
+    def _free_places(self, engine: EngineFacts) -> int:
         """Return how many groups may go into the engine now."""
         is_closed = self._is_held or self.is_leaving or self.outbox.is_full
         if is_closed or self.installed_version is None:

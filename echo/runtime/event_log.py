@@ -233,22 +233,22 @@ def replay_log(path: Path) -> Replayed:
     Raises:
         DataError: if it is no log of this version of Echo, is damaged, or ends within an entry.
     """
-    player, difference, frame = _Replay(), "", b""
+    replay, difference, frame = _Replay(), "", b""
     frames = read_frames(path)
     with _unseen_chunks():
         try:
             _check_head(path, next(frames, b""))
             for frame in frames:
                 if frame:
-                    player.follow(msgspec.msgpack.decode(frame))
+                    replay.follow(msgspec.msgpack.decode(frame))
         except DifferenceError as error:
             difference = str(error)
         except DataError as error:
-            before = f"; the {player.num_calls} calls before it came out the same"
-            raise DataError(f"{error}{before if player.num_calls else ''}") from error
+            before = f"; the {replay.num_calls} calls before it came out the same"
+            raise DataError(f"{error}{before if replay.num_calls else ''}") from error
     return Replayed(
-        num_calls=player.num_calls,
-        num_actions=player.num_actions,
+        num_calls=replay.num_calls,
+        num_actions=replay.num_actions,
         difference=difference,
         is_bounded=not frame,
     )
@@ -351,12 +351,12 @@ class _Replay:
 class _Answering(Outside):
     """Answers a role as the log says."""
 
-    def __init__(self, player: _Replay, may_block: bool | None) -> None:
-        self._player = player
+    def __init__(self, replay: _Replay, may_block: bool | None) -> None:
+        self._replay = replay
         self.may_block = may_block
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: self._player.answer(name)
+        return lambda *args: self._replay.answer(name)
 
 
 def _compare(expected: list[list[Any]], result: Any) -> str:

@@ -258,6 +258,14 @@ class StubTrainer:
         self._process.reach("checkpoint")
 
 
+class StubExporter:
+    """Nothing of the weights is kept for other programs."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def export(self, *_: Any) -> None: ...
+
+
 class StubEngine(Engine):
     """Tokens of the installed version, all at once."""
 
@@ -482,7 +490,7 @@ class NodeWorld:
                 (setup, "build_trainer", lambda config, model, start, lora: StubTrainer(
                     process, start.checkpoint
                 )),
-                (setup, "_export", lambda config, data, where, tensors: None),
+                (setup, "DirectoryExporter", StubExporter),
             ):  # fmt: skip
                 patches.enter_context(mock.patch.object(module, name, stub))
             try:
