@@ -96,12 +96,7 @@ class SimLearner(LearnerNode):
         ledger = MemoryLedger(disk)
         checkpoints = MemoryCheckpoints(disk, scenario, run_id=RUN_ID, now=now)
         spent = spent_before(ledger.records(), now=now)
-        if ledger.num_records:
-            max_staleness = scenario.job.max_staleness
-            start = recover(ledger, checkpoints, run_id=RUN_ID, max_staleness=max_staleness)
-        else:
-            start = begin(ledger)
-        self.start = start
+        self.start = start = find_start(scenario, ledger, checkpoints)
         buffer = make_buffer(scenario, start)
         session = make_session(
             scenario, start, identity=identity, broadcast=broadcast, buffer=buffer,
@@ -111,27 +106,22 @@ class SimLearner(LearnerNode):
         self.trainer = TimedTrainer(scenario, disk.groups, step=start.step)
         trainer: Any = self.trainer
         publisher: Any = versions
-        super().__init__(
-            OpenedRun(
-                ledger=ledger,
-                checkpoints=checkpoints,
-                costs=CostTerms(spent, _activation_settings(scenario, scale=versions.scale)),
-                progress=TimedProgress(self.trainer, start, now=now),
-                trainer=trainer,
-                attribution=None,
-                publisher=publisher,
-                buffer=buffer,
-                session=session,
-                rewards=None,
-                evaluations=None,
-                exporter=self,
-            ),
-            transport,
-            config,
-            self,
-            threads=LearnerThreads(scenario, self.trainer),
-            log=_log,
+        opened = OpenedRun(
+            ledger=ledger,
+            checkpoints=checkpoints,
+            costs=CostTerms(spent, _activation_settings(scenario, scale=versions.scale)),
+            progress=TimedProgress(self.trainer, start, now=now),
+            trainer=trainer,
+            attribution=None,
+            publisher=publisher,
+            buffer=buffer,
+            session=session,
+            rewards=None,
+            evaluations=None,
+            exporter=self,
         )
+        threads = LearnerThreads(scenario, self.trainer)
+        super().__init__(opened, transport, config, self, threads=threads, log=_log)
 
     def waiting(self) -> dict[int, float]:
         """Return the groups that wait to be trained, and how many tokens they have."""
@@ -215,6 +205,16 @@ def make_config(scenario: Scenario, *, scale: float) -> Config:
             for name, values in changes.items()
         }
     )
+
+
+def find_start(
+    scenario: Scenario, ledger: MemoryLedger, checkpoints: MemoryCheckpoints
+) -> StartingPoint:
+    """Return where the run begins, or goes on with what is on the disk."""
+    if not ledger.num_records:
+        return begin(ledger)
+    max_staleness = scenario.job.max_staleness
+    return recover(ledger, checkpoints, run_id=RUN_ID, max_staleness=max_staleness)
 
 
 def make_buffer(scenario: Scenario, start: StartingPoint) -> StalenessBuffer:

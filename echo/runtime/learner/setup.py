@@ -429,39 +429,12 @@ def open_run(
     with ExitStack() as on_failure:
         ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
         on_failure.callback(ledger.close)
-        checkpoints = Checkpoints(
-            config.run_dir / "checkpoints",
-            run_id=identity.run_id,
-            interval_steps=config.checkpoint.interval_steps,
-            interval_s=config.checkpoint.interval_s,
-            keep_last=config.checkpoint.keep_last,
-            min_free_bytes=config.limits.min_free_disk_bytes,
-            now=asyncio.get_running_loop().time(),
-        )
+        checkpoints = make_checkpoints(config, identity)
         start = find_start(config, ledger, checkpoints, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
-        progress = Progress(
-            staleness_tokens=start.staleness_tokens,
-            now=asyncio.get_running_loop().time(),
-            step=start.step,
-            earlier=earlier,
-        )
         trainer = build_trainer(config, data.model_dir, start, data.lora)
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
-        buffer = events.build(
-            "buffer",
-            StalenessBuffer,
-            max_staleness=config.sync.max_staleness,
-            lineages=start.lineages,
-            trims_stale=config.trims_stale,
-        )
-        for group in start.buffered:
-            reason = trainer.refusal(group)
-            if reason is None:
-                buffer.put(group)
-            else:
-                # It was taken in for the loss of another configuration.
-                start.ends[group.group_id] = reason
+        buffer = fill_buffer(config, start, trainer, events=events)
         session = build_session(
             config, identity, data, start, buffer, advertise=advertise, events=events
         )
@@ -474,7 +447,12 @@ def open_run(
         ledger=ledger,
         checkpoints=checkpoints,
         costs=CostTerms(spent, activation_settings(config)),
-        progress=progress,
+        progress=Progress(
+            staleness_tokens=start.staleness_tokens,
+            now=asyncio.get_running_loop().time(),
+            step=start.step,
+            earlier=earlier,
+        ),
         trainer=trainer,
         attribution=attribution,
         publisher=Publisher(
@@ -490,6 +468,41 @@ def open_run(
     )
 
 
+def make_checkpoints(config: Config, identity: Identity) -> Checkpoints:
+    """Return the checkpoints of a run."""
+    section = config.checkpoint
+    return Checkpoints(
+        config.run_dir / "checkpoints",
+        run_id=identity.run_id,
+        interval_steps=section.interval_steps,
+        interval_s=section.interval_s,
+        keep_last=section.keep_last,
+        min_free_bytes=config.limits.min_free_disk_bytes,
+        now=asyncio.get_running_loop().time(),
+    )
+
+
+def fill_buffer(
+    config: Config, start: StartingPoint, trainer: Trainer, *, events: EventLog
+) -> StalenessBuffer:
+    """Return the buffer with what waited on the disk, and note in `start` what is of no use."""
+    buffer = events.build(
+        "buffer",
+        StalenessBuffer,
+        max_staleness=config.sync.max_staleness,
+        lineages=start.lineages,
+        trims_stale=config.trims_stale,
+    )
+    for group in start.buffered:
+        reason = trainer.refusal(group)
+        if reason is None:
+            buffer.put(group)
+        else:
+            # It was taken in for the loss of another configuration.
+            start.ends[group.group_id] = reason
+    return buffer
+
+
 def build_session(
     config: Config,
     identity: Identity,
@@ -501,10 +514,9 @@ def build_session(
     events: EventLog,
 ) -> Learner:
     """Return the learner's session with its leases as they were."""
-    network, sync = config.network, config.sync
+    network = config.network
     leases = events.build("leases", LeaseBook, timeout_s=network.lease_timeout_s)
-    now = asyncio.get_running_loop().time()
-    start.enter_leases(leases, now=now)
+    start.enter_leases(leases, now=asyncio.get_running_loop().time())
     return events.build(
         "role",
         Learner,
@@ -520,18 +532,7 @@ def build_session(
                 heartbeat_s=network.heartbeat_s,
                 dead_after_s=network.dead_after_s,
             ),
-            leases=LeaseSettings(
-                max_staleness=sync.max_staleness,
-                groups_per_step=config.batch.groups_per_step,
-                group_size=config.batch.group_size,
-                max_completion_tokens=_max_rollout_tokens(config),
-                vocab_size=data.vocab_size,
-                heartbeat_s=network.heartbeat_s,
-                prompts_are_free=config.agent.listen is not None,
-                trims_stale=config.trims_stale,
-                hedge_factor=config.leases.hedge_factor or None,
-                exact_version=config.rollout.exact_version,
-            ),
+            leases=lease_settings(config, vocab_size=data.vocab_size),
             site=Site(
                 LEARNER_ID,
                 "learner",
@@ -551,6 +552,22 @@ def build_session(
         broadcast=wiring.make_broadcast(LEARNER_ID, network, events=events),
         buffer=buffer,
         prompts=events.outside(data.prompts),
+    )
+
+
+def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
+    """Return what the scheduler goes by."""
+    return LeaseSettings(
+        max_staleness=config.sync.max_staleness,
+        groups_per_step=config.batch.groups_per_step,
+        group_size=config.batch.group_size,
+        max_completion_tokens=_max_rollout_tokens(config),
+        vocab_size=vocab_size,
+        heartbeat_s=config.network.heartbeat_s,
+        prompts_are_free=config.agent.listen is not None,
+        trims_stale=config.trims_stale,
+        hedge_factor=config.leases.hedge_factor or None,
+        exact_version=config.rollout.exact_version,
     )
 
 

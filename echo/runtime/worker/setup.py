@@ -173,12 +173,7 @@ def build_parts(
     Raises:
         ConfigError: if the worker's own settings contradict the learner's.
     """
-    contradictions = check_inherited(config, keys_set_by_user(config), settings)
-    if contradictions:
-        raise ConfigError("\n  ".join(["the learner's settings differ:", *contradictions]))
-    config = apply_inherited(config, settings)
-    # Before a file is written or a module imported.
-    check_inherited_code(config, settings, inherited_dir=node_dir)
+    config = inherit(config, settings, node_dir)
     model_dir = model_directory(config, node_dir / "model", assets)
     template: str | None = settings.get("model.chat_template")
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
@@ -222,6 +217,21 @@ def build_parts(
         agents=agents,
         digests=model_digests(config, model_dir, template) | task.digests,
     )
+
+
+def inherit(config: Config, settings: Mapping[str, Any], node_dir: Path) -> Config:
+    """Return a worker's configuration with the learner's settings in it.
+
+    Raises:
+        ConfigError: if the worker's own settings contradict the learner's.
+    """
+    contradictions = check_inherited(config, keys_set_by_user(config), settings)
+    if contradictions:
+        raise ConfigError("\n  ".join(["the learner's settings differ:", *contradictions]))
+    config = apply_inherited(config, settings)
+    # Before a file is written or a module imported.
+    check_inherited_code(config, settings, inherited_dir=node_dir)
+    return config
 
 
 def _agent_parts(
