@@ -53,9 +53,6 @@ CONTROL = "control"
 """What a node calls its link to the learner, over which probes go."""
 NUM_JOINED, PAUSE_S = 6, 10.0
 KNOWN = ("seen", "probed", "told")
-sites.ASSUMED_BYTES_PER_S /= SCALE
-weights_link.FIRST_BYTES //= SCALE
-weights_link.MAX_PROBE_BYTES //= SCALE
 DRAWS = ("log-normal", "80/20", "half NAT")
 
 
@@ -66,6 +63,10 @@ def main() -> None:
     parser.add_argument("--joined", type=int, default=3, help="fleets that have just joined")
     parser.add_argument("--chunk", type=int, default=256 << 10)
     arguments = harness.parse(parser, errors=[0.0, 0.1], repeats=1, joined=1, chunk=1 << 20)
+    # What the product assumes and probes with, as small as everything here.
+    sites.ASSUMED_BYTES_PER_S /= SCALE
+    weights_link.FIRST_BYTES //= SCALE
+    weights_link.MAX_PROBE_BYTES //= SCALE
     rows = []
     print(f"{'uplinks':>12} {'error':>6} {'promised':>9} {'got':>6} {'worst':>6}  plans")
     for draw, error in itertools.product(DRAWS, arguments.errors):
