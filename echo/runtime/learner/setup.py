@@ -447,12 +447,7 @@ def open_run(
         ledger=ledger,
         checkpoints=checkpoints,
         costs=CostTerms(spent, activation_settings(config)),
-        progress=Progress(
-            staleness_tokens=start.staleness_tokens,
-            now=asyncio.get_running_loop().time(),
-            step=start.step,
-            earlier=earlier,
-        ),
+        progress=begin_progress(start, earlier),
         trainer=trainer,
         attribution=attribution,
         publisher=Publisher(
@@ -460,11 +455,26 @@ def open_run(
         ),
         buffer=buffer,
         session=session,
-        rewards=LearnerRewards(data.host, data.prompts, data.text)
-        if config.reward.where == "learner"
-        else None,
+        rewards=learner_rewards(config, data),
         evaluations=evaluations,
         exporter=DirectoryExporter(config, data),
+    )
+
+
+def learner_rewards(config: Config, data: Data) -> LearnerRewards | None:
+    """Return what scores groups at the learner; None where workers do."""
+    if config.reward.where != "learner":
+        return None
+    return LearnerRewards(data.host, data.prompts, data.text)
+
+
+def begin_progress(start: StartingPoint, earlier: LearningCurve | None) -> Progress:
+    """Return the figures of a run, from where it stands."""
+    return Progress(
+        staleness_tokens=start.staleness_tokens,
+        now=asyncio.get_running_loop().time(),
+        step=start.step,
+        earlier=earlier,
     )
 
 
