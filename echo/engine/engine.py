@@ -27,6 +27,8 @@ import numpy.typing as npt
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
+from echo.weights.manifest import TensorSpec
+from echo.weights.store import Patch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,6 +168,8 @@ NOBODY = Watcher()
 class Engine(abc.ABC):
     """Sample completions from a causal language model."""
 
+    takes_patches = False
+    """Whether weights can be changed in place, by `patch`."""
     is_continuous = False
     """Whether requests join those that already run; else calls of `generate` wait in line."""
     window: int | None = None
@@ -192,6 +196,23 @@ class Engine(abc.ABC):
             EngineError: if they do not fit this model, or the engine cannot take them over. It
                 then samples from the version before, as if nothing had been asked.
         """
+
+    def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
+        """Install the version that a patch makes of the installed one, in flight like `load`.
+
+        Only where `takes_patches`. The pause lasts as long as the changed words take to be written.
+
+        Args:
+            patch: what changes of the installed version.
+            image: the memory under the tensors of the last `load`, writable; the patch is written
+                to it.
+            specs: what lies where in it.
+
+        Raises:
+            EngineError: if it fails; the engine then samples from the version before, and the
+                image is as it was.
+        """
+        raise EngineError("this engine takes whole versions only")
 
     @abc.abstractmethod
     def generate(

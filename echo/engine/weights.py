@@ -7,6 +7,7 @@ head tied to the embedding) are in it once, under the name that the model regist
 
 from __future__ import annotations
 
+import bisect
 import json
 import logging
 import math
@@ -33,14 +34,17 @@ from echo.weights.delta import (
     BLOCK_BYTES,
     SPARSE_SHARE,
     UNCHANGED,
+    CodedBlock,
     WordBytes,
     decode_block,
-    encode_block,
     encode_changes,
+    encode_delta,
+    hash_old,
     most_sparse,
     word_bytes_of,
 )
 from echo.weights.manifest import TensorSpec
+from echo.weights.store import Patch, RecycledMemory
 
 # --- tensors, images and files --------------------------------------------------------------------
 
@@ -132,7 +136,7 @@ def write_image(specs: Iterable[TensorSpec], tensors: Weights, image: Tensor) ->
         image[spec.offset : spec.offset + spec.num_bytes].copy_(_as_bytes(tensor))
 
 
-def host_bytes(image: bytearray) -> Tensor:
+def host_bytes(image: bytearray | memoryview) -> Tensor:
     """Return memory as a tensor, uint8 [num_bytes], that shares it."""
     return _view(memoryview(image), torch.uint8, len(image), 0)
 
@@ -159,6 +163,51 @@ def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[s
             )
         tensors[spec.name] = _view(image, dtype, numel, spec.offset).view(spec.shape)
     return tensors
+
+
+@torch.no_grad()
+def scatter(
+    patch: Patch, image: memoryview, specs: Sequence[TensorSpec], own: Mapping[str, Tensor]
+) -> None:
+    """Write what a patch has changed of an image into tensors of any dtype and device.
+
+    Args:
+        patch: what has changed.
+        image: as it is now.
+        specs: what lies where in it, in order of offset.
+        own: the tensors by name, contiguous.
+    """
+    for number, block in patch.blocks.items():
+        start = number * patch.block_bytes
+        stop = min(start + patch.block_bytes, len(image))
+        for spec in overlapping(specs, start, stop):
+            target = own[spec.name].view(-1)
+            dtype = torch_dtype(spec.dtype)
+            if block.where is None or block.new.itemsize != dtype.itemsize:
+                first = max(start, spec.offset) - spec.offset
+                last = min(stop, spec.offset + spec.num_bytes) - spec.offset
+                piece = image[spec.offset + first : spec.offset + last]
+                place = slice(first // dtype.itemsize, last // dtype.itemsize)
+                target[place] = _view(piece, dtype, len(piece) // dtype.itemsize, 0).to(target)
+                continue
+            shift = (spec.offset - start) // dtype.itemsize
+            low, high = np.searchsorted(block.where, (shift, shift + target.numel()))
+            where = torch.from_numpy(block.where[low:high] - shift)
+            values = torch.from_numpy(block.new[low:high].view(f"i{dtype.itemsize}")).view(dtype)
+            if target.device.type == "cpu" and target.dtype == torch.float32:
+                target.numpy()[where.numpy()] = values.float().numpy()  # thrice as fast
+            else:
+                target[where.to(target.device)] = values.to(target)
+
+
+def overlapping(specs: Sequence[TensorSpec], start: int, stop: int) -> Iterator[TensorSpec]:
+    """Yield the tensors of which some bytes lie in [start, stop) of an image."""
+    first = bisect.bisect_right(specs, start, key=lambda spec: spec.offset) - 1
+    for spec in specs[max(first, 0) :]:
+        if spec.offset >= stop:
+            return
+        if spec.offset + spec.num_bytes > start:
+            yield spec
 
 
 def save_hf(
@@ -333,7 +382,7 @@ class DeviceDelta:
         *,
         held: memoryview | None = None,
         pool: Executor | None = None,
-    ) -> Iterator[bytes]:
+    ) -> Iterator[CodedBlock]:
         """Yield the coded blocks that lead from the last image to `new`, in order.
 
         Once all have been taken, `new` is the last image; an iteration that was abandoned
@@ -352,7 +401,7 @@ class DeviceDelta:
         """
         old = self._image
 
-        def encode_one(block: tuple[int, int, WordBytes]) -> bytes:
+        def encode_one(block: tuple[int, int, WordBytes]) -> CodedBlock:
             start, stop, word_bytes = block
             base = None if held is None else held[start:stop]
             return _encode(old[start:stop], new[start:stop], word_bytes, base)
@@ -376,27 +425,30 @@ class DeviceDelta:
             yield start, stop, word_bytes_of(tensors, start, stop)
 
 
-def _encode(old: Tensor, new: Tensor, word_bytes: WordBytes, held: memoryview | None) -> bytes:
-    """Return what encode_block() returns for this block."""
+def _encode(
+    old: Tensor, new: Tensor, word_bytes: WordBytes, held: memoryview | None
+) -> CodedBlock:
+    """Return what encode_delta() returns for this block."""
     if new.numel() < MIN_BLOCK_BYTES or new.numel() % word_bytes:
         return _encode_on_host(old, new, word_bytes, held)
     pattern = _PATTERNS[word_bytes]
     old_words, new_words = old.view(pattern), new.view(pattern)
     found = torch.nonzero(old_words != new_words).flatten()
     if not found.numel():
-        return bytes([UNCHANGED])
+        return CodedBlock(bytes([UNCHANGED]), hash_old(np.empty(0, np.uint8)))
     if found.numel() > most_sparse(new_words.numel()):
         return _encode_on_host(old, new, word_bytes, held)
-    steps = _to_host(new_words[found] - old_words[found]).view(f"<u{word_bytes}")
+    replaced = old_words[found]
+    steps = _to_host(new_words[found] - replaced).view(f"<u{word_bytes}")
     where = _to_host(found.to(torch.int32)).astype(np.int64)
-    return encode_changes(where, steps)
+    return CodedBlock(encode_changes(where, steps), hash_old(_to_host(replaced)))
 
 
 def _encode_on_host(
     old: Tensor, new: Tensor, word_bytes: WordBytes, held: memoryview | None
-) -> bytes:
+) -> CodedBlock:
     base = _to_host(old).data if held is None else held
-    return encode_block(base, _to_host(new).data, word_bytes=word_bytes)
+    return encode_delta(base, _to_host(new).data, word_bytes=word_bytes)
 
 
 def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
@@ -413,6 +465,9 @@ def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
 #
 # The host's image comes out of the same blocks that receivers get, on the same base, so it is what
 # they will hold, and it is that which is hashed and signed.
+#
+# On the host the memory of two images is used in turns: pages that are touched for the first time
+# cost more than all else that a version needs. What somebody can still read is not used again.
 #
 # It costs the GPU one image that stays (memory.py counts it). While a version is made there are
 # two; the second has the room of the gradients, which are let go at the end of a step and are no
@@ -433,8 +488,8 @@ class CodedDelta:
     base: PolicyVersion
     block_bytes: int
     """Image bytes per block."""
-    blocks: tuple[bytes, ...]
-    """All of them, as `encode_block` returns them."""
+    blocks: tuple[CodedBlock, ...]
+    """All of them, as `encode_delta` returns them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +497,7 @@ class VersionImage:
     """A version on the host."""
 
     specs: tuple[TensorSpec, ...]
-    image: bytearray
+    image: memoryview
     coded: CodedDelta | None
     """Its delta against the version before, where it had to be made anyway."""
 
@@ -473,6 +528,7 @@ class VersionImages:
         self._block_bytes = block_bytes
         self._is_on_device = False if block_bytes % ALIGNMENT_BYTES else is_on_device
         self._last: _Last | None = None
+        self._memory = RecycledMemory()
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version; the weights are free to change afterwards."""
@@ -488,7 +544,9 @@ class VersionImages:
                 )
                 self._is_on_device = False
         self._last = None
-        specs, image = publish_image(weights, self._dtype)
+        specs, tensors = lay_out(weights, self._dtype)
+        image = self._memory.take(image_bytes(specs))
+        write_image(specs, tensors, host_bytes(image))
         return VersionImage(specs, image, None)
 
     def _device(self, weights: Weights) -> torch.device | None:
@@ -509,7 +567,7 @@ class VersionImages:
         new = torch.zeros(image_bytes(specs), dtype=torch.uint8, device=device)
         write_image(specs, tensors, new)
         if last is None or last.delta.changed_share(new, specs) > SPARSE_SHARE:
-            image = bytearray(new.numel())
+            image = self._memory.take(new.numel())
             host_bytes(image).copy_(new)
             made = VersionImage(specs, image, None)
             delta = DeviceDelta(new, block_bytes=self._block_bytes)
@@ -521,14 +579,13 @@ class VersionImages:
 
     def _follow(self, last: _Last, new: Tensor, specs: tuple[TensorSpec, ...]) -> VersionImage:
         """Return an image that is made of the last one and what changed."""
-        held = memoryview(last.made.image)
-        image = bytearray(new.numel())
+        held, image = last.made.image, self._memory.take(new.numel())
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "changes") as pool:
             blocks = tuple(last.delta.encode(new, specs, held=held, pool=pool))
             pieces = _pieces(len(image), self._block_bytes)
 
-            def decode(block: bytes, piece: slice) -> None:
-                decode_block(memoryview(block), held[piece], memoryview(image)[piece])
+            def decode(block: CodedBlock, piece: slice) -> None:
+                decode_block(memoryview(block.coded), held[piece], image[piece])
 
             for _ in pool.map(decode, blocks, pieces):
                 pass

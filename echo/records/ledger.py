@@ -182,7 +182,13 @@ class Discarded(Record, tag="discarded"):
 
 
 class Published(Record, tag="published"):
-    """A version was published; workers note the hash of the image that they have installed."""
+    """A version was published."""
+
+    version: PolicyVersion
+
+
+class Sealed(Record, tag="sealed"):
+    """A published version was hashed; workers note the hash of what they have installed."""
 
     version: PolicyVersion
     root: str
@@ -229,7 +235,7 @@ class Cost(Record, tag="cost"):
 
 
 AnyRecord = (
-    Began | Granted | Cancelled | Refused | Accepted | Trained | Discarded | Published
+    Began | Granted | Cancelled | Refused | Accepted | Trained | Discarded | Published | Sealed
     | Checkpointed | BoundChanged | ActivationChanged | Cost
 )  # fmt: skip
 

@@ -318,15 +318,14 @@ class DialingRole:
                 rest.append(action)
                 if isinstance(action, VersionArrived):
                     self._heartbeat_at = now
-                    rest += [*self._probe(action.version, now), *self.on_version(now=now)]
+                    rest += [*self._probe(action.num_bytes, now), *self.on_version(now=now)]
         return rest
 
-    def _probe(self, version: PolicyVersion, now: float) -> list[Action]:
+    def _probe(self, num_bytes: int, now: float) -> list[Action]:
         """Show the learner what this node can send, if others may dial it."""
         link = self._control
         if link is None or not link.node_id or self.settings.advertise is None:
             return []
-        num_bytes = self.broadcast.store[version].num_bytes
         return self._probing.begin(link.peer, payload_bytes=num_bytes, now=now)
 
     def _on_greeted(self, peer: str, message: Greeted, now: float) -> list[Action]:

@@ -27,6 +27,7 @@ class Relay(DialingRole):
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         """Start without routes."""
         super().__init__(settings, broadcast, now=now)
+        broadcast.patch_mode = "now"
         self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_RELAYED_ROUTES)
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:

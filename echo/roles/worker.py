@@ -138,6 +138,8 @@ class EngineFacts:
     max_completion_tokens: int = 1 << 30
     rules: PartialRules = field(default_factory=PartialRules)
     """What becomes of unfinished rollouts."""
+    takes_patches: bool = False
+    """Whether it takes a version as the words that change, in place."""
     queue_share: float = 1.0
     """Groups that wait here for each that the engine holds: so it never waits for the network."""
 
@@ -467,6 +469,7 @@ class Worker(DialingRole):
     def built(self, engine: EngineFacts, digests: dict[str, str], *, now: float) -> list[Action]:
         """Note that task and engine are built, with these hashes, and what they can do."""
         self.engine = engine
+        self.broadcast.patch_mode = "on_install" if engine.takes_patches else "copy"
         self.max_groups = engine.max_groups
         return [*self.configured(digests, now=now), *self._next(now)]
 
@@ -804,6 +807,12 @@ class Worker(DialingRole):
         if self.installed_version is None:
             return [Note("warning", text), Stop("failed", error)]
         return [Note("warning", text), *self._next(now)]
+
+    def damaged(self, version: PolicyVersion, *, now: float) -> list[Action]:
+        """Sample from nothing that lies in damaged memory until a version has come anew."""
+        if self.installed_version is not None and self.installed_version >= version:
+            self.installed_version = None
+        return self._next(now)
 
     def _give_back(self, now: float) -> list[Action]:
         """Give back the leases whose version has not come in time, or has been replaced."""

@@ -4,6 +4,7 @@ Layout of the directory (network.store_dir), all names this module's own:
 
     v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
+    v12-L1-<run>.undo        what became version 12 in place: the words that it overwrote
     *.keyframe               what has come of keyframes (`runtime/disk_store.py`)
     echo-image-<n>.tmp       what is being made, and spares that wait for recycling
     echo-store-2.lock        flock held by the process that owns the directory, with its pid; 2 is
@@ -15,6 +16,10 @@ What happens when
   synced to the disk on purpose: after a power failure a lost or torn page fails its hash and is
   fetched again, and a torn manifest fails its signature. A version store gets its name only with
   all its room, a version store without a manifest is worthless: both are removed.
+* **Killed while a version is written in place**: what it overwrites is on record before the first
+  word changes (`PatchFiles`), and the image is named after the new version behind the last. The
+  next process takes back what has no manifest yet, newest first, and so comes to a version whose
+  every chunk it can verify. It fetches the deltas since then again.
 * **Disk full**: room is preallocated before the file is mapped, because a mapped file without room
   kills the process (SIGBUS) at some later write. Where the disk has too little, spares go first;
   then the version is kept in memory if that has room for it, with one warning: the node works as
@@ -54,6 +59,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,9 +70,9 @@ from echo.core.errors import LocalProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.records.files import lock_directory
-from echo.weights.delta import fill
-from echo.weights.manifest import Manifest
-from echo.weights.store import SavedItem
+from echo.weights.delta import BlockPatch, fill
+from echo.weights.manifest import HASH_BYTES, Manifest
+from echo.weights.store import Patch, SavedItem
 from echo.wire.codec import Frame
 
 # --- Verification of held chunks: hash every one, but for those never written ---
@@ -458,6 +464,76 @@ class KeyframeFiles:
         self._open.clear()
 
 
+# --- Undo records: what versions that were written in place have overwritten ---
+#
+#     v13-L1-<run>.undo        how to come from version 13 back to the one before
+#
+#     head: magic, step and lineage before, bytes of a block, number of blocks
+#     block: number, bytes of a word (0: the whole block), how many words, bytes of the tail;
+#            indices (u32), old words, old tail
+#     end: BLAKE3 of all that
+#
+# * It is written whole, beside, and renamed before the first word changes; words, not differences,
+#   so that taking back twice, or what was never written, changes nothing.
+# * Nothing is synced: what was renamed is the kernel's when the process is killed. After a power
+#   failure the chunks tell, as for everything here.
+# * Records are removed when a manifest of their version, or of a newer one, has been written.
+#
+# A version that was written in place and has no manifest yet is taken back at the next start.
+
+_UNDO_HEAD = struct.Struct("<4sQQII")
+_UNDO_BLOCK = struct.Struct("<IBII")
+_UNDO_MAGIC = b"undo"
+
+
+def pack_undo(patch: Patch) -> bytes:
+    """Return the record of what a patch overwrites."""
+    base = patch.base
+    parts: list[bytes] = [
+        _UNDO_HEAD.pack(
+            _UNDO_MAGIC, base.step, base.lineage, patch.block_bytes, len(patch.blocks)
+        )
+    ]
+    for number, block in patch.blocks.items():
+        is_whole = block.where is None
+        word_bytes = 0 if is_whole else block.old.itemsize
+        tail = block.old_tail
+        parts.append(_UNDO_BLOCK.pack(number, word_bytes, block.old.size, len(tail)))
+        if block.where is not None:
+            parts.append(block.where.astype("<u4").tobytes())
+        parts += [block.old.tobytes(), tail]
+    record = b"".join(parts)
+    return record + blake3(record).digest()
+
+
+def unpack_undo(record: bytes, version: PolicyVersion) -> Patch:
+    """Return a patch that can be taken back, from its record.
+
+    Raises:
+        StorageError: if it is torn or damaged.
+    """
+    body, digest = memoryview(record)[:-HASH_BYTES], record[-HASH_BYTES:]
+    if len(record) < _UNDO_HEAD.size + HASH_BYTES or blake3(body).digest() != digest:
+        raise StorageError(f"the undo record of {version} is damaged")
+    _, step, lineage, block_bytes, num_blocks = _UNDO_HEAD.unpack_from(body)
+    patch, at = Patch(PolicyVersion(lineage, step), version, block_bytes), _UNDO_HEAD.size
+
+    def take(dtype: str, count: int) -> npt.NDArray[Any]:
+        nonlocal at
+        array: npt.NDArray[Any] = np.frombuffer(body, dtype, count, at)
+        at += array.nbytes
+        return array
+
+    for _ in range(num_blocks):
+        number, word_bytes, count, tail_bytes = _UNDO_BLOCK.unpack_from(body, at)
+        at += _UNDO_BLOCK.size
+        where = take("<u4", count).astype(np.int64) if word_bytes else None
+        old = take(f"<u{word_bytes or 1}", count)
+        tail = take("u1", tail_bytes).tobytes()
+        patch.blocks[number] = BlockPatch(where, old, old, tail, tail)
+    return patch
+
+
 # --- Version stores: in memory, or in files that outlive the process ---
 #
 # A **version store** is the space for one version, handed out as a writable memoryview. Who fills
@@ -554,6 +630,8 @@ class MappedStore(abc.ABC):
 
     may_block = False
     """Whether `write` may take long, so that it belongs into a thread."""
+    may_patch = True
+    """Whether images may be changed in place."""
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
@@ -629,6 +707,25 @@ class MappedStore(abc.ABC):
     def write(self, place: memoryview, data: Frame) -> None:
         """Copy a chunk to its place in a version store, from any thread and without the GIL."""
         fill(place, data)
+
+    def begin_patch(self, patch: Patch) -> None:
+        """Note what a patch is about to overwrite, where that outlives the process.
+
+        Raises:
+            OSError: if the disk refuses it.
+        """
+
+    def end_patch(self, patch: Patch) -> None:
+        """Name an image after the version that it has become."""
+
+    def cancel_patch(self, patch: Patch) -> None:
+        """Forget a patch of which nothing is written any more."""
+
+    def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
+        """Count the memory of a version as that of the one which it has become."""
+        pages = self._live.pop(base, None)
+        if pages is not None:
+            self._live[version] = pages
 
     def journal(self, version: PolicyVersion) -> SavedItem | None:
         """Return where to write down what comes of a keyframe; None where nothing is kept."""
@@ -752,7 +849,7 @@ _LOCK = f"echo-store-{FORMAT}.lock"
 _LOCKS = re.compile(r"echo-store-(\d+)\.lock")
 _LOCK_1 = "echo-arena.lock"
 _OWN = re.compile(
-    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>image|manifest)"
+    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>image|manifest|undo)"
     r"|echo-image-\d+\.tmp"
 )
 
@@ -821,6 +918,8 @@ class DiskStore(MappedStore):
         self._encoded_versions = KeyframeFiles(self)
         self._ids = itertools.count(1)
         self._has_warned = False
+        self._patched: list[PolicyVersion] = []
+        """Versions with an undo record, or with a manifest whose image has become another."""
 
     @property
     def where(self) -> str:
@@ -829,22 +928,90 @@ class DiskStore(MappedStore):
 
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
         """Write a manifest beside its image; if that fails the version is just not recovered."""
-        path = self._live[version].path
-        if path is None:
+        pages = self._live.get(version)  # None if it has become a newer one in place
+        if pages is not None and pages.path is None:
             return
         temporary = self._temporary()
-        self.thread.call(lambda: self._write_manifest(version, path, temporary, signed_manifest))
+        self.thread.call(lambda: self._write_manifest(version, temporary, signed_manifest))
 
     def _write_manifest(
-        self, version: PolicyVersion, path: Path, temporary: Path, signed_manifest: bytes
+        self, version: PolicyVersion, temporary: Path, signed_manifest: bytes
     ) -> None:
         try:
             # Not synced, as the version store is not: after a power failure the signature tells.
             temporary.write_bytes(signed_manifest)
-            temporary.rename(path.with_suffix(".manifest"))
+            temporary.rename(self._path(version, "manifest"))
         except OSError as error:
             self.warn(f"the manifest of {version} cannot be written: {error.strerror}")
             _remove(temporary)
+            return
+        for older in [each for each in self._patched if each <= version]:
+            _remove(self._path(older, "undo"))
+            if older != version:
+                _remove(self._path(older, "manifest"))
+            self._patched.remove(older)
+
+    # --- in place --------------------------------------------------------------------------------
+
+    def begin_patch(self, patch: Patch) -> None:
+        """Write down what a patch is about to overwrite."""
+        pages = self._live.get(patch.base)
+        if pages is None or pages.path is None:
+            return  # in memory, and lost with it
+        temporary = self._temporary()
+        try:
+            temporary.write_bytes(pack_undo(patch))
+            temporary.rename(self._path(patch.version, "undo"))
+        except OSError:
+            _remove(temporary)
+            raise
+
+    def end_patch(self, patch: Patch) -> None:
+        """Rename an image that has become a newer version."""
+        pages = self._live.get(patch.base)
+        if pages is None or pages.path is None:
+            return
+        try:
+            pages.path = pages.path.rename(self._path(patch.version, "image"))
+        except OSError as error:
+            self.warn(f"{patch.version} cannot be named: {error.strerror}")
+        self._patched += [patch.base, patch.version]
+
+    def cancel_patch(self, patch: Patch) -> None:
+        """Remove the record of a patch that was taken back."""
+        _remove(self._path(patch.version, "undo"))
+
+    def _take_back_patches(self) -> None:
+        """Take back what was written in place and has no manifest, newest first."""
+        found = {}
+        for entry in os.scandir(self.directory):
+            match = _OWN.fullmatch(entry.name)
+            if match is not None and match["kind"] == "undo" and match["run"] == self._run:
+                version = PolicyVersion(int(match["lineage"]), int(match["step"]))
+                found[version] = Path(entry.path)
+        for version, path in sorted(found.items(), reverse=True):
+            image = self._path(version, "image")
+            if not (image.exists() and image.with_suffix(".manifest").exists()):
+                self._take_back(version, path.read_bytes())
+            _remove(path)
+
+    def _take_back(self, version: PolicyVersion, record: bytes) -> None:
+        image = self._path(version, "image")
+        try:
+            patch = unpack_undo(record, version)
+            base = self._path(patch.base, "image")
+            if not image.exists():
+                image = base  # killed before it was renamed
+            descriptor = os.open(image, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                mapping = _map_file(descriptor, os.fstat(descriptor).st_size)
+            finally:
+                os.close(descriptor)
+            patch.take_back(np.frombuffer(mapping, np.uint8).data)
+            image.rename(base)
+        except (OSError, ValueError, IndexError, StorageError) as error:
+            _log.warning("%s: removed what was left of %s: %s", self.where, version, error)
+            _remove(image)
 
     def recover(self, run_id: str) -> list[Saved]:
         """Return what a former process left of this run, newest first, and remove the rest.
@@ -858,6 +1025,7 @@ class DiskStore(MappedStore):
                 self.drop(version)
         self._run = run
         self.flush()
+        self._take_back_patches()
         saved = []
         known = {spare.path for spare in self._spares} | {p.path for p in self._live.values()}
         for version in self._sift(known):
@@ -1041,6 +1209,9 @@ class DiskStore(MappedStore):
         if self._run is None:
             raise LocalProtocolError("DiskStore: `recover` names the run, and must come first")
         return self._run
+
+    def _path(self, version: PolicyVersion, kind: str) -> Path:
+        return self.directory / f"{self._stem(version)}.{kind}"
 
     def _stem(self, version: PolicyVersion) -> str:
         return f"v{version.step}-L{version.lineage}-{self._run}"

@@ -52,7 +52,7 @@ PARTS = ("counters",)
 """Parts of a role that its shell calls directly."""
 READS = {"views", "obstacle", "progress", "rebuild", "manifest", "as_dict", "deadline_of"}
 """Methods that change nothing and are called often, or in threads."""
-ASKED = {"create", "journal", "sealed", "drop", "sign", "public_key", "lease"}
+ASKED = {"create", "journal", "sealed", "advance", "drop", "sign", "public_key", "lease"}
 """Methods of what lies outside that a role calls itself."""
 MAX_SHOWN = 500
 """Characters of an action that a difference shows."""
@@ -193,6 +193,7 @@ class _Asked(Outside):
         self._target = target
         self._answered = answered
         self.may_block = getattr(target, "may_block", None)
+        self.may_patch = getattr(target, "may_patch", None)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._target, name)
@@ -351,9 +352,9 @@ class _Replay:
 class _Answering(Outside):
     """Answers a role as the log says."""
 
-    def __init__(self, replay: _Replay, may_block: bool | None) -> None:
+    def __init__(self, replay: _Replay, traits: list[bool | None]) -> None:
         self._replay = replay
-        self.may_block = may_block
+        self.may_block, self.may_patch = traits
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self._replay.answer(name)

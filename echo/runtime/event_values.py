@@ -60,6 +60,7 @@ class Outside:
     """Something that a role asks, and that is not recorded itself."""
 
     may_block: bool | None = None
+    may_patch: bool | None = None
 
 
 # --- thinning -------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class Values:
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._given_out: dict[int, Any] | None = None
         self._num_given_out = 0
-        self.outside: Callable[[bool | None], Any] = lambda may_block: None
+        self.outside: Callable[[list[bool | None]], Any] = lambda traits: None
         """Makes a stand-in for what a role asks, when a log is read."""
 
     def keep(self) -> None:
@@ -284,7 +285,11 @@ CODECS = (
         lambda v, frame: [frame.num_bytes, frame.digest],
         lambda v, packed: UnseenFrame(*packed),
     ),
-    Codec(Outside, lambda v, each: each.may_block, lambda v, may_block: v.outside(may_block)),
+    Codec(
+        Outside,
+        lambda v, each: [each.may_block, each.may_patch],
+        lambda v, traits: v.outside(traits),
+    ),
     Codec(
         Ed25519PublicKey,
         lambda v, key: key.public_bytes_raw(),

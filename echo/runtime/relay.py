@@ -17,7 +17,7 @@ from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.node import DialingNode
 from echo.runtime.threads import Threads
-from echo.weights.receiver import VersionArrived
+from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
 from echo.wire.actions import Action
 
 
@@ -47,6 +47,8 @@ class RelayNode(DialingNode):
         match action:
             case VersionArrived():
                 self.log.info("holds %s", action.version)
+            case VersionAudited() | VersionDamaged():
+                pass  # the role fetches it anew
             case Configure():
                 self.spawn(self._set_up(), name="set-up")
             case _:

@@ -19,18 +19,19 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.runtime.identity import Identity
-from echo.runtime.learner.publish import CodedSegment, Publication
-from echo.weights.delta import encode_block
+from echo.runtime.learner.publish import CodedSegment, Publication, sealed
+from echo.weights.delta import CodedBlock, encode_block, encode_delta
 from echo.weights.manifest import (
+    Manifest,
     SegmentTable,
     TensorSpec,
-    build_manifest,
     encode_signed,
     sign,
 )
-from echo.weights.store import Transfer
+from echo.weights.store import Patch, Transfer
 from echo.wire.codec import Frame
 
 CHUNK_BYTES = 1 << 10
@@ -93,22 +94,33 @@ class Versions:
             image = bytearray(_changed(words, self._changed_share, seed=seed).tobytes())
         if self._changed_share is not None:
             self._image = image
-        manifest = build_manifest(
+        manifest = Manifest(
             run_id=self._identity.run_id,
             version=version,
             model_digest="",
-            tensors=[TensorSpec("w", "uint8", (self.num_bytes,), 0, self.num_bytes)],
-            image=image,
+            tensors=(TensorSpec("w", "uint8", (self.num_bytes,), 0, self.num_bytes),),
+            num_bytes=self.num_bytes,
             chunk_bytes=self.chunk_bytes,
+            chunk_hashes=b"",
+            image_hash=b"",
         )
-        return Publication(sign(manifest, self._identity.key), manifest, image)
+        return Publication(None, manifest, image)
+
+    def seal(self, publication: Publication) -> Publication:
+        """Hash and sign a version."""
+        return sealed(publication, self._identity.key)
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
         """Yield the one segment of an encoded version, which is one block."""
         manifest = publication.manifest
         new = memoryview(publication.image)
         old = None if base is None else memoryview(base.storage)
-        payload = encode_block(old, new, word_bytes=WORD_BYTES)
+        signed = publication.signed
+        if old is None:
+            block = CodedBlock(encode_block(None, new, word_bytes=WORD_BYTES), b"")
+        else:
+            block = encode_delta(old, new, word_bytes=WORD_BYTES)
+        payload = block.coded
         table = SegmentTable(
             run_id=manifest.run_id,
             version=manifest.version,
@@ -116,7 +128,7 @@ class Versions:
             index=0,
             image_bytes=manifest.num_bytes,
             image_chunk_bytes=manifest.chunk_bytes,
-            block_bytes=manifest.num_chunks * manifest.chunk_bytes,
+            block_bytes=-(-manifest.num_bytes // manifest.chunk_bytes) * manifest.chunk_bytes,
             chunk_bytes=CHUNK_BYTES,
             first_block=0,
             block_sizes=(len(payload),),
@@ -125,7 +137,8 @@ class Versions:
                 for start in range(0, len(payload), CHUNK_BYTES)
             ),
             result_hashes=manifest.chunk_hashes,
-            manifest=encode_signed(publication.signed),
+            manifest=None if signed is None else encode_signed(signed),
+            old_hashes=block.old_hash if signed is None else b"",
         )
         frame = msgspec.msgpack.encode(sign(table, self._identity.key))
         yield CodedSegment(table, frame, memoryview(payload))
@@ -162,6 +175,7 @@ class SharedStore:
     """Images of all simulated nodes by version, each once, as long as any of them holds it."""
 
     may_block = False
+    may_patch = False
 
     def __init__(self) -> None:
         """Start empty."""
@@ -186,6 +200,15 @@ class SharedStore:
 
     def drop(self, version: PolicyVersion) -> None:
         """Need nothing: what nobody holds is forgotten."""
+
+    def begin_patch(self, patch: Patch) -> None:
+        """Never be asked: an image here is every node's."""
+        raise LocalProtocolError(f"{patch.version}: a shared image cannot be patched in place")
+
+    end_patch = cancel_patch = begin_patch
+
+    def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
+        """Never be asked."""
 
     def write(self, place: memoryview, data: Frame) -> None:
         """Copy a chunk to its place."""

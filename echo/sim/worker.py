@@ -30,7 +30,7 @@ from echo.sim.clock import InlineThreads
 from echo.sim.lengths import Groups
 from echo.sim.timing import EngineModel, Running
 from echo.sim.transport import SimTransport
-from echo.weights.receiver import VersionArrived
+from echo.weights.receiver import VersionArrived, VersionAudited
 from echo.wire.actions import Action
 
 _log = logging.getLogger("echo.sim")
@@ -124,7 +124,7 @@ class SimWorker(DialingNode):
             case Release():
                 self.is_released = True
                 self.perform(self.session.released(True))
-            case Drained() | VersionArrived():
+            case Drained() | VersionArrived() | VersionAudited():
                 pass
             case _:
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")

@@ -306,7 +306,7 @@ class VersionRetention:
         """What is held, oldest first."""
         return sorted(self._sizes)
 
-    def keep(self, manifest: Manifest, image: bytearray) -> bool:
+    def keep(self, manifest: Manifest, image: bytearray | memoryview) -> bool:
         """Write a version and let older ones go; return whether there was room for it.
 
         Raises:
@@ -399,7 +399,7 @@ class Attribution:
         result = trainer.step(groups)
         return StepResult(metrics=result.metrics | measured)
 
-    def keep(self, manifest: Manifest, image: bytearray) -> None:
+    def keep(self, manifest: Manifest, image: bytearray | memoryview) -> None:
         """Keep a version that is published, to score with it later."""
         self._retention.keep(manifest, image)
 

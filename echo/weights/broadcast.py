@@ -50,10 +50,14 @@ from echo.weights.manifest import Manifest, SegmentTable, SignedManifest
 from echo.weights.receiver import Receiver, WriteChunk
 from echo.weights.sender import Child, Sender
 from echo.weights.store import (
+    ApplyPatch,
+    AuditChunks,
     Chunked,
     DecodeBlock,
     EncodedVersion,
     ItemStore,
+    OpenBlock,
+    PatchMode,
     SavedChunk,
     Transfer,
     VersionStore,
@@ -211,6 +215,34 @@ class Broadcast:
         if item is None:
             return None, 0, 0
         return self.fetching, item.num_held, item.num_chunks
+
+    @property
+    def patch_mode(self) -> PatchMode:
+        """What becomes of a delta on its base."""
+        return self._store.patch_mode
+
+    @patch_mode.setter
+    def patch_mode(self, mode: PatchMode) -> None:
+        self._store.patch_mode = mode
+
+    def patch_of(self, version: PolicyVersion) -> ApplyPatch | None:
+        """Begin to write a version over its base; None if it is here whole.
+
+        Whoever asks has to do the work, and to tell with `patched` or `unpatched`.
+        """
+        ready = self._store.ready
+        if ready is None or ready.version != version:
+            return None
+        return self._store.begin_patch(ready)
+
+    def patched(self, work: ApplyPatch, *, now: float) -> list[Action]:
+        """Note that a version has been written over its base."""
+        encoded = self._store.encoded_of(work.patch)
+        return self.receiver.patched(encoded, now=now)
+
+    def unpatched(self, work: ApplyPatch) -> None:
+        """Note that nothing is written of a version any more: it may be tried again."""
+        self._store.take_back_patch(self._store.encoded_of(work.patch))
 
     def offer(self, image: bytearray, image_hash: bytes) -> None:
         """Offer bytes that lie on this machine already, as of the model's own directory.
@@ -400,8 +432,12 @@ class Broadcast:
         match work:
             case WriteChunk():
                 return self.receiver.written(work, fault, now=now)
-            case DecodeBlock():
+            case DecodeBlock() | OpenBlock():
                 return self.receiver.decoded(work, fault, now=now)
+            case ApplyPatch():
+                return self.receiver.applied(work, fault, now=now)
+            case AuditChunks():
+                return [*self.receiver.audited(work, fault, now=now)]
         raise LocalProtocolError(f"{type(work).__name__} does not belong to the weights plane")
 
     def tend(self, *, now: float) -> list[Action]:

@@ -33,13 +33,15 @@ import bisect
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from blake3 import blake3
 
-from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from echo.weights.manifest import TensorSpec
 
 # --- streams: each one zstd or as it is, whichever is shorter -------------------------------------
@@ -202,6 +204,20 @@ def has_more_changes(old: Words, new: Words, limit: int) -> bool:
     return bool(count > limit)
 
 
+def has_changed_little(old: memoryview, new: memoryview) -> bool:
+    """Return whether few words of an image differ from another one, as samples tell.
+
+    Args:
+        old: an image.
+        new: another one of its length; both consist of bf16 or other words of two bytes, or of
+            larger ones, of which then twice as many seem to be looked at.
+    """
+    size = len(new) // 2
+    stride = max(1, min(_SAMPLE_STRIDE + 1, size // _SAMPLE_STRIDE))
+    before, after = (np.frombuffer(image, "<u2", size)[::stride] for image in (old, new))
+    return int(np.count_nonzero(before != after)) <= SPARSE_SHARE * max(1, after.size)
+
+
 def find_changes(old: Words, new: Words) -> tuple[Indices, Words]:
     """Return the indices of the words that differ, in order, and by how much modulo their size.
 
@@ -266,21 +282,30 @@ def pack_changes(where: Indices, difference: Words) -> list[bytes]:
     ]
 
 
-def apply_changes(reader: Reader, out: Words) -> None:
-    """Add coded changes to `out`, which holds the old words."""
+def read_changes(reader: Reader, num_words: int, word_bytes: int) -> tuple[Indices, Words]:
+    """Return what `pack_changes` was given.
+
+    Args:
+        reader: stands before the changes.
+        num_words: words of the block.
+        word_bytes: size of a word.
+
+    Raises:
+        RemoteProtocolError: if the changes are not those of such a block.
+    """
     count, num_gaps, num_escapes = reader.unpack(_COUNTS)
-    if count > out.size or num_gaps > count + out.size // _SKIP or num_escapes > count:
+    if count > num_words or num_gaps > count + num_words // _SKIP or num_escapes > count:
         raise RemoteProtocolError("a coded block with more changes than words")
     where = _unpack_gaps(reader.stream(num_gaps))
-    if where.size != count or (count and where[-1] >= out.size):
+    if where.size != count or (count and where[-1] >= num_words):
         raise RemoteProtocolError("a coded block whose changes lie outside it")
-    table = _STEPS[out.itemsize]
-    difference: Words = np.take(table, reader.stream(-(-count // 2))).view(out.dtype)[:count]
+    steps = np.take(_STEPS[word_bytes], reader.stream(-(-count // 2)))
+    difference: Words = steps.view(f"<u{word_bytes}")[:count]
     escaped = np.flatnonzero(difference == 0)
     if escaped.size != num_escapes:
         raise RemoteProtocolError("a coded block whose escapes do not fit its changes")
-    difference[escaped] = unzigzag(reader.planes(num_escapes, out.itemsize) + (_ESCAPE + 1))
-    out[where] = np.take(out, where) + difference
+    difference[escaped] = unzigzag(reader.planes(num_escapes, word_bytes) + (_ESCAPE + 1))
+    return where, difference
 
 
 def _pack_gaps(where: Indices) -> Bytes:
@@ -339,6 +364,15 @@ def block_bytes_of(chunk_bytes: int) -> int:
     return max(1, BLOCK_BYTES // chunk_bytes) * chunk_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class CodedBlock:
+    """A block as a delta, and what it is to be applied to."""
+
+    coded: bytes
+    old_hash: bytes
+    """BLAKE3-256 of the bytes that it replaces: words that change and the tail, or all."""
+
+
 def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBytes) -> bytes:
     """Return the coded form of a block.
 
@@ -350,20 +384,42 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
     Raises:
         LocalProtocolError: if base and block differ in length.
     """
+    if base is not None:
+        return encode_delta(base, new, word_bytes=word_bytes).coded
     words, tail = _split(new, word_bytes)
-    if base is None:
-        return _no_longer(_assembled(PLANES, pack_planes(words), word_bytes, tail), new)
+    return _no_longer(_assembled(PLANES, pack_planes(words), word_bytes, tail), new)
+
+
+def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) -> CodedBlock:
+    """Return a block as a delta, for a receiver that checks its base; see `encode_block`."""
     if len(base) != len(new):
         raise LocalProtocolError(f"a base of {len(base)} bytes for a block of {len(new)}")
+    words, tail = _split(new, word_bytes)
     old, old_tail = _split(base, word_bytes)
     if not has_more_changes(old, words, most_sparse(words.size)):
         where, difference = find_changes(old, words)
         if not where.size and old_tail == tail:
-            return bytes([UNCHANGED])
+            return CodedBlock(bytes([UNCHANGED]), hash_old(old[:0]))
         if where.size <= most_sparse(words.size):
-            return _no_longer(encode_changes(where, difference, tail), new)
+            coded = encode_changes(where, difference, tail)
+            if len(coded) <= len(new):
+                return CodedBlock(coded, hash_old(np.take(old, where), old_tail))
     codec = _shortest(old, words)
-    return _no_longer(_assembled(codec, _CODERS[codec](old, words), word_bytes, tail), new)
+    coded = _no_longer(_assembled(codec, _CODERS[codec](old, words), word_bytes, tail), new)
+    return CodedBlock(coded, _old_hash(coded[0], base, old, old_tail, words))
+
+
+def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, new: Words) -> bytes:
+    """Return the hash of what a block replaces that may have been coded in any way."""
+    if codec == CHANGES:
+        where, _ = find_changes(old, new)
+        return hash_old(np.take(old, where), old_tail)
+    return hash_old(np.frombuffer(base, np.uint8))
+
+
+def hash_old(words: Words, tail: memoryview | bytes = b"") -> bytes:
+    """Return the hash of what a block replaces: words in their order, and the bytes behind them."""
+    return blake3(words.view(np.uint8).data).update(tail).digest()
 
 
 def most_sparse(num_words: int) -> int:
@@ -380,6 +436,82 @@ def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes =
         tail: the block's bytes after the last whole word.
     """
     return _assembled(CHANGES, pack_changes(where, difference), difference.itemsize, tail)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPatch:
+    """What a delta changes of a block: enough to write it in place, and to take it back."""
+
+    where: Indices | None
+    """Indices of the words, increasing; None for a block that is replaced whole."""
+    old: Words
+    new: Words
+    old_tail: bytes
+    """Bytes after the last whole word."""
+    new_tail: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        positions = 0 if self.where is None else self.where.nbytes
+        return positions + self.old.nbytes + self.new.nbytes
+
+    def write(self, block: memoryview) -> None:
+        """Write the new words to the block; doing so twice changes nothing more."""
+        _write(block, self.where, self.new, self.new_tail)
+
+    def take_back(self, block: memoryview) -> None:
+        """Write the old words, whichever of the new ones had been written."""
+        _write(block, self.where, self.old, self.old_tail)
+
+
+def _write(block: memoryview, where: Indices | None, words: Words, tail: bytes) -> None:
+    if where is None:
+        fill(block, words.data)
+        return
+    target, behind = _split(block, words.itemsize)
+    target[where] = words
+    behind[:] = tail
+
+
+_NOTHING = np.empty(0, np.int64)
+
+
+def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPatch:
+    """Return what a coded block changes of its base, which is only read.
+
+    Args:
+        coded: what `encode_delta` returned, or anything else that came from the network.
+        base: the block as it is.
+        old_hash: that the bytes about to be replaced must have.
+
+    Raises:
+        RemoteProtocolError: if the block is malformed.
+        StorageError: if the base is another one than it was coded against.
+    """
+    reader = Reader(coded)
+    [codec] = reader.take(1)
+    old_tail = base[:0]
+    if codec == UNCHANGED:
+        reader.finish()
+        empty = _NOTHING.view(np.uint8)
+        patch = BlockPatch(_NOTHING, empty, empty, b"", b"")
+    elif codec == CHANGES:
+        word_bytes = _word_bytes(reader)
+        words, old_tail = _split(base, word_bytes)
+        where, difference = read_changes(reader, words.size, word_bytes)
+        old: Words = np.take(words, where)
+        new_tail = bytes(reader.take(len(old_tail)))
+        reader.finish()
+        patch = BlockPatch(where, old, old + difference, bytes(old_tail), new_tail)
+    else:
+        whole = np.empty(len(base), np.uint8)
+        decode_block(coded, base, whole.data)
+        old_tail = base[len(base) :]
+        patch = BlockPatch(None, np.frombuffer(base, np.uint8).copy(), whole, b"", b"")
+    if hash_old(patch.old, old_tail) != old_hash:
+        raise StorageError("the words that it is to replace are not those that the learner had")
+    return patch
 
 
 def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) -> None:
@@ -419,8 +551,9 @@ def _decode_difference(codec: int, reader: Reader, base: memoryview, out: memory
     words, tail = _split(out, word_bytes)
     old, _ = _split(base, word_bytes)
     if codec == CHANGES:
+        where, difference = read_changes(reader, words.size, word_bytes)
         np.copyto(words, old)
-        apply_changes(reader, words)
+        words[where] = np.take(old, where) + difference
     elif codec == DIFFERENCE:
         np.add(old, unzigzag(reader.planes(words.size, word_bytes)), out=words)
     else:

@@ -7,8 +7,11 @@ covers every byte, a relay can verify each chunk on its own before it forwards i
 was damaged on the way stops at the first hop.
 
 Beside its image a version may travel as an **encoded version**: a delta against a version that the
-receiver holds, or a keyframe, in segments whose tables are signed one by one (`store.py`). What
-comes out of it must hash to this manifest.
+receiver holds, or a keyframe, in segments whose tables are signed one by one (`store.py`). A table
+says either what the image chunks that come out must hash to, and then the last table carries the
+manifest; or what the words that it replaces must hash to in the base. These and the signed changes
+determine every byte that comes out, so such a delta leaves before anybody has hashed its image. The
+manifest follows as the version's **seal**, when the learner has hashed it beside the training.
 
 Sizes come from the wire and are checked against each other before anything is allocated.
 """
@@ -95,6 +98,11 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
 
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 _signed_decoder = msgspec.msgpack.Decoder(SignedManifest)
+
+
+def provisional(manifest: Manifest, version: PolicyVersion) -> Manifest:
+    """Return the manifest of a version laid out like another one, without any hash yet."""
+    return msgspec.structs.replace(manifest, version=version, chunk_hashes=b"", image_hash=b"")
 
 
 def build_manifest(
@@ -252,10 +260,12 @@ class SegmentTable(msgspec.Struct, frozen=True):
     """Bytes of each coded block."""
     chunk_hashes: bytes
     """BLAKE3-256 of each payload chunk."""
-    result_hashes: bytes
-    """BLAKE3-256 of each image chunk that comes out."""
+    result_hashes: bytes = b""
+    """BLAKE3-256 of each image chunk that comes out; empty where `old_hashes` are given."""
     manifest: bytes | None = None
-    """In the last segment: the signed manifest of the image, encoded."""
+    """In the last segment: the signed manifest of the image, encoded; None where it follows."""
+    old_hashes: bytes = b""
+    """BLAKE3-256 of what each block replaces in the base (`delta.py`)."""
 
     @property
     def num_bytes(self) -> int:
@@ -273,11 +283,21 @@ class SegmentTable(msgspec.Struct, frozen=True):
         return -(-self.image_bytes // self.block_bytes)
 
     @property
+    def is_on_base(self) -> bool:
+        """Whether it says what it replaces, and not what comes out."""
+        return bool(self.old_hashes)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no segment follows."""
+        return self.first_block + len(self.block_sizes) == self.num_blocks_in_image
+
+    @property
     def layout(self) -> tuple[object, ...]:
         """What all segments of an encoded version must agree on."""
         return (
             self.run_id, self.version, self.base, self.image_bytes, self.image_chunk_bytes,
-            self.block_bytes, self.chunk_bytes,
+            self.block_bytes, self.chunk_bytes, self.is_on_base,
         )  # fmt: skip
 
     def check(self, where: str, *, first_block: int, max_bytes: int) -> None:
@@ -305,9 +325,9 @@ class SegmentTable(msgspec.Struct, frozen=True):
         if self.block_bytes < 1 or self.block_bytes % self.image_chunk_bytes:
             raise RemoteProtocolError(f"{where}: blocks of {self.block_bytes} bytes")
         stop = first_block + len(self.block_sizes)
-        is_last = stop == self.num_blocks_in_image
+        has_manifest = self.is_last and not self.is_on_base
         if self.first_block != first_block or not self.block_sizes or (
-            stop > self.num_blocks_in_image or is_last != (self.manifest is not None)
+            stop > self.num_blocks_in_image or has_manifest != (self.manifest is not None)
         ):  # fmt: skip
             raise RemoteProtocolError(f"{where}: its blocks do not follow those before")
         image_start = first_block * self.block_bytes
@@ -318,8 +338,14 @@ class SegmentTable(msgspec.Struct, frozen=True):
                 f"{where}: a coded block that is empty or longer than its block"
             )
         num_results = -(-(image_stop - image_start) // self.image_chunk_bytes)
-        if len(self.result_hashes) != num_results * HASH_BYTES:
-            raise RemoteProtocolError(f"{where}: {len(self.result_hashes)} bytes of result hashes")
+        num_hashes = (0, len(self.block_sizes)) if self.is_on_base else (num_results, 0)
+        has_hashes = (len(self.result_hashes), len(self.old_hashes))
+        if has_hashes != tuple(number * HASH_BYTES for number in num_hashes) or (
+            self.is_on_base and self.base is None
+        ):  # fmt: skip
+            raise RemoteProtocolError(
+                f"{where}: {has_hashes[0]} bytes of result hashes, {has_hashes[1]} of old hashes"
+            )
         num_chunks = -(-self.num_bytes // self.chunk_bytes)
         if len(self.chunk_hashes) != num_chunks * HASH_BYTES:
             raise RemoteProtocolError(f"{where}: {len(self.chunk_hashes)} bytes of chunk hashes")

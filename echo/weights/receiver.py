@@ -27,6 +27,11 @@ in memory everywhere.
   credit is left meanwhile, the time does not count for the rate of the link.
 * *A disk that refuses* is as good as full.
 
+**Audit.** What is made of deltas is right because the learner has signed each and the words that it
+replaces; what lies beside them nobody has looked at since. So when the seal of a version has come,
+its chunks are hashed, some at a time and at most AUDIT_SHARE of the time. Memory that turns out to
+be damaged is given up with every version in it, and the newest is fetched whole.
+
 **Timeout.** A link that is silent for too long (`link.py` says how long) is left for its spare;
 without one its parent is asked once more, and left at the second silence. A parent that waits
 itself says so again and again, and is not silent: the fault may lie far above it. But offers are
@@ -56,10 +61,13 @@ from echo.weights.manifest import Manifest
 from echo.weights.schedule import EncodedOffer, cheapest_path
 from echo.weights.sender import Sender
 from echo.weights.store import (
+    ApplyPatch,
+    AuditChunks,
     Chunked,
     DecodeBlock,
     EncodedVersion,
     ItemStore,
+    OpenBlock,
     Transfer,
     TrustedManifests,
 )
@@ -155,7 +163,7 @@ class Offers:
         Args:
             current: what is being fetched.
         """
-        held = {version for version, image in self._store.images.items() if image.is_complete}
+        held = self._store.held
         target = self._newest_within_reach(held)
         found = None if target is None else self._path(target, held)
         if target is None or found is None:
@@ -334,7 +342,24 @@ WRONG_HASH = "its hash is wrong"
 
 @dataclass(frozen=True, slots=True)
 class VersionArrived(Action):
-    """A version is complete and verified in the store; a worker may install it."""
+    """A version is complete in the store, or ready to be written; a worker may install it."""
+
+    version: PolicyVersion
+    num_bytes: int
+    """Of its image."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionAudited(Action):
+    """Every byte of a version has been found to be what the learner signed."""
+
+    version: PolicyVersion
+    image_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class VersionDamaged(Action):
+    """The bytes of a version are not what the learner signed: nothing may be made of it."""
 
     version: PolicyVersion
 
@@ -469,6 +494,69 @@ class Watchdog:
         return leave, again
 
 
+# --- audit: what lies beside the changes ----------------------------------------------------------
+
+AUDIT_BYTES = 32 << 20
+"""Hashed at a time: some 4 ms of a core."""
+AUDIT_SHARE = 0.05
+"""Of the time, at most."""
+
+
+class Audit:
+    """Hashes one sealed image after the other, in the background."""
+
+    def __init__(self, store: ItemStore) -> None:
+        """Start with nothing to be looked at."""
+        self._store = store
+        self._image: Transfer | None = None
+        self._next = 0
+        """The chunk to go on with."""
+        self._work: AuditChunks | None = None
+        self._began_at = self._due_at = 0.0
+
+    def begin(self, image: Transfer, *, now: float) -> None:
+        """Look at an image once the one that is being looked at is done."""
+        if self._image is None or self._store.images.get(self._image.manifest.version) is None:
+            self._image, self._next, self._due_at = image, 0, now
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next piece is due."""
+        return None if self._image is None or self._work is not None else self._due_at
+
+    def expire(self, *, now: float) -> list[Action]:
+        """Return the next piece of work, if it is due."""
+        image = self._image
+        if image is None or self._work is not None or now < self._due_at:
+            return []
+        if self._store.images.get(image.manifest.version) is not image:
+            self._image = None
+            return []
+        number = max(1, AUDIT_BYTES // image.manifest.chunk_bytes)
+        stop = min(self._next + number, image.num_chunks)
+        self._work, self._began_at = AuditChunks(image, self._next, stop), now
+        return [self._work]
+
+    def worked(self, work: AuditChunks, *, now: float) -> bool:
+        """Take a piece that was right; return whether it was the last of its image."""
+        self._work = None
+        self._next = work.stop
+        self._due_at = now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
+        if work.stop < work.image.num_chunks:
+            return False
+        self._image = None
+        newest = self._store.newest_sealed
+        if newest is not None and newest > work.image.manifest.version:
+            image = self._store.images[newest]
+            if image.is_complete and image.is_patched:
+                self.begin(image, now=self._due_at)
+        return True
+
+    def stop(self) -> None:
+        """Forget what is being looked at."""
+        self._image = self._work = None
+
+
 # --- receiver -------------------------------------------------------------------------------------
 
 
@@ -502,6 +590,7 @@ class Receiver:
         """When to look for space again; None while nothing lacks it."""
         self._pause_s, self._has_noted_no_space = FIRST_PAUSE_S, False
         self.watchdog = Watchdog(self.links, self.offers, store, stall_s=stall_s)
+        self.audit = Audit(store)
 
     # --- links -----------------------------------------------------------------------------------
 
@@ -602,11 +691,48 @@ class Receiver:
         self.offers.hear(peer, message, manifest)
         local = self.trust.use_local_image(message.version)
         actions = [] if local is None else self.adopt(local, now=now)
+        actions += self._seal(message.version, now)
         actions += self._forsake(now) or self._consider(now)
         if link.is_waiting and self.offers.has(peer, self.item):
             # It said that it did not have the item yet; now it may.
             actions += self.request(self.item, link, now)
         return actions
+
+    def _seal(self, version: PolicyVersion, now: float) -> list[Action]:
+        """Take the learner's manifest of an image that is here already, made of deltas."""
+        image = self.store.images.get(version)
+        if image is None or image.signed is not None or version not in self.trust.manifests:
+            return []
+        fault = self.store.seal(version, *self.trust.manifests[version])
+        if fault:
+            raise RemoteProtocolError(fault)
+        self.audit.begin(image, now=now)
+        return self.sender.announce(now=now)
+
+    def audited(self, work: AuditChunks, fault: str, *, now: float) -> list[Action]:
+        """Take the result of an AuditChunks."""
+        image = work.image
+        version = image.manifest.version
+        if self.store.images.get(version) is not image:
+            self.audit.stop()
+            return []
+        if not fault:
+            is_done = self.audit.worked(work, now=now)
+            return [VersionAudited(version, image.manifest.image_hash)] if is_done else []
+        self.audit.stop()
+        gone = self.store.damaged(image)
+        if self.item in gone:
+            self.end()
+        text = (
+            f"{fault} of {version} in memory is not what the learner signed: fetching the newest "
+            "version whole; if this comes again, check this machine's memory and disk"
+        )
+        return [
+            Note("warning", text),
+            VersionDamaged(version),
+            *[action for item in gone for action in self.sender.drop(item, now=now)],
+            *self._consider(now),
+        ]
 
     def adopt(self, transfer: Transfer, *, now: float) -> list[Action]:
         """Take an image, or a part of one, that lies on this machine already."""
@@ -706,18 +832,48 @@ class Receiver:
         self._found_space()
         return self.sender.extend(item_id, now)
 
-    def decoded(self, work: DecodeBlock, fault: str, *, now: float) -> list[Action | ParentFailed]:
+    def decoded(
+        self, work: DecodeBlock | OpenBlock, fault: str, *, now: float
+    ) -> list[Action | ParentFailed]:
         """Take the result of a block; that of a version that was dropped meanwhile is ignored."""
-        item_id = (work.version, work.form)
-        if self.store.encoded_versions.get(item_id) is not work.encoded:
+        encoded = work.encoded
+        item_id = (encoded.version, encoded.form)
+        if self.store.encoded_versions.get(item_id) is not encoded:
             return []
         if fault:
             return [*self._refuse(item_id, f"block {work.block} is wrong: {fault}", now)]
-        image = work.encoded.decoded(work)
-        if image is None:
+        if not encoded.decoded(work):
             return []
-        self.store.end_decoding(image)
+        if not encoded.is_ready:
+            self.store.end_decoding(encoded)
+        elif self.store.patch_mode == "now":
+            return [self.store.begin_patch(encoded)]
         return [*self.arrived(item_id, now)]
+
+    # --- in place --------------------------------------------------------------------------------
+
+    def patched(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
+        """Take a version that has been written over its base; go on with what waits for it."""
+        self.store.end_patch(encoded)
+        waiting = [
+            work
+            for each in self.store.encoded_versions.values()
+            if each.form.base == encoded.version
+            for index in range(each.num_chunks)
+            if each.has_chunk[index]
+            for work in self.store.decodable(each, index)
+        ]
+        return [*waiting, *self._seal(encoded.version, now)]
+
+    def applied(self, work: ApplyPatch, fault: str, *, now: float) -> list[Action | ParentFailed]:
+        """Take the result of an ApplyPatch."""
+        encoded = self.store.encoded_of(work.patch)
+        item_id = (encoded.version, encoded.form)
+        if fault:
+            self.store.take_back_patch(encoded)
+            return [*self._refuse(item_id, f"it cannot be written in place: {fault}", now)]
+        waiting = self.patched(encoded, now=now)
+        return [*self.arrived(item_id, now), *waiting]
 
     def _refuse(self, item_id: ItemId, fault: str, now: float) -> list[Action]:
         """Never take an item again that the learner has signed, but that is of no use."""
@@ -737,9 +893,12 @@ class Receiver:
         if self.item is not None and self.item[0] == version:
             self.end()
             self.offers.has_preempted = False
+        item = self.store.get(item_id)
+        assert item is not None
+        num_bytes = item.image_bytes if isinstance(item, EncodedVersion) else item.num_bytes
         return [
             *self.sender.announce(now=now),
-            VersionArrived(version),
+            VersionArrived(version, num_bytes),
             *self._consider(now),
             *self.retire(now),
         ]
@@ -894,8 +1053,8 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """When a link counts as silent, or space is looked for again."""
-        return earliest(self.watchdog.deadline(self.item), self._retry_at)
+        """When a link counts as silent, space is looked for again, or an audit goes on."""
+        return earliest(self.watchdog.deadline(self.item), self._retry_at, self.audit.deadline)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Leave parents that do not deliver, or ask them once more."""
@@ -911,6 +1070,7 @@ class Receiver:
         for link in again:
             actions += self._subscribe(link, now=now) if link.is_asking else []
         actions += self._forsake(now) or self._request_all(self.item, now, again)
+        actions += self.audit.expire(now=now)
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
             actions += self._consider(now)

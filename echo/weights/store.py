@@ -6,23 +6,34 @@ What travels chunk by chunk is an **item**: a version in one form. Its image wit
 
     learner   image -> blocks -> coded blocks -> segments, each signed as soon as it is coded
     network   the chunks of each segment, as they come, in any order, verified one by one
-    receiver  chunks -> coded blocks -> decoded into new space and checked -> image
+    receiver  chunks -> coded blocks -> image, in new space or in place of its base
 
 **Encoded versions.** A delta is coded against a version that the receiver holds, a keyframe alone.
 
 * A **block** is a run of the image, a whole number of image chunks (the last may be shorter), and
   is coded on its own, so blocks are coded and decoded in parallel (`delta.py`).
-* A **segment** is a run of blocks. Its table says how long each coded block is, what each of its
-  payload chunks hashes to, and what the image chunks that come out must hash to. The learner signs
-  each table, so chunks flow while later blocks are still being coded, and a relay can verify and
-  forward them without the version that they are coded against. Tables come in order.
-* The last table carries the signed manifest of the image. Its chunk hashes must be those that the
-  tables promised, so an image that has been decoded is the same thing as one that was fetched in
-  full: it can be installed, and served to others chunk by chunk.
-* Decoding never works in place: it reads the base and writes new space, so a node that is
-  interrupted still has the version that it had.
+* A **segment** is a run of blocks. Its table says how long each coded block is and what each of its
+  payload chunks hashes to. The learner signs each table, so chunks flow while later blocks are
+  still being coded, and a relay can verify and forward them without the version that they are coded
+  against. Tables come in order.
+* A **hashed** table says what the image chunks that come out must hash to, and the last one carries
+  the signed manifest of the image, which must promise the same. It is decoded into new space.
+  Keyframes are of this kind, and deltas of versions in which much has changed.
+* A delta **on its base** says instead what the words must hash to that a block replaces. The
+  learner has not hashed the image yet, and neither has the receiver to: the work on both sides is
+  that of the changes. Its **seal**, the manifest, follows. Until then the image may be installed,
+  and be the base of the next delta, but is offered to nobody in full.
 * Every size is bounded by the image's, before anything is allocated; the decoder is bounded by the
   block that it fills.
+
+**In place.** A delta on its base is opened block by block as it comes: positions, old and new words
+(`BlockPatch`). When all blocks are open nothing has been written yet, and what is left to be done
+are plain stores. `PatchMode` says who does them: a thread of this node, or whoever installs a
+version, between two tokens that it samples. From then on the same memory is the new version's. The
+one before can still be read (children take it, an engine may want it back): whoever reads it copies
+a block and puts the old words back, those of a patch that is just being written included. So memory
+that changes is never lent, and nobody waits for a lock. Where an engine must keep the bytes that it
+was given, the base is copied and the copy is patched.
 
 **Evict.** Images are kept while they are among the newest `keep_versions` that are whole; of the
 encoded versions the newest keyframe and the newest deltas that together are smaller than an image
@@ -48,17 +59,19 @@ from __future__ import annotations
 import abc
 import bisect
 import itertools
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
-from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
-from echo.weights.delta import decode_block, fill
+from echo.weights.delta import BlockPatch, decode_block, fill, open_block
 from echo.weights.manifest import (
     HASH_BYTES,
     Manifest,
@@ -66,6 +79,7 @@ from echo.weights.manifest import (
     SignedManifest,
     decode_table,
     encode_signed,
+    provisional,
     verify,
     verify_signature,
 )
@@ -83,6 +97,30 @@ def allocate(num_bytes: int) -> memoryview:
     here and now, 0.6 s for each GB in which the node does nothing else.
     """
     return np.empty(num_bytes, dtype=np.uint8).data
+
+
+class RecycledMemory:
+    """Memory for images, handed out again once nobody can reach what it was handed out for.
+
+    What is handed out is lent by an exporter that only views of it keep alive: slices of them, what
+    torch or numpy make of them, and what libzmq has yet to send.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._pieces: list[tuple[npt.NDArray[np.uint8], weakref.ref[npt.NDArray[np.uint8]]]] = []
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Return memory of a size; zeros, or what was in it before."""
+        free = [piece for piece, exporter in self._pieces if exporter() is None]
+        piece = next((each for each in free if each.nbytes == num_bytes), None)
+        # Of another size, or one more than are in use at a time: of no use any more.
+        self._pieces = [each for each in self._pieces if each[1]() is not None]
+        if piece is None:
+            piece = np.zeros(num_bytes, np.uint8)
+        exporter = np.frombuffer(piece, np.uint8)
+        self._pieces.append((piece, weakref.ref(exporter)))
+        return exporter.data
 
 
 class SavedItem(Protocol):
@@ -104,6 +142,10 @@ class VersionStore(Protocol):
     @property
     def may_block(self) -> bool:
         """Whether `write` may take long, so that it belongs into a thread."""
+
+    @property
+    def may_patch(self) -> bool:
+        """Whether images may be changed in place: nobody else uses them."""
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         """Return room for an image.
@@ -128,11 +170,28 @@ class VersionStore(Protocol):
             OSError: if the disk refuses it.
         """
 
+    def begin_patch(self, patch: Patch) -> None:
+        """Note what is about to be overwritten in place; from any thread.
+
+        Raises:
+            OSError: if the disk refuses it.
+        """
+
+    def end_patch(self, patch: Patch) -> None:
+        """Name an image after what it has become; from the thread of `begin_patch`."""
+
+    def cancel_patch(self, patch: Patch) -> None:
+        """Forget a patch of which nothing is written any more; from the thread of `begin_patch`."""
+
+    def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
+        """Count the memory of a version as that of the one which it has become."""
+
 
 class HeapStore:
     """Images in this process's memory, without a bound."""
 
     may_block = False
+    may_patch = True
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         """Return room for an image."""
@@ -150,6 +209,18 @@ class HeapStore:
     def write(self, place: memoryview, data: Frame) -> None:
         """Copy a chunk to its place."""
         fill(place, data)
+
+    def begin_patch(self, patch: Patch) -> None:
+        """Write nothing down."""
+
+    def end_patch(self, patch: Patch) -> None:
+        """Need nothing: images have no names here."""
+
+    def cancel_patch(self, patch: Patch) -> None:
+        """Need nothing."""
+
+    def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
+        """Need nothing."""
 
 
 # --- items: which chunks are here, which are missing ----------------------------------------------
@@ -251,12 +322,52 @@ class Chunked(abc.ABC):
 class Transfer(Chunked):
     """A version's image in the store, whole or on its way."""
 
-    signed: SignedManifest
+    signed: SignedManifest | None
+    """None until the learner's seal has come."""
     manifest: Manifest
+    """Without any hash until then."""
     storage: bytearray | memoryview
     has_chunk: bytearray
     num_held: int = 0
     writing: set[int] = field(default_factory=set)
+    later: list[Patch] = field(default_factory=list)
+    """What has been, or is being, written over it since: oldest first."""
+    is_patched: bool = False
+    """Whether its memory changes in place from one version to the next."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its memory holds this version and no later one."""
+        return not self.later
+
+    def seal(self, signed: SignedManifest, manifest: Manifest) -> str:
+        """Take the manifest that the learner has made meanwhile; return what contradicts it."""
+        if provisional(manifest, manifest.version) != self.manifest:
+            return f"the seal of {manifest.version} describes another image than its deltas"
+        self.signed, self.manifest = signed, manifest
+        return ""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes of this version, copied where the memory under them may change.
+
+        A patch that begins while this reads is noticed: what it writes is taken back as well. So
+        any thread may read.
+        """
+        if not self.is_patched:
+            return memoryview(self.storage)[start:stop].toreadonly()
+        while True:
+            later = self.later[:]
+            size = later[0].block_bytes if later else 1  # words are put back in whole blocks
+            first = start - start % size
+            piece = np.frombuffer(self.storage, np.uint8)[first : -(-stop // size) * size].copy()
+            for patch in reversed(later):
+                patch.take_back(piece.data, first // size)
+            if len(later) == len(self.later):
+                return piece.data[start - first : stop - first].toreadonly()
+
+    def chunk(self, index: int) -> memoryview:
+        """Return the bytes of a chunk that is held."""
+        return self.read(*self.manifest.chunk_range(index))
 
     @property
     def num_bytes(self) -> int:
@@ -278,12 +389,125 @@ class Transfer(Chunked):
         return self.manifest.chunk_hash(index)
 
 
+# --- patches: what a delta changes of an image, in place ------------------------------------------
+
+PatchMode: TypeAlias = Literal["copy", "now", "on_install"]
+"""What becomes of a delta on its base: a patched copy of the base, or the base patched in place; at
+once, or by whoever installs the version."""
+
+
+class Patch:
+    """Everything that a delta changes of an image."""
+
+    def __init__(self, base: PolicyVersion, version: PolicyVersion, block_bytes: int) -> None:
+        """Start without a block.
+
+        Args:
+            base: the version that the memory holds.
+            version: what it becomes.
+            block_bytes: image bytes per block.
+        """
+        self.base = base
+        self.version = version
+        self.block_bytes = block_bytes
+        self.blocks: dict[int, BlockPatch] = {}
+        """By number; threads add them while a delta comes."""
+
+    @property
+    def num_words(self) -> int:
+        """Words that change."""
+        return sum(block.new.size for block in self.blocks.values())
+
+    def write(self, image: memoryview) -> None:
+        """Write the new words to an image that holds the base."""
+        for number, block in self.blocks.items():
+            start = number * self.block_bytes
+            block.write(image[start : start + self.block_bytes])
+
+    def take_back(self, piece: memoryview, first: int = 0) -> None:
+        """Write the old words, whichever of the new ones had been written.
+
+        Args:
+            piece: the image, or a copy of some whole blocks of it.
+            first: the number of the block that it begins with.
+        """
+        num_blocks = -(-len(piece) // self.block_bytes)
+        for number in range(first, first + num_blocks):
+            block = self.blocks.get(number)
+            if block is not None:
+                start = (number - first) * self.block_bytes
+                block.take_back(piece[start : start + self.block_bytes])
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ApplyPatch(Work):
+    """Work for a thread: write a patch that is whole over its base; then call `worked`."""
+
+    patch: Patch
+    image: memoryview
+    store: VersionStore
+
+    def run(self) -> str:
+        """Return what the disk has against it, or nothing."""
+        try:
+            self.store.begin_patch(self.patch)
+        except OSError as error:
+            return error.strerror or str(error) or "unknown error"
+        self.patch.write(self.image)
+        self.store.end_patch(self.patch)
+        return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class AuditChunks(Work):
+    """Work for a thread: hash some chunks of a sealed image anew; then call `worked`."""
+
+    image: Transfer
+    first: int
+    stop: int
+
+    def run(self) -> str:
+        """Return which chunk is not what the learner signed, or nothing."""
+        for index in range(self.first, self.stop):
+            if blake3(self.image.chunk(index)).digest() != self.image.chunk_hash(index):
+                return f"chunk {index}"
+        return ""
+
+
 # --- encoded versions -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class OpenBlock(Work):
+    """Work for a thread: find what one block changes of its base; then call `worked`."""
+
+    encoded: EncodedVersion
+    block: int
+    coded: memoryview
+    base: memoryview
+    old_hash: bytes
+    out: memoryview | None
+    """Where the patched copy of the base goes; None where it is patched in place."""
+
+    def run(self) -> str:
+        """Return what is wrong with block or base, or nothing."""
+        patch = self.encoded.patch
+        assert patch is not None
+        try:
+            opened = open_block(self.coded, self.base, self.old_hash)
+        except (RemoteProtocolError, StorageError) as error:
+            return str(error)
+        if self.out is None:
+            patch.blocks[self.block] = opened
+        else:
+            fill(self.out, self.base)
+            opened.write(self.out)
+        return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DecodeBlock(Work):
-    """Work for a thread: decode one block and check what comes out; then call `decoded`."""
+    """Work for a thread: decode one block and check what comes out; then call `worked`."""
 
     encoded: EncodedVersion
     block: int
@@ -344,6 +568,10 @@ class EncodedVersion(Chunked):
         self.writing: set[int] = set()
         self.storage: memoryview | None = None
         """Where the image is decoded to, of `image_bytes`; the caller provides it."""
+        self.patch: Patch | None = None
+        """What it changes, where it is a delta on its base."""
+        self.is_applied = False
+        """Whether its patch has been written over its base."""
         self.expected_bytes = 0
         """Size that was announced, before all segments are known."""
         self._parts: list[_Part] = []
@@ -364,9 +592,25 @@ class EncodedVersion(Chunked):
         return self._parts[0].table.image_bytes if self._parts else 0
 
     @property
+    def is_on_base(self) -> bool:
+        """Whether it says what it replaces, and not what comes out."""
+        return bool(self._parts) and self._parts[0].table.is_on_base
+
+    @property
     def is_open(self) -> bool:
         """Whether segments may be added."""
-        return not self._parts or self._parts[-1].table.manifest is None
+        return not self._parts or not self._parts[-1].table.is_last
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all that it changes in place is known, and has yet to be written."""
+        return (
+            self.patch is not None
+            and self.storage is None
+            and not self.is_applied
+            and not self.is_open
+            and len(self._decoded_blocks) == self._parts[-1].table.num_blocks_in_image
+        )
 
     @property
     def is_being_coded(self) -> bool:
@@ -376,7 +620,8 @@ class EncodedVersion(Chunked):
     @property
     def is_half(self) -> bool:
         """Whether it is being fetched, or was given up, or its image has yet to come out."""
-        return not self._parts or self.storage is not None or self.num_held < self.num_chunks
+        is_in_work = self.storage is not None or (self.patch is not None and not self.is_applied)
+        return not self._parts or is_in_work or self.num_held < self.num_chunks
 
     @property
     def num_bytes(self) -> int:
@@ -464,18 +709,18 @@ class EncodedVersion(Chunked):
 
     # --- blocks ----------------------------------------------------------------------------------
 
-    def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock]:
+    def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock | OpenBlock]:
         """Return the work that has become possible with a chunk, each piece once.
 
         Args:
             index: the chunk that has just been kept.
             base: the whole image of `form.base`, of the same size; None for a keyframe.
 
-        `storage` must have been given before.
+        `storage` or `patch` must have been given before.
         """
         part, start, stop = self._span(index)
         first = max(0, bisect.bisect_right(part.offsets, start) - 1)
-        work = []
+        work: list[DecodeBlock | OpenBlock] = []
         for number in range(first, len(part.table.block_sizes)):
             if part.offsets[number] >= stop:
                 break
@@ -491,37 +736,59 @@ class EncodedVersion(Chunked):
         last = part.first_chunk + (part.offsets[number + 1] - 1) // size
         return self.has_chunk.find(0, first, last + 1) < 0
 
-    def _work(self, part: _Part, number: int, base: memoryview | None) -> DecodeBlock:
+    def _work(
+        self, part: _Part, number: int, base: memoryview | None
+    ) -> DecodeBlock | OpenBlock:
         table = part.table
-        assert self.storage is not None
         block = table.first_block + number
         start = block * table.block_bytes
         stop = min(start + table.block_bytes, table.image_bytes)
+        coded = part.payload[part.offsets[number] : part.offsets[number + 1]]
+        if table.is_on_base:
+            assert base is not None
+            old_hash = table.old_hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+            out = None if self.storage is None else self.storage[start:stop]
+            return OpenBlock(self, block, coded, base[start:stop], old_hash, out)
+        assert self.storage is not None
         hashes_per_block = table.block_bytes // table.image_chunk_bytes * HASH_BYTES
         hashes = table.result_hashes[number * hashes_per_block : (number + 1) * hashes_per_block]
         return DecodeBlock(
             encoded=self,
             block=block,
-            coded=part.payload[part.offsets[number] : part.offsets[number + 1]],
+            coded=coded,
             base=None if base is None else base[start:stop],
             out=self.storage[start:stop],
             hashes=hashes,
             chunk_bytes=table.image_chunk_bytes,
         )
 
-    def decoded(self, work: DecodeBlock) -> Transfer | None:
-        """Note that a block came out right; return the image when it was the last."""
+    def decoded(self, work: DecodeBlock | OpenBlock) -> bool:
+        """Note that a block came out right; return whether it was the last."""
         self._decoded_blocks.add(work.block)
         last = self._parts[-1].table
-        if last.manifest is None or len(self._decoded_blocks) < last.num_blocks_in_image:
-            return None
-        signed = msgspec.msgpack.decode(last.manifest, type=SignedManifest)
-        manifest = msgspec.msgpack.decode(signed.body, type=Manifest)
-        # From now on it is the image's: the encoded version may outlive it.
-        storage, self.storage = self.storage, None
-        assert storage is not None
-        has_chunk = bytearray(b"\1") * manifest.num_chunks
-        return Transfer(signed, manifest, storage, has_chunk, manifest.num_chunks)
+        return last.is_last and len(self._decoded_blocks) == last.num_blocks_in_image
+
+    def image(self, base: Transfer | None) -> Transfer:
+        """Return the image that has come out; from now on the memory under it is its own.
+
+        Args:
+            base: what it was coded against.
+        """
+        body = self._parts[-1].table.manifest
+        signed = None if body is None else msgspec.msgpack.decode(body, type=SignedManifest)
+        if signed is None:
+            assert base is not None
+            manifest = provisional(base.manifest, self.version)
+        else:
+            manifest = msgspec.msgpack.decode(signed.body, type=Manifest)
+        if self.storage is None:
+            assert base is not None
+            storage = base.storage
+        else:
+            storage, self.storage, self.patch = self.storage, None, None
+        num_chunks = -(-manifest.num_bytes // manifest.chunk_bytes)
+        has_chunk = bytearray(b"\1") * num_chunks
+        return Transfer(signed, manifest, storage, has_chunk, num_chunks)
 
 
 # --- item store: hold, offer, evict ---------------------------------------------------------------
@@ -543,6 +810,7 @@ class ItemStore:
             version_store: where the images lie.
         """
         self.keep_versions = keep_versions
+        self.patch_mode: PatchMode = "copy"
         self.version_store = HeapStore() if version_store is None else version_store
         self.images: dict[PolicyVersion, Transfer] = {}
         self.encoded_versions: dict[ItemId, EncodedVersion] = {}
@@ -593,18 +861,27 @@ class ItemStore:
             StorageError: if there is no space.
         """
         if not encoded.num_segments:
-            fault = self._begin_decoding(encoded, table.image_bytes)
+            fault = self._begin_decoding(encoded, table)
             if fault:
                 return fault
         encoded.add(table, frame)
         return ""
 
-    def _begin_decoding(self, encoded: EncodedVersion, image_bytes: int) -> str:
-        base = None if encoded.form.base is None else self.images.get(encoded.form.base)
-        if base is not None and base.num_bytes != image_bytes:
-            return f"it has {image_bytes} bytes, its base {base.num_bytes}"
-        encoded.storage = self.version_store.create(encoded.version, None, image_bytes)
+    def _begin_decoding(self, encoded: EncodedVersion, table: SegmentTable) -> str:
+        base = self._base(encoded)
+        if base is not None and base.num_bytes != table.image_bytes:
+            return f"it has {table.image_bytes} bytes, its base {base.num_bytes}"
+        if table.base is not None and table.is_on_base:
+            encoded.patch = Patch(table.base, table.version, table.block_bytes)
+            if self.patch_mode != "copy" and self.version_store.may_patch:
+                return ""
+        encoded.storage = self.version_store.create(encoded.version, None, table.image_bytes)
         return ""
+
+    def _base(self, encoded: EncodedVersion) -> Transfer | None:
+        """Return the image that a delta is coded against, if it is here whole."""
+        image = None if encoded.form.base is None else self.images.get(encoded.form.base)
+        return image if image is not None and image.is_complete else None
 
     def resume(self, encoded: EncodedVersion) -> None:
         """Take a keyframe that a former process of this node has left, to go on decoding it.
@@ -619,21 +896,86 @@ class ItemStore:
         """Return whether chunks of an item are to be written by a thread."""
         return item[1] == FULL and self.version_store.may_block
 
-    def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock]:
-        """Return the blocks that can be decoded with a chunk that has just been kept."""
-        base = None
-        if encoded.form.base is not None:
-            image = self.images.get(encoded.form.base)
-            if image is None or not image.is_complete:
-                return []
-            base = memoryview(image.storage)
-        return encoded.decodable(index, base)
+    def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock | OpenBlock]:
+        """Return the blocks that can be decoded with a chunk that has just been kept.
 
-    def end_decoding(self, image: Transfer) -> None:
-        """Take an image that has come out of an encoded version whole."""
-        version = image.manifest.version
-        self.version_store.sealed(version, encode_signed(image.signed))
-        self.images[version] = image
+        None while the base has yet to be written itself, over the one before.
+        """
+        if encoded.form.base is None:
+            return encoded.decodable(index, None)
+        base = self._base(encoded)
+        if base is None or not base.is_current:
+            return []
+        return encoded.decodable(index, memoryview(base.storage))
+
+    def end_decoding(self, encoded: EncodedVersion) -> None:
+        """Take the image that has come out of an encoded version whole."""
+        image = self.images[encoded.version] = encoded.image(self._base(encoded))
+        if image.signed is not None:
+            self.version_store.sealed(encoded.version, encode_signed(image.signed))
+
+    # --- in place --------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> EncodedVersion | None:
+        """The delta that is ready to be written over its base, which is current."""
+        for encoded in self.encoded_versions.values():
+            base = self._base(encoded) if encoded.is_ready else None
+            if base is not None and base.is_current:
+                return encoded
+        return None
+
+    def begin_patch(self, encoded: EncodedVersion) -> ApplyPatch:
+        """Return the work that writes a delta that is ready over its base.
+
+        From now on the base is read through the patch.
+        """
+        base, patch = self._base(encoded), encoded.patch
+        if base is None or patch is None:
+            raise LocalProtocolError(f"{encoded.version} is not ready to be written")
+        for image in self._on(base.storage):
+            image.later.append(patch)
+            image.is_patched = True
+        return ApplyPatch(patch, memoryview(base.storage), self.version_store)
+
+    def end_patch(self, encoded: EncodedVersion) -> None:
+        """Take the version that a patch has made of its base."""
+        encoded.is_applied = True
+        image = self.images[encoded.version] = encoded.image(self._base(encoded))
+        image.is_patched = True
+        assert encoded.form.base is not None
+        self.version_store.advance(encoded.form.base, encoded.version)
+
+    def encoded_of(self, patch: Patch) -> EncodedVersion:
+        """Return the delta that a patch came from; it is pinned while the patch is written."""
+        return self.encoded_versions[patch.version, Form("delta", patch.base)]
+
+    def take_back_patch(self, encoded: EncodedVersion) -> None:
+        """Forget a patch of which nothing is written, or no more."""
+        base = self._base(encoded)
+        for image in [] if base is None else self._on(base.storage):
+            image.later = [patch for patch in image.later if patch is not encoded.patch]
+
+    def damaged(self, image: Transfer) -> list[ItemId]:
+        """Return all that is to be dropped because the memory of an image is damaged."""
+        versions = {v for v, each in self.images.items() if each.storage is image.storage}
+        halves = [
+            item
+            for item, encoded in self.encoded_versions.items()
+            if encoded.is_half and item[1].base in versions
+        ]
+        return [*((version, FULL) for version in versions), *halves]
+
+    def _on(self, storage: bytearray | memoryview) -> list[Transfer]:
+        """Return the images of which this is the memory."""
+        return [image for image in self.images.values() if image.storage is storage]
+
+    def seal(self, version: PolicyVersion, signed: SignedManifest, manifest: Manifest) -> str:
+        """Take the learner's seal of an image that has none; return what contradicts it."""
+        fault = self.images[version].seal(signed, manifest)
+        if not fault:
+            self.version_store.sealed(version, encode_signed(signed))
+        return fault
 
     def chunk_bytes(self, item: ItemId | None) -> int:
         """Return the size of an item's chunks, or a usual one where it is not known."""
@@ -656,9 +998,21 @@ class ItemStore:
             self.version_store.drop(version)
 
     @property
+    def held(self) -> set[PolicyVersion]:
+        """Versions held whole, that which is ready to be written in place included."""
+        whole = {version for version, image in self.images.items() if image.is_complete}
+        ready = self.ready
+        return whole if ready is None else whole | {ready.version}
+
+    @property
     def newest_complete(self) -> PolicyVersion | None:
         """Newest version held whole."""
-        return max((v for v, image in self.images.items() if image.is_complete), default=None)
+        return max(self.held, default=None)
+
+    @property
+    def newest_sealed(self) -> PolicyVersion | None:
+        """Newest version whose manifest is here; of its image at least the beginning."""
+        return max((v for v, image in self.images.items() if image.signed), default=None)
 
     @property
     def newest_known(self) -> PolicyVersion | None:
@@ -674,9 +1028,11 @@ class ItemStore:
             EncodedVersionOffer(version, form.base, encoded.num_bytes)
             for (version, form), encoded in self.encoded_versions.items()
         )
-        newest = max(self.images, default=None)
+        newest = self.newest_sealed
         if newest is not None:
-            return newest, offers, encode_signed(self.images[newest].signed)
+            signed = self.images[newest].signed
+            assert signed is not None
+            return newest, offers, encode_signed(signed)
         known = self.newest_known
         return None if known is None else (known, offers, None)
 
@@ -693,12 +1049,16 @@ class ItemStore:
         kept = set(keep)
         whole = sorted((v for v, image in self.images.items() if image.is_complete), reverse=True)
         kept.update((version, FULL) for version in whole[: self.keep_versions])
-        newest = max(self.images, default=None)
-        if newest is not None:
-            kept.add((newest, FULL))
+        kept.update(
+            (version, FULL)
+            for version in (max(self.images, default=None), self.newest_sealed)
+            if version is not None
+        )
         kept.update(self._worthwhile_encoded())
         kept.update(
-            item for item, encoded in self.encoded_versions.items() if encoded.is_being_coded
+            item
+            for item, encoded in self.encoded_versions.items()
+            if encoded.is_being_coded or encoded.is_ready
         )
         items = [*((version, FULL) for version in self.images), *self.encoded_versions]
         return [item for item in items if item not in kept]

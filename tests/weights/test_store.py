@@ -104,7 +104,10 @@ def test_the_number_of_encoded_versions_is_bounded_however_small_they_are() -> N
             v(step), form_on(step - 1)
         )
         encoded.add(small[0], small[1], memoryview(b""))
-        encoded._parts[0].table = encoded._parts[0].table.__replace__(block_sizes=(1,))  # type: ignore[attr-defined]
+        last = small[0].num_blocks_in_image - 1
+        encoded._parts[0].table = msgspec.structs.replace(
+            small[0], first_block=last, block_sizes=(1,)
+        )
     retire(store)
     assert len(store.encoded_versions) == MAX_ENCODED_VERSIONS
     assert min(store.encoded_versions) == (

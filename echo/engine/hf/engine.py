@@ -9,7 +9,10 @@ and all rows then advance together, one token at a time. Prompts of unequal leng
 left; where all are equal no mask is made at all. Rows that have ended are cut out of the batch
 whenever they are a quarter of it, so that in all they cost at most a constant factor.
 
-New weights are copied in between two tokens, by the thread that generates.
+New weights are installed between two tokens, by the thread that generates. On a CPU that computes
+in the dtype that is published nothing is copied: the parameters are views of the version's image,
+and what a patch changes of the image it changes of the model. Elsewhere the words that changed are
+scattered into the parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ from echo.engine.engine import (
 from echo.engine.hf.batch import StaticBatch, draw_tokens
 from echo.engine.lora import Lora, build_adapted
 from echo.engine.model import build_meta_model, check_weights, free_bytes
-from echo.engine.weights import torch_dtype
+from echo.engine.weights import scatter, torch_dtype
+from echo.weights.manifest import TensorSpec
+from echo.weights.store import Patch
 
 # --- mailbox --------------------------------------------------------------------------------------
 
@@ -149,6 +154,9 @@ class TransformersEngine(Engine):
         self._concurrency = Concurrency()
         self._version = UNVERSIONED
         self._tensors: Mapping[str, Tensor] | None = None
+        self._is_view = False
+        """Whether the parameters are the memory of `_tensors`."""
+        self.takes_patches = lora is None
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
             self._model = build_meta_model(Path(model_dir), torch_dtype(dtype), attn_implementation)
@@ -214,8 +222,43 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         own = self._loadable()
+        alike = all(
+            tensor.dtype == own[name].dtype and tensor.device == own[name].device
+            for name, tensor in tensors.items()
+        )
+        if self._adapter is None and alike:
+            self._model.load_state_dict(tensors, strict=False, assign=True)
+            self._model.tie_weights()
+            self._is_view = True
+            return
+        if self._is_view:  # of memory that is not this engine's to write to
+            self._model.load_state_dict(
+                {name: tensor.clone() for name, tensor in own.items()}, assign=True
+            )
+            self._model.tie_weights()
+            self._is_view, own = False, self._loadable()
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
+
+    def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
+        """Write what changed, between two tokens."""
+        with self._barrier.swap(patch.version):
+            self._mailbox.do(lambda: self._patch(patch, image, specs))
+
+    def _patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
+        try:
+            patch.write(image)
+            if not self._is_view:
+                scatter(patch, image, specs, self._loadable())
+        except Exception as error:  # PyTorch, and the memory behind the tensors, raise anything
+            patch.take_back(image)
+            if not self._is_view:
+                self._roll_back(patch.version, describe_error(error))
+            raise EngineError(
+                f"{patch.version} could not be written in place: {describe_error(error)}; rolled "
+                f"back, version: {self._barrier.installed or 'none'}"
+            ) from error
+        self._version = patch.version
 
     def generate(
         self,

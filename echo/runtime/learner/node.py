@@ -479,7 +479,11 @@ class LearnerNode(Node):
             log=log,
         )
         self._encoded_versions = VersionEncoder(
-            session.broadcast, run.publisher.coder, codec=config.network.codec, node=self
+            session.broadcast,
+            run.publisher.coder,
+            codec=config.network.codec,
+            node=self,
+            ledger=ledger,
         )
         self._usefulness = Usefulness(
             max_zero_signal_groups=self._max_zero_signal_groups,
@@ -889,12 +893,9 @@ class LearnerNode(Node):
         self._progress.begin("publishing", now=self.now)
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
         publication = await self._model_pool.run(self.make_version, version)
-        manifest, root = publication.manifest, publication.signed.root
-        self._ledger.append(
-            Published(version=version, root=root.hex(), image_hash=manifest.image_hash.hex())
-        )
+        self._ledger.append(Published(version=version))
         await self._commit()
-        self.pace.published(version, num_bytes=manifest.num_bytes, now=self.now)
+        self.pace.published(version, num_bytes=publication.manifest.num_bytes, now=self.now)
         self._published_step = session.step
         self._has_published.set()
         self.perform(session.make_way(now=self.now))

@@ -3,13 +3,15 @@
 `VersionEncoder.publish` decides in which forms a version goes out (`weights/schedule.py` has the
 rules), and hands them to the broadcast:
 
-    image --+--> in full, at once where there is no delta, else behind the delta's first segment
-            +--> delta against the version before   } coded in threads, block by block;
-            +--> keyframe, where due                  } each segment is signed and sent as it is
-            ready
+    image --+--> delta against the version before, where few words have changed: coded in threads,
+            |    block by block, each segment signed and sent as soon as it is ready
+            +--> seal: hashed and signed as a whole, beside the training
+                   +--> in full
+                   +--> keyframe, where due, or delta, where much has changed: coded likewise
 
-The delta's first segment is announced before the image, so that a node that holds the base does not
-begin with the image. One version is coded after the other, in the order of publication.
+So what nodes wait for costs what has changed; the image is hashed for those who come later, and for
+audits. A version without a delta is sealed first. One version is coded after the other, in the
+order of publication.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,10 +30,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.schema import Config
 from echo.core.rollout import PolicyVersion
+from echo.records.ledger import LedgerQueue, Sealed
 from echo.runtime.identity import Identity
 from echo.runtime.node import Node
 from echo.weights.broadcast import Broadcast
-from echo.weights.delta import block_bytes_of, encode_block, split_blocks, word_bytes_of
+from echo.weights.delta import (
+    CodedBlock,
+    block_bytes_of,
+    encode_block,
+    encode_delta,
+    has_changed_little,
+    split_blocks,
+    word_bytes_of,
+)
 from echo.weights.manifest import (
     HASH_BYTES,
     Manifest,
@@ -57,9 +68,12 @@ if TYPE_CHECKING:
 class Publication:
     """One version, ready for the broadcast."""
 
-    signed: SignedManifest
+    signed: SignedManifest | None
+    """None until it is sealed."""
     manifest: Manifest
-    image: bytearray
+    """Without any hash until then."""
+    image: bytearray | memoryview
+    """Not changed any more, as long as anybody holds it."""
     coded: CodedDelta | None = None
     """Its delta against the version before, where making the image has made it too."""
 
@@ -68,6 +82,22 @@ class Publication:
         from echo.engine.weights import tensors_from_image
 
         return tensors_from_image(self.manifest.tensors, memoryview(self.image).toreadonly())
+
+
+def sealed(publication: Publication, key: Ed25519PrivateKey) -> Publication:
+    """Return a version with the hashes of its image, signed."""
+    if publication.signed is not None:
+        return publication
+    made = publication.manifest
+    manifest = build_manifest(
+        run_id=made.run_id,
+        version=made.version,
+        model_digest=made.model_digest,
+        tensors=made.tensors,
+        image=publication.image,
+        chunk_bytes=made.chunk_bytes,
+    )
+    return replace(publication, signed=sign(manifest, key), manifest=manifest)
 
 
 def make_images(config: Config) -> VersionImages:
@@ -90,19 +120,20 @@ def make_publication(
     model_digest: str,
     images: VersionImages,
     chunk_bytes: int,
-    key: Ed25519PrivateKey,
 ) -> Publication:
-    """Round weights to the published dtype, lay them out, hash and sign them."""
+    """Round weights to the published dtype and lay them out; nothing is hashed yet."""
     made = images.make(tensors, version)
-    manifest = build_manifest(
+    manifest = Manifest(
         run_id=run_id,
         version=version,
         model_digest=model_digest,
         tensors=made.specs,
-        image=made.image,
+        num_bytes=len(made.image),
         chunk_bytes=chunk_bytes,
+        chunk_hashes=b"",
+        image_hash=b"",
     )
-    return Publication(sign(manifest, key), manifest, made.image, made.coded)
+    return Publication(None, manifest, made.image, made.coded)
 
 
 class Publisher:
@@ -133,7 +164,6 @@ class Publisher:
             model_digest=self._model_digest,
             images=self._images,
             chunk_bytes=self._chunk_bytes,
-            key=self._identity.key,
         )
         if self._attribution is not None:
             self._attribution.keep(publication.manifest, publication.image)
@@ -142,8 +172,8 @@ class Publisher:
 
 _log = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 256 << 20
-"""Image bytes of one segment: coded in a tenth of a second or so by one core."""
+SEGMENT_BYTES = 64 << 20
+"""Image bytes of one segment: coded in some twenty milliseconds by one core."""
 DELTA_CHUNK_BYTES = 256 << 10
 """Payload chunk of a delta: small ones fill a chain of nodes sooner."""
 MIN_IMAGE_BYTES = 4 << 20
@@ -174,13 +204,20 @@ class Coder:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def seal(self, publication: Publication) -> Publication:
+        """Hash an image, and sign what it consists of."""
+        return sealed(publication, self._key)
+
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
-        """Code a version against `base`, or on its own; the next segment is coded meanwhile."""
+        """Code a version against `base`, or on its own; the next segment is coded meanwhile.
+
+        One that is not sealed yet is coded on its base; another with the hashes of what comes out.
+        """
         block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
         per_segment = max(1, SEGMENT_BYTES // block_bytes)
         made = publication.coded
         version = None if base is None else base.manifest.version
-        batches: Iterator[tuple[bytes, ...]]
+        batches: Iterator[tuple[CodedBlock, ...]]
         if made is not None and (made.base, made.block_bytes) == (version, block_bytes):
             # It was needed for the image already.
             starts = range(0, len(made.blocks), per_segment)
@@ -194,20 +231,21 @@ class Coder:
 
     def _code(
         self, publication: Publication, base: Transfer | None, block_bytes: int, per_segment: int
-    ) -> Iterator[tuple[bytes, ...]]:
+    ) -> Iterator[tuple[CodedBlock, ...]]:
         """Yield the coded blocks of one segment after the other."""
         manifest, image = publication.manifest, memoryview(publication.image)
         old = None if base is None else memoryview(base.storage)
         blocks = split_blocks(manifest.num_bytes, block_bytes)
 
-        def submit(first: int) -> list[Future[bytes]]:
+        def encode(start: int, stop: int) -> CodedBlock:
+            word_bytes = word_bytes_of(manifest.tensors, start, stop)
+            if old is None:
+                return CodedBlock(encode_block(None, image[start:stop], word_bytes=word_bytes), b"")
+            return encode_delta(old[start:stop], image[start:stop], word_bytes=word_bytes)
+
+        def submit(first: int) -> list[Future[CodedBlock]]:
             return [
-                self._pool.submit(
-                    encode_block,
-                    None if old is None else old[start:stop],
-                    image[start:stop],
-                    word_bytes=word_bytes_of(manifest.tensors, start, stop),
-                )
+                self._pool.submit(encode, start, stop)
                 for start, stop in blocks[first : first + per_segment]
             ]
 
@@ -224,13 +262,13 @@ class Coder:
         index: int,
         first_block: int,
         block_bytes: int,
-        coded: Sequence[bytes],
+        coded: Sequence[CodedBlock],
     ) -> CodedSegment:
-        manifest = publication.manifest
+        manifest, signed = publication.manifest, publication.signed
         chunk_bytes = manifest.chunk_bytes
         if base is not None:
             chunk_bytes = min(chunk_bytes, DELTA_CHUNK_BYTES)
-        payload = memoryview(b"".join(coded))
+        payload = memoryview(b"".join(block.coded for block in coded))
         stop = min((first_block + len(coded)) * block_bytes, manifest.num_bytes)
         first_result = first_block * block_bytes // manifest.chunk_bytes
         last_result = -(-stop // manifest.chunk_bytes)
@@ -244,7 +282,7 @@ class Coder:
             block_bytes=block_bytes,
             chunk_bytes=chunk_bytes,
             first_block=first_block,
-            block_sizes=tuple(map(len, coded)),
+            block_sizes=tuple(len(block.coded) for block in coded),
             chunk_hashes=b"".join(
                 blake3(payload[start : start + chunk_bytes]).digest()
                 for start in range(0, len(payload), chunk_bytes)
@@ -252,7 +290,8 @@ class Coder:
             result_hashes=manifest.chunk_hashes[
                 first_result * HASH_BYTES : last_result * HASH_BYTES
             ],
-            manifest=encode_signed(publication.signed) if stop == manifest.num_bytes else None,
+            manifest=encode_signed(signed) if signed and stop == manifest.num_bytes else None,
+            old_hashes=b"" if signed else b"".join(block.old_hash for block in coded),
         )
         return CodedSegment(table, msgspec.msgpack.encode(sign(table, self._key)), payload)
 
@@ -267,6 +306,7 @@ class VersionEncoder:
         *,
         codec: str,
         node: Node,
+        ledger: LedgerQueue | None = None,
     ) -> None:
         """Publish through a broadcast.
 
@@ -275,11 +315,13 @@ class VersionEncoder:
             coder: codes; the caller closes it.
             codec: "auto", "full" (never an encoded version) or "delta" (always one, however large).
             node: the learner's; carries out the broadcast's actions.
+            ledger: where the hash of each version is noted; None for nowhere.
         """
         self._broadcast = broadcast
         self._coder = coder
         self._codec = codec
         self._node = node
+        self._ledger = ledger
         self._pool = node.threads.pool("coder")
         self._plan: KeyframeSchedule | None = None
         self._last: asyncio.Task[None] | None = None
@@ -303,13 +345,12 @@ class VersionEncoder:
         if self._codec == "full" or (
             self._codec == "auto" and manifest.num_bytes < MIN_IMAGE_BYTES
         ):  # fmt: skip
-            self._publish_image(publication)
+            await self._seal(publication)
             return None
         if self._plan is None:
             self._plan = KeyframeSchedule(manifest.num_bytes)
         if base is None or (self._codec == "auto" and not self._plan.is_delta_due()):
-            self._publish_image(publication)
-            base = None
+            publication, base = await self._seal(publication), None
         self._last = self._node.spawn(self._code(publication, base), name="encoded_versions")
         return self._last
 
@@ -322,23 +363,36 @@ class VersionEncoder:
         is_alike = held.manifest.tensors == manifest.tensors
         return held if is_alike and held.manifest.num_bytes == manifest.num_bytes else None
 
-    def _publish_image(self, publication: Publication) -> None:
-        manifest = publication.manifest
+    async def _seal(self, publication: Publication) -> Publication:
+        """Hash and sign a version, and offer it in full."""
+        publication = await self._pool.run(self._coder.seal, publication)
+        manifest, signed = publication.manifest, publication.signed
         if manifest.version in self._broadcast.store:
-            return
-        self._node.perform(
-            self._broadcast.publish(
-                publication.signed, manifest, publication.image, now=self._node.now
+            return publication
+        assert signed is not None
+        if self._ledger is not None:
+            seal = Sealed(
+                version=manifest.version,
+                root=signed.root.hex(),
+                image_hash=manifest.image_hash.hex(),
             )
+            self._ledger.append(seal)
+        self._node.perform(
+            self._broadcast.publish(signed, manifest, publication.image, now=self._node.now)
         )
         if self._plan is not None:
             self._plan.made(EncodedOffer(manifest.version, None, "full", manifest.num_bytes))
+        return publication
 
     async def _code(self, publication: Publication, base: Transfer | None) -> None:
         assert self._plan is not None
         version = publication.manifest.version
         if base is not None:
+            image = memoryview(publication.image)
+            if not await self._pool.run(has_changed_little, memoryview(base.storage), image):
+                publication = await self._pool.run(self._coder.seal, publication)
             num_bytes = await self._send(publication, base)
+            publication = await self._seal(publication)
             if num_bytes:
                 self.coded_bytes[version] = num_bytes
                 while len(self.coded_bytes) > 16:
@@ -360,7 +414,6 @@ class VersionEncoder:
     async def _send(self, publication: Publication, base: Transfer | None) -> int:
         """Code one form and hand over its segments; return its bytes, 0 if it was hopeless."""
         manifest = publication.manifest
-        is_fallback_due = base is not None
         segments = self._coder.segments(publication, base)
         total = image_bytes = 0
         while (segment := await self._pool.run(next, segments, None)) is not None:
@@ -371,7 +424,6 @@ class VersionEncoder:
             is_hopeless = total > HOPELESS_SHARE * image_bytes and self._codec == "auto"
             if table.index == 0 and is_hopeless:
                 self._note(manifest, base, total * manifest.num_bytes // image_bytes)
-                self._publish_image(publication)
                 return 0
             expected_bytes = total * manifest.num_bytes // image_bytes
             self._node.perform(
@@ -383,9 +435,6 @@ class VersionEncoder:
                     now=self._node.now,
                 )
             )
-            if is_fallback_due:
-                is_fallback_due = False
-                self._publish_image(publication)
         self._note(manifest, base, total)
         form = Form("keyframe") if base is None else Form("delta", base.manifest.version)
         _log.debug("%s as %s: %d of %d bytes", manifest.version, form, total, manifest.num_bytes)

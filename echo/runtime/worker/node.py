@@ -46,8 +46,9 @@ from echo.runtime.node import DialingNode, Node
 from echo.runtime.threads import MAX_BLOCKING, Pool, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
-from echo.weights.receiver import VersionArrived
-from echo.weights.store import Transfer
+from echo.weights.manifest import TensorSpec
+from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
+from echo.weights.store import ApplyPatch, Transfer
 from echo.wire.actions import Action
 from echo.wire.messages import Lease
 
@@ -91,6 +92,7 @@ class WorkerParts:
             group_size=self.group_size,
             groups_per_batch=self.groups_per_batch,
             is_continuous=self.engine.is_continuous,
+            takes_patches=self.engine.takes_patches,
             sampler=sampler if self.agents is None else "agents",
             max_prompt_tokens=self.max_prompt_tokens,
             max_completion_tokens=self.sampling.max_completion_tokens,
@@ -98,18 +100,47 @@ class WorkerParts:
         )
 
 
-def install(engine: Engine, transfer: Transfer) -> str:
-    """Load a version into the engine after checking its bytes once more; return their hash."""
-    manifest = transfer.manifest
-    digest = blake3(transfer.storage)
-    if digest.digest() != manifest.image_hash:
-        raise EngineError(
-            f"{manifest.version}: the bytes in memory do not hash to what the learner signed; "
-            "check this machine's memory"
-        )
+def install(engine: Engine, transfer: Transfer) -> str | None:
+    """Load a version into the engine; return its hash, None where its seal has yet to come.
+
+    Raises:
+        EngineError: if it cannot be loaded, or the bytes here are not what the learner signed.
+    """
+    manifest, digest = transfer.manifest, None
+    if transfer.signed is not None and not transfer.is_patched:
+        digest = blake3(transfer.storage).hexdigest()
+        if digest != manifest.image_hash.hex():
+            raise EngineError(
+                f"{manifest.version}: the bytes in memory do not hash to what the learner signed; "
+                "check this machine's memory"
+            )
     image = memoryview(transfer.storage).toreadonly()
     engine.load(tensors_from_image(manifest.tensors, image), manifest.version)
-    return digest.hexdigest()
+    return digest
+
+
+def install_patch(engine: Engine, work: ApplyPatch, specs: Sequence[TensorSpec]) -> None:
+    """Turn the version that an engine has into the next one, in place.
+
+    Raises:
+        EngineError: if it cannot be done; nothing is changed then.
+    """
+    patch = work.patch
+    try:
+        work.store.begin_patch(patch)
+    except OSError as error:
+        raise EngineError(f"{patch.version} cannot be written in place: {error}") from error
+    try:
+        if engine.installed == patch.base:
+            engine.patch(patch, work.image, specs)
+        else:
+            patch.write(work.image)
+            engine.load(tensors_from_image(specs, work.image.toreadonly()), patch.version)
+    except EngineError:
+        patch.take_back(work.image)
+        work.store.cancel_patch(patch)
+        raise
+    work.store.end_patch(patch)
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
@@ -241,6 +272,12 @@ class WorkerNode(DialingNode):
                 self.spawn(self._save(action.data), name="save")
             case Drained():
                 self._drained.set()
+            case VersionAudited():
+                if self.session.installed_version == action.version:
+                    digest = action.image_hash.hex()
+                    record_installed(self.parts.installed_path, action.version, digest)
+            case VersionDamaged():
+                self.perform(self.session.damaged(action.version, now=self.now))
             case Recall() | VersionArrived():
                 pass  # the engine asks; the role knows
             case _:
@@ -392,13 +429,24 @@ class WorkerNode(DialingNode):
         )
 
     async def _install(self, version: PolicyVersion) -> None:
-        parts, transfer = self.parts, self.session.broadcast.store[version]
+        engine, broadcast = self.parts.engine, self.session.broadcast
+        work, digest = broadcast.patch_of(version), None
         try:
-            digest = await self._engine_pool.run(install, parts.engine, transfer)
+            if work is None:
+                transfer = broadcast.store[version]
+                digest = await self._engine_pool.run(install, engine, transfer)
+            else:
+                specs = broadcast.store[work.patch.base].manifest.tensors
+                await self._engine_pool.run(install_patch, engine, work, specs)
         except EngineError as error:
+            if work is not None:
+                broadcast.unpatched(work)
             self.perform(self.session.install_failed(version, error, now=self.now))
             return
-        record_installed(parts.installed_path, version, digest)
+        if work is not None:
+            self.perform(broadcast.patched(work, now=self.now))
+        if digest is not None:
+            record_installed(self.parts.installed_path, version, digest)
         self.perform(self.session.installed(version, now=self.now))
 
     async def _save(self, data: bytes) -> None:
