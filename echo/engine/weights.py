@@ -438,10 +438,13 @@ def _encode(
         return CodedBlock(bytes([UNCHANGED]), hash_old(np.empty(0, np.uint8)))
     if found.numel() > most_sparse(new_words.numel()):
         return _encode_on_host(old, new, word_bytes, held)
-    replaced = old_words[found]
-    steps = _to_host(new_words[found] - replaced).view(f"<u{word_bytes}")
+    steps = _to_host(new_words[found] - old_words[found]).view(f"<u{word_bytes}")
     where = _to_host(found.to(torch.int32)).astype(np.int64)
-    return CodedBlock(encode_changes(where, steps), hash_old(_to_host(replaced)))
+    if held is None:
+        replaced = _to_host(old_words[found])
+    else:
+        replaced = np.take(np.frombuffer(held, steps.dtype), where)
+    return CodedBlock(encode_changes(where, steps), hash_old(replaced))
 
 
 def _encode_on_host(

@@ -92,7 +92,7 @@ def test_versions_that_overtake_each_other_are_bit_identical(deaths: Deaths) -> 
     """They came through the relay until that was killed, and then from the learner."""
     published = {
         tuple(record["version"]): record["image_hash"]
-        for record in deaths.cluster.records("published")
+        for record in deaths.cluster.records("sealed")
     }
     for name in ("w1", "w2"):
         installed = deaths.cluster.installed(name)

@@ -71,7 +71,7 @@ def check_installed(cluster: Cluster) -> set[int]:
     hashes = published_hashes(cluster)
     assert len(set(hashes.values())) == MAX_STEPS + 1, "versions that are equal show nothing"
     recorded = {
-        record["version"][1]: record["image_hash"] for record in cluster.records("published")
+        record["version"][1]: record["image_hash"] for record in cluster.records("sealed")
     }
     assert recorded == hashes
     steps = set()

@@ -18,8 +18,9 @@ from echo.weights.delta import (
     CHANGES,
     DIFFERENCE,
     UNCHANGED,
+    CodedBlock,
     decode_block,
-    encode_block,
+    encode_delta,
     word_bytes_of,
 )
 from echo.weights.manifest import TensorSpec
@@ -30,9 +31,9 @@ Image = npt.NDArray[np.uint8]
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int64": 8}
 
 
-def on_host(old: Image, new: Image, tensors: Sequence[TensorSpec], block_bytes: int) -> list[bytes]:
+def on_host(old: Image, new: Image, tensors: Sequence[TensorSpec], block_bytes: int) -> list[CodedBlock]:
     return [
-        encode_block(
+        encode_delta(
             old[start : start + block_bytes].data,
             new[start : start + block_bytes].data,
             word_bytes=word_bytes_of(tensors, start, min(start + block_bytes, new.size)),
@@ -98,9 +99,9 @@ def test_each_way_through_is_taken() -> None:
         [made] = delta.encode(torch.from_numpy(new), tensors)
         assert [made] == on_host(old, new, tensors, block_bytes)
         out = bytearray(new.size)
-        decode_block(memoryview(made), old.data, memoryview(out))
+        decode_block(memoryview(made.coded), old.data, memoryview(out))
         assert out == new.tobytes()
-        codecs.append(made[0])
+        codecs.append(made.coded[0])
     assert codecs[:2] == [UNCHANGED, CHANGES]
     assert codecs[2] >= DIFFERENCE
 

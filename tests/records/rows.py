@@ -20,7 +20,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "trained": {"consumed_at": 0},
     "discarded": {"step": 0},
-    "published": {"image_hash": ""},
+    "sealed": {"image_hash": ""},
 }  # fmt: skip
 """Fields that a test may leave out, by kind."""
 

@@ -40,6 +40,7 @@ from echo.records.ledger import (
     LedgerState,
     Place,
     Published,
+    Sealed,
     Refused,
     Trained,
     deliveries_of,
@@ -159,7 +160,8 @@ def test_what_happened_is_read_back_in_order(tmp_path: Path) -> None:
         Granted(group=1, attempt=0, worker="w2", copy_of=3),
         Cancelled(group=1, attempt=0, worker="w2", tokens=17),
         Refused(group=2, attempt=0, worker="w3", reason="stale"),
-        Published(version=V0, root="0102", image_hash="03"),
+        Published(version=V0),
+        Sealed(version=V0, root="0102", image_hash="03"),
         BoundChanged(step=4, before=3, bound=2, cause="ess"),
         ActivationChanged(
             step=4, cause="joined", activated=("w1",), deactivated=(), numbers={"rate": 2.5}

@@ -447,7 +447,7 @@ def test_a_run_can_start_from_the_weights_of_another(play: Play) -> None:
         published = read_ledger(run.directory / "second")
         first = next(r for r in published if r["kind"] == "published")
         # What was exported is what was published, bit by bit.
-        assert first["image_hash"] == run.ledger("published")[-1]["image_hash"]
+        assert first["image_hash"] == run.ledger("sealed")[-1]["image_hash"]
 
     play(scenario)
 

@@ -26,6 +26,7 @@ from echo.runtime.learner.publish import (
     VersionEncoder,
     make_images,
     make_publication,
+    sealed,
 )
 from echo.runtime.node import Node
 from echo.runtime.threads import ThreadPools
@@ -301,15 +302,16 @@ def version(step: int) -> PolicyVersion:
 def test_a_publication_is_signed_and_rounded() -> None:
     key = Ed25519PrivateKey.generate()
     tensors = {"w": torch.linspace(-1, 1, 1000), "steps": torch.arange(3)}
-    publication = make_publication(
+    made = make_publication(
         tensors,
         version(4),
         run_id="toy",
         model_digest="m",
         images=VersionImages("bfloat16", block_bytes=1024),
         chunk_bytes=1024,
-        key=key,
     )
+    assert made.signed is None
+    publication = sealed(made, key)
     public = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
     _, manifest = verify(
         msgspec.msgpack.encode(publication.signed),
@@ -447,15 +449,15 @@ BLOCK_BYTES = 4 << 20
 
 
 def publish(images: VersionImages, weights: Weights, step: int) -> Publication:
-    return make_publication(
+    made = make_publication(
         weights,
         PolicyVersion(1, step),
         run_id="run",
         model_digest="model",
         images=images,
         chunk_bytes=DEVICE_CHUNK_BYTES,
-        key=KEY,
     )
+    return sealed(made, KEY)
 
 
 class Learner:

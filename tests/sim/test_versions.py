@@ -25,7 +25,7 @@ def make_versions(image_bytes: float | None) -> Versions:
 def test_without_deltas_each_version_is_an_image_of_so_many_chunks() -> None:
     versions = make_versions(None)
     first, second = (versions.make({}, PolicyVersion(1, step)) for step in (0, 1))
-    manifest = second.manifest
+    manifest = versions.seal(second).manifest
     assert (manifest.num_chunks, manifest.num_bytes * versions.scale) == (8, 80 * MB)
     assert second.image != first.image
 
@@ -35,11 +35,11 @@ def test_a_delta_has_so_many_chunks_and_the_image_its_own_size(ratio: int) -> No
     versions = make_versions(ratio * 80 * MB)
     broadcast = Broadcast(node_id="learner", window_bytes=1, stall_s=1.0)
     for step in range(2):
-        made = versions.make({}, PolicyVersion(1, step))
+        made = versions.seal(versions.make({}, PolicyVersion(1, step)))
         broadcast.publish(made.signed, made.manifest, made.image, now=float(step))
     made = versions.make({}, PolicyVersion(1, 2))
     assert made.manifest.num_bytes * versions.scale == pytest.approx(ratio * 80 * MB, rel=0.01)
-    assert made.manifest.num_chunks == 8
+    assert versions.seal(made).manifest.num_chunks == 8
     [delta] = versions.segments(made, broadcast.store[PolicyVersion(1, 1)])
     assert len(delta.payload) * versions.scale == pytest.approx(80 * MB, rel=0.05)
     assert len(delta.payload) / CHUNK_BYTES == pytest.approx(8, abs=1)
