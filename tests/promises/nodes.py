@@ -37,7 +37,7 @@ from echo.records.ledger import AnyRecord, Ledger, Published
 from echo.runtime import relay
 from echo.runtime.event_log import EventLog
 from echo.runtime.learner import setup
-from echo.runtime.learner.setup import PromptSource
+from echo.runtime.learner.prompts import PromptSource
 from echo.runtime.node import Node
 from echo.runtime.worker import setup as worker_setup
 from echo.runtime.worker.node import WorkerParts
@@ -472,12 +472,13 @@ class NodeWorld:
         config = self._config(LEARNER, sections, listen=ADDRESS.format(address))
         ledger = type("LedgerOfProcess", (WatchedLedger,), {"process": process})
         task = AdditionTask()
+        text: Any = SimpleNamespace(decode=str, encode_prompt=lambda prompt, tools: [1, 2, 3])
         data: Any = SimpleNamespace(
             model_dir=self.directory,
             task=task,
             host=LaterHost(),
-            prompts=PromptSource(task, encode=lambda example: [1, 2, 3], seed=0, num_examples=None),
-            text=SimpleNamespace(decode=str),
+            prompts=PromptSource(task, text, seed=0),
+            text=text,
             digests={"model": "m"},
             vocab_size=32,
             lora=None,
