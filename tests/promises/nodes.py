@@ -16,7 +16,6 @@ import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,13 +87,25 @@ class KilledError(BaseException):
     """The process is gone in the middle of this call."""
 
 
+class ThreadsOfProcess(InlineThreads):
+    """Calls that take as long as the world says."""
+
+    def __init__(self, world: NodeWorld, name: str) -> None:
+        super().__init__()
+        self.world = world
+        self.name = name
+
+    def takes(self, pool: str, function: Callable[..., Any]) -> float:
+        return self.world.takes(self.name, pool, function)
+
+
 class Process:
     """One start of one node."""
 
     def __init__(self, world: NodeWorld, name: str) -> None:
         self.name = name
         self.world = world
-        self.threads = InlineThreads(partial(world.takes, name))
+        self.threads = ThreadsOfProcess(world, name)
         self.log = logging.getLogger(f"promises.{name}")
         self.engine: StubEngine | None = None
         self.node: Any = None
