@@ -41,7 +41,7 @@ from echo.runtime.learner.cost import CostTerms
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.publish import Coder, Publication
 from echo.runtime.learner.report import Progress
-from echo.runtime.learner.resume import begin, enter
+from echo.runtime.learner.resume import SavedRun
 from echo.runtime.worker.node import WorkerNode, WorkerParts
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
@@ -233,8 +233,8 @@ class Lab:
             directory / "checkpoints", run_id="bench", interval_steps=1 << 30, interval_s=None,
             keep_last=1, min_free_bytes=0, now=0.0,
         )  # fmt: skip
-        start = begin(ledger)
-        enter(ledger, checkpoints, start)
+        saved = SavedRun(ledger, checkpoints)
+        saved.enter(saved.begin())
         buffer: Any = session.buffer
         self.node = LearnerNode(
             OpenedRun(

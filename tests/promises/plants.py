@@ -176,15 +176,14 @@ def keep_leases_for_ever(patch: pytest.MonkeyPatch) -> None:
 @plant(12)
 def lose_what_waits(patch: pytest.MonkeyPatch) -> None:
     """Forget, at a resume, the groups that were acknowledged and not yet trained."""
-    from echo.runtime.learner import resume
-    from echo.runtime.learner.resume import recover as recover_recovery
+    from echo.runtime.learner.resume import SavedRun
 
-    recover = recover_recovery
+    recover = SavedRun.recover
 
     def forgetful(*arguments: Any, **named: Any) -> Any:
         return dataclasses.replace(recover(*arguments, **named), buffered=[])
 
-    patch.setattr(resume, "recover", forgetful)
+    patch.setattr(SavedRun, "recover", forgetful)
 
 
 @plant(13)

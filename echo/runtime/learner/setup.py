@@ -64,7 +64,7 @@ from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, Ope
 from echo.runtime.learner.prompts import PromptSource
 from echo.runtime.learner.publish import Publisher
 from echo.runtime.learner.report import Progress
-from echo.runtime.learner.resume import StartingPoint, enter, find_start
+from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.rewards import TaskHost
@@ -275,8 +275,8 @@ def open_run(
     with ExitStack() as on_failure:
         ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
         on_failure.callback(ledger.close)
-        checkpoints = make_checkpoints(config, identity)
-        start = find_start(config, ledger, checkpoints, identity, resume=resume, log=log)
+        saved = SavedRun(ledger, make_checkpoints(config, identity))
+        start = saved.find_start(config, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
         trainer = build_trainer(config, data.model_dir, start, data.lora)
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
@@ -287,11 +287,11 @@ def open_run(
         for reason in start.ends.values():
             session.counters.add(f"discarded/{reason}")
         save_resolved(config, config.run_dir / "config.json")
-        enter(ledger, checkpoints, start)
+        saved.enter(start)
         on_failure.pop_all()
     return OpenedRun(
         ledger=ledger,
-        checkpoints=checkpoints,
+        checkpoints=saved.checkpoints,
         costs=CostTerms(spent, activation_settings(config)),
         progress=begin_progress(start, earlier),
         trainer=trainer,
