@@ -392,6 +392,35 @@ class Learner:
             for member in self.roster.nodes.values()
         )
 
+    def broadcast_progress(self) -> tuple[int, int]:
+        """Return (chunks of the newest version that nodes hold, chunks that they want), summed."""
+        newest = self.broadcast.newest_complete
+        if newest is None:
+            return 0, 0
+        num_chunks = self.broadcast.store[newest].manifest.num_chunks
+        held = 0
+        members = self.roster.active()
+        for member in members:
+            if member.installed is not None and member.installed >= newest:
+                held += num_chunks
+            elif member.stats.fetching == newest:
+                held += member.stats.num_chunks_held
+        return held, num_chunks * len(members)
+
+    def describe_wait(self) -> str:
+        """Say what the learner waits for, and for whom, in one line."""
+        num_groups = self.settings.leases.groups_per_step
+        missing = num_groups - len(self.buffer)
+        workers = self.roster.active("worker")
+        if missing <= 0:
+            return ""
+        if not workers:
+            has_standby = bool(self.roster.members("worker"))
+            why = "every worker is on standby" if has_standby else "no worker is connected"
+            return f"{missing} groups; {why}"
+        fleet = [member.describe(self.leases.num_leases(member.node_id)) for member in workers]
+        return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
+
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread; the learner has none."""
         raise LocalProtocolError(f"the learner has done {work}")

@@ -371,9 +371,7 @@ def wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
 @plant(29)
 def say_that_it_waits(patch: pytest.MonkeyPatch) -> None:
     """Say how many groups are missing, and no more."""
-    from echo.runtime.learner import report
-
-    patch.setattr(report, "describe_wait", lambda session: "2 of 2 groups")
+    patch.setattr(Learner, "describe_wait", lambda self: "2 of 2 groups")
 
 
 @plant(30)

@@ -62,7 +62,7 @@ from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
-from echo.runtime.learner.report import Progress, TaskMetrics, describe_wait
+from echo.runtime.learner.report import Progress, TaskMetrics
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
@@ -372,7 +372,7 @@ class BatchWait:
         how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
         self._log.warning(
             "nothing can be granted%s: %s; waiting for %s",
-            how_long, what, describe_wait(self._session),
+            how_long, what, self._session.describe_wait(),
         )  # fmt: skip
 
 
