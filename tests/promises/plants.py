@@ -241,10 +241,9 @@ def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
 def say_installed(patch: pytest.MonkeyPatch) -> None:
     """Take a version that the engine refuses for installed."""
     from echo.core.errors import EngineError
-    from echo.runtime.worker import node
-    from echo.runtime.worker.node import install as install_worker_parts
+    from echo.runtime.worker.node import WorkerParts
 
-    install = install_worker_parts
+    install = WorkerParts.install
 
     def careless(*arguments: Any) -> str:
         try:
@@ -252,7 +251,7 @@ def say_installed(patch: pytest.MonkeyPatch) -> None:
         except EngineError:
             return ""
 
-    patch.setattr(node, "install", careless)
+    patch.setattr(WorkerParts, "install", careless)
 
 
 @plant(23)

@@ -195,6 +195,14 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
 
     @property
+    def opening(self) -> dict[str, Any]:
+        """What an agent is told of its episode."""
+        example = self.lease.example
+        prompt = example["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return {"session": self.session_id, "messages": messages, **example}
+
+    @property
     def best(self) -> Turn | None:
         """The end of the chain that becomes the rollout: the longest, of equals the last."""
         return max(reversed(self.turns), key=lambda turn: turn.num_sampled, default=None)
