@@ -45,7 +45,7 @@ from echo.core.units import one_line
 from echo.engine.engine import VersionError
 from echo.records.files import write_file
 from echo.roles.joining import Configure
-from echo.roles.worker import Offer, Withdraw
+from echo.roles.worker import OfferEpisodes, Withdraw
 from echo.runtime.agents.sessions import (
     AgentParts,
     Agents,
@@ -674,7 +674,7 @@ class AgentWorkerNode(WorkerNode):
     def on_action(self, action: Action) -> None:
         """Carry out what concerns a worker and its agents."""
         match action:
-            case Offer():
+            case OfferEpisodes():
                 assert self._agents is not None  # they ask for leases
                 self._agents.take(action.leases)
             case Withdraw():

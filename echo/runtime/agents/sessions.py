@@ -580,7 +580,7 @@ class StoppingError(SessionError):
     """The worker stops, or has no weights yet."""
 
 
-class Reader(Protocol):
+class AnswerReader(Protocol):
     """A reader of an answer that is still being sampled."""
 
     async def read(self, ids: npt.NDArray[np.int32]) -> None:
@@ -733,7 +733,7 @@ class Agents:
         session_id: str | None,
         prompt: Prompt,
         options: CallOptions,
-        reader: Reader | None = None,
+        reader: AnswerReader | None = None,
     ) -> Turn:
         """Sample one answer, recorded where it belongs to a session.
 
@@ -856,7 +856,7 @@ class Agents:
         sampling: Sampling,
         seed: str,
         bounds: CallBounds,
-        reader: Reader | None,
+        reader: AnswerReader | None,
     ) -> Completion:
         """Sample in one go, or piece by piece where somebody watches."""
         limit = sampling.max_completion_tokens
