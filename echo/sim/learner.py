@@ -255,6 +255,8 @@ def make_session(
                 max_completion_tokens=max(1, round(job.max_completion_tokens)),
                 vocab_size=1,
                 heartbeat_s=settings.heartbeat_s,
+                max_zero_signal_groups=job.groups_per_step
+                * _defaults().batch.max_zero_signal_batches,
             ),
             site=Site(
                 LEARNER_ID,

@@ -413,13 +413,15 @@ def build_session(
 
 def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
     """Return what the scheduler goes by."""
+    batch = config.batch
     return LeaseSettings(
         max_staleness=config.sync.max_staleness,
-        groups_per_step=config.batch.groups_per_step,
-        group_size=config.batch.group_size,
+        groups_per_step=batch.groups_per_step,
+        group_size=batch.group_size,
         max_completion_tokens=_max_rollout_tokens(config),
         vocab_size=vocab_size,
         heartbeat_s=config.network.heartbeat_s,
+        max_zero_signal_groups=batch.groups_per_step * batch.max_zero_signal_batches,
         prompts_are_free=config.agent.listen is not None,
         trims_stale=config.trims_stale,
         hedge_factor=config.leases.hedge_factor or None,
