@@ -774,7 +774,7 @@ def open_store(directory: str | None, limit_bytes: int | None) -> MappedStore:
     return MemoryStore(limit_bytes)
 
 
-def refuse_other_format(directory: Path) -> None:
+def _refuse_other_format(directory: Path) -> None:
     """Refuse a directory that was begun with another format.
 
     Raises:
@@ -805,7 +805,7 @@ class DiskStore(MappedStore):
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
         self.directory = directory
-        refuse_other_format(directory)
+        _refuse_other_format(directory)
         self._lock: int | None = lock_directory(
             directory,
             _LOCK,

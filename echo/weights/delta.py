@@ -98,7 +98,7 @@ def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
     np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
 
-class Reader:
+class BlockReader:
     """Takes a coded block apart, and refuses what does not fit it."""
 
     def __init__(self, coded: memoryview) -> None:
@@ -266,7 +266,7 @@ def pack_changes(where: Indices, difference: Words) -> list[bytes]:
     ]
 
 
-def apply_changes(reader: Reader, out: Words) -> None:
+def apply_changes(reader: BlockReader, out: Words) -> None:
     """Add coded changes to `out`, which holds the old words."""
     count, num_gaps, num_escapes = reader.unpack(_COUNTS)
     if count > out.size or num_gaps > count + out.size // _SKIP or num_escapes > count:
@@ -393,7 +393,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
     Raises:
         RemoteProtocolError: if it is malformed; `out` then holds anything.
     """
-    reader = Reader(coded)
+    reader = BlockReader(coded)
     [codec] = reader.take(1)
     if codec == RAW:
         fill(out, reader.take(len(out)))
@@ -410,7 +410,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
     reader.finish()
 
 
-def _decode_difference(codec: int, reader: Reader, base: memoryview, out: memoryview) -> None:
+def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: memoryview) -> None:
     """Write base and coded difference together to `out`."""
     if codec == UNCHANGED:
         fill(out, base)
@@ -483,7 +483,7 @@ def _split(block: memoryview, word_bytes: int) -> tuple[Words, memoryview]:
     return words, block[count * word_bytes :]
 
 
-def _word_bytes(reader: Reader) -> int:
+def _word_bytes(reader: BlockReader) -> int:
     """Return the size of a word, as the second byte says it."""
     [word_bytes] = reader.take(1)
     if word_bytes not in (1, 2, 4):

@@ -1,7 +1,7 @@
 """Publication of versions: images, and deltas and keyframes coded beside the training.
 
-`VersionEncoder.publish` decides in which forms a version goes out (`weights/schedule.py` has the
-rules), and hands them to the broadcast:
+`VersionEncoder` makes a version in the forms that `weights/schedule.py` decides on, and hands them
+to the broadcast:
 
     image --+--> in full, at once where there is no delta, else behind the delta's first segment
             +--> delta against the version before   } coded in threads, block by block;
@@ -41,7 +41,7 @@ from echo.weights.manifest import (
     encode_signed,
     sign,
 )
-from echo.weights.schedule import EncodedOffer, KeyframeSchedule
+from echo.weights.schedule import EncodedOffer, FormSchedule, Kind
 from echo.weights.store import Transfer
 from echo.wire.messages import Form
 
@@ -146,10 +146,6 @@ SEGMENT_BYTES = 256 << 20
 """Image bytes of one segment: coded in a tenth of a second or so by one core."""
 DELTA_CHUNK_BYTES = 256 << 10
 """Payload chunk of a delta: small ones fill a chain of nodes sooner."""
-MIN_IMAGE_BYTES = 4 << 20
-"""Smaller versions go in full unless deltas are asked for: they cost one window anyway."""
-HOPELESS_SHARE = 0.9
-"""Coded size to image size in the first segment, above which the image is sent instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,15 +269,14 @@ class VersionEncoder:
         Args:
             broadcast: the learner's.
             coder: codes; the caller closes it.
-            codec: "auto", "full" (never an encoded version) or "delta" (always one, however large).
+            codec: see `FormSchedule`.
             node: the learner's; carries out the broadcast's actions.
         """
         self._broadcast = broadcast
         self._coder = coder
-        self._codec = codec
         self._node = node
         self._pool = node.threads.pool("coder")
-        self._plan: KeyframeSchedule | None = None
+        self._schedule = FormSchedule(codec)
         self._last: asyncio.Task[None] | None = None
         self.coded_bytes: dict[PolicyVersion, int] = {}
         """Size of the delta of each version that went out as one; the last few."""
@@ -300,16 +295,12 @@ class VersionEncoder:
         await self.wait()
         manifest = publication.manifest
         base = self._base(manifest)
-        if self._codec == "full" or (
-            self._codec == "auto" and manifest.num_bytes < MIN_IMAGE_BYTES
-        ):  # fmt: skip
-            self._publish_image(publication)
-            return None
-        if self._plan is None:
-            self._plan = KeyframeSchedule(manifest.num_bytes)
-        if base is None or (self._codec == "auto" and not self._plan.is_delta_due()):
+        form = self._schedule.begin(manifest.num_bytes, has_base=base is not None)
+        if form != "delta":
             self._publish_image(publication)
             base = None
+        if form == "full":
+            return None
         self._last = self._node.spawn(self._code(publication, base), name="encoded_versions")
         return self._last
 
@@ -331,11 +322,9 @@ class VersionEncoder:
                 publication.signed, manifest, publication.image, now=self._node.now
             )
         )
-        if self._plan is not None:
-            self._plan.made(EncodedOffer(manifest.version, None, "full", manifest.num_bytes))
+        self._schedule.made(EncodedOffer(manifest.version, None, "full", manifest.num_bytes))
 
     async def _code(self, publication: Publication, base: Transfer | None) -> None:
-        assert self._plan is not None
         version = publication.manifest.version
         if base is not None:
             num_bytes = await self._send(publication, base)
@@ -343,7 +332,7 @@ class VersionEncoder:
                 self.coded_bytes[version] = num_bytes
                 while len(self.coded_bytes) > 16:
                     del self.coded_bytes[min(self.coded_bytes)]
-        if self._plan.is_keyframe_due(self._offers(), version):
+        if self._schedule.is_keyframe_due(self._offers(), version):
             await self._send(publication, None)
 
     def _offers(self) -> list[EncodedOffer]:
@@ -368,8 +357,7 @@ class VersionEncoder:
             total += table.num_bytes
             image_bytes += len(table.block_sizes) * table.block_bytes
             image_bytes = min(image_bytes, manifest.num_bytes)
-            is_hopeless = total > HOPELESS_SHARE * image_bytes and self._codec == "auto"
-            if table.index == 0 and is_hopeless:
+            if table.index == 0 and self._schedule.is_hopeless(total, image_bytes):
                 self._note(manifest, base, total * manifest.num_bytes // image_bytes)
                 self._publish_image(publication)
                 return 0
@@ -392,10 +380,6 @@ class VersionEncoder:
         return total
 
     def _note(self, manifest: Manifest, base: Transfer | None, num_bytes: int) -> None:
-        assert self._plan is not None
-        if base is None:
-            self._plan.made(EncodedOffer(manifest.version, None, "keyframe", num_bytes))
-        else:
-            self._plan.made(
-                EncodedOffer(manifest.version, base.manifest.version, "delta", num_bytes)
-            )
+        version, old = manifest.version, None if base is None else base.manifest.version
+        kind: Kind = "keyframe" if base is None else "delta"
+        self._schedule.made(EncodedOffer(version, old, kind, num_bytes))

@@ -97,19 +97,22 @@ class WorkerParts:
             rules=self.rules,
         )
 
+    def install(self, transfer: Transfer) -> str:
+        """Load a version into the engine after checking its bytes once more; return their hash.
 
-def install(engine: Engine, transfer: Transfer) -> str:
-    """Load a version into the engine after checking its bytes once more; return their hash."""
-    manifest = transfer.manifest
-    digest = blake3(transfer.storage)
-    if digest.digest() != manifest.image_hash:
-        raise EngineError(
-            f"{manifest.version}: the bytes in memory do not hash to what the learner signed; "
-            "check this machine's memory"
-        )
-    image = memoryview(transfer.storage).toreadonly()
-    engine.load(tensors_from_image(manifest.tensors, image), manifest.version)
-    return digest.hexdigest()
+        Raises:
+            EngineError: if they are not what the learner signed, or the engine refuses them.
+        """
+        manifest = transfer.manifest
+        digest = blake3(transfer.storage)
+        if digest.digest() != manifest.image_hash:
+            raise EngineError(
+                f"{manifest.version}: the bytes in memory do not hash to what the learner signed; "
+                "check this machine's memory"
+            )
+        image = memoryview(transfer.storage).toreadonly()
+        self.engine.load(tensors_from_image(manifest.tensors, image), manifest.version)
+        return digest.hexdigest()
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
@@ -394,7 +397,7 @@ class WorkerNode(DialingNode):
     async def _install(self, version: PolicyVersion) -> None:
         parts, transfer = self.parts, self.session.broadcast.store[version]
         try:
-            digest = await self._engine_pool.run(install, parts.engine, transfer)
+            digest = await self._engine_pool.run(parts.install, transfer)
         except EngineError as error:
             self.perform(self.session.install_failed(version, error, now=self.now))
             return
